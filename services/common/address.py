@@ -1,4 +1,4 @@
-"""Addresses as text: host:port, with brackets around an IPv6 address."""
+"""Addresses as text: host:port, with brackets around IPv6 addresses."""
 
 import asyncio
 import errno
@@ -9,13 +9,13 @@ from services.common.errors import ConfigError
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port; an IPv6 address gets its brackets."""
+    """host:port, with brackets around an IPv6 address."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """The host without brackets, and the port, "" if there is none."""
+    """Host without brackets, and port; "" without a port."""
     if address.startswith("["):
         host, _, rest = address[1:].partition("]")
         return host, rest.removeprefix(":")
@@ -31,7 +31,7 @@ def host_of(address: str) -> str:
 
 
 def is_ip(host: str) -> bool:
-    """Whether it is an address, not a name."""
+    """Whether `host` is an IP address rather than a name."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -40,16 +40,16 @@ def is_ip(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for every address of a machine, so that no peer can dial it."""
+    """Whether `host` stands for all addresses of a machine, so that no peer can dial it."""
     bare = host.strip("[]")
     return bare == "" or (is_ip(bare) and ipaddress.ip_address(bare).is_unspecified)
 
 
 async def resolved(address: str) -> str:
-    """host:port with the host as a number, as a reader that must not block wants it.
+    """host:port with the name resolved to an IP address, for users that must not block.
 
     Raises:
-        ConfigError: if there is no such name, or the text is no host:port.
+        ConfigError: if the name cannot be resolved, or the text is not host:port.
     """
     host, port = split_address(address)
     if not host or not port.isdecimal():
@@ -57,45 +57,46 @@ async def resolved(address: str) -> str:
     if is_ip(host):
         return address
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
+        resolved_to = await asyncio.get_running_loop().getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM
         )
     except (OSError, UnicodeError, OverflowError) as error:
         raise ConfigError(
-            f"the name '{host}' cannot be resolved here; set 'advertise' of that service to an"
-            " address, or add the name to the name server"
+            f"the name '{host}' cannot be resolved here; set 'advertise' of that service to an IP"
+            " address, or add the name to the DNS server"
         ) from error
-    return join_address(str(found[0][4][0]), int(port))
+    return join_address(str(resolved_to[0][4][0]), int(port))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it; a name is resolved, and one without address is not."""
+    """Whether `host` is reachable from this machine only; resolves names. False if unresolvable."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+    addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos]
     return all(address.is_loopback for address in addresses)
 
 
 def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> socket.socket:
-    """A listening TCP socket on a name or address of this machine; port 0: any free one.
+    """A listening TCP socket on a name or address of this machine; port 0: any free port.
 
-    The kernel cuts connections that take no data for `stall_s`.
+    The kernel resets connections that accept no data for `stall_s`.
 
     Raises:
-        ConfigError: if it cannot be had.
+        ConfigError: if the address is not local or the port is not available.
     """
     bare = host.strip("[]")
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # With its protocol: asyncio sends small parts at once only if it knows that one.
+        # With its protocol number: without it, asyncio does not set TCP_NODELAY.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"'{host}' is no address of this machine: {error.strerror}") from error
+        raise ConfigError(f"'{host}' is not a local address: {error.strerror}") from error
     try:
+        # A restart must not wait for connections in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if stall_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
@@ -105,7 +106,7 @@ def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> 
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} on {host} is in use; stop what listens there or choose another port"
+                f"port {port} on {host} is in use; stop its listener or choose another port"
             ) from error
         raise ConfigError(
             f"cannot listen on {join_address(host, port)}: {error.strerror}; choose another port"

@@ -1,8 +1,8 @@
-"""Where others reach a service: what it registers in etcd and tells the peers of its lanes.
+"""The advertised address of a service, registered in etcd and sent to the peers of its lanes.
 
-A service that listens on every address of its machine must not register 0.0.0.0. What the others
-can reach is, as a rule, the address from which this machine reaches etcd: every service reaches it,
-in a container network, in a pod and between hosts alike.
+A service that listens on all addresses must not register 0.0.0.0. By default it registers the local
+address that is used to reach etcd: all services reach etcd, in container networks, in pods and
+between hosts, so they most likely reach each other at these addresses as well.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ from services.common.service_config import ServiceConfig
 AUTO = "auto"
 
 log = logging.getLogger(__name__)
-# Nothing is sent to it; the kernel only chooses a route.
+# Nothing is sent to this port; the kernel only chooses a route.
 _ANY_PORT = 2379
 
 
 def advertised_host(advertise: str, host: str, etcd_url: str) -> str:
-    """The host that others dial, without brackets; may ask the name server.
+    """The host that others dial, without brackets; may resolve names.
 
-    `advertise`, `etcd_url`: as configured; `host`: the address that is listened on.
+    `advertise` and `etcd_url` as configured; `host` is the listening address.
 
     Raises:
-        ConfigError: if `advertise` is auto and no address of this machine leads to etcd.
+        ConfigError: if `advertise` is auto and etcd is not reachable from any local address.
     """
     if advertise != AUTO:
         return _parsed(advertise)[0]
     if not is_wildcard(host):
         return host.strip("[]")
-    # A socket on 0.0.0.0 does not hear IPv6; a socket on :: hears both.
+    # A socket on 0.0.0.0 does not accept IPv6; a socket on :: accepts both.
     families = (socket.AF_INET, socket.AF_INET6) if ":" in host else (socket.AF_INET,)
     for endpoint in etcd_url.split(","):
         name, port = split_address(endpoint.strip().rpartition("//")[2].rstrip("/"))
@@ -47,13 +47,13 @@ def advertised_host(advertise: str, host: str, etcd_url: str) -> str:
             if local:
                 return local
     raise ConfigError(
-        f"no address of this machine from which etcd at {etcd_url} is reached can be told to"
-        " others; set 'advertise' to the host name or address at which they reach this service"
+        f"no address of this machine has a route to etcd at {etcd_url}, so none can be advertised;"
+        " set 'advertise' to the host name or address at which others reach this service"
     )
 
 
 def advertised_address(advertise: str, host: str, port: int, etcd_url: str) -> str:
-    """host:port at which others reach the gRPC port that is bound to `host` and `port`.
+    """host:port at which others reach the gRPC port bound to `host` and `port`.
 
     Raises:
         ConfigError: see `advertised_host`.
@@ -65,16 +65,16 @@ def advertised_address(advertise: str, host: str, port: int, etcd_url: str) -> s
 async def advertised(config: ServiceConfig, host: str, port: int) -> str:
     """`advertised_address` of a service, off the event loop. Raises ConfigError.
 
-    Warns if it listens on every address and tells others one that only this machine reaches.
+    Warns if the service listens on all addresses but advertises a loopback address.
     """
     address = await asyncio.to_thread(
         advertised_address, config.advertise, host, port, config.etcd_url
     )
     if is_wildcard(host) and await asyncio.to_thread(is_loopback, host_of(address)):
         log.warning(
-            "this service listens on every address, but is registered at %s, which only this"
-            " machine reaches; set 'advertise' to an address that the other machines reach, or"
-            " have it listen on 127.0.0.1 if there are none",
+            "this service listens on all addresses, but is registered at %s, which only this"
+            " machine can reach; set 'advertise' to an address that other machines reach, or listen"
+            " on 127.0.0.1 if there are none",
             address,
         )
     return address
@@ -85,7 +85,7 @@ def _parsed(advertise: str) -> tuple[str, int | None]:
     if not host or is_wildcard(host) or (port and not port.isdecimal()):
         raise ConfigError(
             f"'advertise' is '{advertise}', but must be auto, or a host or host:port that others"
-            " can dial (an IPv6 address with a port in brackets)"
+            " can dial (an IPv6 address with a port needs brackets)"
         )
     if port and not 0 < int(port) < 65536:
         raise ConfigError(f"the port in 'advertise' is {port}, but must be 1 to 65535")
@@ -93,15 +93,16 @@ def _parsed(advertise: str) -> tuple[str, int | None]:
 
 
 def _local_address(family: socket.AddressFamily, name: str, port: str) -> str:
-    """The address that the kernel would send from to reach `name`; "" if there is no way."""
+    """The local address from which the kernel would reach `name`; "" without a route."""
     try:
-        found = socket.getaddrinfo(name, port or _ANY_PORT, family, socket.SOCK_DGRAM)
+        targets = socket.getaddrinfo(name, port or _ANY_PORT, family, socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return ""
-    for _, kind, protocol, _, place in found:
+    for _, kind, protocol, _, target in targets:
         with socket.socket(family, kind, protocol) as probe:
             try:
-                probe.connect(place)
+                # A datagram socket sends nothing here: it only selects a route.
+                probe.connect(target)
             except OSError:
                 continue
             local = str(probe.getsockname()[0])

@@ -1,6 +1,6 @@
-"""Which caller may call what, over mutual TLS: by the role that its certificate names.
+"""Authorization over mutual TLS: which roles may call which method.
 
-A method that the table does not list is refused.
+Methods that the table does not list are refused.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from services.common.role import ADMIN, DOMAIN, GATEWAY, MEMMGR, ROLES, SCHEDULE
 
 ANYONE = frozenset(("anyone with a certificate of the cluster",))
 
-_TOLD_MAX = 100
+_LOGGED_MAX = 100
 
 _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
     "tideserve.worker.v1.WorkerService": {"Generate": (GATEWAY,)},
@@ -44,31 +44,31 @@ METHODS = {
     for service, methods in _SERVICES.items()
     for method, roles in methods.items()
 }
-"""The roles that may call each method, by its full name."""
+"""The roles that may call each method, by full method name."""
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def roles_of(auth_context: Mapping[str, Any]) -> frozenset[str]:
-    """The roles that the certificate of a call's peer names."""
+    """The roles in the certificate of a call's peer."""
     names = (name.decode("ascii", "replace") for name in auth_context.get("peer_dns") or ())
     roles = {name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)}
     return frozenset(roles & set(ROLES))
 
 
 class Authorization(grpc.aio.ServerInterceptor):
-    """Refuses calls whose caller has no role for them, as PERMISSION_DENIED."""
+    """Aborts calls whose caller has no suitable role with PERMISSION_DENIED."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[str, frozenset[str]]] = set()
+        self._logged: set[tuple[str, frozenset[str]]] = set()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's handler behind a look at the certificate; see grpc.aio."""
+        """The method's handler, preceded by a check of the certificate; see grpc.aio."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         allowed = METHODS.get(method, frozenset())
@@ -78,25 +78,25 @@ class Authorization(grpc.aio.ServerInterceptor):
         async def check(context: Context) -> None:
             roles = roles_of(context.auth_context())
             if not roles & allowed:
-                self._tell(method, roles)
-                who = " and ".join(sorted(roles)) or "without a role"
+                self._log(method, roles)
+                held = " and ".join(sorted(roles)) or "no role"
                 await context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
-                    f"{method} is for {' and '.join(sorted(allowed)) or 'nobody'}, and the caller's"
-                    f" certificate is {who}; use the certificate of the right service",
+                    f"{method} requires the role {' or '.join(sorted(allowed)) or '(none)'}, but"
+                    f" the caller's certificate has {held}; use the right service's certificate",
                 )
 
         return _guarded(handler, check)
 
-    def _tell(self, method: str, roles: frozenset[str]) -> None:
-        """Log a refusal, once for each kind: a caller that is refused tries again."""
-        if (method, roles) not in self._told and len(self._told) < _TOLD_MAX:
-            self._told.add((method, roles))
+    def _log(self, method: str, roles: frozenset[str]) -> None:
+        """Log a refusal once per method and roles, since refused callers retry."""
+        if (method, roles) not in self._logged and len(self._logged) < _LOGGED_MAX:
+            self._logged.add((method, roles))
             log.warning("refused %s to a caller with roles %s", method, sorted(roles))
 
 
 def _guarded(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
-    """The same handler, whose behaviour begins with `check`."""
+    """The same handler, preceded by `check`."""
     kinds = {
         (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
         (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
@@ -115,5 +115,6 @@ def _guarded(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
         await check(context)
         return await behaviour(request, context)
 
+    # grpc.aio inspects the kind of a handler, so the wrapper must be of the same kind.
     guarded = yielding if inspect.isasyncgenfunction(behaviour) else answering
     return make(guarded, handler.request_deserializer, handler.response_serializer)

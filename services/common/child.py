@@ -1,8 +1,7 @@
 """Child processes of services, which have threads and an event loop.
 
-`subprocess` starts a child by vfork, in which nothing of ours runs. The event loop's own way is a
-fork, where gRPC's handlers for forks run as well: on a busy machine they crashed one of twelve
-children before it began.
+`subprocess` starts a child by vfork, which runs none of our code. The event loop's own method forks
+and runs gRPC's fork handlers: on a busy machine they crashed 1 child in 12 at its start.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from typing import IO
 
 
 class Child:
-    """A process, from its start to its end. Begin it within an event loop, and `kill` it."""
+    """A child process. Create it within an event loop, and end it with `kill`."""
 
     def __init__(
         self,
@@ -26,10 +25,10 @@ class Child:
         new_session: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Its input is a pipe; its output is one if `output` is set.
+        """Start the process; its input is a pipe, and so is its output if `output` is set.
 
-        With `quiet` its messages go nowhere. `new_session`: it leads a process group of its own,
-        which ends with it.
+        `quiet` discards its error messages. `new_session`: it leads its own process group, which
+        ends with it.
 
         Raises:
             OSError: if it cannot be started.
@@ -49,44 +48,46 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
         return self._popen.pid
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the process runs."""
         return self._ended.result() if self._ended.done() else None
 
     @property
     def input(self) -> IO[bytes]:
-        """Where it reads from."""
+        """The pipe to its standard input."""
         assert self._popen.stdin is not None
         return self._popen.stdin
 
     @property
     def output(self) -> IO[bytes]:
-        """What it writes, if it was started so."""
+        """The pipe from its standard output; requires `output`."""
         assert self._popen.stdout is not None, "started without its output"
         return self._popen.stdout
 
     async def wait(self) -> int:
-        """Its exit code once it has ended; several may wait."""
+        """Wait for the end; returns the exit code. Several tasks may wait."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """End it at once, with its group if it leads one; nothing is left to do once it ended."""
+        """Kill the process, and its group if it leads one; no effect once it has ended."""
         if self.returncode is None:
             (os.killpg if self._leads else os.kill)(self.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        # The id is not used again before the loop knows of the end: `kill` hits no other process.
+        # WNOWAIT keeps the zombie until the loop knows of the end, so that the kernel does not
+        # reuse the process id and `kill` cannot hit another process.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         try:
             self._loop.call_soon_threadsafe(self._reap)
-        except RuntimeError:  # the loop is over: nobody waits any more
+        except RuntimeError:  # the loop is closed: no task waits for the process
             self._popen.wait()
 
     def _reap(self) -> None:
+        # Other members of its group may outlive the leader.
         if self._leads:
             os.killpg(self.pid, signal.SIGKILL)
         self._ended.set_result(self._popen.wait())

@@ -1,15 +1,15 @@
-"""The only place that reads time."""
+"""The only module that reads clocks."""
 
 import time
 
 
 def monotonic_s() -> float:
-    """Seconds on a clock that never goes back; only differences mean anything."""
+    """Seconds on a monotonic clock with an arbitrary origin."""
     return time.monotonic()
 
 
 def cpu_s() -> float:
-    """CPU seconds that this process has used, in all threads; other load hardly changes them."""
+    """CPU seconds used by all threads of this process; hardly affected by other load."""
     return time.process_time()
 
 
@@ -19,5 +19,5 @@ def unix_s() -> int:
 
 
 def unix_ns() -> int:
-    """Nanoseconds since 1970, for what is compared with other machines' times."""
+    """Nanoseconds since 1970, comparable between machines."""
     return time.time_ns()

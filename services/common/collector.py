@@ -1,4 +1,4 @@
-"""The cycle collector, kept away from work that must not be held up by it."""
+"""Keeps Python's cyclic garbage collector away from latency-critical work."""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cycle collection during the body, which should be short and make no cycles.
+    """Pause cyclic garbage collection; the body should be short and create no cycles.
 
-    A pass over the objects of a large cluster takes longer than a plan for it.
+    A collection over the objects of a large cluster takes longer than planning for it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,9 +22,9 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """The body makes what lasts as long as the process, such as what it imports.
+    """For code that creates objects with the lifetime of the process, such as imports.
 
-    No cycle collection during the body, nor does a later one look at what there is at its end.
+    Pauses the collector, and exempts all objects that exist at the end from later collections.
     """
     with collector_paused():
         yield

@@ -1,7 +1,7 @@
-"""Configuration: parsed once, strictly, into a frozen dataclass.
+"""Configuration: parsed once and strictly into a frozen dataclass.
 
-A key that the dataclass does not have, a missing key, a value of another type or outside its range
-is an error that names the key, the place and the remedy.
+Unknown and missing keys, and values with the wrong type or out of range, are errors that name the
+key, the place and the remedy.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ from services.common.size import parse_size_bytes
 T = TypeVar("T")
 
 KEPT = dataclasses.MISSING
-# A password or a key; more is a wrong path.
+# Largest password or key; a larger file is a wrong path.
 _SECRET_BYTES_MAX = 64 * 2**10
 _TRUTHS = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTHS |= {"false": False, "no": False, "off": False, "0": False}
-# The last two for a value under a tag that it does not fit, such as "!!bool perhaps".
+# The last two: a value under a tag that it does not match, such as "!!bool perhaps".
 _YAML_FAILURES = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError)
-# A quotation other than that of a token's kind ('<scalar>') or of one character.
+# A quotation other than of a token's kind ('<scalar>') or of a single character.
 _NAME = re.compile(r"(?: for the tag|:)? ['\"](?!<|.['\"])")
 _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     bool: (lambda text: _TRUTHS[text.lower()], "true or false"),
@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: if the file cannot be read or holds something else than a mapping.
+        ConfigError: if the file cannot be read or does not contain a mapping.
     """
     try:
         return parse_yaml(path.read_bytes(), str(path))
@@ -62,32 +62,32 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
-    """The mapping in a YAML text; `source` names the place in errors. Raises ConfigError."""
+    """The mapping in a YAML text; `source` is its place, for errors. Raises ConfigError."""
     try:
         data = yaml.safe_load(text)
     except _YAML_FAILURES as error:
-        # From None: the error itself quotes the text, in which there may be secrets.
+        # `from None`: the error quotes the text, which may contain secrets.
         raise ConfigError(f"{source} is not valid YAML{_where_and_why(error)}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{source} must hold a mapping of keys to values")
+        raise ConfigError(f"{source} must contain a mapping of keys to values")
     return data
 
 
 def _where_and_why(error: Exception) -> str:
-    """Place and problem, without a word of the text that could not be read."""
+    """Position and problem, without quoting the text."""
     mark = getattr(error, "problem_mark", None)
     place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-    # A problem may end in a name out of the text, such as that of an alias or a tag.
+    # A problem may end with a name from the text, such as that of an alias or a tag.
     problem = _NAME.split(getattr(error, "problem", None) or "")[0]
-    return f"{place}: {problem or 'a value or a character in it cannot be read'}"
+    return f"{place}: {problem or 'it contains an invalid value or character'}"
 
 
 def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> Any:
-    """A dataclass field with the checks of `key` of the configuration `cls`.
+    """A dataclass field with the checks and the default of `key` of the configuration `cls`.
 
-    Also with its default, unless another one is given; `changes` are to its metadata.
+    `default` overrides the default, `changes` its metadata.
     """
     setting = settings_of(cls)[key]
     if default is KEPT:
@@ -101,7 +101,7 @@ def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> An
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """A value and where it was given. `text`: from a place that knows only text."""
+    """A value and the place it comes from; `text`: the place knows only text."""
 
     value: Any = dataclasses.field(repr=False)
     place: str
@@ -109,7 +109,7 @@ class Given:
 
 
 def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
-    """An instance of the dataclass `cls` from `data`; `source` names the place in errors.
+    """An instance of the dataclass `cls` from `data`; `source` is its place, for errors.
 
     Raises:
         ConfigError: on an unknown or missing key, a wrong type or a value out of range.
@@ -118,7 +118,7 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
 
 
 def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Given]:
-    """The values in `data`, secrets from their files included; `source` as above.
+    """The values in `data`, with secrets read from their files; `source` as in `from_mapping`.
 
     Raises:
         ConfigError: on an unknown key, or a file that cannot be read.
@@ -130,7 +130,7 @@ def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, 
 
 
 def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
-    """Refuse a key that is not `known`; `source` names the place. Raises ConfigError."""
+    """Raise ConfigError for a key that is not `known`; `source` is the place, for errors."""
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -147,7 +147,7 @@ def take_secret_files(
     """Replace `<name>_file` of each secret in `given` by the content of that file.
 
     Raises:
-        ConfigError: if it cannot be read, or the secret itself is given, too.
+        ConfigError: if the file cannot be read, or the secret itself is given as well.
     """
     for name in (key for key, setting in settings_of(cls).items() if setting.secret):
         pointer = given.pop(name + FILE, None)
@@ -155,7 +155,7 @@ def take_secret_files(
             continue
         own, file = shown(name), shown(name + FILE)
         if name in given:
-            raise ConfigError(f"{source} gives both {own} and {file}; take one out")
+            raise ConfigError(f"{source} gives both {own} and {file}; remove either")
         if not isinstance(pointer.value, str) or not pointer.value:
             raise ConfigError(f"{file} in {source} must be the path of a file")
         secret = _read_secret(Path(pointer.value), file)
@@ -167,20 +167,20 @@ def _read_secret(path: Path, file: str) -> str:
         with path.open("rb") as stream:
             content = stream.read(_SECRET_BYTES_MAX + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}, which {file} names: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}, given as {file}: {error.strerror}") from error
     if len(content) > _SECRET_BYTES_MAX:
-        raise ConfigError(f"{path}, which {file} names, is too large for a secret; correct it")
+        raise ConfigError(f"{path}, given as {file}, is too large for a secret; correct the path")
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}, which {file} names, is not text in UTF-8") from None
+        raise ConfigError(f"{path}, given as {file}, is not UTF-8 text") from None
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str]) -> T:
-    """An instance of the dataclass `cls`. `missing` says where a key without a value may be given.
+    """An instance of the dataclass `cls`; `missing` says how to give a missing key.
 
-    A static method `defaults_for` of `cls` returns the defaults that follow from other values.
+    A static method `defaults_for` of `cls` returns defaults that depend on other values.
 
     Raises:
         ConfigError: on a missing key, a wrong type or a value out of range.
@@ -189,26 +189,27 @@ def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str
     for key, setting in settings_of(cls).items():
         if key not in given and setting.required:
             raise ConfigError(f"configuration key '{key}' is {missing(key)}")
+    # Explicit values take precedence over derived defaults.
     if (defaults_for := getattr(cls, "defaults_for", None)) is not None:
         values = defaults_for(values) | values
     try:
         return cls(**_arguments(cls, None, values))
-    except ValueError as error:  # of a dataclass of core
+    except ValueError as error:  # a dataclass of core rejects its values
         raise ConfigError(str(error)) from error
 
 
 def read_values(cls: type[Any], given: Mapping[str, Given]) -> dict[str, Any]:
-    """The value of each key in `given` that the dataclass `cls` has.
+    """The checked values of those keys in `given` that the dataclass `cls` has.
 
     Raises:
         ConfigError: on a wrong type or a value out of range.
     """
     settings = settings_of(cls)
-    return {key: _read(settings[key], one) for key, one in given.items() if key in settings}
+    return {key: _read(settings[key], raw) for key, raw in given.items() if key in settings}
 
 
 def _arguments(cls: type[Any], defaults: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the dataclass `cls` from the values of keys, nested dataclasses made anew."""
+    """Constructor arguments of `cls` from the values of keys; nested dataclasses are rebuilt."""
     arguments = {}
     for field in dataclasses.fields(cls):
         if field.metadata.get("nested"):
@@ -221,7 +222,7 @@ def _arguments(cls: type[Any], defaults: Any, values: Mapping[str, Any]) -> dict
 
 
 def dump(config: Any) -> str:
-    """YAML that `from_mapping` reads back to an equal dataclass; secrets are left out."""
+    """YAML that `from_mapping` reads back to an equal dataclass; secrets are omitted."""
     settings = settings_of(type(config))
     values = values_of(config).items()
     text: str = yaml.safe_dump({k: plain(v) for k, v in values if not settings[k].secret})
@@ -229,7 +230,7 @@ def dump(config: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value in the types that YAML has."""
+    """The value in YAML's own types."""
     if isinstance(value, Path | StrEnum):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
@@ -246,13 +247,14 @@ def _read(setting: Setting, given: Given) -> Any:
         value = (_from_text if given.text else _converted)(given.value, setting)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    # An empty secret is one that somebody forgot to fill in: none would open the door.
+    # An empty secret was probably left out by mistake: no authentication would be dangerous.
     if setting.secret and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
     enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
     accepted = tuple(map(_plain_type, setting.kinds))
+    # bool is a subclass of int: refuse true where a number is required.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-        # A message must not show a secret, not even an unusable one.
+        # Never show a secret in a message, not even an invalid secret.
         shown = "not usable" if setting.secret else repr(value)
         wanted = " or ".join(kind.__name__ for kind in accepted)
         raise ConfigError(f"{where} is {shown}, but must be of type {wanted}")
@@ -265,14 +267,14 @@ def _read(setting: Setting, given: Given) -> Any:
 
 
 def _plain_type(kind: Any) -> Any:
-    """The type of a value in YAML for this one of a field."""
+    """The type of a field's values in YAML."""
     if is_enum(kind):
         return str
     return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
 
 
 def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:
-    """What a value of the right type would have to be; None if it is that."""
+    """What a value of the right type must be; None if it is valid."""
     if "range" in metadata:
         low, high = metadata["range"]
         if not low <= value <= high:
@@ -288,7 +290,7 @@ def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _from_text(text: str, setting: Setting) -> Any:
-    """The value that a text stands for; an empty text is none, if allowed. Raises ConfigError."""
+    """The value of a text; an empty text is None, if allowed. Raises ConfigError."""
     if not text and types.NoneType in setting.kinds and not setting.secret:
         return None
     if setting.metadata.get("size"):
@@ -304,11 +306,11 @@ def _from_text(text: str, setting: Setting) -> Any:
                 raise ConfigError(f"'{text}' is not {wanted}") from None
         if kind in (str, Path) or is_enum(kind):
             return text if is_enum(kind) else kind(text)
-    raise ConfigError("this key can only be given in a YAML file")
+    raise ConfigError("this key can be given only in a YAML file")
 
 
 def _converted(value: Any, setting: Setting) -> Any:
-    """YAML has no paths, tuples or sizes and writes whole floats as integers."""
+    """Convert from YAML, which lacks paths, tuples and sizes, and writes 1.0 as 1."""
     if isinstance(value, str):
         if setting.metadata.get("size"):
             return parse_size_bytes(value)

@@ -1,10 +1,10 @@
-"""What is known about a device that runs a model: cost of an iteration, links, sizes.
+"""Device profiles: the cost model, link speeds and sizes of a model on a device.
 
-A profile is a YAML file: measured by `tideserve profile`, or one of those in `device_profiles/`.
-These were measured on a GPU, or are estimates, each of which names the published figures that it is
+A profile is a YAML file, measured by `tideserve profile` or shipped in `device_profiles/`. The
+shipped profiles were measured on a GPU, or are estimates that name the published figures they are
 derived from.
 
-`A100-14B:2` is a device like A100-14B on which everything takes twice as long. So slow, two
+`A100-14B:2` is a device like A100-14B that is slower by a factor of 2. Slowed down like this, two
 processors keep the pace of twice as many workers.
 """
 
@@ -34,10 +34,10 @@ TOKENS_MAX = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How well a measured profile predicts batches that it was not fitted to.
+    """Accuracy of a measured profile on batches that it was not fitted to.
 
-    Mean absolute relative errors; `noise` is what the machine differs from itself by when the
-    same batches are measured twice.
+    Mean absolute relative errors; `noise` is the difference between two measurements of the same
+    batches on the same machine.
     """
 
     error: float
@@ -48,12 +48,11 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """A model on a device. Links in bytes/s, one direction; None where nobody measured.
+    """A model on a device. Links are in bytes/s per direction; None where not measured.
 
-    `peer` is the link to another device of the cluster, `host` the one to host memory (recorded for
-    KV in host memory; no code uses it yet). `shape` and `hidden_bytes`, a token's activation, are
-    what a division of the model into stages takes.
-    `source` says where the figures are from.
+    `peer` is the link to another device of the cluster, `host` the link to host memory (for KV in
+    host memory; not used yet). `shape` and `hidden_bytes` (the activation of a token) serve the
+    division of the model into stages. `source` names the origin of the figures.
     """
 
     name: str
@@ -71,21 +70,21 @@ class DeviceProfile:
 
 
 def shipped_names() -> list[str]:
-    """Names of the profiles that come with tideserve."""
+    """Names of the profiles that are part of tideserve."""
     return sorted(path.stem for path in SHIPPED_DIR.glob(f"*{SUFFIX}"))
 
 
 def split_slowdown(text: str) -> tuple[str, float]:
-    """The name or path of a profile, and how many times as long everything shall take."""
-    found = SLOWDOWN.fullmatch(text)
-    return (found[1], float(found[2])) if found else (text, 1.0)
+    """A profile's name or path, and the factor by which it is slowed down."""
+    match = SLOWDOWN.fullmatch(text)
+    return (match[1], float(match[2])) if match else (text, 1.0)
 
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
-    """The profile in a file, or the shipped one of that name; slower by `:FACTOR`.
+    """The profile in a file, or the shipped profile of that name; slowed down by `:FACTOR`.
 
     Raises:
-        ConfigError: if there is none, or it cannot be read.
+        ConfigError: if it does not exist or cannot be read.
     """
     place, slowdown = split_slowdown(str(name_or_path))
     path = Path(place).expanduser()
@@ -93,7 +92,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
         path = SHIPPED_DIR / f"{place}{SUFFIX}"
         if not path.is_file():
             raise ConfigError(
-                f"there is no device profile '{place}'; choose one of"
+                f"unknown device profile '{place}'; choose from"
                 f" {', '.join(shipped_names())}, or give the path of a file"
             )
     profile = parse_profile(read_yaml(path), str(path))
@@ -101,7 +100,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
         return profile
     if not 1 / SLOWDOWN_MAX <= slowdown <= SLOWDOWN_MAX:
         raise ConfigError(
-            f"'{name_or_path}': everything shall take {slowdown:g} times as long, but that must be"
+            f"'{name_or_path}': the slow-down factor is {slowdown:g}, but must be"
             f" {1 / SLOWDOWN_MAX:g} to {SLOWDOWN_MAX:g}"
         )
     return _slowed(profile, slowdown)
@@ -119,7 +118,7 @@ def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
 
 
 def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
-    """A profile from a mapping; `source` names the place in errors. Raises ConfigError."""
+    """A profile from a mapping; `source` is its place, for errors. Raises ConfigError."""
     file = from_mapping(_ProfileFile, data, source)
     cost = file.cost
     if cost.lambda_s > cost.gamma_s:
@@ -140,13 +139,14 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
         cost.knee_tokens,
         cost.mu_s,
     )
-    names = (one.name for one in fields(DeviceProfile) if one.name != "model")
+    names = (field.name for field in fields(DeviceProfile) if field.name != "model")
     return DeviceProfile(model=model, **{name: getattr(file, name) for name in names})
 
 
 def store_profile(profile: DeviceProfile, path: Path) -> None:
-    """Write the profile; a reader sees the old file or the whole new one. Raises OSError."""
+    """Write the profile atomically: readers see the old or the new file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename between file systems is not atomic.
     descriptor, fresh = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -158,7 +158,7 @@ def store_profile(profile: DeviceProfile, path: Path) -> None:
 
 
 def to_mapping(profile: DeviceProfile) -> dict[str, Any]:
-    """What `parse_profile` reads back to an equal profile."""
+    """The mapping that `parse_profile` reads back to an equal profile."""
     model = profile.model
     cost: dict[str, Any] = {
         "alpha_s": model.alpha,
@@ -216,4 +216,4 @@ class _ProfileFile:
     hidden_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
     shape: ModelShape | None = None
     accuracy: Accuracy | None = None
-    derivation: dict[str, Any] | None = None  # for readers: where an estimate is from
+    derivation: dict[str, Any] | None = None  # for human readers: the origin of an estimate

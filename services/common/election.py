@@ -1,8 +1,8 @@
-"""Which instance of a service decides: the one that holds the key `leaders/<service>`.
+"""Leader election among the instances of a service, through the key `leaders/<service>`.
 
-The key lives on a lease, which only tells who is probably alive. The token, which is the
-revision at which its key was created, keeps a frozen leader from acting. Every write compares it,
-and a member that takes orders from a leader refuses a lower token than it has seen.
+The key's lease only shows which instance is probably alive. The fencing token, the key's creation
+revision, keeps a stalled leader from acting: every write compares it, and members refuse orders
+with a lower token than they have seen.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Election:
-    """Campaigns for as long as `run` runs. `token` is 0 while this instance does not lead."""
+    """Campaigns while `run` runs. `token` is 0 unless this instance leads."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Election:
         ttl_s: int,
         on_change: Callable[[int], None],
     ) -> None:
-        """`record` tells who leads; `on_change` learns of every new token."""
+        """`record` identifies the leader; `on_change` is called with every new token."""
         self._store = store
         self._key = leader_key(service)
         self._value = encode_record(record)
@@ -38,12 +38,13 @@ class Election:
         self.token = 0
 
     async def run(self) -> None:
-        """Campaign, lead, and campaign again, until cancelled; it then no longer leads."""
+        """Campaign, lead, and campaign again until cancelled, which ends the leadership."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._registration.run())
             try:
                 while True:
                     await self._registration.registered.wait()
+                    # A new registration creates the key again, with a new token.
                     self._set(await self._read_token())
                     await self._registration.lost.wait()
                     self._set(0)
@@ -51,11 +52,11 @@ class Election:
                 self._set(0)
 
     async def resign(self) -> None:
-        """Let another instance lead at once; call after `run` was cancelled."""
+        """Let another instance take over at once; call after `run` was cancelled."""
         await self._registration.withdraw()
 
     async def _read_token(self) -> int:
-        """Our key's create revision, 0 if the key is not ours after all."""
+        """The creation revision of our key; 0 if the key is not ours."""
         while self._registration.registered.is_set():
             try:
                 entry = (await self._store.list_prefix(self._key)).get(self._key)
@@ -64,7 +65,7 @@ class Election:
                 continue
             if entry is not None and entry.value == self._value:
                 return entry.create_revision
-            # Somebody deleted it; the registration finds out at its next renewal.
+            # The key was deleted; the registration notices at its next renewal.
             await asyncio.sleep(RETRY_S)
         return 0
 
@@ -76,5 +77,5 @@ class Election:
 
 
 def leader_key(service: str) -> str:
-    """The key whose holder leads a service."""
+    """The key that the leader of a service holds."""
     return f"{LEADERS}{service}"

@@ -1,18 +1,18 @@
-"""Errors that every service may raise; each message says cause and remedy in one sentence."""
+"""Errors that all services may raise; each message states cause and remedy in one sentence."""
 
 
 class ServiceError(Exception):
-    """Base of errors that are reported to people as one sentence.
+    """Base of errors that are shown to people as a sentence.
 
-    `exit_code` is that of a process which ends with the error: 2 means that starting it again
-    without a change is pointless.
+    A process that ends with the error exits with `exit_code`; 2: a restart without a change is
+    pointless.
     """
 
     exit_code = 2
 
 
 class ConfigError(ServiceError):
-    """The configuration is not usable."""
+    """The configuration is invalid."""
 
 
 class StoreError(ServiceError):
@@ -24,4 +24,4 @@ class StoreTimeout(StoreError):
 
 
 class StoreRefused(StoreError):
-    """etcd does not let this user in, or not do that."""
+    """etcd rejects this user, or denies it the operation."""

@@ -1,9 +1,9 @@
-"""etcd behind an interface of our own: leases, compare-and-swap, a view of a prefix.
+"""An etcd client: leases, compare-and-swap, and watched prefixes.
 
-The client library's keep-alive claims life after a quorum loss, so a lease counts as lost once its
-time has passed without an answer. Its watch goes silent after a compaction and its channel waits up
-to two minutes between attempts to reconnect, so both are ours: a watch here ends at the first
-change, and is backed by a periodic listing.
+Two features of the client library are replaced. Its keep-alive reports success after a loss of
+quorum; here a lease counts as lost once its TTL has passed without an answer. Its watch goes silent
+after a compaction, and its channel waits up to two minutes between reconnects; here a watch ends at
+the first change, and a periodic listing backs it up.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ TLS_REMEDY = ", and check that 'etcd_ca_file' is the CA of its certificate"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value and the revisions that fence it."""
+    """A value with the revisions that conditions compare."""
 
     value: bytes
     create_revision: int
@@ -51,7 +51,7 @@ Listing = dict[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """Entries as they stood at one revision of the store."""
+    """The entries at a revision of the store."""
 
     entries: Listing
     revision: int
@@ -59,7 +59,7 @@ class StoreSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """Holds while `key` has this modification revision; 0 means that it is absent."""
+    """True while `key` has this modification revision; 0: while it is absent."""
 
     key: str
     mod_revision: int
@@ -67,7 +67,7 @@ class Unchanged:
 
 @dataclass(frozen=True, slots=True)
 class SameCreation:
-    """Holds while `key` is the one that was created at this revision."""
+    """True while `key` has not been deleted since its creation at this revision."""
 
     key: str
     create_revision: int
@@ -77,18 +77,18 @@ Condition = Unchanged | SameCreation
 
 
 class Store:
-    """etcd below one prefix; call `connect` first. Calls have a deadline of `CALL_TIMEOUT_S`.
+    """Access to etcd below a prefix; call `connect` first. Calls time out after `CALL_TIMEOUT_S`.
 
-    Keys are given and returned without the prefix, so stores with different ones share nothing.
+    Keys exclude the prefix, so stores with different prefixes share nothing.
     """
 
     def __init__(
         self, url: str, prefix: str = DEFAULT_PREFIX, login: EtcdLogin | None = None
     ) -> None:
-        """`url`: host:port, with or without http:// or https://; several separated by commas.
+        """`url`: host:port, with or without http:// or https://; several are comma-separated.
 
         Raises:
-            ConfigError: if it is not one, or a certificate file is not usable.
+            ConfigError: if a URL is invalid or a certificate file is unusable.
         """
         self.url = url
         self._prefix = prefix
@@ -96,11 +96,11 @@ class Store:
 
     @property
     def calls(self) -> EtcdCalls:
-        """How its calls went, for metrics."""
+        """Statistics of the calls, for metrics."""
         return self._connection.calls
 
     async def connect(self, timeout_s: float = 10.0) -> None:
-        """Wait for an answer.
+        """Wait until etcd answers.
 
         Raises:
             StoreRefused: if etcd does not let this user read the keys.
@@ -109,6 +109,7 @@ class Store:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
+                # A read proves that this user has access, not only that etcd is reachable.
                 await self.list_prefix("")
                 return
             except StoreRefused:
@@ -124,11 +125,11 @@ class Store:
                 await asyncio.sleep(0.2)
 
     async def close(self) -> None:
-        """Close the connection; no effect if it is not open."""
+        """Close the connection, if it is open."""
         await self._connection.close()
 
     async def version(self) -> str:
-        """Which etcd the member in use runs, such as "3.5.16". Raises StoreError."""
+        """The version of the etcd member in use, such as "3.5.16". Raises StoreError."""
 
         async def ask(member: EtcdMember) -> str:
             return str((await member.maintenance.status(timeout=CALL_TIMEOUT_S)).version)
@@ -136,11 +137,11 @@ class Store:
         return await self._connection.call_any(ask)
 
     async def list_prefix(self, prefix: str) -> Listing:
-        """All entries below `prefix`, linearizable."""
+        """All entries below `prefix`; linearizable."""
         return (await self.snapshot(prefix)).entries
 
     async def snapshot(self, prefix: str) -> StoreSnapshot:
-        """All entries below `prefix` and the revision at which they stand so, linearizable."""
+        """All entries below `prefix` with the store's revision; linearizable."""
         full = self._full(prefix)
 
         async def get(member: EtcdMember) -> RangeResponse:
@@ -166,17 +167,17 @@ class Store:
     ) -> bool:
         """Write `key` if its modification revision is still `mod_revision` (0: absent).
 
-        Returns False if somebody else was first, or one of `also` does not hold.
+        Returns False if another writer was first, or a condition in `also` does not hold.
 
         Raises:
-            StoreError: if no answer came; the write may have been applied, so list again.
+            StoreError: without an answer; the write may have been applied, so list again.
         """
         full = self._full(key)
         put = RequestOp(request_put=PutRequest(key=full, value=value, lease=lease))
         return bool(await self._txn([Unchanged(key, mod_revision), *also], [put]))
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> None:
-        """Write `key`, whatever it was: for keys that nobody else writes. Raises StoreError."""
+        """Write `key` unconditionally; for keys with a single writer. Raises StoreError."""
         put = RequestOp(request_put=PutRequest(key=self._full(key), value=value, lease=lease))
         await self._txn([], [put])
 
@@ -186,12 +187,12 @@ class Store:
         writes: Mapping[str, bytes],
         deletes: Sequence[str] = (),
     ) -> int:
-        """Write and delete everything at once if all conditions hold; at most 128 of each.
+        """Write and delete atomically if all conditions hold; at most 128 operations of each kind.
 
-        Returns the revision of that, or 0 if a condition does not hold: nothing is written then.
+        Returns the revision of the write, or 0 if a condition failed and nothing was written.
 
         Raises:
-            StoreError: if no answer came. The writes may have been applied, or may be yet: read
+            StoreError: without an answer. The writes may have been applied, or may still be: read
                 back, never repeat.
         """
         puts = [
@@ -205,16 +206,16 @@ class Store:
         return await self._txn(conditions, puts + removals)
 
     async def grant_lease(self, ttl_s: int) -> int:
-        """A new lease's id."""
+        """Create a lease; returns its id."""
 
         async def grant(member: EtcdMember) -> LeaseGrantResponse:
             return await member.lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
 
-        # A lease that was granted although no answer came ends by itself.
+        # A lease granted without an answer simply expires.
         return int((await self._connection.call_any(grant)).ID)
 
     async def keep_alive(self, lease: int) -> float:
-        """Renew `lease` once; returns its time to live in seconds, 0 if it has expired."""
+        """Renew `lease` once; returns its remaining seconds, 0 if it has expired."""
 
         async def renew(member: EtcdMember) -> float:
             async with timeout(CALL_TIMEOUT_S):
@@ -225,7 +226,7 @@ class Store:
         return await self._connection.call_any(renew)
 
     async def revoke_lease(self, lease: int) -> None:
-        """End `lease` and delete its keys."""
+        """End `lease`, which deletes its keys."""
 
         async def revoke(member: EtcdMember) -> None:
             await member.lease.revoke(lease, timeout=CALL_TIMEOUT_S)
@@ -233,10 +234,10 @@ class Store:
         await self._connection.call(revoke)
 
     async def follow_prefix(self, prefix: str) -> AsyncIterator[StoreSnapshot]:
-        """Yield the entries below `prefix` now and after every change, for ever.
+        """Yield the entries below `prefix` now and after every change; endless.
 
-        While etcd cannot be reached nothing is yielded: the last view stays in force. Listings are
-        repeated every `RELIST_S` at the latest, so a silent watch heals.
+        While etcd is unreachable nothing is yielded, so the last view stays in force. Listings
+        repeat at least every `RELIST_S`, which repairs a silent watch.
         """
         while True:
             try:
@@ -248,9 +249,9 @@ class Store:
             await self._wait_for_change(prefix, snapshot.revision)
 
     async def _wait_for_change(self, prefix: str, revision: int) -> None:
-        """Return after a change below `prefix` later than `revision`, at the latest in `RELIST_S`.
+        """Return after a change below `prefix` later than `revision`, or after `RELIST_S`.
 
-        Also returns when the watch breaks or is refused, since a listing then tells more.
+        Also returns when the watch breaks or is refused: the next listing shows why.
         """
         full = self._full(prefix)
         create = WatchCreateRequest(
@@ -265,7 +266,7 @@ class Store:
                         return
                     if response.canceled:
                         break
-            # Never spin on a refusal.
+            # Back off, so that a refusing etcd is not polled in a tight loop.
             await asyncio.sleep(RETRY_S)
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
             return
@@ -304,10 +305,10 @@ class Store:
 
 
 def open_store(config: ServiceConfig) -> Store:
-    """The store that a service is configured with, not connected yet.
+    """The store of a service's configuration, not connected yet.
 
     Raises:
-        ConfigError: if the URL or a certificate file is not usable.
+        ConfigError: if a URL is invalid or a certificate file is unusable.
     """
     files = CertificateFiles(
         "etcd", config.etcd_ca_file, config.etcd_cert_file, config.etcd_key_file

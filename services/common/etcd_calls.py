@@ -1,4 +1,4 @@
-"""How calls to etcd went: times and failures, for metrics."""
+"""Durations and failures of calls to etcd, for metrics."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from services.common.clock import monotonic_s
 
 UPPER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 3.0)
-"""A call ends after 3 s at the latest."""
+"""Bucket bounds; a call times out after 3 s."""
 
 
 class EtcdCalls:
-    """Adds up the calls of one process."""
+    """Accumulates the calls of a process."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(UPPER_BOUNDS_S) + 1)
@@ -20,9 +20,9 @@ class EtcdCalls:
 
     @contextmanager
     def timed(self, failures: tuple[type[BaseException], ...]) -> Iterator[None]:
-        """Count the body as one call, which ends with an answer or one of `failures`.
+        """Time the body as a call that returns or raises one of `failures`.
 
-        A call that ends in another way, by being cancelled say, is not counted.
+        A call that ends otherwise, such as by cancellation, is not counted.
         """
         started_s = monotonic_s()
         try:

@@ -1,9 +1,9 @@
-"""The connection to etcd: one member at a time, over TLS and as a user where that is configured.
+"""The connection to etcd: a member at a time, optionally with TLS and authentication.
 
-A member is used until it fails; then the next one is. Each has a channel of its own: in one channel
-gRPC would check the certificates of all against one name.
-A token ends with its time, with etcd's restart and with a change of users. A call that is refused
-for an invalid token was not applied, and is repeated once with a new token.
+A member is used until it fails, then the next. Each has its own channel: in a common channel, gRPC
+would verify the certificates of all members against the same name. An authentication token ends
+with its lifetime, etcd's restart, or a change of users. A call refused for an invalid token was not
+applied, and is retried once with a new token.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from services.common.etcd_url import parse_urls
 from services.common.grpc_client import CHANNEL_OPTIONS
 from services.common.tls import CertificateFiles, Certificates, CertificateSource
 
-# etcd takes a ping on a connection without a call for an attack, and closes it.
+# etcd treats a ping on a connection without calls as an attack, and closes the connection.
 ETCD_OPTIONS = {
     **dict(CHANNEL_OPTIONS),
     "grpc.keepalive_permit_without_calls": 0,
-    # A name may stand for several members.
+    # A name may resolve to several members.
     "grpc.lb_policy_name": "round_robin",
 }
 CALL_TIMEOUT_S = 3.0
-TOLD_EVERY_S = 30.0
+LOG_INTERVAL_S = 30.0
 LEFT_CHANNEL_S = 15.0
-"""Longer than any call takes."""
+"""Longer than any call."""
 
-# etcd names these conditions by their texts only.
+# etcd identifies these conditions by their message only.
 TOKEN_REFUSALS = ("user name is empty", "revision of auth store is old", "invalid auth token")
 REFUSALS = {
     "user name is empty": "set 'etcd_user' and 'etcd_password'",
@@ -57,7 +57,7 @@ UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 @dataclass(frozen=True, slots=True)
 class EtcdLogin:
-    """The user of etcd, its password, and the files of TLS."""
+    """Credentials and TLS files for etcd."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -65,12 +65,12 @@ class EtcdLogin:
 
 
 class EtcdMember:
-    """A channel to one member of etcd, and the services on it."""
+    """A channel to an etcd member, with its service clients."""
 
     def __init__(self, address: str, tls: bool, certificates: Certificates | None) -> None:
         options = tuple(ETCD_OPTIONS.items())
         if tls:
-            # Without a configured CA the public CAs are trusted.
+            # Without a configured CA, public CAs are trusted.
             shown = certificates or Certificates(None, None, None)
             credentials = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
             self._channel = grpc.aio.secure_channel(address, credentials, options=options)
@@ -85,7 +85,7 @@ class EtcdMember:
 
     @property
     def token(self) -> str:
-        """The token that calls carry for the user; empty without one."""
+        """The authentication token of calls; empty without authentication."""
         return self._token
 
     @token.setter
@@ -95,11 +95,11 @@ class EtcdMember:
             service.set_token(token or None)
 
     def open_watch(self) -> Any:
-        """A new stream of watches: a call of gRPC whose messages are untyped."""
+        """A new watch stream: a raw gRPC call with untyped messages."""
         return self._watch(metadata=(("token", self._token),) if self._token else None)
 
     async def close(self) -> None:
-        """End the channel and the calls on it."""
+        """Close the channel, cancelling its calls."""
         await self._channel.close(None)
 
 
@@ -107,13 +107,13 @@ Operation = Callable[[EtcdMember], Awaitable[T]]
 
 
 class EtcdConnection:
-    """Calls to whichever member of etcd answers."""
+    """Calls any etcd member that answers."""
 
     def __init__(self, url: str, login: EtcdLogin) -> None:
-        """`url`: as `parse_urls` takes it.
+        """`url`: in the format of `parse_urls`.
 
         Raises:
-            ConfigError: if it is not one, or a certificate file is not usable.
+            ConfigError: if the URL is invalid or a certificate file is unusable.
         """
         self.calls = EtcdCalls()
         self._url = url
@@ -121,24 +121,24 @@ class EtcdConnection:
         self._login = login
         if login.files.given and not self._endpoints.tls:
             raise ConfigError(
-                f"there are certificates for etcd, but {url} is not encrypted; write https://, or"
+                f"certificates for etcd are set, but {url} is not encrypted; write https://, or"
                 " remove 'etcd_ca_file', 'etcd_cert_file' and 'etcd_key_file'"
             )
         self._source = CertificateSource(login.files) if self._endpoints.tls else None
         self._shown: Certificates | None = None
         self._index = 0
-        self._told_s = -TOLD_EVERY_S
+        self._logged_s = -LOG_INTERVAL_S
         self._members: dict[str, EtcdMember] = {}
-        # Channels with former certificates, and when they were left: calls on them may end.
+        # Channels with former certificates and the time of their replacement: calls may finish.
         self._left: list[tuple[float, EtcdMember]] = []
         self._logging_in = asyncio.Lock()
 
     async def call(self, operation: Operation[T]) -> T:
-        """What `operation` returns for the member in use.
+        """The result of `operation` on the current member.
 
         Raises:
-            StoreTimeout: if no answer came; a write may have been applied.
-            StoreRefused: if etcd does not let this user in, or not do that.
+            StoreTimeout: without an answer in time; a write may have been applied.
+            StoreRefused: if etcd rejects this user, or denies it the operation.
             StoreError: if the call failed otherwise.
         """
         try:
@@ -147,7 +147,8 @@ class EtcdConnection:
             raise self._translated(error) from error
 
     async def call_any(self, operation: Operation[T]) -> T:
-        """As `call`, but each member is asked until one answers: for idempotent operations."""
+        """As `call`, but tries the members until one answers; for idempotent operations."""
+        # Each failed attempt switches members; the last attempt raises.
         for _ in self._endpoints.addresses[1:]:
             try:
                 return await self._attempt(operation)
@@ -157,7 +158,7 @@ class EtcdConnection:
         return await self.call(operation)
 
     async def member(self) -> EtcdMember:
-        """The member in use, on a channel with the certificates of now."""
+        """The current member, on a channel with the current certificates."""
         await self._close_left()
         shown = self._source.current() if self._source is not None else None
         if shown is not self._shown:
@@ -169,14 +170,14 @@ class EtcdConnection:
         return self._members[address]
 
     async def close(self) -> None:
-        """Close all channels; no effect if none is open."""
+        """Close all channels, if any."""
         members = [*self._members.values(), *(member for _, member in self._left)]
         self._members, self._left = {}, []
         for member in members:
             await member.close()
 
     async def _attempt(self, operation: Operation[T]) -> T:
-        """Call the member in use; one that does not answer is used no more."""
+        """Call the current member; switch to the next if it is unreachable."""
         index = self._index
         try:
             with self.calls.timed(FAILURES):
@@ -197,11 +198,12 @@ class EtcdConnection:
         except (EtcdError, grpc.RpcError) as error:
             if not _is_token_refused(error):
                 raise
+        # A call with an invalid token was not applied, so repeating it is safe.
         await self._log_in(member, token)
         return await operation(member)
 
     async def _log_in(self, member: EtcdMember, refused: str) -> None:
-        """Have a token other than `refused`; calls that need one at the same time share it."""
+        """Get a token other than `refused`; concurrent calls share a single login."""
         user, password = self._login.user or "", self._login.password or ""
         async with self._logging_in:
             if member.token == refused:
@@ -209,15 +211,15 @@ class EtcdConnection:
                 member.token = answer.token
 
     def _turn_from(self, index: int) -> None:
-        """Use the next member from now on, unless another call has turned before."""
+        """Switch to the next member, unless another call has already done so."""
         addresses = self._endpoints.addresses
         if index == self._index and len(addresses) > 1:
             self._index = (index + 1) % len(addresses)
-            # While none answers, every call turns to the next one.
-            if monotonic_s() - self._told_s > TOLD_EVERY_S:
-                self._told_s = monotonic_s()
+            # While no member answers, every call switches: limit the log lines.
+            if monotonic_s() - self._logged_s > LOG_INTERVAL_S:
+                self._logged_s = monotonic_s()
                 log.warning(
-                    "etcd at %s does not answer; on to %s", addresses[index], self._address()
+                    "etcd at %s does not answer; switching to %s", addresses[index], self._address()
                 )
 
     def _address(self) -> str:
@@ -228,7 +230,7 @@ class EtcdConnection:
             await self._left.pop(0)[1].close()
 
     def _translated(self, error: Exception) -> StoreError:
-        """The library's error as one of ours."""
+        """Our error for an error of the library."""
         if isinstance(error, TimeoutError | EtcdTransientError):
             return StoreTimeout("etcd did not answer in time")
         details = str(error)

@@ -1,4 +1,4 @@
-"""The URLs of etcd, as configurations and the command line give them."""
+"""Parses etcd URLs from the configuration and the command line."""
 
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -8,18 +8,19 @@ from services.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Members of one etcd: host:port each, and whether they speak TLS."""
+    """The members of an etcd cluster, host:port each, and whether they use TLS."""
 
     addresses: tuple[str, ...]
     tls: bool
 
 
 def parse_urls(urls: str) -> Endpoints:
-    """The endpoints in `urls`: HOST:PORT, http:// or https:// before it, separated by commas.
+    """The endpoints in `urls`: HOST:PORT, optionally with http:// or https://, comma-separated.
 
     Raises:
-        ConfigError: if one is not such a URL, or only some are https://.
+        ConfigError: if a part is not such a URL, or only some are https://.
     """
+    # urlsplit would accept credentials silently.
     refuse_user(urls)
     addresses, schemes = [], set()
     for url in (part.strip() for part in urls.split(",")):
@@ -28,21 +29,22 @@ def parse_urls(urls: str) -> Endpoints:
         schemes.add(scheme)
     if len(schemes) > 1:
         raise ConfigError(
-            f"some of the etcd URLs {urls} are https:// and some are not; write all alike"
+            f"some of the etcd URLs {urls} are https:// and some are not; use https:// for all or"
+            " none"
         )
     return Endpoints(tuple(addresses), schemes == {"https"})
 
 
 def refuse_user(urls: str) -> None:
-    """Raise ConfigError if `urls` hold a user or a password: addresses are shown and logged."""
+    """Raise ConfigError if `urls` contain credentials: URLs are shown and logged."""
     if "@" in urls:
         raise ConfigError(
-            "an etcd URL holds a user or a password; give them as 'etcd_user' and 'etcd_password'"
+            "an etcd URL contains credentials; set 'etcd_user' and 'etcd_password' instead"
         )
 
 
 def _parse(url: str) -> tuple[str, str]:
-    """Scheme and host:port of one URL."""
+    """Scheme and host:port of a URL."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
@@ -57,7 +59,7 @@ def _parse(url: str) -> tuple[str, str]:
         or parts.fragment
     ):
         raise ConfigError(
-            f"'{url}' is not an etcd URL; write it as http://HOST:PORT or https://HOST:PORT,"
-            " several separated by commas"
+            f"'{url}' is not an etcd URL; write http://HOST:PORT or https://HOST:PORT, with commas"
+            " between several"
         )
     return parts.scheme, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,8 +1,8 @@
-"""A log of the events and decisions of a state of `services.core`, for replays.
+"""Logs the events and decisions of a state machine of `services.core`, for replay.
 
-A debugging aid, off by default: the prompts' token ids are in it, so it is a private file (mode
-0600) in a private folder. JSON lines: the first holds the configuration of the state, each other
-one `[kind, type, value]`, such as `["event", "Asked", {…}]`.
+A debugging aid, off by default: it contains token ids of prompts, so it is a private file (mode
+0600) in a private folder. JSON lines: the first holds the state's configuration, each other a
+`[kind, type, value]` such as `["event", "Asked", {…}]`.
 """
 
 import logging
@@ -39,32 +39,33 @@ class _EntryLine(msgspec.Struct, array_like=True):
 
 
 class LogEntry(NamedTuple):
-    """A line: `kind` is "event", "command" or another kind of its writer."""
+    """A line; `kind` is "event", "command" or another kind of its writer."""
 
     kind: str
     value: Any
 
 
 def type_name(value: Any) -> str:
-    """What most values are called in a log."""
+    """The type's name, by which readers decode a value."""
     return type(value).__name__
 
 
 class EventLog:
-    """Appends to a file of its own in `folder`, at most `size_max_bytes`.
+    """Appends to a new file in `folder`, up to `size_max_bytes`.
 
-    A full disk or a full log ends the log, never the service. Not for several threads.
+    A full disk or a full log ends the log, never the service. Not thread-safe.
     """
 
     def __init__(
         self, folder: Path, name: str, config: Any, size_max_bytes: int = SIZE_MAX_BYTES
     ) -> None:
-        """`config` is what the state was made with. Raises EventLogError."""
+        """`config`: what the state was made from. Raises EventLogError."""
         self.path = folder / f"{name}-{unix_s()}-{os.getpid()}.jsonl"
         self._left_bytes = size_max_bytes
         self._encoder = msgspec.json.Encoder()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Never append to a file of another process, nor follow a link.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor: int | None = os.open(self.path, flags, 0o600)
         except OSError as error:
@@ -72,28 +73,28 @@ class EventLog:
                 f"cannot write the event log {self.path}: {error.strerror}; choose another folder"
                 " for 'event_log'"
             ) from error
-        log.warning("every event, prompts included, is written to %s", self.path)
+        log.warning("writing every event, including prompts, to %s", self.path)
         self._write([{"version": VERSION, "name": name, "config": config}])
 
     def append(
         self, kind: str, values: Iterable[Any], name_of: Callable[[Any], str] = type_name
     ) -> None:
-        """Write a line for each value; its name tells a reader what it is."""
+        """Write a line per value; `name_of` gives the type name that readers decode by."""
         self._write([(kind, name_of(value), value) for value in values])
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file; later events are dropped."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _write(self, lines: list[Any]) -> None:
-        """Hand whole lines to the system at once, so that a killed process leaves no half one."""
+        """Write whole lines in one system call, so that a killed process leaves no partial line."""
         if self._descriptor is None or not lines:
             return
         data = self._encoder.encode_lines(lines)
         if len(data) > self._left_bytes:
-            log.warning("the event log %s is full; nothing more is written to it", self.path)
+            log.warning("the event log %s is full; later events are dropped", self.path)
             self.close()
             return
         try:
@@ -106,7 +107,7 @@ class EventLog:
 
 
 def open_event_log(folder: Path | None, name: str, config: Any) -> EventLog | None:
-    """The log of all events of a service, if a folder for it is given. Raises EventLogError."""
+    """The event log of a service if a folder is configured, else None. Raises EventLogError."""
     return None if folder is None else EventLog(folder, name, config)
 
 
@@ -116,16 +117,18 @@ def read_config(path: Path, cls: type[Any]) -> Any:
         with path.open("rb") as file:
             header = msgspec.json.decode(file.readline(), type=_Header)
         if header.version != VERSION:
-            raise EventLogError(f"{path} is an event log of another version ({header.version})")
+            raise EventLogError(
+                f"{path} is an event log of an unsupported version ({header.version})"
+            )
         return msgspec.json.decode(header.config, type=cls)
     except (OSError, msgspec.MsgspecError) as error:
         raise EventLogError(f"cannot read the event log {path}: {error}") from error
 
 
 def read_entries(path: Path, types: Mapping[str, type[Any]]) -> Iterator[LogEntry]:
-    """The lines after the first; `types` by name. Raises EventLogError.
+    """The entries after the first line, decoded by `types`. Raises EventLogError.
 
-    A last line without its end, from a full disk, is left out.
+    An incomplete last line, from a full disk, is ignored.
     """
     decoders = {name: msgspec.json.Decoder(cls) for name, cls in types.items()}
     outer = msgspec.json.Decoder(_EntryLine)

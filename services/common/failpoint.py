@@ -1,10 +1,10 @@
-"""Failpoints: places of the code where a fault begins at a chosen moment, for tests of recovery.
+"""Failpoints: named places in the code where tests inject faults.
 
-`hit("memmgr.commit.sent")` marks a place. It does nothing unless the configuration arms that name
-(`failpoints`), such as `memmgr.commit.sent=kill` or `engine.merge.kv_piece.leader=stop:12@3`: the
-action, then the number of the hit at which it happens. It happens once for each file of hits, also
-if several processes pass the place, or the process that it killed is started again: the first one
-writes a line to the file, then acts.
+`hit("memmgr.commit.sent")` marks a place. It has no effect unless the option `failpoints` arms that
+name, such as `memmgr.commit.sent=kill` or `engine.merge.kv_piece.leader=stop:12@3`: an action, then
+the number of the hit at which it happens. A failpoint fires once per file of hits, even if several
+processes pass the place or the killed process is restarted: before it acts, the first process
+appends a line to the file.
 """
 
 import fcntl
@@ -31,32 +31,34 @@ STOP, STOP_WORKER = "stop", "stop-worker"
 CUT, CUT_ACTIVATIONS, CUT_BULK = "cut", "cut-activations", "cut-bulk"
 CUTS = {CUT: (True, True), CUT_ACTIVATIONS: (True, False), CUT_BULK: (False, True)}
 ACTIONS = (NOTE, HOLD, KILL, KILL_PARENT, KILL_WORKER, STOP, STOP_WORKER, *CUTS)
-"""What may happen; `stop` and `stop-worker` take seconds.
+"""The actions; `stop` and `stop-worker` take seconds.
 
-note         nothing: whoever reads the file of hits acts
-hold         SIGSTOP to this process until whoever reads the file has acted and sends SIGCONT, and
-             for `HOLD_MAX_S` at most: what they do happens at this place, and not a little later
+note         none: the reader of the hits file acts
+hold         SIGSTOP to this process until the reader of the hits file has acted and sends SIGCONT,
+             for at most `HOLD_MAX_S`, so that its action happens exactly at this place
 kill         SIGKILL to this process
-kill-parent  SIGKILL to the servicer of this engine, with which the engine ends
-kill-worker  SIGKILL to both; in a servicer to it alone, which takes its engine with it
+kill-parent  SIGKILL to the servicer of this engine, which also ends the engine
+kill-worker  SIGKILL to both; in a servicer to itself alone, which also ends its engine
 stop         SIGSTOP to this process for some seconds
 stop-worker  SIGSTOP to the servicer of this engine and to the engine
-cut          this engine closes its connections to the other members, which alone notice it
-cut-activations, cut-bulk   those of one lane
+cut          close this engine's connections to the other members, at this end only
+cut-activations, cut-bulk   the same for a single lane
 """
 HOLD_MAX_S = 2.0
 
 
 @dataclass(slots=True)
 class _Armed:
+    """A failpoint that has not fired."""
+
     name: str
     action: str
     seconds: float
-    left: int  # hits until it happens
+    left: int  # hits until it fires
 
 
 class _Process:
-    """What the failpoints of this process need to know."""
+    """State of the failpoints of this process."""
 
     def __init__(self) -> None:
         self.armed: dict[str, _Armed] = {}
@@ -71,51 +73,53 @@ _armed = _process.armed
 
 
 def hit(name: str) -> None:
-    """Pass the place called `name`. May end or suspend this process, if that was armed."""
+    """Pass the failpoint `name`. May kill or suspend this process if it is armed."""
+    # No more than a lookup: `hit` stands on hot paths.
     if name in _armed:
         _pass(_armed[name])
 
 
 def any_armed() -> bool:
-    """Whether any is armed here, so that a name need not be put together if none is."""
+    """Whether any failpoint is armed, so that hot paths need not build names otherwise."""
     return bool(_armed)
 
 
 def check(specs: Iterable[str], file: Path | None) -> None:
-    """Raise ConfigError if these cannot be armed."""
+    """Raise ConfigError if a spec is invalid or the hits file is missing."""
     read = [_read(spec) for spec in specs]
     if read and file is None:
         raise ConfigError("'failpoints' is given without 'failpoint_file'; add the file of hits")
 
 
 def on_cut(cut: Callable[[bool, bool], None]) -> None:
-    """Have `cut` called where a failpoint cuts this process off; without it nothing happens.
+    """Register `cut`, which failpoints call to disconnect this process from its peers.
 
-    It is told whether the lane of activations is cut, and whether that of bulk transfers is.
+    Its arguments: whether to cut the lane of activations, and whether that of bulk transfers.
     """
     _process.cut = cut
 
 
 def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
-    """Arm the failpoints of this process, in place of those before.
+    """Arm the failpoints of this process, replacing earlier ones.
 
-    `file` gets a line of JSON for each hit: name, action, pid, and `monotonic_s`, which is the same
-    clock in all processes of a machine. Failpoints that it has already are not armed. `parent` is
-    the servicer's process id in an engine.
+    `file` gets a JSON line per hit: name, action, pid and `monotonic_s` (a clock that all processes
+    of a machine share). Failpoints already in the file are not armed again. `parent` is the
+    servicer's process id, in an engine.
     """
     check(specs, file)
     _armed.clear()
     if not specs or file is None:
         return
     _process.file, _process.parent = file, parent
-    past = {one["name"] for one in read_hits(file)}
-    for one in map(_read, specs):
-        if one.name not in past:
-            _armed[one.name] = one
+    # A process that a failpoint killed must survive its restart.
+    past = {entry["name"] for entry in read_hits(file)}
+    for failpoint in map(_read, specs):
+        if failpoint.name not in past:
+            _armed[failpoint.name] = failpoint
 
 
 def read_hits(file: Path) -> list[dict[str, Any]]:
-    """The hits so far, in their order; none without a file."""
+    """All hits in order; none without a file."""
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
@@ -124,40 +128,41 @@ def read_hits(file: Path) -> list[dict[str, Any]]:
 
 
 def _read(spec: str) -> _Armed:
-    """Raises ConfigError."""
-    found = _SPEC.fullmatch(spec)
-    if found is None or found["action"] not in ACTIONS:
+    """Parse a spec. Raises ConfigError."""
+    match = _SPEC.fullmatch(spec)
+    if match is None or match["action"] not in ACTIONS:
         raise ConfigError(
-            f"'{spec}' is no failpoint; write NAME=ACTION, NAME=ACTION:SECONDS or NAME=ACTION@N"
-            f" with one of {', '.join(ACTIONS)}"
+            f"'{spec}' is not a failpoint; write NAME=ACTION, NAME=ACTION:SECONDS or NAME=ACTION@N,"
+            f" with an action of {', '.join(ACTIONS)}"
         )
-    stops = found["action"] in (STOP, STOP_WORKER)
-    if stops != (found["seconds"] is not None):
-        raise ConfigError(f"'{spec}': {STOP} and {STOP_WORKER} take seconds, and nothing else does")
+    stops = match["action"] in (STOP, STOP_WORKER)
+    if stops != (match["seconds"] is not None):
+        raise ConfigError(f"'{spec}': only {STOP} and {STOP_WORKER} take seconds, and need them")
     return _Armed(
-        found["name"], found["action"], float(found["seconds"] or 0), int(found["nth"] or 1)
+        match["name"], match["action"], float(match["seconds"] or 0), int(match["nth"] or 1)
     )
 
 
-def _pass(one: _Armed) -> None:
-    one.left -= 1
-    if one.left > 0:
+def _pass(failpoint: _Armed) -> None:
+    failpoint.left -= 1
+    if failpoint.left > 0:
         return
-    _armed.pop(one.name, None)
-    if _claim(one):
-        _act(one)
+    _armed.pop(failpoint.name, None)
+    if _claim(failpoint):
+        _act(failpoint)
 
 
-def _claim(one: _Armed) -> bool:
-    """Write the hit down, unless it has been written before."""
+def _claim(failpoint: _Armed) -> bool:
+    """Record the hit; False if another process has already recorded it."""
     descriptor = os.open(_process.file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
+        # The lock makes check and append atomic between processes.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if any(past["name"] == one.name for past in read_hits(_process.file)):
+        if any(past["name"] == failpoint.name for past in read_hits(_process.file)):
             return False
         line = {
-            "name": one.name,
-            "action": one.action,
+            "name": failpoint.name,
+            "action": failpoint.action,
             "pid": os.getpid(),
             "monotonic_s": monotonic_s(),
         }
@@ -167,10 +172,10 @@ def _claim(one: _Armed) -> bool:
         os.close(descriptor)
 
 
-def _act(one: _Armed) -> None:
+def _act(failpoint: _Armed) -> None:
     own, parent = os.getpid(), _process.parent
     worker = (parent, own) if parent else (own,)
-    match one.action:
+    match failpoint.action:
         case "kill":
             os.kill(own, signal.SIGKILL)
         case "kill-parent":
@@ -180,15 +185,15 @@ def _act(one: _Armed) -> None:
         case "hold":
             _stop((own,), HOLD_MAX_S)
         case "stop":
-            _stop((own,), one.seconds)
+            _stop((own,), failpoint.seconds)
         case "stop-worker":
-            _stop(worker, one.seconds)
+            _stop(worker, failpoint.seconds)
         case cut if cut in CUTS and _process.cut is not None:
             _process.cut(*CUTS[cut])
 
 
 def _stop(pids: Sequence[int], seconds: float) -> None:
-    """Suspend them; a helper of another session lets them go on."""
+    """Suspend the processes; a helper in its own session resumes them."""
     names = " ".join(map(str, pids))
     _process.helpers.append(
         subprocess.Popen(
@@ -196,6 +201,7 @@ def _stop(pids: Sequence[int], seconds: float) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # In a session of its own, so that signals to our group do not end it.
             start_new_session=True,
         )
     )

@@ -1,9 +1,9 @@
-"""Several frames of a long-lived stream in one message, where the peer takes that.
+"""Batches several frames of a long-lived stream into one message, if the peer supports it.
 
-gRPC writes and reads a message in one turn of the event loop or more. A process with thousands of
-streams turns slowly, so a queue of frames that leaves one by one grows faster than it shrinks. A
-frame that goes with others holds them in its field `more`, in order. A peer of an earlier version
-would not see those, so each side says in its metadata that it takes them.
+gRPC needs at least one turn of the event loop per message. A process with thousands of streams has
+slow turns, so a queue of frames that are sent one by one grows faster than it drains. The first
+frame of a batch carries the others in its field `more`, in order. Peers of earlier versions would
+ignore that field, so each side announces support in its metadata.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,25 +14,26 @@ from google.protobuf.message import Message
 T = TypeVar("T", bound=Message)
 
 TAKES_MANY = (("tideserve-frames", "many"),)
-"""Metadata of a peer that takes messages with more than one frame."""
+"""Metadata of a peer that accepts several frames per message."""
 FRAMES_MAX = 256
 BYTES_MAX = 4 * 2**20
-"""What one message holds at most, unless a single frame is larger."""
+"""Most bytes per message, unless a single frame is larger."""
 ALONE_BYTES = 64 * 2**10
-"""A frame of that size goes alone: joining it with others would copy it."""
+"""Frames of this size are sent alone: batching would copy them."""
 
 
 def takes_many(metadata: Iterable[Any] | None) -> bool:
-    """Whether the peer that sent this metadata takes several frames in one message."""
+    """Whether the peer with this metadata accepts several frames per message."""
     return any(tuple(pair) == TAKES_MANY[0] for pair in metadata or ())
 
 
 def packed(frames: Sequence[T]) -> Iterator[T]:
-    """Messages that hold `frames` in order, as few as may be. Changes the frames."""
+    """Batch `frames`, in order, into as few messages as possible. Modifies the frames."""
     head, count, size = None, 0, 0
     for frame in frames:
         frame_bytes = frame.ByteSize()
         if frame_bytes >= ALONE_BYTES:
+            # Send what is before it first, to keep the order.
             if head is not None:
                 yield head
             yield frame

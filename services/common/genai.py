@@ -1,7 +1,7 @@
-"""Names of attributes of spans that others read.
+"""Names of span attributes.
 
-The GenAI conventions of OpenTelemetry are in development and its Python package has dropped them,
-so they stand here. The latencies are those that vLLM writes, which existing boards show.
+OpenTelemetry's GenAI conventions are still in development, and its Python package has dropped them,
+so they are defined here. The latencies have vLLM's names, which existing dashboards show.
 """
 
 OPERATION_NAME = "gen_ai.operation.name"
@@ -52,4 +52,4 @@ CHANGE_ACTION = "tideserve.change.action"
 CHANGE_GROUPS = "tideserve.change.groups"
 CHANGE_EPOCH = "tideserve.change.epoch"
 CHANGE_NUMBER = "tideserve.change."
-"""Followed by the name of a number that the decision rests on."""
+"""Prefix of the numbers that a decision is based on."""

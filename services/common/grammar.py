@@ -1,15 +1,15 @@
-"""Grammars in the form that llguidance takes: one rule for checking and applying them."""
+"""Grammars in llguidance's form, with the same limits for checking and applying them."""
 
 from llguidance import LLMatcher, LLParserLimits
 
 from services.core.request import Grammar, GrammarKind
 
 LEXER_STATES_MAX = 50_000
-"""Most states of a compiled grammar's automaton, of about 0.4 KiB; usual ones need hundreds."""
+"""Most states of a compiled grammar's automaton, about 0.4 KiB each; hundreds are typical."""
 
 
 def source_of(grammar: Grammar) -> str:
-    """The grammar as `LLMatcher` takes it, which also finds its errors."""
+    """The grammar in the form that `LLMatcher` accepts; `LLMatcher` also reports its errors."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(grammar.text)
@@ -20,12 +20,12 @@ def source_of(grammar: Grammar) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """What a grammar may cost: the same at the check and where it is applied.
+    """Limits on a grammar, the same for the check and for its use.
 
-    They count work and not time, so that every machine takes the same grammars.
-
-    Errors do not show the grammar or the output, which are nobody else's business.
+    They limit work rather than time, so that all machines accept the same grammars. Errors contain
+    neither grammar nor output, since those may be confidential.
     """
+    # Fuel and state counts are deterministic, unlike time limits.
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,

@@ -1,4 +1,4 @@
-"""Channels between services, with the settings that notice a frozen peer."""
+"""gRPC channels between services, configured to detect frozen peers."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import grpc.aio
 
 MESSAGE_BYTES_MAX = 64 * 2**20
 
-# A frozen peer shows after keepalive_time + ping_timeout; the default adds a minute to that.
+# A frozen peer is detected after keepalive_time + ping_timeout; the default adds a minute.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -21,9 +21,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 Dial = Callable[[str, str], grpc.aio.Channel]
-"""Opens a channel to an address (host:port), where a service of a role (its name) listens."""
+"""Opens a channel to an address (host:port) where a service with a role listens."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel in clear to `address` (host:port)."""
+    """A plain-text channel to `address` (host:port)."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

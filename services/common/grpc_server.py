@@ -1,7 +1,7 @@
-"""The gRPC server that every service runs: health, reflection and ProcessService included.
+"""The gRPC server of every service, with health, reflection and ProcessService.
 
-The port is open from the start of the process, so that a probe can tell one that loads its model
-from one that is dead. Servicers may be added later; until then their calls are refused.
+The port is open from the start of the process, so that a probe can distinguish a process that
+loads its model from a dead one. Servicers may be added later; until then their calls are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +21,20 @@ from services.common.transport import Transport
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    # Accept the keepalive pings of our channels, which the defaults treat as abuse.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # A second process on the same port must fail rather than share its calls.
     ("grpc.so_reuseport", 0),
 )
 
 
 class ProcessServicer(process_pb2_grpc.ProcessServiceServicer):
-    """Tells pids, memory and readiness of this service instance."""
+    """Reports pids, memory and readiness of this process."""
 
     def __init__(
         self, name: str, pids: Callable[[], Sequence[int]], ready: Callable[[], bool]
@@ -43,7 +45,7 @@ class ProcessServicer(process_pb2_grpc.ProcessServiceServicer):
 
     @property
     def ready(self) -> bool:
-        """Whether this instance takes work now."""
+        """Whether this instance accepts work now."""
         return self._ready()
 
     async def GetProcess(
@@ -67,7 +69,7 @@ class ProcessServicer(process_pb2_grpc.ProcessServiceServicer):
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process, 0 if it has gone."""
+    """Resident memory of a process in bytes; 0 if it has ended."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.NoSuchProcess:
@@ -75,10 +77,10 @@ def resident_bytes(pid: int) -> int:
 
 
 class LateServices(grpc.GenericRpcHandler):
-    """Services that are added to a server which may run already.
+    """Services that may be added to a running server.
 
-    Generated `add_…Servicer_to_server` functions take it for the server. Calls of a service in
-    `expected` that has not been added yet are UNAVAILABLE.
+    Generated `add_…Servicer_to_server` functions accept it as a server. Calls of a service in
+    `expected` fail with UNAVAILABLE until it is added.
     """
 
     def __init__(self, expected: Sequence[str]) -> None:
@@ -86,35 +88,35 @@ class LateServices(grpc.GenericRpcHandler):
         self._handlers: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The same handlers come as a mapping."""
+        """Ignored: the same handlers are registered by method as well."""
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Any]) -> None:
-        """Serve the methods of the service `name` from now on."""
+        """Serve the methods of the service `name`."""
         self._handlers |= {f"/{name}/{method}": handler for method, handler in handlers.items()}
 
     def service(self, handler_call_details: Any) -> Any:
-        """The handler of the call; None for a method that no service here has."""
+        """The handler of a call; None for an unknown method."""
         method = handler_call_details.method
         if method in self._handlers:
             return self._handlers[method]
         name = method.removeprefix("/").partition("/")[0]
         if name in self._expected and not any(
-            one.startswith(f"/{name}/") for one in self._handlers
+            known.startswith(f"/{name}/") for known in self._handlers
         ):
             return grpc.stream_stream_rpc_method_handler(_refuse)
         return None
 
 
 async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "the service starts; try again shortly")
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is starting; retry shortly")
 
 
 class Server:
-    """A gRPC server on `host` at `port` (0: any free one).
+    """A gRPC server on `host` at `port` (0: any free port).
 
-    `services`: full names of what it serves; the servicers are added to the attribute of that name,
-    before or after `start`. Health tells of each of them, and of `health_names`, whether the
-    process is ready.
+    `services` are the full names of its services; their servicers are added to the attribute
+    `services`, before or after `start`. The health service reports the process's readiness for each
+    of them, and for `health_names`.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Server:
         health_names: Sequence[str] = (),
         transport: Transport | None = None,
     ) -> None:
-        """`transport`: how others speak to it; None: in clear."""
+        """`transport`: mutual TLS or plain text; None: plain text."""
         self._transport = transport or Transport()
         self._host = host
         self._port = port
@@ -137,7 +139,7 @@ class Server:
         )
         late = LateServices(services)
         self._grpc.add_generic_rpc_handlers((late,))
-        # Generated code adds its handlers to this object, as if it were the server.
+        # Generated code adds its handlers to this object as if it were the server.
         self.services: Any = late
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         process_pb2_grpc.add_ProcessServiceServicer_to_server(process, self._grpc)
@@ -145,7 +147,7 @@ class Server:
         self.address = ""
 
     async def start(self) -> None:
-        """Bind and serve; from now on `port` is the bound one, `address` host:port of it.
+        """Bind and serve; afterwards `port` is the bound port, and `address` its host:port.
 
         Raises:
             ConfigError: if the port cannot be bound.
@@ -157,16 +159,16 @@ class Server:
             self.port = self._transport.add_port(self._grpc, wanted)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {wanted}; it may be in use: choose another port"
+                f"cannot listen on {wanted}; if it is in use, choose another port"
             ) from error
         await self._grpc.start()
         self.address = join_address(self._host, self.port)
 
     def drain(self) -> None:
-        """Tell health checks that no new work is taken; calls are still answered."""
+        """Make health checks fail, so that no new work arrives; calls are still served."""
         self._health.drain()
 
     async def stop(self, grace_s: float) -> None:
-        """End calls within `grace_s`."""
+        """Stop the server; running calls may take `grace_s`."""
         self._health.close()
         await self._grpc.stop(grace_s)

@@ -1,7 +1,7 @@
-"""grpc.health.v1: whether the process lives (""), and whether it takes work (by service name).
+"""grpc.health.v1: liveness of the process (""), and readiness by service name.
 
-The answer is computed when it is asked for: what makes a service ready, such as an engine that has
-spoken lately, changes by the passing of time alone.
+The status is computed on request: conditions such as a recent heartbeat of the engine change by the
+passing of time alone.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ ListContext = grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.
 
 
 class TooManyWatchers(ServiceError):
-    """As many watch as may."""
+    """All watches allowed are in use."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serves "" from the beginning, and `names` while `ready()` holds and no drain began."""
+    """Reports "" as serving always, and `names` while `ready()` holds and no drain has begun."""
 
     def __init__(self, names: Collection[str], ready: Callable[[], bool]) -> None:
         self._names = frozenset(names)
@@ -40,15 +40,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watchers = 0
 
     def drain(self) -> None:
-        """Report the names as not serving from now on, whatever `ready` says."""
+        """Report the names as not serving, whatever `ready` returns."""
         self._draining = True
 
     def close(self) -> None:
-        """End the watches, so that nobody waits for them."""
+        """End the watches, so that the server can stop."""
         self._draining = self._closed = True
 
     def status_of(self, name: str) -> int:
-        """What is answered about a service; SERVICE_UNKNOWN for a name that is none of ours."""
+        """The status of a service; SERVICE_UNKNOWN for an unknown name."""
         if name == "":
             return _SERVING
         if name not in self._names:
@@ -60,25 +60,26 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return {name: self.status_of(name) for name in ("", *self._names)}
 
     async def changes(self, name: str) -> AsyncGenerator[int, None]:
-        """The status of a service, and each other one within `WATCH_INTERVAL_S`, until the end.
+        """The status of a service, and every change within `WATCH_INTERVAL_S`, until `close`.
 
-        The status at the end is yielded, too.
+        The final status is yielded as well.
 
         Raises:
-            TooManyWatchers: if many watch already.
+            TooManyWatchers: if `WATCHERS_MAX` watches are open.
         """
         if self._watchers >= WATCHERS_MAX:
-            raise TooManyWatchers(f"{WATCHERS_MAX} callers watch already; use Check")
+            raise TooManyWatchers(f"{WATCHERS_MAX} watches are open already; use Check")
         self._watchers += 1
         try:
-            told: int | None = None
+            reported: int | None = None
             while True:
                 closed, status = self._closed, self.status_of(name)
-                if status != told:
-                    told = status
+                if status != reported:
+                    reported = status
                     yield status
                 if closed:
                     return
+                # Poll: readiness changes by the passing of time alone.
                 await asyncio.sleep(WATCH_INTERVAL_S)
         finally:
             self._watchers -= 1
@@ -91,7 +92,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             known = ", ".join(sorted(self._names))
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                f"'{request.service}' is not served here; ask for {known}",
+                f"'{request.service}' is not served here; known services: {known}",
             )
         return health_pb2.HealthCheckResponse(status=status)
 
@@ -107,7 +108,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """See grpc.health.v1; changes are seen within `WATCH_INTERVAL_S`."""
+        """See grpc.health.v1; changes are reported within `WATCH_INTERVAL_S`."""
         try:
             async with contextlib.aclosing(self.changes(request.service)) as changes:
                 async for status in changes:

@@ -1,7 +1,7 @@
-"""How a service process starts, drains and ends; the same for all four.
+"""Start, drain and end of a service process; the same for all four services.
 
-Exit codes: 0 after a drain, else that of the error (`ServiceError.exit_code`), 1 on a crash.
-SIGINT and SIGTERM drain, also when the parent had them ignored.
+Exit codes: 0 after a drain, that of the error (`ServiceError.exit_code`), or 1 after a crash.
+SIGINT and SIGTERM drain, even if the parent ignored them.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from services.common.settings import describe, help_text, load_settings
 
 C = TypeVar("C")
 
-# gRPC's core writes lines of its own form to standard error, one for each failed handshake. It
-# reads this when it is loaded, which is after this module: see `__main__` of each service.
+# gRPC's core logs each failed handshake to standard error in its own format. It reads this variable
+# when it is loaded, which is after this module: see `__main__` of each service.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _PR_SET_PDEATHSIG = 1
@@ -33,9 +33,9 @@ EXIT_UNUSABLE = ServiceError.exit_code
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signal_number` to this process when its parent dies (Linux only).
+    """Make the kernel send `signal_number` to this process when its parent dies (Linux only).
 
-    Call it from the main thread of a child; the parent must have started it from its main thread.
+    Call it from the child's main thread; the parent must have started it from its own main thread.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
@@ -43,14 +43,15 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
 def main(
     name: str, config_class: type[C], serve: Callable[[C, asyncio.Event], Coroutine[Any, Any, None]]
 ) -> None:
-    """Entry point of a service: read its configuration, run `serve(config, stop)` to its end.
+    """Entry point of a service: load its configuration, then run `serve(config, stop)`.
 
-    `stop` is set by SIGINT or SIGTERM; `serve` then drains and returns. The configuration is from
-    the environment, the file of `--config` and the defaults, see `services.common.settings`.
+    `stop` is set by SIGINT or SIGTERM; `serve` then drains and returns. The configuration comes
+    from the environment, the file of `--config` and the defaults; see `services.common.settings`.
     """
     arguments = _parser(name, config_class).parse_args()
     if arguments.with_parent is not None:
         die_with_parent()
+        # The parent may have died before the call above.
         if os.getppid() != arguments.with_parent:
             sys.exit(EXIT_UNUSABLE)
     set_up_logging()
@@ -61,12 +62,13 @@ def main(
             print(f"# tideserve-{name}; secrets are masked", describe(settings), sep="\n", end="")
         else:
             uvloop.run(_until_signal(serve, settings.config))
+    # Task groups wrap errors into groups: report each as a sentence.
     except* ServiceError as group:
         errors = _leaves(group)
         for error in errors:
             print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
         exit_code = errors[0].exit_code
-    # Not in `except*`: what is raised there may become a part of a group, with a traceback.
+    # Not in `except*`: an exception raised there may join a group and be shown with a traceback.
     if exit_code:
         sys.exit(exit_code)
 
@@ -82,10 +84,10 @@ def _parser(name: str, config_class: type[Any]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print the configuration and where each value comes from, and exit",
+        help="print the configuration and the source of each value, then exit",
     )
     parser.add_argument(
-        "--with-parent", type=int, metavar="PID", help="end when this parent process is gone"
+        "--with-parent", type=int, metavar="PID", help="end when this parent process ends"
     )
     return parser
 

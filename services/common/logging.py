@@ -1,7 +1,7 @@
-"""Log lines of a service: what they look like, and the ids of the request that they belong to.
+"""Log format of the services, and the request ids in log lines.
 
-No line may hold a prompt, an output or a key: log what was counted, never what was said. So of an
-exception in a request a line has types and places, and not the message.
+A log line never contains a prompt, an output or a key: log counts, not contents. So for exceptions
+within a request, only types and code locations are logged, not messages.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 FIELDS = "fields"
-"""Key of `extra` for more fields of a line: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
+"""Key of `extra` for additional fields: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
 
 CHAIN_MAX = 8
-"""Most causes of an exception that a line names."""
+"""Most chained causes of an exception that are logged."""
 
-# A line break in a message would look like a line of its own, and a terminal obeys the others:
-# the C0 and C1 control characters, and the two separators that end a line in Unicode.
+# A line break in a message would look like a line of its own, and terminals interpret the others:
+# the C0 and C1 control characters, and Unicode's two line separators.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _ESCAPED = {code: chr(code).encode("unicode_escape").decode("ascii") for code in _CONTROLS}
 
@@ -30,7 +30,7 @@ _ids: ContextVar[Mapping[str, str]] = ContextVar("ids", default=_NO_IDS)
 
 
 def set_up_logging(level: str = "info", form: str = "json") -> None:
-    """Log to standard error from `level` on; `form` is "json" or "text". Replaces what was set."""
+    """Log to standard error from `level` up, as "json" or "text"; replaces earlier handlers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter({"json": JsonFormatter, "text": TextFormatter}[form]())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -38,7 +38,7 @@ def set_up_logging(level: str = "info", form: str = "json") -> None:
 
 @contextlib.contextmanager
 def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
-    """Lines that this task writes meanwhile bear the ids; an empty trace id is left out."""
+    """Add the ids to the log lines of this task; an empty trace id is omitted."""
     ids = {"request_id": request_id}
     token = _ids.set(ids | {"trace_id": trace_id} if trace_id else ids)
     try:
@@ -48,7 +48,7 @@ def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Tells only types and places of exceptions in a request, which their messages may quote."""
+    """Omits messages of exceptions within a request, since they may quote its contents."""
 
     def formatException(self, ei: Any) -> str:
         if not _ids.get() or ei[1] is None:
@@ -57,11 +57,12 @@ class _Formatter(logging.Formatter):
 
 
 def _places(error: BaseException, chain_max: int) -> Iterator[str]:
-    """Where an exception comes from, after those that it follows from."""
+    """Types and tracebacks of an exception and its causes, causes first."""
     if chain_max > 0:
         hidden = error.__suppress_context__
         before = error.__cause__ or (None if hidden else error.__context__)
         inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        # Causes first, as in Python's own tracebacks.
         for other in (before, *inner):
             if other is not None:
                 yield from _places(other, chain_max - 1)
@@ -71,7 +72,7 @@ def _places(error: BaseException, chain_max: int) -> Iterator[str]:
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line."""
+    """A JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line; an exception is its last field."""
@@ -88,10 +89,10 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
-    """Time, level, logger, message and further fields; an exception on the lines after."""
+    """Time, level, logger, message and further fields; an exception on the lines that follow."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line or lines."""
+        """The line or lines of a record."""
         more = [f"{name}={_plain(value)}" for name, value in _fields(record).items()]
         head = f"{_time(record)} {record.levelname.lower():7} {record.name}:"
         line = " ".join([head, record.getMessage().translate(_ESCAPED), *more])
@@ -101,7 +102,7 @@ class TextFormatter(_Formatter):
 
 
 def _time(record: logging.LogRecord) -> str:
-    """In UTC with milliseconds, such as 2026-01-31T23:59:59.123Z."""
+    """The time in UTC with milliseconds, such as 2026-01-31T23:59:59.123Z."""
     stamp = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
     return stamp.removesuffix("+00:00") + "Z"
 

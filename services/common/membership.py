@@ -1,6 +1,6 @@
-"""Membership: registrations on leases, and live views of the records of others.
+"""Membership: registrations on leases, and live views of others' records.
 
-A lease tells who is probably alive; it never tells who may act (that is what epochs are for).
+A lease tells which process is probably alive, never which may act; epochs decide that.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ M = TypeVar("M", bound=Message)
 
 
 class Registration:
-    """Keeps one key alive on a lease for as long as `run` runs.
+    """Keeps a key alive on a lease while `run` runs.
 
-    The key is created only when it is absent, so a restarted process waits until its predecessor's
-    lease has ended. After a lost lease the same record is written again under a new one. One of
-    the events `registered` and `lost` is set.
+    The key is only created while it is absent, so a restarted process waits for the end of its
+    predecessor's lease. If the lease is lost, the same record is written again under a new lease.
+    Exactly one of the events `registered` and `lost` is set.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Registration:
         ttl_s: int,
         claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
     ) -> None:
-        """`claim` returns the conditions that must hold in etcd at the moment of registering, or
-        raises the error that `run` then ends with. By default there are none.
+        """`claim` returns the conditions that must hold in etcd at registration (default: none), or
+        raises the error that ends `run`.
         """
         self._store = store
         self._key = key
@@ -66,21 +66,21 @@ class Registration:
                 await self._renew()
             except StoreError as error:
                 if not failing:
-                    log.warning("registration of %s fails, retrying: %s", self._key, error)
+                    log.warning("registration of %s failed, retrying: %s", self._key, error)
                 failing = True
             self.registered.clear()
             self.lost.set()
             await asyncio.sleep(RETRY_S)
 
     async def update(self, record: Message) -> None:
-        """Have the key say `record` from now on, while `run` runs; waits while etcd is away."""
+        """Replace the record while `run` runs; waits while etcd is down."""
         self._value, before = encode_record(record), self._value
         while True:
             try:
                 entry = (await self._store.list_prefix(self._key)).get(self._key)
                 if entry is not None and entry.value == self._value:
                     return
-                # While there is none, `run` registers; that may still be with the old record.
+                # While the key is absent, `run` registers it, possibly with the old record.
                 if (
                     entry is not None
                     and entry.value == before
@@ -94,49 +94,51 @@ class Registration:
             await asyncio.sleep(RETRY_S)
 
     async def withdraw(self) -> None:
-        """Remove the key; call after `run` was cancelled. Errors are left to the lease."""
+        """Delete the key; call after `run` was cancelled. On errors the key ends with its lease."""
         lease, self._lease = self._lease, 0
         if lease:
             try:
                 await self._store.revoke_lease(lease)
             except StoreError as error:
-                log.warning("withdrawal of %s is left to its lease: %s", self._key, error)
+                log.warning("cannot withdraw %s, its lease will end it: %s", self._key, error)
 
     async def _register(self) -> None:
         self._lease = await self._store.grant_lease(self._ttl_s)
         waiting = False
         while not await self._write():
             if not waiting:
-                log.info("%s is held by a predecessor; waiting for its lease to end", self._key)
+                log.info("waiting for the lease of the predecessor that holds %s", self._key)
             waiting = True
             await asyncio.sleep(RETRY_S)
             if await self._store.keep_alive(self._lease) == 0:
-                raise StoreError("lease ended while waiting for the predecessor's")
+                raise StoreError("the lease ended while waiting for the predecessor's lease")
         self.lost.clear()
         self.registered.set()
         log.info("registered %s", self._key)
 
     async def _write(self) -> bool:
-        """Put the key under our lease; False while it is another's."""
+        """Write the key under our lease; False while another process holds it."""
         also = await self._claim() if self._claim is not None else ()
         if await self._store.put_if(self._key, self._value, 0, self._lease, also):
             return True
         entry = (await self._store.list_prefix(self._key)).get(self._key)
         if entry is None or entry.value != self._value:
             return False
-        # Our own earlier write, under a lease that we lost track of.
+        # Our own earlier write, under a lease whose grant we did not learn of: adopt the key.
         return await self._store.put_if(self._key, self._value, entry.mod_revision, self._lease)
 
     async def _renew(self) -> None:
-        """Return when the lease is lost: etcd says so, or its time has passed unanswered."""
+        """Return when the lease is lost: etcd reports it, or its TTL passes without an answer."""
         expires_s = monotonic_s() + self._ttl_s
         while (left_s := expires_s - monotonic_s()) > 0:
+            # Early enough for several attempts within the TTL.
             await asyncio.sleep(min(self._ttl_s / 4, left_s))
+            # Count from before the call: etcd may have renewed it at any time since then.
             asked_s = monotonic_s()
             try:
                 left_s = await self._store.keep_alive(self._lease)
             except StoreError as error:
-                log.warning("lease of %s not renewed: %s", self._key, error)
+                log.warning("cannot renew the lease of %s: %s", self._key, error)
                 continue
             if left_s == 0:
                 return
@@ -146,7 +148,7 @@ class Registration:
 class Directory(Generic[M]):
     """A live view of the valid records below a prefix.
 
-    `records` maps key to record. While etcd is away the last view stays.
+    `records` maps keys to records. While etcd is down the last view stays in force.
     """
 
     def __init__(
@@ -179,24 +181,25 @@ class Directory(Generic[M]):
             self.entries = listing
             self.records = decoded
             self.loaded.set()
+            # A new event per change wakes all waiters, and none of them has to clear it.
             self._changed.set()
             self._changed = asyncio.Event()
             if self._on_change is not None:
                 self._on_change()
 
     def _decoded(self, key: str, entry: Entry) -> M | None:
-        """The record of an entry; one that has not changed is not read again."""
+        """The record of an entry, decoded only if the entry has changed."""
         if self.entries.get(key) == entry:
             return self.records.get(key)
         return read_record(self._kind, key, entry.value)
 
     async def wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Return once `predicate` holds; it is asked again after every change."""
+        """Return once `predicate` holds; it is evaluated after every change."""
         while not predicate():
             await self._changed.wait()
 
     def newest(self, prefix: str) -> M | None:
-        """The record below `prefix` that was created last: the live instance after a restart."""
+        """The most recently created record below `prefix`: the live instance after a restart."""
         keys = [key for key in self.records if key.startswith(prefix)]
         return (
             self.records[max(keys, key=lambda k: self.entries[k].create_revision)] if keys else None

@@ -1,6 +1,6 @@
-"""Prometheus exposition at a port of its own: a small HTTP server on the service's event loop.
+"""Prometheus exposition on its own port: a small HTTP server on the service's event loop.
 
-On the loop, so that a collector may read what the service's tasks change.
+On the loop, so that collectors may read state of the service's tasks without locks.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 async def metrics_exposed(
     registry: CollectorRegistry, host: str, port: int | None
 ) -> AsyncIterator[int]:
-    """Serve `registry` at http://host:port/metrics; None: not at all, 0: any port.
+    """Serve `registry` at http://host:port/metrics during the body; None: not at all, 0: any port.
 
-    Yields the port, 0 for none.
+    Yields the port; 0 if it does not serve.
 
     Raises:
         ConfigError: if the port cannot be bound.
@@ -53,14 +53,14 @@ async def metrics_exposed(
 
 
 class _Exposition:
-    """Answers one request a connection, on at most `CONNECTIONS_MAX` of them at a time."""
+    """Answers one request per connection, on up to `CONNECTIONS_MAX` connections."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._conversations: set[asyncio.Task[None]] = set()
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection; one that is too slow, or one too many, is closed."""
+        """Serve a connection; closes it if it is too slow or exceeds the limit."""
         task = asyncio.current_task()
         assert task is not None
         if len(self._conversations) < CONNECTIONS_MAX:
@@ -69,21 +69,21 @@ class _Exposition:
                 async with timeout(EXCHANGE_TIMEOUT_S):
                     await self._answer(reader, writer)
             except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError) as error:
-                log.debug("a scrape ended early: %r", error)
+                log.debug("a scrape was interrupted: %r", error)
             finally:
                 self._conversations.discard(task)
         writer.close()
 
     async def end(self) -> None:
-        """Close what is open."""
+        """Close all connections."""
         for task in self._conversations:
             task.cancel()
         await asyncio.gather(*self._conversations, return_exceptions=True)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        words = head.split(b"\r\n", 1)[0].decode("latin-1").split()
-        method, path = (words[0], words[1].partition("?")[0]) if len(words) == 3 else ("", "")
+        parts = head.split(b"\r\n", 1)[0].decode("latin-1").split()
+        method, path = (parts[0], parts[1].partition("?")[0]) if len(parts) == 3 else ("", "")
         if method not in ("GET", "HEAD"):
             status, body = "405 Method Not Allowed", b"only GET is served here\n"
         elif path != PATH:
@@ -97,5 +97,6 @@ class _Exposition:
             "Connection: close",
         ]
         writer.write("\r\n".join([*lines, "", ""]).encode() + (b"" if method == "HEAD" else body))
+        # A scraper that has disconnected needs no answer.
         with suppress(ConnectionError):
             await writer.drain()

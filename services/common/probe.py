@@ -1,12 +1,11 @@
-"""`python -m services.common.probe URL`: 0 if a service says that it is well, else 1.
+"""`python -m services.common.probe URL`: exits with 0 if a service is healthy, else 1.
 
-    grpc://HOST:PORT/NAME   the health of the service NAME; without a name: that of the process
-    http://HOST:PORT/PATH   whether the answer is 2xx; https:// without a look at the certificate
+    grpc://HOST:PORT/NAME   health of the service NAME; without a name: of the process
+    http://HOST:PORT/PATH   whether the response is 2xx; https:// without certificate verification
 
-For health checks of containers, which need no other program for it. Where TIDESERVE__TLS_CA_FILE
-is set, gRPC speaks mutual TLS with TIDESERVE__TLS_CERT_FILE and TIDESERVE__TLS_KEY_FILE, and the
-service has to be of the role in NAME, or of the one given with --role. Loads little, since it
-starts anew for every check.
+For container health checks, so that images need no other program. If TIDESERVE__TLS_CA_FILE is set,
+gRPC uses mutual TLS with TIDESERVE__TLS_CERT_FILE and TIDESERVE__TLS_KEY_FILE, and the service must
+have the role in NAME, or that of --role. Imports little, since every check starts a new process.
 """
 
 import argparse
@@ -24,18 +23,18 @@ TIMEOUT_S = 3.0
 _TLS_FILES = ("TIDESERVE__TLS_CA_FILE", "TIDESERVE__TLS_KEY_FILE", "TIDESERVE__TLS_CERT_FILE")
 
 
-class Unwell(Exception):
-    """The service is not well, or does not answer; one sentence says which."""
+class Unhealthy(Exception):
+    """The service is unhealthy or does not answer."""
 
 
 def main(arguments: list[str]) -> int:
-    """0, or 1 after a sentence on standard error."""
-    parser = argparse.ArgumentParser(prog="probe", description="Ask a service whether it is well.")
+    """Returns 0, or 1 after a message on standard error."""
+    parser = argparse.ArgumentParser(prog="probe", description="Check the health of a service.")
     parser.add_argument("url", help="grpc://HOST:PORT/NAME or http://HOST:PORT/PATH")
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help="default: %(default)s"
     )
-    parser.add_argument("--role", choices=SERVICE_ROLES, help="whose certificate is expected")
+    parser.add_argument("--role", choices=SERVICE_ROLES, help="expected role of the certificate")
     parsed = parser.parse_args(arguments)
     url = urlsplit(parsed.url)
     probes: dict[str, Callable[[SplitResult, float], None]] = {
@@ -45,21 +44,21 @@ def main(arguments: list[str]) -> int:
     }
     try:
         if url.scheme not in probes or not url.netloc:
-            raise Unwell(f"'{parsed.url}' is no address; write grpc:// or http://, host and port")
+            raise Unhealthy(f"'{parsed.url}' is not a URL; write grpc:// or http://, host and port")
         probes[url.scheme](url, parsed.timeout)
-    except Unwell as error:
+    except Unhealthy as error:
         print(f"probe: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def probe_http(url: SplitResult, timeout_s: float) -> None:
-    """Raises Unwell unless the answer is 2xx."""
+    """Raises Unhealthy unless the response is 2xx."""
     import http.client
     import ssl
 
     if url.scheme == "https":
-        # It asks for nothing secret, and the certificate is for those outside.
+        # The probe sends no secrets, and the certificate's name is the public one.
         context = ssl._create_unverified_context()
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
             url.netloc, timeout=timeout_s, context=context
@@ -70,15 +69,15 @@ def probe_http(url: SplitResult, timeout_s: float) -> None:
         connection.request("GET", (url.path or "/") + (f"?{url.query}" if url.query else ""))
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        raise Unwell(f"{url.geturl()} does not answer: {error}") from error
+        raise Unhealthy(f"{url.geturl()} does not answer: {error}") from error
     finally:
         connection.close()
     if not 200 <= status < 300:
-        raise Unwell(f"{url.geturl()} answers {status}")
+        raise Unhealthy(f"{url.geturl()} answers {status}")
 
 
 def probe_grpc(url: SplitResult, timeout_s: float, role: str | None = None) -> None:
-    """Raises Unwell unless the service serves."""
+    """Raises Unhealthy unless the service is serving."""
     import grpc
 
     service = url.path.removeprefix("/")
@@ -86,7 +85,7 @@ def probe_grpc(url: SplitResult, timeout_s: float, role: str | None = None) -> N
     named = service.split(".")[1] if service.startswith("tideserve.") else None
     name = service.encode()
     # grpc.health.v1: HealthCheckRequest {string service = 1}, HealthCheckResponse {status = 1}.
-    # By hand, because the generated classes take as long to load as the rest of this program.
+    # Encoded by hand: the generated classes take as long to load as the rest of this program.
     request = (b"\x0a" + bytes([len(name)]) + name) if name else b""
     serving = b"\x08\x01"
     with _channel(url.netloc, role or named) as channel:
@@ -94,9 +93,9 @@ def probe_grpc(url: SplitResult, timeout_s: float, role: str | None = None) -> N
         try:
             answer = check(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise Unwell(f"{url.geturl()} does not answer: {error.code().name}") from error
+            raise Unhealthy(f"{url.geturl()} does not answer: {error.code().name}") from error
     if answer != serving:
-        raise Unwell(f"{url.geturl()} does not serve now")
+        raise Unhealthy(f"{url.geturl()} is not serving")
 
 
 def _channel(address: str, role: str | None):  # type: ignore[no-untyped-def]
@@ -108,9 +107,9 @@ def _channel(address: str, role: str | None):  # type: ignore[no-untyped-def]
     try:
         contents = [Path(file).read_bytes() if file else None for file in files]
     except OSError as error:
-        raise Unwell(f"a TLS file cannot be read: {error}") from error
+        raise Unhealthy(f"cannot read a TLS file: {error}") from error
     if role is None:
-        raise Unwell("over TLS it has to be known whose certificate is expected; add --role")
+        raise Unhealthy("with TLS the role of the expected certificate must be known; add --role")
     options = (("grpc.ssl_target_name_override", name_of(role)),)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(*contents), options)
 

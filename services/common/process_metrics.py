@@ -1,4 +1,4 @@
-"""Metrics that every service has: its process, its calls to etcd, its certificates."""
+"""Metrics of every service: its process, its calls to etcd, its certificates."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -36,24 +36,24 @@ class _Common(Collector):
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """The families."""
-        build = InfoMetricFamily("tideserve_build", "Which service and version this process is.")
+        """All metric families."""
+        build = InfoMetricFamily("tideserve_build", "Name and version of the service.")
         build.add_metric([], {"service": self._service, "version": _version()})
         yield build
         calls = self._calls
         duration = HistogramMetricFamily(
-            "tideserve_etcd_call_duration_seconds", "Time of a call to etcd, failed ones included."
+            "tideserve_etcd_call_duration_seconds", "Duration of calls to etcd, including failures."
         )
         duration.add_metric([], cumulative(UPPER_BOUNDS_S, calls.counts), calls.total_s)
         yield duration
         yield CounterMetricFamily(
             "tideserve_etcd_call_failures",
-            "Calls to etcd without an answer in time, or that it refused.",
+            "Calls to etcd that were refused or not answered in time.",
             value=calls.failed,
         )
         expiry = GaugeMetricFamily(
             "tideserve_tls_certificate_expiry_seconds",
-            "When the certificate in force for this purpose expires, in seconds since 1970; NaN:"
+            "Expiry of the certificate in use for this purpose, in seconds since 1970; NaN:"
             " unreadable.",
             labels=["purpose"],
         )
@@ -63,19 +63,20 @@ class _Common(Collector):
 
 
 class _Certificate:
-    """The certificate that the next connection shows, by the rule of the service that shows it.
+    """The certificate that the next connection will use, by the service's own rules.
 
-    Not what is in the file: one that does not fit its key is never shown.
+    Not simply the file's content: a certificate that does not match its key is never used.
     """
 
     def __init__(self, files: CertificateFiles) -> None:
         self.purpose = files.owner
         self._files = files
         self._source: CertificateSource | None = None
+        # Load the certificate now: later unusable files do not replace it.
         self.expiry_unix_s()
 
     def expiry_unix_s(self) -> float:
-        """NaN while there was no usable one since the start."""
+        """Expiry in seconds since 1970; NaN before the first usable certificate."""
         try:
             if self._source is None:
                 self._source = CertificateSource(self._files)
@@ -91,7 +92,7 @@ def _files(config: Any, purpose: str) -> CertificateFiles:
 
 
 def service_registry(service: str, config: Any, calls: EtcdCalls) -> CollectorRegistry:
-    """A registry with what every service has; `config` is its ServiceConfig."""
+    """A registry with the metrics of every service; `config` is its ServiceConfig."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Common(service, config, calls))
@@ -99,7 +100,7 @@ def service_registry(service: str, config: Any, calls: EtcdCalls) -> CollectorRe
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """The buckets of a histogram as the exposition wants them, from a count of each bucket."""
+    """Prometheus's cumulative buckets from the counts of each bucket."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, map(float, accumulate(counts)), strict=True))
 

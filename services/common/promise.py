@@ -1,4 +1,4 @@
-"""Translates what a request is promised between the contracts of the services and core."""
+"""Translates the service level (class, SLO targets, tenant) of a request to and from protobuf."""
 
 from services.common.wire_enum import numbers
 from services.core.service import Service, ServiceClass
@@ -9,7 +9,7 @@ _BY_NUMBER = {number: service_class for service_class, number in _CLASSES.items(
 
 
 def service_message(service: Service) -> service_pb2.Service:
-    """The promise as a message; what is not promised stays 0."""
+    """The message of a service level; unset targets are 0."""
     return service_pb2.Service(
         service_class=_CLASSES[service.service_class],
         ttft_s=service.ttft_s or 0.0,
@@ -21,9 +21,9 @@ def service_message(service: Service) -> service_pb2.Service:
 
 
 def to_service(message: service_pb2.Service) -> Service:
-    """The promise in a message, unchecked (see `Service.fault`); a missing one is `NO_PROMISE`.
+    """The service level in a message, not validated (see `Service.fault`).
 
-    A class that this version does not know is read as standard.
+    A missing message is `NO_PROMISE`; a class unknown to this version is read as standard.
     """
     return Service(
         service_class=_BY_NUMBER.get(message.service_class, ServiceClass.STANDARD),

@@ -1,8 +1,8 @@
-"""The version of what workers say to each other in a group: over their lanes, and about changes.
+"""Version of the protocol between the workers of a group: lanes and group changes.
 
-Raise it with every change of frames, handshake or group protocol that a worker of the version
-before would misread. Workers of different versions serve side by side, and never in one group.
-Messages between services (gRPC, records in etcd) have no number: fields are only ever added there,
+Raise it with every change of frames, handshake or group protocol that a worker of the previous
+version would misread. Workers of different versions may serve in the same cluster, but never in the
+same group. Messages between services (gRPC, etcd records) are not versioned: fields are only added,
 which `buf breaking` checks.
 """
 

@@ -1,4 +1,4 @@
-"""Streams of reports to whichever instance of a service is the newest."""
+"""Streams reports to the newest instance of a service."""
 
 import asyncio
 import logging
@@ -21,17 +21,18 @@ Push = Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]]
 async def keep_pushing(
     services: Directory[record_pb2.ServiceRecord], name: str, push: Push, dial: Dial
 ) -> None:
-    """Push to the newest instance of a service until cancelled; again on failure or change."""
+    """Push to the newest instance of a service until cancelled; restarts on failure or change."""
     prefix = f"{SERVICES}{name}/"
     while True:
         await services.wait_for(lambda: services.newest(prefix) is not None)
         record = services.newest(prefix)
         assert record is not None
         try:
+            # A new channel per attempt: it uses the current certificate and address.
             async with dial(record.address, name) as channel:
                 await _push_while_newest(services, prefix, record, push(channel))
         except grpc.RpcError as error:
-            log.info("reports to the %s interrupted: %s", name, _code(error))
+            log.info("reports to the %s were interrupted: %s", name, _code(error))
         await asyncio.sleep(RETRY_S)
 
 
@@ -41,7 +42,7 @@ async def _push_while_newest(
     record: record_pb2.ServiceRecord,
     push: Coroutine[Any, Any, None],
 ) -> None:
-    """Push until it fails or another instance is newer; a call to a dead one may hang."""
+    """Push until it fails or a newer instance appears; a call to a dead instance may hang."""
     pushing = asyncio.create_task(push)
     superseded = asyncio.create_task(services.wait_for(lambda: services.newest(prefix) != record))
     try:

@@ -1,9 +1,9 @@
-"""The records in etcd: one codec, and one notion of what a valid record is.
+"""The records in etcd: a single codec, and a single definition of a valid record.
 
-Every service reads them by this file, so that all agree which workers, groups and assignments there
-are. A record that is malformed, contradicts its key, or lacks a required field is
-invalid: it is ignored, with a warning if it cannot even be read. Records are protobuf JSON, so
-that etcdctl shows them; unknown fields, those of a later release, are ignored.
+Every service reads records through this module, so that all agree on workers, groups and
+assignments. A record is invalid, and ignored, if it is malformed, contradicts its key or lacks a
+required field. Records are protobuf JSON, readable with etcdctl; unknown fields, from a later
+release, are ignored.
 """
 
 import logging
@@ -24,13 +24,13 @@ from services.core.overload.worker_facts import WorkerFacts
 from tideserve.common.v1 import record_pb2
 
 GENERATE = "generate"
-"""A worker's capability: it generates tokens."""
+"""Capability of a worker: it generates tokens."""
 CAN_DROP = "parameter_drop"
-"""A worker's capability: it can run part of the layers, as a member of a larger group."""
+"""Capability of a worker: it can run part of the layers, as a member of a larger group."""
 PACED = "paced:"
-"""Prefix of a worker's capability; the device whose times it keeps follows."""
+"""Prefix of a capability: iterations are padded to the times of the device that follows."""
 ENGINE = "engine:"
-"""Prefix of a worker's capability; the engine that runs the model follows, if it is not ours."""
+"""Prefix of a capability: the engine that follows runs the model; absent for our own."""
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -40,16 +40,16 @@ _MEMBER = Codec(Member, record_pb2.GroupMember)
 _ASSIGNMENT = Codec(Assignment, record_pb2.AssignmentRecord)
 _SHAPE = Codec(ModelShape, record_pb2.ModelShape)
 
-# --- any record
+# --- all records
 
 
 def encode_record(record: Message) -> bytes:
-    """A record as it stands in etcd."""
+    """The etcd value of a record."""
     return json_format.MessageToJson(record, indent=None).encode()
 
 
 def decode_record(kind: type[M], value: bytes) -> M | None:
-    """The record in an etcd value, whatever it says; None when it is not one, with a warning."""
+    """The record in an etcd value, valid or not; None with a warning if it cannot be parsed."""
     try:
         return json_format.Parse(value, kind(), ignore_unknown_fields=True)
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
@@ -58,13 +58,13 @@ def decode_record(kind: type[M], value: bytes) -> M | None:
 
 
 def read_record(kind: type[M], key: str, value: bytes) -> M | None:
-    """The valid record at a key, None if there is none."""
+    """The valid record at a key, or None."""
     record = decode_record(kind, value)
     return record if record is not None and is_valid(record, key.rpartition("/")[2]) else None
 
 
 def is_valid(record: Message, name: str) -> bool:
-    """Whether the record is one of that name, which is the last part of its key."""
+    """Whether the record is valid and belongs to `name`, the last part of its key."""
     match record:
         case record_pb2.WorkerRecord():
             return bool(name) and record.worker_id == name and record.incarnation != ""
@@ -78,11 +78,11 @@ def is_valid(record: Message, name: str) -> bool:
             return record.epoch >= 0
         case record_pb2.QuotaRecord():
             return bool(name) and record.incarnation == name and _are_amounts(record)
-    raise TypeError(f"{type(record).__name__} is no record of etcd")
+    raise TypeError(f"{type(record).__name__} is not an etcd record type")
 
 
 def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
-    """Whether all numbers are finite and not negative."""
+    """Whether all amounts are finite and not negative."""
     return all(
         math.isfinite(amount) and amount >= 0
         for wish in record.owners.values()
@@ -100,7 +100,7 @@ def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
 
 
 def to_group(record: record_pb2.GroupRecord) -> Group | None:
-    """The group; None without an id, an epoch or a phase that this release knows."""
+    """The group of a record; None without id or epoch, or with a phase unknown to this release."""
     phase = _PHASES_BACK.get(record.phase)
     if phase is None or not record.group_id or record.epoch < 1:
         return None
@@ -150,7 +150,7 @@ def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
 def capabilities_of(
     can_drop: bool, paced: str | None, engine: str = EngineKind.TIDESERVE
 ) -> tuple[str, ...]:
-    """What planners may ask of a worker, the device that it is paced to, and its engine."""
+    """The capabilities that a worker publishes, with its pacing device and its engine."""
     drop = (CAN_DROP,) if can_drop else ()
     pace = () if paced is None else (f"{PACED}{paced}",)
     other = () if engine == EngineKind.TIDESERVE else (f"{ENGINE}{engine}",)
@@ -158,7 +158,7 @@ def capabilities_of(
 
 
 def paced_of(record: record_pb2.WorkerRecord) -> str | None:
-    """The device whose times the worker's iterations are padded to, None for its own."""
+    """The device to whose times the worker pads its iterations; None: it does not."""
     return _named(record, PACED)
 
 
@@ -168,18 +168,18 @@ def engine_of(record: record_pb2.WorkerRecord) -> str:
 
 
 def _named(record: record_pb2.WorkerRecord, prefix: str) -> str | None:
-    """What follows a prefix in the worker's capabilities; None if none has it."""
-    named = [one for one in record.capabilities if one.startswith(prefix)]
+    """The rest of the capability that begins with `prefix`; None without such a capability."""
+    named = [capability for capability in record.capabilities if capability.startswith(prefix)]
     return named[0].removeprefix(prefix) if named else None
 
 
 def can_serve(record: record_pb2.WorkerRecord) -> bool:
-    """Whether its numbers allow it to hold sequences."""
+    """Whether its sizes allow it to hold sequences."""
     return min(record.max_model_len, record.block_size, record.kv_blocks_total) >= 1
 
 
 def to_worker(record: record_pb2.WorkerRecord, mod_revision: int) -> Worker:
-    """The worker of a valid record, as the group protocol sees it."""
+    """The worker of a valid record, for the group protocol."""
     return Worker(
         record.worker_id,
         record.incarnation,
@@ -194,7 +194,7 @@ def to_worker(record: record_pb2.WorkerRecord, mod_revision: int) -> Worker:
 
 
 def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
-    """What a valid record says about the worker's memory; None if that cannot be."""
+    """The facts about a worker's memory; None if the record's sizes are invalid."""
     if not can_serve(record):
         return None
     return WorkerFacts(
@@ -214,7 +214,7 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
 
 
 def settings_of(record: record_pb2.WorkerRecord) -> str:
-    """The settings in which the members of a group must agree, for people."""
+    """The settings that all members of a group must share, as text."""
     return (
         f"block_size {record.block_size}, max_batch_tokens {record.max_batch_tokens},"
         f" max_model_len {record.context_tokens}"
@@ -222,9 +222,9 @@ def settings_of(record: record_pb2.WorkerRecord) -> str:
 
 
 def scheduling_fault(scheduling: str, workers: Iterable[record_pb2.WorkerRecord]) -> str | None:
-    """What is wrong if workers were told another `scheduling` than the scheduler, and the remedy.
+    """A message if workers run another `scheduling` than the scheduler, None if all agree.
 
-    Those that leave or do not tell are left out; so is a scheduler that does not tell.
+    Draining workers are ignored, as are workers and schedulers that publish no policy.
     """
     others: dict[str, list[str]] = {}
     for worker in workers:
@@ -232,23 +232,25 @@ def scheduling_fault(scheduling: str, workers: Iterable[record_pb2.WorkerRecord]
             others.setdefault(worker.scheduling, []).append(worker.worker_id)
     if not others:
         return None
-    told = ", ".join(f"{one} ({', '.join(sorted(ids))})" for one, ids in sorted(others.items()))
+    listed = ", ".join(
+        f"{policy} ({', '.join(sorted(ids))})" for policy, ids in sorted(others.items())
+    )
     return (
-        f"the scheduler runs with scheduling {scheduling}, but workers with {told}, so classes of"
-        " requests are not served as either says; set the same 'scheduling'"
-        " (TIDESERVE__SCHEDULING) for both, and restart what differs"
+        f"the scheduler runs with scheduling {scheduling}, but workers with {listed}: neither"
+        " policy is in force for the whole cluster; set the same 'scheduling'"
+        " (TIDESERVE__SCHEDULING) for all, and restart the processes that differ"
     )
 
 
 def build_of(record: record_pb2.WorkerRecord) -> str:
-    """What code the worker runs; "" of a release that did not tell."""
+    """Protocol version and code digest of the worker; "" from releases that publish none."""
     if not record.protocol_version:
         return ""
     return f"{record.protocol_version}:{record.code_digest}"
 
 
 def to_shape(shape: record_pb2.ModelShape) -> ModelShape | None:
-    """The shape, or None if it was not told or cannot be."""
+    """The model's shape; None if it is missing or invalid."""
     sizes = (shape.num_layers, shape.layer_bytes, shape.kv_bytes)
     rest = (shape.embedding_bytes, shape.head_bytes)
     costs = (shape.layer_cost, shape.embedding_cost, shape.head_cost)
@@ -258,5 +260,5 @@ def to_shape(shape: record_pb2.ModelShape) -> ModelShape | None:
 
 
 def to_shape_record(shape: ModelShape | None) -> record_pb2.ModelShape | None:
-    """The sizes of the model, as the worker's record has them."""
+    """The model's shape in a worker's record."""
     return _SHAPE.message(shape) if shape is not None else None

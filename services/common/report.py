@@ -1,7 +1,7 @@
-"""Reports on the wire: one codec, and one notion of what a valid report is.
+"""Codec of reports: between dataclasses of core and protobuf messages, with validation.
 
-A field has the same name in core and in its message; so a new one needs nothing here. What a
-message does not have keeps its default.
+Fields have the same name in both, so a new field needs no code here. Fields that a message lacks
+keep their defaults.
 """
 
 import math
@@ -22,42 +22,40 @@ M = TypeVar("M", bound=Message)
 
 
 class InvalidReport(ValueError):
-    """A report with a name that is missing or a number that cannot be."""
+    """A report with a missing name or an invalid number."""
 
 
 class Codec(Generic[R, M]):
-    """Between a report, with the reports within it, and the message that has its fields.
-
-    Any other dataclass can stand for a report.
-    """
+    """Converts between a report (a dataclass, possibly nested) and a flat message."""
 
     def __init__(self, report: type[R], message: type[M]) -> None:
         """Raises TypeError if the message has a field that the report lacks."""
-        told = frozenset(one.name for one in message.DESCRIPTOR.fields)
-        leaves = list(_leaves(report, told))
-        lacking = sorted(told - {name for name, _, _ in leaves})
+        on_wire = frozenset(field.name for field in message.DESCRIPTOR.fields)
+        leaves = list(_leaves(report, on_wire))
+        lacking = sorted(on_wire - {name for name, _, _ in leaves})
         if lacking:
             raise TypeError(f"{report.__name__} has no {', '.join(lacking)}")
         self._message = message
         self._names = tuple(name for name, _, _ in leaves)
+        # attrgetters, made once: reports are converted many times per second.
         self._values = attrgetter(*(path for _, path, _ in leaves))
         self._numbers = attrgetter(*(path for _, path, kind in leaves if kind in (int, float)))
-        self._made = _maker(report, told)
+        self._made = _maker(report, on_wire)
 
     def values(self, report: R) -> dict[str, Any]:
-        """The fields of the report that the message has, by name."""
+        """The report's values by the message's field names."""
         return dict(zip(self._names, self._values(report), strict=True))
 
     def message(self, report: R) -> M:
-        """The report on the wire."""
+        """The message of a report."""
         return self._message(**self.values(report))
 
     def report(self, message: M) -> R:
-        """What the message says, whether that can be or not."""
+        """The report of a message, not validated."""
         return cast(R, self._made(message))
 
     def valid(self, message: M) -> R:
-        """A valid report.
+        """The report of a message, validated.
 
         Raises:
             InvalidReport: if a number is negative or not finite.
@@ -71,24 +69,29 @@ class Codec(Generic[R, M]):
 
 
 def _leaves(
-    report: type[Any], told: frozenset[str], within: str = ""
+    report: type[Any], on_wire: frozenset[str], within: str = ""
 ) -> Iterator[tuple[str, str, Any]]:
-    """Each field that is told, where it is in the report ("a" or "b.a"), and its type."""
-    for one in fields(report):
-        if is_dataclass(one.type):
-            yield from _leaves(cast(type[Any], one.type), told, f"{within}{one.name}.")
-        elif one.name in told:
-            yield one.name, f"{within}{one.name}", one.type
+    """Name, path in the report ("a" or "b.a") and type of each field that the message has."""
+    for field in fields(report):
+        if is_dataclass(field.type):
+            yield from _leaves(cast(type[Any], field.type), on_wire, f"{within}{field.name}.")
+        elif field.name in on_wire:
+            yield field.name, f"{within}{field.name}", field.type
 
 
-def _maker(report: type[Any], told: frozenset[str]) -> Callable[[Message], Any]:
-    """What makes a report of a message; a report within it of which nothing is told is left out."""
-    own = [one.name for one in fields(report) if one.name in told]
-    rows = [one.name for one in fields(report) if one.name in told and "tuple" in str(one.type)]
+def _maker(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
+    """A function that makes a report from a message, omitting nested reports without any field."""
+    own = [field.name for field in fields(report) if field.name in on_wire]
+    rows = [
+        field.name
+        for field in fields(report)
+        if field.name in on_wire and "tuple" in str(field.type)
+    ]
+    # Nested reports without any field on the wire keep their defaults.
     within = [
-        (one.name, _maker(cast(type[Any], one.type), told))
-        for one in fields(report)
-        if is_dataclass(one.type) and any(_leaves(cast(type[Any], one.type), told))
+        (field.name, _maker(cast(type[Any], field.type), on_wire))
+        for field in fields(report)
+        if is_dataclass(field.type) and any(_leaves(cast(type[Any], field.type), on_wire))
     ]
 
     def made(message: Message) -> Any:
@@ -108,7 +111,7 @@ _DEMAND = Codec(ModelDemand, memmgr_pb2.ModelDemand)
 
 
 def load_message(report: LoadReport) -> load_pb2.WorkerLoad:
-    """A worker's load on the wire."""
+    """The message of a worker's load."""
     return _LOAD.message(report)
 
 
@@ -116,17 +119,17 @@ def to_load_report(message: load_pb2.WorkerLoad) -> LoadReport:
     """A worker's load.
 
     Raises:
-        InvalidReport: if it cannot be.
+        InvalidReport: if a name is missing or a number is invalid.
     """
     report = _LOAD.valid(message)
     _check_names(report)
-    if report.load.kv_blocks_total:  # 0 if not told
+    if report.load.kv_blocks_total:  # 0: not reported
         _check_blocks(report.load)
     return report
 
 
 def memory_message(report: MemoryReport) -> memmgr_pb2.WorkerMemory:
-    """A worker's memory on the wire."""
+    """The message of a worker's memory."""
     return _MEMORY.message(report)
 
 
@@ -134,7 +137,7 @@ def to_memory_report(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
     """A worker's memory.
 
     Raises:
-        InvalidReport: if it cannot be.
+        InvalidReport: if a name is missing or a number is invalid.
     """
     report = _MEMORY.valid(message)
     _check_names(report)
@@ -143,17 +146,17 @@ def to_memory_report(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
 
 
 def shown_memory(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
-    """A worker's memory as the memory manager passes it on, which has checked it."""
+    """A worker's memory from the memory manager, which has validated it already."""
     return _MEMORY.report(message)
 
 
 def memory_values(report: MemoryReport) -> dict[str, Any]:
-    """All that is told of a worker's memory, by the names in memmgr.proto."""
+    """The values of a worker's memory report, by the field names of memmgr.proto."""
     return _MEMORY.values(report)
 
 
 def demand_message(demand: ModelDemand) -> memmgr_pb2.ModelDemand:
-    """A model's demand on the wire."""
+    """The message of a model's demand."""
     return _DEMAND.message(demand)
 
 
@@ -161,7 +164,7 @@ def to_model_demand(message: memmgr_pb2.ModelDemand) -> ModelDemand:
     """A model's demand.
 
     Raises:
-        InvalidReport: if a number cannot be, or no model is named.
+        InvalidReport: if the model is missing or a number is invalid.
     """
     if not message.model:
         raise InvalidReport("every demand must name its model")

@@ -1,8 +1,8 @@
-"""What a certificate makes its holder: the roles, and the names that stand for them.
+"""Roles in certificates, and the DNS names that represent them.
 
-A role is the DNS name `<role>.tideserve.internal` in the certificate's subject alternative names; a
-certificate may name several. A name of its own, rather than a host's, so that the certificate of
-some host called "gateway" never makes anybody a gateway.
+A role is the DNS name `<role>.tideserve.internal` in a certificate's subject alternative names; a
+certificate may contain several. The names are not host names, so that the certificate of a host
+called "gateway" does not grant the role of a gateway.
 """
 
 GATEWAY, SCHEDULER, MEMMGR, WORKER = SERVICE_ROLES = ("gateway", "scheduler", "memmgr", "worker")
@@ -12,5 +12,5 @@ DOMAIN = ".tideserve.internal"
 
 
 def name_of(role: str) -> str:
-    """The DNS name in a certificate that makes its holder one of `role`."""
+    """The DNS name that grants `role` to a certificate's holder."""
     return f"{role}{DOMAIN}"

@@ -1,4 +1,4 @@
-"""How soon the kernel runs a thread that has just become ready."""
+"""Kernel scheduling of latency-critical threads."""
 
 import ctypes
 import logging
@@ -6,10 +6,11 @@ import os
 import platform
 
 SLICE_S = 0.0001
-"""The shortest that the kernel grants."""
+"""The shortest time slice that the kernel grants."""
 
 log = logging.getLogger(__name__)
 
+# libc has no wrapper for sched_setattr: call it by its number.
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _SCHED_OTHER = 0
 
@@ -28,11 +29,11 @@ class _SchedAttr(ctypes.Structure):
 
 
 def run_soon() -> None:
-    """Ask for short slices for this thread, so that it need not wait for others' to end.
+    """Request short time slices for this thread, so that it is scheduled soon after it wakes up.
 
-    For threads that have little to do and are waited for: on a machine whose processors are all
-    busy, one that wakes up would wait for some milliseconds. It gets no more time than before.
-    Linux follows it from 6.12 on; where it cannot be asked for, nothing happens.
+    For threads that do little work but are waited for: on a machine with all processors busy, a
+    woken thread would wait for some milliseconds. Its share of CPU time does not change. Effective
+    on Linux 6.12 or later; no effect on other systems.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or not hasattr(os, "sched_getaffinity"):

@@ -1,4 +1,4 @@
-"""The keys of a configuration: what each may be, its default, and both in words."""
+"""The keys of a configuration: allowed values and default, also as text for the reference."""
 
 import dataclasses
 import mmap
@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.size import format_size
 
-# Memory is mapped in pages, so the size of a chunk of it is a multiple of this.
+# Memory is mapped in pages, so chunk sizes are multiples of this.
 PAGE_BYTES = mmap.PAGESIZE
 FILE = "_file"
 REQUIRED = "required"
@@ -27,7 +27,7 @@ _KINDS: Mapping[Any, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of a configuration; `default` is MISSING where a value must be given."""
+    """A key of a configuration; `default` is MISSING if a value is required."""
 
     key: str
     kinds: tuple[Any, ...]
@@ -36,22 +36,22 @@ class Setting:
 
     @property
     def secret(self) -> bool:
-        """Whether the value is never shown and may be given as a file."""
+        """Whether the value is masked everywhere, and may be given as a file."""
         return bool(self.metadata.get("secret"))
 
     @property
     def required(self) -> bool:
-        """Whether a value must be given."""
+        """Whether a value is required."""
         return self.default is dataclasses.MISSING
 
     @property
     def help(self) -> str:
-        """A sentence about it, if there is one."""
+        """The description, or ""."""
         return str(self.metadata.get("help", ""))
 
     @property
     def values_text(self) -> str:
-        """What the value may be, such as "1 to 65536" or "cpu, cuda or cuda:N"."""
+        """The allowed values, such as "1 to 65536" or "cpu, cuda or cuda:N"."""
         if "options" in self.metadata:
             return ", ".join(self.metadata["options"])
         if "pattern" in self.metadata:
@@ -59,7 +59,7 @@ class Setting:
         if "range" in self.metadata:
             step = self.metadata["multiple_of"]
             if step == PAGE_BYTES:
-                # Pages differ between machines, and the reference must not.
+                # The page size differs between machines, but the reference must not.
                 return f"whole pages, up to {format_size(self.metadata['range'][1])}"
             return range_text(self.metadata) + (f", a multiple of {step}" if step != 1 else "")
         kinds = [kind for kind in self.kinds if kind is not types.NoneType]
@@ -86,9 +86,9 @@ class Setting:
 
 
 def settings_of(cls: type[Any], defaults: Any = None) -> Mapping[str, Setting]:
-    """The keys of the dataclass `cls` and of those nested in it, in the order of declaration.
+    """The keys of the dataclass `cls` and of its nested dataclasses, in declaration order.
 
-    `defaults` is an instance, None for those of the fields.
+    `defaults` is an instance with the defaults; None: those of the fields.
     """
     hints = typing.get_type_hints(cls)
     settings: dict[str, Setting] = {}
@@ -107,18 +107,18 @@ def settings_of(cls: type[Any], defaults: Any = None) -> Mapping[str, Setting]:
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """The key of a field that is neither nested nor computed."""
+    """The key of a field, which must be neither nested nor computed."""
     return str(field.metadata.get("key", field.name))
 
 
 def known_keys(cls: type[Any]) -> list[str]:
-    """The keys of the dataclass `cls`, and those for files of secrets."""
+    """The keys of the dataclass `cls`, including those for secret files."""
     settings = settings_of(cls)
     return [*settings, *(key + FILE for key, setting in settings.items() if setting.secret)]
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """The value of each key of a configuration."""
+    """The value of each key in a configuration."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -130,16 +130,16 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def is_enum(kind: Any) -> bool:
-    """Whether a type is an enum of texts."""
+    """Whether a type is a string enum."""
     return isinstance(kind, type) and issubclass(kind, StrEnum)
 
 
 def range_text(metadata: Mapping[str, Any]) -> str:
-    """The range of a field in words, such as "4MiB to 1TiB"."""
+    """The range of a field as text, such as "4MiB to 1TiB"."""
     low, high = map(format_size if metadata.get("size") else number_text, metadata["range"])
     return f"{low} to {high}"
 
 
 def number_text(value: float) -> str:
-    """The number without a fraction that says nothing."""
+    """The number as text, without a zero fraction."""
     return str(int(value)) if value == int(value) else str(value)

@@ -1,10 +1,10 @@
-"""Where a service's configuration comes from: environment over file over default.
+"""Sources of a service's configuration: environment over file over defaults.
 
-environment   TIDESERVE__<KEY>: two underscores, because Kubernetes sets TIDESERVE_PORT=tcp://… in
-              every pod beside a Service of the name `tideserve`
-file          the YAML file given with --config, if any
-secret files  a secret key may be given as `<key>_file`, in the file or the environment: the file's
-              content without its trailing line end is the value
+environment   TIDESERVE__<KEY>, with two underscores: Kubernetes sets TIDESERVE_PORT=tcp://… in
+              every pod beside a Service named `tideserve`
+file          the YAML file of --config, if any
+secret files  a secret key may be given as `<key>_file`, in the file or the environment: the value
+              is that file's content without its trailing newline
 """
 
 import difflib
@@ -39,7 +39,7 @@ _HELP_WIDTH = 96
 
 @dataclass(frozen=True, slots=True)
 class Settings(Generic[T]):
-    """A configuration, and for each key where its value comes from."""
+    """A configuration, and the source of each value by key."""
 
     config: T
     origins: Mapping[str, str]
@@ -54,9 +54,10 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
     """The configuration `cls` of this process.
 
     Raises:
-        ConfigError: on what cannot be used; names the variable or key, the place and the remedy.
+        ConfigError: on invalid input; names the variable or key, the place and the remedy.
     """
     given = given_in(cls, read_yaml(path), str(path)) if path is not None else {}
+    # Merged last: the environment takes precedence.
     given |= _from_environment(cls, environment)
     place = f"add it to {path}" if path is not None else "give a file that has it with --config"
     config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {place}")
@@ -81,7 +82,7 @@ def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[st
 
 
 def describe(settings: Settings[Any]) -> str:
-    """The configuration as YAML, secrets masked, each key with its origin as a comment."""
+    """The configuration as YAML with masked secrets, and each value's source as a comment."""
     values, lines = values_of(settings.config), []
     for key, setting in settings_of(type(settings.config)).items():
         value = values[key]
@@ -95,7 +96,7 @@ def describe(settings: Settings[Any]) -> str:
 
 
 def _inline(value: Any) -> str:
-    """The value as YAML on one line."""
+    """The value as YAML on a single line."""
     if isinstance(value, str) and not value.isprintable():
         return json.dumps(value)
     text: str = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True)
@@ -103,9 +104,9 @@ def _inline(value: Any) -> str:
 
 
 def help_text(cls: type[Any]) -> str:
-    """The keys of the configuration `cls` for a terminal, without those for experts."""
+    """The keys of the configuration `cls` for --help, without expert keys."""
     lines = [
-        "keys of the file; each may also be given in the environment, which wins, as",
+        "keys of the file; each may also be set in the environment, which takes precedence, as",
         "TIDESERVE__<KEY>, such as TIDESERVE__LOG_LEVEL=debug:",
     ]
     for setting in settings_of(cls).values():
@@ -113,6 +114,6 @@ def help_text(cls: type[Any]) -> str:
             continue
         default = setting.default_text if setting.required else f"default: {setting.default_text}"
         lines.append(f"  {setting.key}  ({setting.values_text}; {default})")
-        text = setting.help + (f" Or as a file: {setting.key}_file." if setting.secret else "")
+        text = setting.help + (f" Or in a file: {setting.key}_file." if setting.secret else "")
         lines += textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

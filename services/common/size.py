@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Sizes in bytes with units."""
 
 from services.common.errors import ConfigError
 
@@ -10,7 +10,7 @@ def parse_size_bytes(text: str) -> int:
     """Bytes in a size such as "1GiB", "400 MiB" or "1500000".
 
     Raises:
-        ConfigError: if the text is no size.
+        ConfigError: if the text is not a size.
     """
     stripped = text.strip().lower()
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz ")
@@ -27,7 +27,7 @@ def parse_size_bytes(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest text from which `parse_size_bytes` reads the same number of bytes."""
+    """The shortest text that `parse_size_bytes` reads back to the same number."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _SIZE_UNITS[unit.lower()]
         if size_bytes >= scale and size_bytes % scale == 0:

@@ -1,6 +1,6 @@
-"""Finished traces on their way to an OTLP collector. Imported only where traces are on.
+"""Exports finished traces to an OTLP collector. Imported only if tracing is on.
 
-The SDK's own thread sends; a full queue drops the oldest spans, and serving never waits.
+The SDK's own thread sends them; a full queue drops the oldest spans, so serving never waits.
 """
 
 import logging
@@ -32,7 +32,7 @@ from services.common.tracing import Span, TraceContext
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
 SEND_EVERY_MS = 1000
-# An export is given up after so long, and so is the last one at the end.
+# Timeout of an export, including the last export at the end.
 EXPORT_TIMEOUT_S = 3
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 
 
 class OtlpSink:
-    """A collector, reached by gRPC; see `tracing.Sink`."""
+    """Exports to a collector over gRPC; see `tracing.Sink`."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        """`instance` tells processes of one service apart. Raises ConfigError."""
+        """`instance` distinguishes processes of the same service. Raises ConfigError."""
         parsed = urlparse(endpoint)
         if parsed.scheme not in ("http", "https") or not parsed.netloc:
             raise ConfigError(
-                f"'{endpoint}' is no OTLP endpoint; give a URL such as http://collector:4317"
+                f"'{endpoint}' is not an OTLP endpoint; give a URL such as http://collector:4317"
             )
-        # In an outage they would log a line for every attempt; `_OneWarning` logs one.
+        # In an outage they would log every attempt; `_OneWarning` logs once instead.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         resource = Resource.create(
@@ -62,6 +62,7 @@ class OtlpSink:
             }
         )
         self._ids = _GivenIds()
+        # The Tracer has sampled already: export every span that arrives here.
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
@@ -78,6 +79,7 @@ class OtlpSink:
         self._tracer = self._provider.get_tracer("tideserve")
 
     def export(self, context: TraceContext, root: Span) -> None:
+        # Spans have monotonic times; OTLP needs wall-clock times.
         epoch_ns = unix_ns() - round(monotonic_s() * _NS)
         self._ids.trace_id, self._ids.span_id = int(context.trace_id, 16), int(context.span_id, 16)
         parent = Context()
@@ -96,8 +98,8 @@ class OtlpSink:
             kind=SpanKind.SERVER if span.server else SpanKind.INTERNAL,
             attributes=dict(span.attributes),
             links=[
-                Link(_remote(one.context.trace_id, one.context.span_id), dict(one.attributes))
-                for one in span.links
+                Link(_remote(link.context.trace_id, link.context.span_id), dict(link.attributes))
+                for link in span.links
             ],
             start_time=epoch_ns + round(span.start_s * _NS),
         )
@@ -112,7 +114,7 @@ class OtlpSink:
 
 
 class _GivenIds(IdGenerator):
-    """Random ids, but for a trace's id and that of its first span, which are known before."""
+    """Random ids, except the ids of a trace and its root span, which were chosen earlier."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
@@ -120,17 +122,17 @@ class _GivenIds(IdGenerator):
         self.span_id = 0
 
     def generate_trace_id(self) -> int:
-        """The trace's."""
+        """The id of the current trace."""
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """The given one, once."""
+        """The given id for the root span, random ids for its children."""
         given, self.span_id = self.span_id, 0
         return given or self._random.generate_span_id()
 
 
 class _OneWarning(SpanExporter):
-    """Tells once that a collector is away, and once that it is back."""
+    """Logs once that the collector is unreachable, and once that it is back."""
 
     def __init__(self, sender: SpanExporter, endpoint: str) -> None:
         self._sender = sender
@@ -139,7 +141,7 @@ class _OneWarning(SpanExporter):
         self.closing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send a batch; at the end, none after one that failed."""
+        """Send a batch; while closing, give up after the first failure."""
         if self.closing and self._lost:
             return SpanExportResult.FAILURE
         result = self._sender.export(spans)
@@ -150,7 +152,7 @@ class _OneWarning(SpanExporter):
             return result
         if not self._lost:
             log.warning(
-                "traces do not reach %s and are dropped; start a collector there, or unset"
+                "cannot export traces to %s, dropping them; start a collector there, or unset"
                 " 'otlp_endpoint'",
                 self._endpoint,
             )
@@ -158,11 +160,11 @@ class _OneWarning(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Hang up."""
+        """Close the exporter."""
         self._sender.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing waits here."""
+        """No effect: there is no buffer here."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""A timeout that ends in TimeoutError under every Python that we run on."""
+"""A timeout that ends in TimeoutError under all supported Python versions."""
 
 import asyncio
 import sys
@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def timeout_by_marks(delay_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """`timeout` for Pythons before 3.11.3.
+    """`timeout` for Python before 3.11.3.
 
-    A task group one of whose tasks failed leaves its own task marked as being cancelled
-    (python/cpython#133747). Before 3.11.3, so on Debian 12, `asyncio.timeout` takes a mark from
-    before for a cancellation from outside and ends the task, where TimeoutError is due.
+    A task group with a failed task leaves its parent task marked as cancelling
+    (python/cpython#133747). Before 3.11.3, as on Debian 12, `asyncio.timeout` mistakes an earlier
+    mark for an outside cancellation, and raises CancelledError instead of TimeoutError.
     """
     before = _cancelling()
     scope = asyncio.timeout(delay_s)
@@ -26,17 +26,17 @@ async def timeout_by_marks(delay_s: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 def _cancelling() -> int:
-    """Requests to cancel the current task that nobody has taken back."""
+    """Cancellation requests of the current task that have not been withdrawn."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
 timeout = asyncio.timeout if sys.version_info >= (3, 11, 3) else timeout_by_marks
-"""`asyncio.timeout`, as it has been since Python 3.11.3; for everything but tests."""
+"""`asyncio.timeout` with the behaviour of Python 3.11.3; used by everything but tests."""
 
 
 async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
-    """Return when `event` is set, which it then no longer is, or after `timeout_s`."""
+    """Wait until `event` is set, then clear it; returns after `timeout_s` at the latest."""
     try:
         async with timeout(timeout_s):
             await event.wait()

@@ -1,4 +1,4 @@
-"""Certificate files: checked when they are read, and read again when they change."""
+"""Certificate files: validated when read, and reloaded when they change."""
 
 import logging
 import ssl
@@ -17,9 +17,9 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """PEM files: the CAs that peers are checked against, our certificate and its private key.
+    """PEM files: CAs that peers are verified against, our certificate and its private key.
 
-    `owner` begins the names of their configuration keys, such as "tls" of `tls_ca_file`.
+    `owner` is the prefix of their configuration keys, such as "tls" of `tls_ca_file`.
     """
 
     owner: str
@@ -29,13 +29,13 @@ class CertificateFiles:
 
     @property
     def given(self) -> bool:
-        """Whether any file is named."""
+        """Whether any file is configured."""
         return any((self.ca, self.cert, self.key))
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What was in the files, PEM."""
+    """Contents of the files, in PEM."""
 
     ca: bytes | None
     cert: bytes | None
@@ -43,13 +43,13 @@ class Certificates:
 
 
 class CertificateSource:
-    """The certificates in `files` as they are now."""
+    """The current certificates in `files`."""
 
     def __init__(self, files: CertificateFiles) -> None:
         """Read the files.
 
         Raises:
-            ConfigError: if one cannot be read or is no certificate, or the key is another's.
+            ConfigError: if a file is unreadable or no certificate, or the key does not match.
         """
         self._files = files
         self._stamp = _stamp(files)
@@ -58,9 +58,9 @@ class CertificateSource:
         self._reading = threading.Lock()
 
     def current(self) -> Certificates:
-        """The same object until the files change; from any thread.
+        """The certificates; the same object until the files change. Thread-safe.
 
-        While new files are not usable (written only in part, say) the former ones stay in force.
+        While new files are invalid (partially written, for example) the old ones stay in force.
         """
         with self._reading:
             return self._current()
@@ -73,36 +73,38 @@ class CertificateSource:
                 return self._certificates
             certificates = read_certificates(self._files)
         except ConfigError as error:
-            log.warning("certificates stay as they were: %s", error)
-            # Not again before something changes. Files that changed while they were read, or
-            # cannot be looked at, were not judged: they are tried the next time.
+            log.warning("keeping the previous certificates: %s", error)
+            # Do not retry before the next change. Files that changed during the read, or that
+            # cannot be examined, are retried at the next call.
             self._refused = stamp if _stamp_or_none(self._files) == stamp else None
             return self._certificates
         self._stamp, self._certificates = stamp, certificates
-        log.info("certificates of '%s_cert_file' were read again", self._files.owner)
+        log.info("reloaded the certificates of '%s_cert_file'", self._files.owner)
         return certificates
 
 
 def read_certificates(files: CertificateFiles) -> Certificates:
-    """What is in the files, all of one moment.
+    """Contents of the files, all from the same moment.
 
     Raises:
-        ConfigError: if one cannot be read or is no certificate, or the key is another's.
+        ConfigError: if a file is unreadable or no certificate, or the key does not match.
     """
+    # Certificate and key are replaced one after the other: retry until neither changes meanwhile.
     for _ in range(READ_ATTEMPTS):
         before = _stamp(files)
         check_certificates(files)
         read = Certificates(*(_read(files, part) for part in ("ca", "cert", "key")))
+        # Unchanged stamps around the read: all files are of the same moment.
         if _stamp(files) == before:
             return read
     raise ConfigError(
-        f"the files of '{files.owner}_cert_file' change while they are read; start again when they"
-        " are whole"
+        f"the files of '{files.owner}_cert_file' keep changing while they are read; restart when"
+        " they are complete"
     )
 
 
 def check_certificates(files: CertificateFiles) -> None:
-    """Raise ConfigError unless the files are certificates, and the key is the certificate's."""
+    """Raise ConfigError unless the files are certificates and the key matches its certificate."""
     for part in ("ca", "cert", "key"):
         _read(files, part)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -111,17 +113,17 @@ def check_certificates(files: CertificateFiles) -> None:
             context.load_verify_locations(cafile=files.ca)
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"'{files.owner}_ca_file' ({files.ca}) holds no PEM certificate; give the CA's"
+                f"'{files.owner}_ca_file' ({files.ca}) contains no PEM certificate; give the CA's"
             ) from error
     if files.cert is not None and files.key is not None:
         try:
-            # An encrypted key would be asked for at the terminal.
+            # The password keeps OpenSSL from prompting for that of an encrypted key.
             context.load_cert_chain(files.cert, files.key, password=b"")
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
                 f"'{files.owner}_cert_file' ({files.cert}) and '{files.owner}_key_file'"
                 f" ({files.key}) are not a PEM certificate and its unencrypted private key; give"
-                " the two that belong together"
+                " a matching pair"
             ) from error
 
 
@@ -136,7 +138,7 @@ def _read(files: CertificateFiles, part: str) -> bytes | None:
 
 
 def _stamp(files: CertificateFiles) -> Stamp:
-    """What differs after a file was written or replaced."""
+    """Changes whenever a file is written or replaced."""
     stamps = []
     for part in ("ca", "cert", "key"):
         path: Path | None = getattr(files, part)
@@ -158,6 +160,6 @@ def _stamp_or_none(files: CertificateFiles) -> Stamp | None:
 
 def _unreadable(files: CertificateFiles, part: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"'{files.owner}_{part}_file' cannot be read ({path}: {error.strerror}); correct the path"
+        f"cannot read '{files.owner}_{part}_file' ({path}: {error.strerror}); correct the path"
         " or the permissions"
     )

@@ -1,8 +1,8 @@
-"""Traces: their ids, what a finished one consists of, and whether it is told.
+"""Traces: their ids, their spans, and the decision whether to export them.
 
-Spans are made when the work is over and all of its times are known: nothing that serves waits for
-them, and what is not sampled costs two random numbers. Without an endpoint there is no tracer, and
-OpenTelemetry's SDK is never imported.
+Spans are created after the work, when all times are known: serving never waits for them, and an
+unsampled request costs two random numbers. Without an endpoint there is no tracer, and
+OpenTelemetry's SDK is not imported.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from services.common.service_config import ServiceConfig
 
 
 class RateLimit:
-    """Allows so many events in each second of the clock that `take` is told."""
+    """Allows `per_second` events in each second of the caller's clock."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -27,7 +27,7 @@ class RateLimit:
         self._taken = 0
 
     def take(self, now_s: float) -> bool:
-        """Whether one more may happen now; it then counts."""
+        """Whether an event may happen now; if so, it is counted."""
         if now_s - self._began_s >= 1.0:
             self._began_s, self._taken = now_s, 0
         if self._taken >= self._per_second:
@@ -38,9 +38,9 @@ class RateLimit:
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 ERRORS_PER_S = 10
-"""Failed requests that are told in a second although they were not sampled."""
+"""Most unsampled failed requests exported per second."""
 CALLERS_PER_S = 100
-"""Traces in a second that are told because the caller wants it."""
+"""Most traces exported per second because the caller samples them."""
 
 Value = str | int | float | bool | tuple[str, ...]
 Attributes = Mapping[str, Value]
@@ -51,9 +51,9 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Ids of a trace and of its span that is the parent of others; hexadecimal digits.
+    """Ids of a trace and of its root span here, as hexadecimal digits.
 
-    `parent_id` is the caller's span, "" if the trace begins here.
+    `parent_id` is the caller's span; "" if the trace begins here.
     """
 
     trace_id: str
@@ -63,13 +63,13 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """As W3C's header has it."""
+        """The value of W3C's traceparent header."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.sampled else 0:02x}"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at one moment."""
+    """A timestamped event within a span."""
 
     name: str
     at_s: float
@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SpanLink:
-    """Another trace that has to do with this one."""
+    """A link to a span of a related trace."""
 
     context: TraceContext
     attributes: Attributes = field(default_factory=dict)
@@ -86,9 +86,9 @@ class SpanLink:
 
 @dataclass(slots=True)
 class Span:
-    """A piece of work from `start_s` to `end_s` on this process's monotonic clock.
+    """Work from `start_s` to `end_s` on this process's monotonic clock.
 
-    `error` is why it failed, "" if it did not. `server`: it answers somebody outside.
+    `error`: why it failed, "" on success. `server`: it serves a request from outside.
     """
 
     name: str
@@ -103,17 +103,17 @@ class Span:
 
 
 class Sink(Protocol):
-    """Where finished traces go; see `span_export`."""
+    """Receives finished traces; see `span_export`."""
 
     def export(self, context: TraceContext, root: Span) -> None:
-        """Take a trace without waiting; drops it when too many wait already."""
+        """Enqueue a trace without blocking; drops it if the queue is full."""
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most; blocks."""
+        """Flush the queue, blocking for a few seconds at most."""
 
 
 class Tracer:
-    """Decides at the beginning of a trace whether it is told, and tells it at the end."""
+    """Samples traces at their start (or failed ones at the end) and exports them at the end."""
 
     def __init__(self, sample_ratio: float, sink: Sink) -> None:
         self._ratio = sample_ratio
@@ -122,65 +122,69 @@ class Tracer:
         self._callers = RateLimit(CALLERS_PER_S)
 
     def begin(self, caller: TraceContext | None = None, always: bool = False) -> TraceContext:
-        """Ids of a new piece of work; `always` decides for this, a caller for its whole trace.
+        """Ids of a new piece of work; `always` samples it, a caller's decision takes precedence.
 
-        Of the callers that ask for traces of theirs, only some are followed each second.
+        Sampled callers are rate-limited to `CALLERS_PER_S`.
         """
         span_id = _random_hex(64)
         if caller is not None:
+            # A caller that samples everything must not flood the collector.
             sampled = caller.sampled and self._callers.take(monotonic_s())
             return TraceContext(caller.trace_id, span_id, sampled, caller.span_id)
         sampled = always or random.random() < self._ratio
         return TraceContext(_random_hex(128), span_id, sampled)
 
     def wants(self, context: TraceContext, failed: bool) -> bool:
-        """Whether the trace is to be told, now that it is known how it ended; asked once.
+        """Whether to export the trace, given how it ended; call once.
 
-        Failures are told though not sampled, also by the caller; some in every second.
+        Failed requests are exported even when unsampled, rate-limited to `ERRORS_PER_S`.
         """
         if context.sampled or not failed:
             return context.sampled
         return self._errors.take(monotonic_s())
 
     def end(self, context: TraceContext, root: Span) -> None:
-        """Tell a trace that is wanted; `root` gets the span id of `context`."""
+        """Export a trace for which `wants` holds; `root` gets the span id of `context`."""
         self._sink.export(context, root)
 
 
 def parse_traceparent(header: str) -> TraceContext | None:
-    """The caller's span in a W3C traceparent header; None for one that is not valid."""
-    found = _TRACEPARENT.fullmatch(header.strip())
-    if found is None:
+    """The caller's span in a W3C traceparent header; None if the header is invalid."""
+    match = _TRACEPARENT.fullmatch(header.strip())
+    if match is None:
         return None
-    version, trace_id, span_id, flags, more = found.groups()
+    version, trace_id, span_id, flags, more = match.groups()
+    # Version 00 has exactly four fields; later versions may add fields (W3C Trace Context).
     if version == "ff" or (version == "00" and more):
         return None
+    # Ids of zeros are invalid.
     if not int(trace_id, 16) or not int(span_id, 16):
         return None
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
 
 def endpoint_of(config: ServiceConfig, environment: Mapping[str, str]) -> str | None:
-    """Where traces go: the configured endpoint, else that of OpenTelemetry's own variables."""
+    """The configured trace endpoint, else that of OpenTelemetry's environment variables."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     named = [environment.get(name) for name in ENDPOINT_VARIABLES]
-    return next((one for one in (config.otlp_endpoint, *named) if one), None)
+    return next((url for url in (config.otlp_endpoint, *named) if url), None)
 
 
 @asynccontextmanager
 async def tracing(
     config: ServiceConfig, service: str, instance: str
 ) -> AsyncIterator[Tracer | None]:
-    """A tracer meanwhile, None while traces are off; what waits is sent at the end.
+    """A tracer for the body, None if tracing is off; queued traces are sent at the end.
 
     Raises:
-        ConfigError: if the endpoint is no URL.
+        ConfigError: if the endpoint is not a URL.
     """
     endpoint = endpoint_of(config, os.environ)
     if endpoint is None:
         yield None
         return
+    # Imported only here: the SDK takes noticeable time and memory to load.
     from services.common.span_export import OtlpSink
 
     sink = OtlpSink(endpoint, service, instance)
@@ -191,5 +195,5 @@ async def tracing(
 
 
 def _random_hex(bits: int) -> str:
-    """Digits of a random number other than 0."""
+    """A random number other than 0 in hexadecimal."""
     return f"{random.getrandbits(bits) or 1:0{bits // 4}x}"

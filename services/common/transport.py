@@ -1,8 +1,8 @@
-"""How a service speaks gRPC with the others: over mutual TLS and as itself, or in clear.
+"""gRPC between services: over mutual TLS, or in plain text.
 
-A channel shows the certificate of the moment at which it is opened, a server that of the moment at
-which a connection is made; connections that stand are left alone. Channels between services live
-as long as their one stream, so a service that reconnects shows the new certificate.
+A channel uses the certificate at the time of its creation, a server that of each new connection;
+open connections are not affected by new certificates. Channels between services live as long as
+their single stream, so a service that reconnects uses the new certificate.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from services.common.tls import CertificateFiles, Certificates, CertificateSourc
 
 
 class Transport:
-    """Channels to other services and what a server of ours needs for theirs."""
+    """Opens channels to other services, and configures servers for theirs."""
 
     def __init__(self, source: CertificateSource | None = None) -> None:
-        """`source`: CA, certificate and key of this service; None: in clear."""
+        """`source`: CA, certificate and key of this service; None: plain text."""
         self._source = source
         self._opened_with: Certificates | None = None
         self._credentials: grpc.ChannelCredentials | None = None
 
     def dial(self, address: str, role: str) -> grpc.aio.Channel:
-        """A channel to `address`; over TLS only to a peer with a certificate of `role`."""
+        """A channel to `address`; with TLS, the peer's certificate must have `role`."""
         if self._source is None:
             return open_channel(address)
         certificates = self._source.current()
@@ -36,27 +36,27 @@ class Transport:
             self._credentials = grpc.ssl_channel_credentials(
                 certificates.ca, certificates.key, certificates.cert
             )
-        # Pods change addresses. Whatever the address: the service there has to be of that role.
+        # Pods change addresses, so the role replaces the host name in the certificate.
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name_of(role)))
         return grpc.aio.secure_channel(address, self._credentials, options=options)
 
     @property
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """What looks at calls to a server before its servicers do."""
+        """Interceptors that a server must have."""
         return () if self._source is None else (Authorization(),)
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Have `server` listen at `address`; the bound port. Raises RuntimeError."""
+        """Make `server` listen at `address`; returns the bound port. Raises RuntimeError."""
         if self._source is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, server_credentials(self._source))
 
 
 def transport_of(config: ServiceConfig) -> Transport:
-    """The transport that a service is configured with.
+    """The transport that the configuration asks for.
 
     Raises:
-        ConfigError: if a file is not usable.
+        ConfigError: if a certificate file is unusable.
     """
     if config.tls_ca_file is None:
         return Transport()
@@ -65,14 +65,14 @@ def transport_of(config: ServiceConfig) -> Transport:
 
 
 def server_credentials(source: CertificateSource) -> grpc.ServerCredentials:
-    """TLS with the certificate of the moment at which a connection is made.
+    """TLS with the certificate at the time of each new connection.
 
-    Clients must have a certificate of the source's CA, if it has one.
+    If the source has a CA, clients must have a certificate of it.
     """
     served = source.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC for every new connection, in a thread of its own."""
+        """Called by gRPC for every new connection, in its own thread."""
         nonlocal served
         certificates = source.current()
         if certificates is served:

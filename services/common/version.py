@@ -1,9 +1,9 @@
-"""Which release this is."""
+"""Package version."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 SOURCE = "from its source folder"
-"""In place of a version where the packages are not installed."""
+"""Version text if the packages are not installed."""
 
 
 def installed_version() -> str:

@@ -1,4 +1,4 @@
-"""What vLLM's metrics are called and how they are bucketed, so that its dashboards read ours.
+"""Names and buckets of vLLM's metrics, so that its dashboards also read ours.
 
 Names, labels and bounds follow vLLM 0.32's /metrics. Its counters end in `_total` on the wire; the
 Prometheus client adds that itself.
@@ -7,9 +7,9 @@ Prometheus client adds that itself.
 LABELS = ("model_name", "engine")
 """`engine` is a worker's id, or `QUEUE_ENGINE`."""
 QUEUE_ENGINE = "queue"
-"""Stands for the scheduler's queue beside the workers in `vllm:num_requests_waiting`."""
+"""Label of the scheduler's queue in `vllm:num_requests_waiting`, beside the workers."""
 WAITING = "vllm:num_requests_waiting"
-WAITING_HELP = "Requests that wait: at a worker, or (engine `queue`) in the scheduler's queue."
+WAITING_HELP = "Waiting requests: at a worker, or in the scheduler's queue (engine `queue`)."
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

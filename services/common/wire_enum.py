@@ -1,4 +1,4 @@
-"""Enumerations of contracts, whose values have the names that they have elsewhere, and a prefix."""
+"""Conversion of protobuf enums, whose value names have a common prefix."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -8,11 +8,12 @@ E = TypeVar("E", bound=Enum)
 
 
 def numbers(values: Iterable[E], wire: Any, prefix: str) -> dict[E, Any]:
-    """The number of each value in the enumeration `wire`. Raises ValueError if it lacks one."""
-    return {one: wire.Value(f"{prefix}_{one.name}") for one in values}
+    """The number of each value in the protobuf enum `wire`. Raises ValueError if one is missing."""
+    return {value: wire.Value(f"{prefix}_{value.name}") for value in values}
 
 
 def words(wire: Any, prefix: str) -> dict[Any, str]:
-    """What each number of `wire` stands for, in lower case; 0, which is nothing, is left out."""
+    """The lower-case name of each number of `wire`; 0 (unspecified) is omitted."""
+    # 0 is proto3's "unspecified", which no value of ours stands for.
     names = {number: name.removeprefix(f"{prefix}_") for name, number in wire.items() if number}
     return {number: name.lower() for number, name in names.items()}

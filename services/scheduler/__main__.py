@@ -1,4 +1,4 @@
-"""`python -m services.scheduler [--config FILE]`, or `tideserve-scheduler`."""
+"""`python -m services.scheduler [--config FILE]`, also installed as `tideserve-scheduler`."""
 
 from services.common import lifecycle
 from services.scheduler.app import serve

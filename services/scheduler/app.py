@@ -1,4 +1,4 @@
-"""Wires the scheduler: state, view of the groups, gRPC service, registration."""
+"""Assembles the scheduler: state, view of the groups, gRPC service, registration in etcd."""
 
 import asyncio
 import logging
@@ -21,9 +21,9 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.demand_reporter import DemandReporter
 from services.scheduler.driver import SchedulerDriver
 from services.scheduler.leadership import NAME, Leadership
-from services.scheduler.load_view import LoadView
 from services.scheduler.metrics import SchedulerCollector
 from services.scheduler.servicer import SchedulerServicer
+from services.scheduler.serving_groups import ServingGroups
 from services.scheduler.shortfall_watch import ShortfallWatch
 from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
@@ -44,13 +44,13 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
 
 
 async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> None:
-    made_with = state_config(config)
-    state = made_with.state()
-    # A group that joins may empty a full queue into one gateway's outbox, behind its tickets.
+    settings = state_config(config)
+    state = settings.state()
+    # A joining group may empty a full queue into a single gateway's outbox, besides its tickets.
     outbox_limit = 2 * config.state.queue_limit + 1024
-    event_log = open_event_log(config.event_log, NAME, made_with)
+    event_log = open_event_log(config.event_log, NAME, settings)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
-    view = LoadView(store, driver.apply, config.state.rules.scheduling)
+    view = ServingGroups(store, driver.apply, config.state.rules.scheduling)
     transport = transport_of(config)
     server = Server(
         config.host,
@@ -74,7 +74,7 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
 
 
 def state_config(config: SchedulerConfig) -> StateConfig:
-    """The settings of the state. Raises ConfigError if there is no such profile."""
+    """The settings of the state, with the cost model of `prefix` dispatch. Raises ConfigError."""
     if config.state.dispatch != PREFIX:
         return config.state
     return replace(config.state, ttft=load_profile(config.cost_profile).model)
@@ -84,7 +84,7 @@ async def _run(
     config: SchedulerConfig,
     store: Store,
     driver: SchedulerDriver,
-    view: LoadView,
+    view: ServingGroups,
     server: Server,
     leadership: Leadership,
     transport: Transport,
@@ -104,7 +104,7 @@ async def _run(
     )
     reporter = DemandReporter(services, driver.demands, driver.changed, transport.dial)
     shortfalls = ShortfallWatch(services, driver.apply, transport.dial)
-    log.info("scheduler listens on %s, others reach it at %s", server.address, address)
+    log.info("scheduler listening on %s, advertised as %s", server.address, address)
     async with asyncio.TaskGroup() as tasks:
         coroutines = (
             *(driver.run(), view.run(), services.run()),
@@ -113,6 +113,8 @@ async def _run(
         owned = [tasks.create_task(coroutine) for coroutine in coroutines]
         registering = tasks.create_task(registration.run())
         await stop.wait()
+        # Drain in this order: report as not ready, unregister, then end the gateways' streams, so
+        # that they turn to the next instance.
         server.drain()
         registering.cancel()
         await asyncio.wait([registering])

@@ -12,17 +12,17 @@ class SchedulerConfig(ServiceConfig):
     """The options of the scheduler."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = tcp_port(0, "Port of gRPC; 0: any free one.")
+    port: int = tcp_port(0, "gRPC port; 0: any free port.")
     state: StateConfig = nested(StateConfig())
     cost_profile: str = option(
         "A100-14B",
-        "Device profile by which dispatch prefix predicts TTFT, by name or file, such as"
-        " `tideserve profile` makes. It says how much a decode costs beside a prompt's token; that"
-        " the device is faster or slower altogether changes nothing.",
+        "Device profile for the TTFT prediction of dispatch prefix: a name, or a file such as"
+        " `tideserve profile` writes. Only the ratio of decode cost to prefill cost matters, not"
+        " the device's overall speed.",
     )
     gateway_grace_s: float = number(
         10.0,
-        "Seconds that the requests of a gateway whose stream ended are kept for its return.",
+        "Seconds for which the requests of a disconnected gateway are kept for its return.",
         minimum=0,
         maximum=3600,
         expert=True,

@@ -1,4 +1,4 @@
-"""Pushes the demand that waits here to the memory manager, on news and as a heartbeat."""
+"""Reports the demand of the queue to the memory manager, on changes and as a heartbeat."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,12 +16,12 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 INTERVAL_S = 1.0
-# Changes within this time travel in one report.
+# Changes within this time go into the same report.
 PAUSE_S = 0.05
 
 
 class DemandReporter:
-    """Reports the queue to the memory manager, as long as there is one."""
+    """Streams the queue's demand to the memory manager while one is registered."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class DemandReporter:
         changed: asyncio.Event,
         dial: Dial,
     ) -> None:
-        """`changed` is set when the result of `demands` may have changed."""
+        """`changed` is set whenever the result of `demands` may have changed."""
         self._services = services
         self._demands = demands
         self._changed = changed
@@ -44,12 +44,13 @@ class DemandReporter:
         await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportDemand(self.reports())
 
     async def reports(self) -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
-        """The demand now, at every news and as a heartbeat, without end."""
-        due_s, told = 0.0, tuple[ModelDemand, ...]()
+        """The demand now, at every relevant change and once per `INTERVAL_S`; endless."""
+        due_s, reported = 0.0, tuple[ModelDemand, ...]()
         while True:
             demands, now_s = self._demands(), monotonic_s()
-            if now_s >= due_s or is_news(told, demands):
+            if now_s >= due_s or is_news(reported, demands):
                 yield to_demand_report(demands)
-                due_s, told = monotonic_s() + INTERVAL_S, demands
+                due_s, reported = monotonic_s() + INTERVAL_S, demands
             await wait_set(self._changed, due_s - monotonic_s())
+            # Batch the changes of a burst of requests into a single report.
             await asyncio.sleep(PAUSE_S)

@@ -1,4 +1,4 @@
-"""Owns the scheduler's state: feeds it events, puts its commands into the gateways' outboxes."""
+"""Drives the scheduler's state machine: feeds it events, queues its commands for gateways."""
 
 import asyncio
 import logging
@@ -24,24 +24,25 @@ from services.core.scheduler.vocabulary import (
 
 TICK_S = 0.1
 SNAPSHOT_TICKS = 5
+"""Ticks between snapshots for metrics."""
 
 log = logging.getLogger(__name__)
 
 
 class GatewayOutbox:
-    """Commands on their way to one gateway; bounded, and closed for good once it overflows."""
+    """Commands for a gateway stream; bounded, and closed for good when it overflows."""
 
     def __init__(self, stream_id: int, limit: int) -> None:
         self.stream_id = stream_id
         self.overflowed = False
         self.closed = False
-        self._hurried = False
+        self._heartbeat_requested = False
         self._limit = limit
         self._commands: deque[Command] = deque()
         self._changed = asyncio.Event()
 
     def put(self, command: Command) -> None:
-        """Add a command; dropped when the outbox is closed, since the gateway will ask again."""
+        """Add a command; a closed outbox drops it, since the gateway will ask again."""
         if self.closed:
             return
         if len(self._commands) >= self._limit:
@@ -52,27 +53,28 @@ class GatewayOutbox:
         self._changed.set()
 
     def close(self) -> None:
-        """Take no more commands; those that are in can still be taken."""
+        """Accept no more commands; queued ones can still be taken."""
         self.closed = True
         self._changed.set()
 
-    def hurry(self) -> None:
-        """Have the gateway get a heartbeat now, since that would tell it something new."""
-        self._hurried = True
+    def request_heartbeat(self) -> None:
+        """Send the gateway a heartbeat now, because its content has changed."""
+        self._heartbeat_requested = True
         self._changed.set()
 
-    def take_hurry(self) -> bool:
-        """Whether a heartbeat is wanted before it is due; once for each time."""
-        hurried, self._hurried = self._hurried, False
-        return hurried
+    def take_heartbeat_request(self) -> bool:
+        """Whether a heartbeat was requested since the last call."""
+        requested, self._heartbeat_requested = self._heartbeat_requested, False
+        return requested
 
     async def take(self, timeout_s: float) -> list[Command]:
-        """All commands, waiting at most `timeout_s` for one, for a hurry or for the end."""
+        """All queued commands; waits up to `timeout_s` for some, a heartbeat request or the end."""
         try:
             async with timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             return []
+        # A closed outbox stays set, so that its reader never waits again.
         if not self.closed:
             self._changed.clear()
         commands = list(self._commands)
@@ -81,7 +83,7 @@ class GatewayOutbox:
 
 
 class SchedulerDriver:
-    """Owns the state. All methods run on the event loop's thread."""
+    """Owns the scheduler's state. All methods run on the event loop's thread."""
 
     def __init__(
         self,
@@ -95,16 +97,17 @@ class SchedulerDriver:
         self._outbox_limit = outbox_limit
         self._gateway_grace_s = gateway_grace_s
         self._outboxes: dict[int, GatewayOutbox] = {}
+        # Ended streams whose gateways may return until the given time, earliest first.
         self._gone: deque[tuple[float, int]] = deque()
         self._next_stream_id = 1
         self._draining = False
-        # Set after what may change the demand; the task that waits for it clears it.
+        # Set when the demand may have changed; its reader clears it.
         self.changed = asyncio.Event()
         self._groups_serving = 0
         self.snapshot: Snapshot = state.snapshot(monotonic_s())
 
     async def run(self) -> None:
-        """Let time pass in the state until cancelled."""
+        """Tick the state machine until cancelled."""
         for tick in count(1):
             await asyncio.sleep(TICK_S)
             now_s = monotonic_s()
@@ -117,8 +120,9 @@ class SchedulerDriver:
                 self.snapshot = self._state.snapshot(now_s)
 
     def apply(self, event: Event) -> None:
-        """Feed one event; commands for a stream that has ended are dropped."""
+        """Apply an event; commands for ended streams are dropped."""
         commands = self._state.handle(event)
+        # Ticks and load reports change the demand only if they start or end requests.
         if commands or not isinstance(event, Ticked | LoadReported):
             self.changed.set()
         if self._event_log is not None:
@@ -130,26 +134,26 @@ class SchedulerDriver:
                 outbox.put(command)
 
     def _note_serving(self, now_s: float) -> None:
-        """Gateways count as ready by the groups that serve: tell them soon if there are more.
+        """Send heartbeats at once when more groups serve: gateways derive readiness from them.
 
-        Fewer, which may be so for a moment only, they learn by the next heartbeat.
+        A lower number may be transient, so it waits for the next regular heartbeat.
         """
         before, self._groups_serving = self._groups_serving, self._state.groups_serving(now_s)
         if self._groups_serving > before:
             for outbox in self._outboxes.values():
-                outbox.hurry()
+                outbox.request_heartbeat()
 
-    def look(self) -> Snapshot:
-        """The state in numbers now; `snapshot` is that of a moment ago, for other threads."""
+    def current_snapshot(self) -> Snapshot:
+        """The state in numbers now; `snapshot` is a slightly older copy for other threads."""
         return self._state.snapshot(monotonic_s())
 
     def demands(self) -> tuple[ModelDemand, ...]:
-        """The demand for the groups of each model now."""
+        """The current demand per model."""
         return self._state.demands(monotonic_s())
 
     @contextmanager
     def gateway_stream(self) -> Iterator[GatewayOutbox]:
-        """The outbox of a new gateway stream; its requests are kept for a grace time after it."""
+        """The outbox of a new gateway stream; its requests outlive it by the grace time."""
         outbox = GatewayOutbox(self._next_stream_id, self._outbox_limit)
         self._next_stream_id += 1
         self._outboxes[outbox.stream_id] = outbox
@@ -160,10 +164,11 @@ class SchedulerDriver:
         finally:
             outbox.close()
             del self._outboxes[outbox.stream_id]
+            # The gateway may reconnect and repeat its asks under the same ids.
             self._gone.append((monotonic_s() + self._gateway_grace_s, outbox.stream_id))
 
     def drain(self) -> None:
-        """End all gateway streams; gateways ask the next scheduler under the same ids."""
+        """End all gateway streams; gateways repeat their asks at the next scheduler."""
         self._draining = True
         for outbox in self._outboxes.values():
             outbox.close()

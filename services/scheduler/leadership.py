@@ -1,4 +1,4 @@
-"""Whether this instance is the scheduler that the others use: the newest one in etcd."""
+"""Whether this instance is the active scheduler: the newest registered in etcd."""
 
 from services.common.etcd import Store
 from services.common.membership import SERVICES, Directory
@@ -8,14 +8,15 @@ NAME = "scheduler"
 
 
 class Leadership:
-    """Follows the instances of all services while `services` runs."""
+    """Follows the service records in etcd while `services` runs."""
 
     def __init__(self, store: Store, incarnation: str) -> None:
-        """`incarnation`: of this instance, as it registers."""
+        """`incarnation`: of this instance's own record."""
         self.incarnation = incarnation
-        self.services = Directory(store, SERVICES, record_pb2.ServiceRecord, self._look)
+        self.services = Directory(store, SERVICES, record_pb2.ServiceRecord, self._update)
         self.leads = False
 
-    def _look(self) -> None:
+    def _update(self) -> None:
+        # After a restart the old record may live until its lease ends: the newest instance counts.
         newest = self.services.newest(f"{SERVICES}{NAME}/")
         self.leads = newest is not None and newest.incarnation == self.incarnation

@@ -1,4 +1,4 @@
-"""The scheduler's metrics, read from the driver's last snapshot."""
+"""The scheduler's metrics, from the driver's latest snapshot."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,14 +11,14 @@ from services.core.service import ServiceClass
 
 
 class SchedulerCollector(Collector):
-    """Computes metrics when they are asked for.
+    """Computes the metrics at each scrape.
 
-    Metrics of the whole cluster come only from the instance that leads, so that sums over all
-    instances are right.
+    Metrics of the whole cluster come from the leading instance only, so that sums over instances
+    are correct.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], leads: Callable[[], bool]) -> None:
-        """`leads`: whether gateways and workers turn to this instance, the newest one."""
+        """`leads`: whether this is the active instance, the newest."""
         self._snapshot = snapshot
         self._leads = leads
 
@@ -27,7 +27,7 @@ class SchedulerCollector(Collector):
         now, leads = self._snapshot(), self._leads()
         yield GaugeMetricFamily(
             "tideserve_scheduler_leader",
-            "1 for the instance that gateways ask, the newest; the others stand by.",
+            "1 for the active instance (the newest), 0 for standbys.",
             value=leads,
         )
         yield from _queue(now)
@@ -37,13 +37,13 @@ class SchedulerCollector(Collector):
 
 
 def _queue(now: Snapshot) -> Iterable[Metric]:
-    """Metrics of this instance; a standby has nothing."""
+    """Metrics of this instance's queue; zero on a standby."""
     gauges = {
-        "queued_requests": (now.queued, "Requests that wait for a group with room."),
-        "oldest_wait_seconds": (now.oldest_wait_s, "Longest wait that a deadline counts."),
+        "queued_requests": (now.queued, "Requests waiting for a group with room."),
+        "oldest_wait_seconds": (now.oldest_wait_s, "Longest wait that counts against a deadline."),
         "queue_deadline_seconds": (now.queue_deadline_s, "Wait after which a request gets 504."),
-        "reserved_blocks": (now.reserved_blocks, "KV blocks held for assignments on the way."),
-        "dispatch_rate_per_second": (now.dispatch_rate_per_s, "Recent assignments a second."),
+        "reserved_blocks": (now.reserved_blocks, "KV blocks reserved for pending assignments."),
+        "dispatch_rate_per_second": (now.dispatch_rate_per_s, "Recent assignments per second."),
     }
     for name, (value, text) in gauges.items():
         yield GaugeMetricFamily(f"tideserve_scheduler_{name}", text, value=value)
@@ -52,12 +52,12 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "tideserve_scheduler_withdrawn_requests",
-        "Requests given up by clients or lost with their gateway while they waited.",
+        "Requests cancelled by clients, or lost with their gateway, while waiting.",
         value=now.withdrawn_total,
     )
     yield CounterMetricFamily(
         "tideserve_scheduler_returned_requests",
-        "Requests that a worker gave back, since it had no room, for another one.",
+        "Requests that a worker without room returned to the queue.",
         value=now.returned_total,
     )
     yield CounterMetricFamily(
@@ -67,7 +67,7 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "tideserve_scheduler_expected_cached_tokens",
-        "Prompt tokens of the requests assigned that their group was expected to have cached.",
+        "Prompt tokens of assigned requests that the group was expected to have cached.",
         value=now.cached_tokens_total,
     )
     yield from _classes(now)
@@ -83,12 +83,12 @@ def _classes(now: Snapshot) -> Iterable[Metric]:
     """The queue by class."""
     queued = GaugeMetricFamily(
         "tideserve_scheduler_class_queued_requests",
-        "Requests that wait for a group with room, by class.",
+        "Requests waiting for a group with room, by class.",
         labels=["class"],
     )
     oldest = GaugeMetricFamily(
         "tideserve_scheduler_class_oldest_wait_seconds",
-        "Longest wait of the class that a deadline counts.",
+        "Longest wait of the class that counts against a deadline.",
         labels=["class"],
     )
     refused = CounterMetricFamily(
@@ -104,7 +104,7 @@ def _classes(now: Snapshot) -> Iterable[Metric]:
 
 
 def _waiting(now: Snapshot | None) -> Metric:
-    """The queue beside the workers, for dashboards and autoscalers that add them up."""
+    """Queued requests under vLLM's metric name, beside the workers', for existing dashboards."""
     waiting = GaugeMetricFamily(WAITING, WAITING_HELP, labels=LABELS)
     if now is not None:
         for model, count in now.queued_by_model.items():
@@ -113,7 +113,7 @@ def _waiting(now: Snapshot | None) -> Metric:
 
 
 def _cluster(now: Snapshot) -> Iterable[Metric]:
-    """Metrics of the groups, from the leader."""
+    """Metrics of the groups, from the leading instance."""
     yield GaugeMetricFamily(
         "tideserve_scheduler_groups_known", "Stable groups in etcd.", value=now.groups_known
     )

@@ -22,7 +22,7 @@ from services.scheduler.translate import (
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 HEARTBEAT_S = 1.0
-# A gateway that takes nothing for this long is cut off; it reconnects and asks again.
+# A gateway that reads nothing for this long is disconnected; it reconnects and asks again.
 WRITE_TIMEOUT_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ ReportLoadContext = grpc.aio.ServicerContext[
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Turns frames into events and commands into frames."""
+    """Translates frames into events and commands into frames."""
 
     def __init__(self, driver: SchedulerDriver) -> None:
         self._driver = driver
 
-    # Not a generator as the stubs want it: only explicit writes can have a deadline.
+    # Not an async generator, unlike the generated stub: only explicit writes can time out.
     async def Admit(  # type: ignore[override]
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], context: AdmitContext
     ) -> None:
@@ -53,9 +53,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     stalled = True
                 reading.cancel()
         if stalled or outbox.overflowed:
-            log.warning("a gateway takes no frames; its stream ends")
+            log.warning("closing the stream of a gateway that does not read its answers")
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "answers are not taken fast enough; reconnect"
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "answers are not read fast enough; reconnect"
             )
 
     async def ReportLoad(
@@ -72,7 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 self._driver.apply(last)
         finally:
-            # A dead worker looks idle for as long as its last report is fresh.
+            # A dead worker looks idle while its last report is fresh: withdraw it at once.
             if last is not None:
                 gone = last.report
                 self._driver.apply(LoadLost(monotonic_s(), gone.worker_id, gone.incarnation))
@@ -90,8 +90,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             event = to_admit_event(frame, stream_id, monotonic_s())
         except InvalidReport as error:
-            # The worker's fault, not the gateway's: the requests of this stream go on.
-            log.warning("ignoring a load that a gateway has passed on: %s", error)
+            # The worker's fault, not the gateway's: its requests continue.
+            log.warning("ignoring an invalid load report passed on by a gateway: %s", error)
             return
         if event is None:
             log.warning("ignoring a frame of unknown kind from a gateway")
@@ -99,19 +99,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._driver.apply(event)
 
     async def _write(self, outbox: GatewayOutbox, context: AdmitContext) -> None:
-        """The stream's only writer, until the outbox is closed and empty.
+        """Write frames until the outbox is closed and empty; the stream's only writer.
 
         Raises:
-            TimeoutError: if the gateway does not take a frame.
+            TimeoutError: if the gateway does not read a frame in time.
         """
         many = takes_many(context.invocation_metadata())
         heartbeat_s = monotonic_s()
         while not outbox.overflowed:
-            if outbox.take_hurry() or monotonic_s() >= heartbeat_s:
-                await _send(context, to_heartbeat(self._driver.look()))
+            if outbox.take_heartbeat_request() or monotonic_s() >= heartbeat_s:
+                await _send(context, to_heartbeat(self._driver.current_snapshot()))
                 heartbeat_s = monotonic_s() + HEARTBEAT_S
             commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))
             frames = [to_frame(command) for command in commands]
+            # Older gateways read a single frame per message.
             for message in packed(frames) if many else frames:
                 await _send(context, message)
             if outbox.closed and not commands:

@@ -1,4 +1,4 @@
-"""Learns from the memory manager which models lack KV that no merge can gain."""
+"""Receives from the memory manager which models lack KV that no merge can provide."""
 
 import asyncio
 import logging
@@ -18,15 +18,15 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 SILENCE_S = 5.0
-"""After this silence the last shortfalls no longer count; a report comes every second."""
+"""Without a message for this long the last shortfalls expire; it sends every second."""
 OLDER_RETRY_S = 30.0
-"""A memory manager of an older version, without such reports, is asked again after this."""
+"""Retry interval with an older memory manager that does not support these reports."""
 
 log = logging.getLogger(__name__)
 
 
 class ShortfallWatch:
-    """Passes changes to `apply`. Without reports no model counts as short."""
+    """Emits an event when the shortfalls change; without reports there are none."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class ShortfallWatch:
         self._services = services
         self._apply = apply
         self._dial = dial
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Listen until cancelled."""
+        """Receive reports until cancelled."""
         await keep_pushing(self._services, "memmgr", self._listen, self._dial)
 
     async def _listen(self, channel: grpc.aio.Channel) -> None:
@@ -53,18 +53,19 @@ class ShortfallWatch:
                     answer = await call.read()
                 if not isinstance(answer, memmgr_pb2.WatchShortfallsResponse):
                     return
-                self._tell(to_shortfalls(answer))
+                self._report(to_shortfalls(answer))
         except TimeoutError:
-            log.info("the memory manager is silent; no model is taken to be short of KV")
+            log.info("no reports from the memory manager; assuming no KV shortfall")
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
             await asyncio.sleep(OLDER_RETRY_S)
         finally:
             call.cancel()
-            self._tell({})
+            # Without reports, no request is refused for a shortfall.
+            self._report({})
 
-    def _tell(self, shortfalls: dict[str, int]) -> None:
-        if shortfalls != self._told:
-            self._told = shortfalls
+    def _report(self, shortfalls: dict[str, int]) -> None:
+        if shortfalls != self._reported:
+            self._reported = shortfalls
             self._apply(ShortfallsTold(monotonic_s(), shortfalls))

@@ -1,4 +1,4 @@
-"""Protobuf to the scheduler's vocabulary and back; no stub is seen beyond this file."""
+"""Translation between protobuf and the scheduler's events and commands."""
 
 from collections.abc import Iterable
 
@@ -32,10 +32,10 @@ _REASONS = numbers(RefusalReason, scheduler_pb2.RefusalReason, "REFUSAL_REASON")
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
 ) -> Asked | Withdrawn | LoadReported | None:
-    """The event in a gateway's frame, or None for a kind that this version does not know.
+    """The event in a gateway's frame; None for a kind that this version does not know.
 
     Raises:
-        InvalidReport: if it passes on an impossible load.
+        InvalidReport: if it passes on an invalid load report.
     """
     match frame.WhichOneof("body"):
         case "ask":
@@ -67,43 +67,44 @@ def to_admit_event(
 
 
 def _to_failed(ask: scheduler_pb2.Ask) -> FailedAssignment | None:
-    """The assignment that an ask names as failed; epoch 0 says that there is none."""
+    """The failed assignment of an ask; epoch 0 on the wire: none."""
     if not ask.refused_epoch:
         return None
     return FailedAssignment(ask.refused_group_id, ask.refused_epoch, ask.returned)
 
 
 def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = False) -> LoadReported:
-    """A worker's load.
+    """The event of a worker's load report.
 
     Raises:
-        InvalidReport: if a number is impossible or a name is missing.
+        InvalidReport: if a number is out of range or a name is missing.
     """
     return LoadReported(now_s, to_load_report(load), passed_on)
 
 
 def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandRequest:
-    """The report of the demand that waits here."""
+    """The message that reports the queue's demand."""
     return memmgr_pb2.ReportDemandRequest(demands=map(demand_message, demands))
 
 
 def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
     """Tokens of KV that models lack, by model."""
-    return {one.model: one.tokens for one in answer.shortfalls if one.tokens > 0}
+    return {entry.model: entry.tokens for entry in answer.shortfalls if entry.tokens > 0}
 
 
 def to_group(
     record: record_pb2.GroupRecord, workers: dict[str, record_pb2.WorkerRecord]
 ) -> ServingGroup | None:
-    """The group as dispatch sees it, or None if it does not serve.
+    """The group as dispatch uses it, or None if it does not serve.
 
-    It serves while it is stable and all members are registered under the recorded incarnations
-    with valid numbers, and none is leaving. Requests go to the first one, which leads. Load reports
-    of the others belong to no group, so they have no effect.
+    A group serves while it is stable and all members are registered under their recorded
+    incarnations, valid and not draining. Requests go to the leader, its first member; load reports
+    of the other members have no effect.
     """
     group = records.to_group(record)
     if group is None or group.phase is not GroupPhase.STABLE or not group.members:
         return None
+    # A stale record must not attract requests: compare with what the workers publish.
     members = []
     for member in group.members:
         worker = workers.get(member.worker_id)
@@ -122,6 +123,7 @@ def to_group(
         model=leader.model,
         capacity_blocks=leader.kv_blocks_total,
         block_size=leader.block_size,
+        # A sequence has KV on every member: the smallest context limits the group.
         max_model_len=min(worker.max_model_len for worker in members),
         members=len(members),
         max_batch_tokens=max(leader.max_batch_tokens, 0) or BATCH_TOKENS,
@@ -129,7 +131,7 @@ def to_group(
 
 
 def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
-    """The frame that carries out a command."""
+    """The frame that carries a command to a gateway."""
     match command:
         case SendTicket():
             return scheduler_pb2.AdmitResponse(
@@ -158,7 +160,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
 
 
 def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
-    """A heartbeat."""
+    """The heartbeat frame with the scheduler's current numbers."""
     return scheduler_pb2.AdmitResponse(
         heartbeat=scheduler_pb2.Heartbeat(
             groups_serving=snapshot.groups_serving,

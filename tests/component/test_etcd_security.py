@@ -184,7 +184,7 @@ async def test_new_certificates_are_shown_without_a_lost_call(
         assert (await anext(follower)).entries["a"].value == b"1"
         await follower.aclose()
         await store.close()
-    assert "certificates of 'etcd_cert_file' were read again" in caplog.text
+    assert "reloaded the certificates of 'etcd_cert_file'" in caplog.text
 
 
 def test_certificates_without_tls_are_refused(etcd: EtcdServer) -> None:

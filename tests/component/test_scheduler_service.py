@@ -402,7 +402,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(
         for number in range(100):
             ask = scheduler_pb2.Ask(request_id=f"{number}" * 100_000)
             await call.write(scheduler_pb2.AdmitRequest(ask=ask))
-        await eventually(lambda: "a gateway takes no frames" in caplog.text)
+        await eventually(lambda: "a gateway that does not read" in caplog.text)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass

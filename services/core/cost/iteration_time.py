@@ -1,7 +1,7 @@
-"""How long iterations took beside what the cost model says, so that its drift can be seen.
+"""Measured iteration times beside the cost model's predictions, to expose drift.
 
-A device profile is measured once, on an idle host; what a worker does around its iterations and
-what else the host runs is not in it.
+A device profile is measured once on an idle host. It does not include the worker's work around
+iterations, nor other load on the host.
 """
 
 from collections.abc import Iterable
@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from services.core.cost.model import CostModel
 
 SLOWEST_KEPT = 0.99
-"""What is left of the slowest time with each one that comes: what held one up, and passed by
-itself, counts for some hundreds of them."""
+"""Decay factor of the slowest time per iteration: an outlier counts for some hundred iterations."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationTime:
-    """Seconds of a worker's iterations so far: measured, and as the cost model predicted them.
+    """Accumulated seconds of a worker's iterations: measured, and predicted by the cost model.
 
-    Iterations with a chunk of more than one token are `prefill`, the others `decode`.
+    Iterations with a chunk of more than one token count as `prefill`, the others as `decode`.
     """
 
     prefill_s: float = 0.0
@@ -29,9 +28,9 @@ class IterationTime:
 
 @dataclass(slots=True)
 class IterationMeter:
-    """Adds up iterations of one worker; none of them without a cost model.
+    """Accumulates the iterations of a worker; without a cost model only `slowest_s`.
 
-    `slowest_s` is the time of the slowest one lately, in any case.
+    `slowest_s` is the time of the slowest recent iteration.
     """
 
     cost_model: CostModel | None
@@ -39,7 +38,7 @@ class IterationMeter:
     slowest_s: float = 0.0
 
     def ran(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
-        """An iteration of (prefix, new) chunks; `share`: the worker's layers of all layers."""
+        """Add an iteration of (prefix, new) chunks; `share` is the worker's fraction of layers."""
         self.slowest_s = max(SLOWEST_KEPT * self.slowest_s, measured_s)
         if self.cost_model is None:
             return

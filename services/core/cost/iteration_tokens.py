@@ -1,15 +1,15 @@
-"""How many tokens the iterations of a worker run, as a cumulative histogram."""
+"""Tokens per iteration of a worker, as a cumulative histogram."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
 UPPER_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Largest number of tokens of each bucket but the last, which has no bound."""
+"""Upper bound in tokens of each bucket; a last bucket is unbounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationTokens:
-    """Iterations by their tokens: `counts` one for each bucket (empty: none ran), `tokens` all."""
+    """Iterations per bucket (empty: none ran), and the tokens of all."""
 
     counts: tuple[int, ...] = ()
     tokens: int = 0
@@ -17,7 +17,7 @@ class IterationTokens:
 
 @dataclass(slots=True)
 class IterationTokenMeter:
-    """Counts the iterations that a leader plans; a later stage runs the same tokens again."""
+    """Counts the iterations that the leader plans; later stages run the same tokens again."""
 
     _counts: list[int] = field(default_factory=lambda: [0] * (len(UPPER_BOUNDS) + 1))
     _tokens: int = 0
@@ -28,6 +28,6 @@ class IterationTokenMeter:
         return IterationTokens(tuple(self._counts), self._tokens)
 
     def ran(self, tokens: int) -> None:
-        """An iteration of so many tokens."""
+        """Count an iteration of `tokens` tokens."""
         self._counts[bisect_left(UPPER_BOUNDS, tokens)] += 1
         self._tokens += tokens

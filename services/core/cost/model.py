@@ -1,15 +1,15 @@
-"""How long an iteration takes: the cost of a chunk, of a batch, and the fit from measurements.
+"""Cost model of an iteration: a chunk, a batch, and the fit to measurements.
 
 A chunk of `c` new tokens after `p` tokens in the KV cache costs
 
     α · (p·c + (c² + c)/2) + β · c + γ + κ · p
 
-and a batch costs the sum of its n chunks less (n − 1) · λ, the work that the chunks share, such as
-loading parameters. That is KunServe §4.3, eq. 1-3, with κ added: a chunk reads its prefix from
-memory once, however few tokens it has. Without κ, chunks of few tokens after a long prefix were
-predicted at half of what they took on a CPU. Decode steps (c = 1) may have coefficients of their
-own (BROS §4.1); for them κ is part of α. Up to some number of new tokens in a batch, the *knee*,
-reading the parameters hides part of the computing (a roofline); each token beyond it costs μ more.
+and a batch costs the sum of its n chunks minus (n − 1) · λ, the work that chunks share, such as
+loading parameters. This is KunServe §4.3, eq. 1-3, with κ added: a chunk reads its prefix from
+memory once, however few tokens it has. Without κ, short chunks after a long prefix were predicted
+at half of their time on a CPU. Decode steps (c = 1) may have their own coefficients (BROS §4.1),
+where κ is part of α. Up to a number of new tokens per batch, the *knee*, reading the parameters
+hides part of the computation (roofline); each token beyond it costs μ more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +18,14 @@ from functools import partial
 from math import inf, sqrt
 
 TOLERANCE = 1e-12
-"""A smaller slope of the residual along a unit column, relative to the target's length, is none."""
+"""Slopes of the residual along a unit column below this fraction of the target's norm are 0."""
 
 
 def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """x ≥ 0 that minimises |rows · x − target|² (the active-set method of NNLS).
+    """x ≥ 0 that minimises |rows · x − target|², by the active-set method (NNLS).
 
-    Columns are scaled to unit length first, so their sizes do not matter; a column of zeros, or
-    one that the others make up already, gets 0.
+    Columns are first scaled to unit length, so that their scales do not matter. A column of zeros,
+    or a linear combination of others, gets 0.
     """
     norms = [sqrt(sum(value * value for value in column)) for column in zip(*rows, strict=True)]
     unit = [[v / n if n else 0.0 for v, n in zip(row, norms, strict=True)] for row in rows]
@@ -34,6 +34,7 @@ def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) 
     passive: list[int] = []
     rejected: set[int] = set()
     threshold = TOLERANCE * sqrt(sum(value * value for value in target))
+    # Lawson-Hanson: repeatedly free the column with the steepest descent, until none descends.
     while True:
         slopes = _slopes(unit, target, solution)
         idle = [i for i in range(size) if i not in passive and i not in rejected]
@@ -42,7 +43,7 @@ def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) 
             return [x / n if n else 0.0 for x, n in zip(solution, norms, strict=True)]
         candidate = _restricted(unit, target, [*passive, entering])
         if candidate is None or candidate[-1] <= 0:
-            # Rounding, or a column that depends on those in use: it cannot help.
+            # Rounding, or a column that depends on those in use: it cannot reduce the error.
             rejected.add(entering)
             continue
         rejected.clear()
@@ -56,12 +57,13 @@ def _descend(
     solution: list[float],
     passive: list[int],
 ) -> None:
-    """Move `solution` to the best one over `passive`; columns that would turn negative leave."""
+    """Move `solution` to the optimum over `passive`, dropping columns that would turn negative."""
     while passive:
         candidate = _restricted(unit, target, passive)
         if candidate is None:
             return
         negative = [(i, x) for i, x in zip(passive, candidate, strict=True) if x <= 0]
+        # Go only as far as no coefficient turns negative.
         step = min((solution[i] / (solution[i] - x) for i, x in negative), default=1.0)
         for index, wanted in zip(passive, candidate, strict=True):
             solution[index] += step * (wanted - solution[index])
@@ -76,7 +78,7 @@ def _descend(
 def _slopes(
     unit: Sequence[Sequence[float]], target: Sequence[float], solution: Sequence[float]
 ) -> list[float]:
-    """How fast the error falls along each column."""
+    """Descent of the error along each column."""
     residuals = [
         wanted - sum(a * x for a, x in zip(row, solution, strict=True))
         for row, wanted in zip(unit, target, strict=True)
@@ -90,27 +92,28 @@ def _slopes(
 def _restricted(
     unit: Sequence[Sequence[float]], target: Sequence[float], columns: Sequence[int]
 ) -> list[float] | None:
-    """Least squares over some columns by modified Gram-Schmidt; None if they are dependent."""
+    """Least squares over `columns` by modified Gram-Schmidt; None if they are dependent."""
     basis: list[list[float]] = []
     upper: list[list[float]] = []
     for index in columns:
         vector = [row[index] for row in unit]
         projections = []
-        for one in basis:
-            share = sum(a * b for a, b in zip(one, vector, strict=True))
+        for direction in basis:
+            share = sum(a * b for a, b in zip(direction, vector, strict=True))
             projections.append(share)
-            vector = [v - share * a for v, a in zip(vector, one, strict=True)]
+            vector = [v - share * a for v, a in zip(vector, direction, strict=True)]
         length = sqrt(sum(v * v for v in vector))
         if length < 1e-10:
             return None
         basis.append([v / length for v in vector])
         upper.append([*projections, length])
+    # Project the target onto the basis, then solve the triangular system backwards.
     rest = list(target)
     heights = []
-    for one in basis:
-        share = sum(a * b for a, b in zip(one, rest, strict=True))
+    for direction in basis:
+        share = sum(a * b for a, b in zip(direction, rest, strict=True))
         heights.append(share)
-        rest = [r - share * a for r, a in zip(rest, one, strict=True)]
+        rest = [r - share * a for r, a in zip(rest, direction, strict=True)]
     solution = [0.0] * len(columns)
     for index in reversed(range(len(columns))):
         known = sum(
@@ -124,42 +127,43 @@ Chunks = tuple[tuple[int, int], ...]
 """(prefix tokens, new tokens) of every chunk of a batch."""
 
 FOLDS = 5
-"""Parts of the samples, each predicted once from the others, to choose between fits."""
+"""Folds of the cross-validation that chooses between fits."""
 
 KNEES = (8, 16, 32, 64, 128, 256)
 KNEE_GAIN = 0.1
-"""Part by which a knee must reduce the error to be kept."""
+"""Fraction by which a knee must reduce the error to be used."""
 
 REWEIGHTINGS = 8
-"""After so many steps the error hardly falls any more."""
+"""Reweighting steps; more hardly reduce the error."""
 
 ERROR_FLOOR = 0.01
-"""Relative errors below this one count as equal: they are noise of the clock."""
+"""Relative errors below this are weighted equally: they are timer noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Cost of a chunk: `alpha` s per attended pair, `beta` s per new token, `gamma` s at all."""
+    """Cost of a chunk in s: `alpha` per attended pair, `beta` per new token, `gamma` constant."""
 
     alpha: float
     beta: float
     gamma: float
 
     def chunk_s(self, prefix: int, new: int) -> float:
-        """Seconds of a chunk alone."""
+        """Seconds of a chunk on its own."""
         return self.alpha * pairs(prefix, new) + self.beta * new + self.gamma
 
     def slowed(self, factor: float) -> "Coefficients":
-        """The coefficients of a device on which everything takes `factor` times as long."""
+        """The coefficients of a device that is slower by `factor`."""
         return Coefficients(self.alpha * factor, self.beta * factor, self.gamma * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Coefficients in seconds; `lam` ≤ `gamma` is what each chunk of a batch but one saves.
+    """Coefficients in seconds; see the module's docstring.
 
-    `decode` holds for chunks of one token; None means that the same coefficients do. Each new token
-    of a batch beyond the first `knee` costs `mu` more.
+    `lam` ≤ `gamma` is saved by every chunk of a batch but the first. `decode` applies to chunks of
+    one token; None: the same coefficients. New tokens beyond the first `knee` of a batch cost `mu`
+    more each.
     """
 
     alpha: float
@@ -172,14 +176,14 @@ class CostModel:
     mu: float = 0.0
 
     def chunk_s(self, prefix: int, new: int) -> float:
-        """Seconds of `new` ≥ 1 tokens after `prefix` tokens, alone and as if before the knee."""
+        """Seconds of a chunk of `new` ≥ 1 tokens after `prefix`, on its own and before the knee."""
         if new == 1 and self.decode is not None:
             return self.decode.chunk_s(prefix, new)
         attention_s = self.alpha * pairs(prefix, new) + self.kappa * prefix
         return attention_s + self.beta * new + self.gamma
 
     def batch_s(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """Seconds of an iteration of these (prefix, new) chunks; 0 without any."""
+        """Seconds of an iteration with these (prefix, new) chunks; 0 without chunks."""
         total_s, count, tokens = 0.0, 0, 0
         for prefix, new in chunks:
             total_s += self.chunk_s(prefix, new)
@@ -188,32 +192,34 @@ class CostModel:
         return total_s - max(0, count - 1) * self.lam + self.excess_s(tokens)
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int = 1) -> float:
-        """Seconds of `count` iterations of the same decodes, each of which gains a token in each.
+        """Seconds of `count` iterations of the same decodes, which grow by a token in each.
 
-        `prefix_tokens` is the sum of their prefixes in the first. O(1).
+        `prefix_tokens` is the sum of their prefixes in the first iteration. O(1).
         """
+        # Each decode gains a token per iteration: an arithmetic series.
         prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
         shared = count * (decodes - 1)
         seconds = self.decodes_alone_s(count * decodes, prefix_sum)
         return seconds + (count * self.excess_s(decodes) - shared * self.lam)
 
     def decodes_alone_s(self, decodes: int, prefix_tokens: int) -> float:
-        """Cost of decodes without what a batch shares: linear in their number and prefixes."""
+        """Cost of decodes without the shared part: linear in their number and prefixes."""
         alone_s = self.chunk_s(0, 1)
         return decodes * alone_s + prefix_tokens * (self.chunk_s(1, 1) - alone_s)
 
     def excess_s(self, tokens: int) -> float:
-        """What a batch of so many new tokens costs for those beyond the knee."""
+        """Extra cost of a batch's new tokens beyond the knee."""
         return self.mu * max(0, tokens - self.knee)
 
     def tokens_within(self, prefix: int, seconds: float, most: int) -> int:
-        """How many tokens of a chunk, up to `most`, add no more than `seconds` to a batch.
+        """The most tokens of a chunk, up to `most`, that add at most `seconds` to a batch.
 
-        The batch runs anyway; those tokens are as if before the knee.
+        The batch runs anyway, so λ is not paid again; the tokens count as before the knee.
         """
         seconds -= self.gamma - self.lam + self.kappa * prefix
         if seconds <= 0:
             return 0
+        # Solve α·c²/2 + linear·c = seconds for c.
         linear = self.alpha * (prefix + 0.5) + self.beta
         if seconds == inf or not linear:
             return most
@@ -224,11 +230,11 @@ class CostModel:
 
     @property
     def beyond_knee(self) -> "CostModel":
-        """For batches that are beyond the knee anyway, what a further chunk adds to them."""
+        """The cost of further chunks in batches that exceed the knee anyway."""
         return replace(self, beta=self.beta + self.mu, knee=0, mu=0.0)
 
     def slowed(self, factor: float) -> "CostModel":
-        """The coefficients of a device on which everything takes `factor` times as long."""
+        """The coefficients of a device that is slower by `factor`."""
         decode = self.decode.slowed(factor) if self.decode is not None else None
         return CostModel(
             self.alpha * factor,
@@ -243,12 +249,12 @@ class CostModel:
 
 
 TOKENS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
-"""What a token costs as long as nothing has been measured: one unit."""
+"""The cost of a token before anything has been measured: 1 unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured iteration: (prefix, new) of its chunks, and its duration."""
+    """A measured iteration: the (prefix, new) of its chunks, and its duration in seconds."""
 
     chunks: Chunks
     measured_s: float
@@ -258,36 +264,39 @@ Fit = Callable[[Sequence[Sample]], CostModel]
 
 
 def pairs(prefix: int, new: int) -> float:
-    """Query-key pairs that causal attention visits."""
+    """Query-key pairs that causal attention computes."""
     return prefix * new + (new * new + new) / 2
 
 
 def fit(samples: Sequence[Sample]) -> CostModel:
-    """The model with the least mean relative error: one or two sets of coefficients, a knee?
+    """The model with the least mean relative error: shared or separate coefficients, with a knee?
 
-    That is decided by cross-validation, the place of the knee by the error on all samples; two sets
-    need chunks of both phases. Raises ValueError without samples or when one has no chunk or no
-    positive duration.
+    Cross-validation decides both; the knee's position has the least error on all samples. Separate
+    coefficients need chunks of both phases.
+
+    Raises:
+        ValueError: without samples, or if a sample has no chunk or no positive duration.
     """
     if not samples or any(not s.chunks or s.measured_s <= 0 for s in samples):
         raise ValueError("a fit needs samples, each with a chunk and a positive duration")
     phases = {new == 1 for sample in samples for _, new in sample.chunks}
     if len(phases) < 2 or len(samples) < 2 * FOLDS:
         return fit_together(samples)
-    errors = {one: _cross_validated(one, samples) for one in (fit_together, fit_apart)}
-    best = min(errors, key=lambda one: errors[one])
+    errors = {method: _cross_validated(method, samples) for method in (fit_together, fit_apart)}
+    best = min(errors, key=lambda method: errors[method])
     knees = [partial(best, knee=knee) for knee in KNEES]
-    bent = min(knees, key=lambda one: mean_relative_error(one(samples), samples))
+    bent = min(knees, key=lambda method: mean_relative_error(method(samples), samples))
+    # A knee is an additional parameter: accept it only for a clear gain on unseen samples.
     if _cross_validated(bent, samples) < errors[best] * (1 - KNEE_GAIN):
         return bent(samples)
     return best(samples)
 
 
 def fit_together(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
-    """One set of coefficients for prefill and decode.
+    """Fit the same coefficients to prefill and decode.
 
-    A batch costs α·Σpairs + β·Σnew + δ·n + λ + κ·Σprefix with δ = γ − λ, and μ for each token
-    beyond the `knee`, if there is one: all of them are ≥ 0.
+    A batch costs α·Σpairs + β·Σnew + δ·n + λ + κ·Σprefix with δ = γ − λ, and μ per token beyond
+    the `knee`, if given. All coefficients are ≥ 0.
     """
     rows = [
         (
@@ -305,7 +314,7 @@ def fit_together(samples: Sequence[Sample], knee: int | None = None) -> CostMode
 
 
 def fit_apart(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
-    """Prefill and decode apart, λ and μ shared. A decode is one token: its β is also its γ − λ."""
+    """Fit prefill and decode separately, with common λ and μ. A decode's β is also its γ − λ."""
     rows = []
     for sample in samples:
         prefills = [(p, c) for p, c in sample.chunks if c > 1]
@@ -334,16 +343,17 @@ def mean_relative_error(model: CostModel, samples: Sequence[Sample]) -> float:
 
 
 def _excess(sample: Sample, knee: int | None) -> float:
-    """New tokens of the batch beyond the knee; 0 without one."""
+    """New tokens of the batch beyond the knee; 0 without a knee."""
     return 0.0 if knee is None else float(max(0, sum(c for _, c in sample.chunks) - knee))
 
 
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
-    """Coefficients ≥ 0 for which |row · coefficients / measured - 1| is least on average.
+    """Coefficients ≥ 0 that minimise the mean of |row · coefficients / measured - 1|.
 
-    By least squares, again and again, each with weights from the errors of the one before. Squares
-    alone would follow the few batches that fit no line, such as the longest.
+    Iteratively reweighted least squares. Plain squares would follow the few batches that fit no
+    line, such as the longest.
     """
+    # Divide by the measured time: relative errors, so that short iterations count as much.
     relative = [
         [value / sample.measured_s for value in row]
         for row, sample in zip(rows, samples, strict=True)
@@ -351,6 +361,7 @@ def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list
     coefficients = solve_nonnegative(relative, [1.0] * len(relative))
     for _ in range(REWEIGHTINGS):
         errors = [abs(_dot(row, coefficients) - 1.0) for row in relative]
+        # w² · error² = |error|: weighted squares become absolute errors.
         weights = [max(error, ERROR_FLOOR) ** -0.5 for error in errors]
         weighted = [
             [weight * value for value in row] for row, weight in zip(relative, weights, strict=True)
@@ -359,15 +370,15 @@ def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list
     return coefficients
 
 
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def _cross_validated(fit_one: Fit, samples: Sequence[Sample]) -> float:
-    """Mean relative error on samples that the fit has not seen."""
+def _cross_validated(method: Fit, samples: Sequence[Sample]) -> float:
+    """Mean relative error on held-out samples."""
     total = 0.0
     for fold in range(FOLDS):
         seen = [sample for index, sample in enumerate(samples) if index % FOLDS != fold]
         unseen = samples[fold::FOLDS]
-        total += mean_relative_error(fit_one(seen), unseen) * len(unseen)
+        total += mean_relative_error(method(seen), unseen) * len(unseen)
     return total / len(samples)

@@ -1,1 +1,1 @@
-"""What an owner may use in a minute and at once, shared among gateways by demand."""
+"""Quotas: per-minute and concurrency limits of owners, shared among gateways by demand."""

@@ -1,48 +1,48 @@
-"""Demand at one gateway, and the demand that other gateways report."""
+"""Demand of an owner at this gateway and at others, as exponentially decaying rates."""
 
 import math
 from dataclasses import dataclass
 
-FADE_S = 2.0
-"""Demand of this age counts e times less. The time is short, so that shares follow traffic that
-moves between gateways, and long against the time between two reports."""
+DECAY_S = 2.0
+"""Time constant of the decay. Short, so that shares follow traffic that moves between gateways,
+and long compared to the interval of reports."""
 
 
 @dataclass(slots=True)
-class FadingRate:
-    """An amount per second over the last seconds; the latest count most."""
+class DecayingRate:
+    """An exponentially weighted rate per second."""
 
     _per_s: float = 0.0
+    # When `_per_s` was computed.
     _at_s: float = 0.0
 
     def note(self, amount: float, now_s: float) -> None:
-        """Note a demand of `amount` now."""
-        self._per_s, self._at_s = self.per_s(now_s) + amount / FADE_S, now_s
+        """Add a demand of `amount` at `now_s`."""
+        self._per_s, self._at_s = self.per_s(now_s) + amount / DECAY_S, now_s
 
     def per_s(self, now_s: float) -> float:
-        """The rate at `now_s` if there is no further demand until then."""
-        return self._per_s * math.exp((self._at_s - now_s) / FADE_S)
+        """The rate at `now_s` without further demand until then."""
+        return self._per_s * math.exp((self._at_s - now_s) / DECAY_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Demand of one owner at one gateway, and how many requests run there.
-
-    The spilt amounts are the parts of its shares that it did not use, since it began.
-    """
+    """Demand of an owner at a gateway, as reported to the other gateways."""
 
     requests_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    # Requests that run there.
     running: int = 0
+    # Parts of its shares that overflowed a full bucket, since the gateway's start.
     requests_spilt: float = 0.0
     tokens_spilt: float = 0.0
 
 
 def mean_share(own_per_s: float, others_per_s: float, length_s: float) -> float | None:
-    """Mean part of all demand over a time in which the own one fades and that of others stays.
+    """Mean share of the own demand over `length_s`, while it decays and others' stays constant.
 
-    None without demand. It is the mean and not the part at one moment, because requests come at
-    moments at which the own demand is high.
+    None without any demand. The mean rather than the current share, because requests arrive at
+    moments of high own demand, which would overestimate it.
     """
     if own_per_s <= 0:
         return 0.0 if others_per_s > 0 else None
@@ -50,6 +50,7 @@ def mean_share(own_per_s: float, others_per_s: float, length_s: float) -> float 
         return 1.0
     if length_s <= 0:
         return own_per_s / (own_per_s + others_per_s)
-    fade = length_s / FADE_S
+    # The integral of own / (own + others) with exponentially decaying own demand.
+    fade = length_s / DECAY_S
     left_per_s = own_per_s * math.exp(-fade)
     return math.log((own_per_s + others_per_s) / (left_per_s + others_per_s)) / fade

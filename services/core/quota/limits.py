@@ -1,4 +1,4 @@
-"""Limits of an owner, and the refusal of a request beyond them."""
+"""Limits per owner (of API keys), and the refusal of a request beyond them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +14,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """What all requests of one owner may take together, at all gateways; None is no limit."""
+    """Limits on all requests of an owner, over all gateways; None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -38,9 +38,9 @@ NO_LIMITS = QuotaLimits()
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """A request does not fit: it needs `asked`, and `remaining` are left of the limit `maximum`.
+    """A request exceeds `limit`: it needs `asked`, and `remaining` of `maximum` are left.
 
-    `retry_after_s` None: it never will have room.
+    `retry_after_s` None: it can never fit.
     """
 
     limit: Limit
@@ -52,7 +52,7 @@ class Exceeded:
 
 @dataclass(frozen=True, slots=True)
 class LimitStanding:
-    """What is left of a limit a minute at this gateway, and the time until all of that is back."""
+    """What is left of a per-minute limit at this gateway; full again in `reset_s` seconds."""
 
     maximum: int
     remaining: int

@@ -1,112 +1,120 @@
-"""The quotas of one gateway. Pure: times and the reports of other gateways are arguments.
+"""The quotas of a gateway, as a pure state machine: times and reports are arguments.
 
-Each gateway reports to the others, about once a second, the recent demand of each owner. From these
-reports each computes its own part of a limit.
+Each gateway reports the recent demand of its owners to the others, about once a second. From these
+reports each computes its own share of a limit, so no gateway coordinates the others.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.core.quota.demand import FADE_S, Wish
+from services.core.quota.demand import DECAY_S, Wish
 from services.core.quota.limits import QuotaLimits
 from services.core.quota.owner_use import OwnerUse
 
 STALE_S = 5.0
-"""A report of this age begins to fade: its gateway may have died."""
+"""The demand in older reports decays: their gateway may be dead."""
 FORGET_S = 600.0
-"""An owner without demand for this long is forgotten: its buckets are full again."""
-OWNERS_TOLD_MAX = 4096
-"""Most owners in a report: those with the highest demand."""
+"""An owner is forgotten after this time without requests: its buckets are full again."""
+OWNERS_REPORTED_MAX = 4096
+"""Most owners in a report; those with the highest demand."""
 
 Wishes = Mapping[str, Wish]
-"""By owner."""
+"""Demand by owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The report of a gateway; `revision` grows with each report."""
+    """The report of another gateway; `revision` grows with each report."""
 
     revision: int
     wishes: Wishes
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
-    told: Told
+class _Received:
+    """A report and the time at which it was first seen here."""
+
+    report: Told
     at_s: float
 
 
 @dataclass(slots=True)
 class QuotaState:
-    """The use of each owner with limits. While `held`, shares stay as they are."""
+    """The use of each owner with limits, and the latest reports of other gateways."""
 
+    # Gateways that share the limits, including this gateway.
     gateways: int = 1
+    # Shares are frozen, because reports do not arrive.
     held: bool = False
+    # By owner.
     _uses: dict[str, OwnerUse] = field(default_factory=dict)
-    _heard: dict[str, _Heard] = field(default_factory=dict)
+    # By gateway.
+    _received: dict[str, _Received] = field(default_factory=dict)
 
     def use(self, owner: str, limits: QuotaLimits, now_s: float) -> OwnerUse:
-        """The use of the owner here, with the limits that it has now."""
-        found = self._uses.get(owner)
-        if found is None:
-            found = self._uses[owner] = OwnerUse.begin(limits, self.gateways, now_s)
-            found.hear(self._elsewhere(owner, {}, now_s), self.gateways, now_s)
-            found.hold(self.held, now_s)
-        found.limits = limits
-        return found
+        """The use of an owner at this gateway, with its current limits."""
+        use = self._uses.get(owner)
+        if use is None:
+            use = self._uses[owner] = OwnerUse.begin(limits, self.gateways, now_s)
+            use.hear(self._elsewhere(owner, {}, now_s), self.gateways, now_s)
+            use.hold(self.held, now_s)
+        use.limits = limits
+        return use
 
     def tell(self, now_s: float) -> dict[str, Wish]:
-        """The report to others: owners with demand, or with requests that run."""
+        """The report to other gateways: owners with demand or running requests."""
         for owner, use in list(self._uses.items()):
             if not use.running and now_s - use.asked_s > FORGET_S:
                 del self._uses[owner]
         wishes = {owner: use.wish(now_s) for owner, use in self._uses.items()}
-        active = {owner: wish for owner, wish in wishes.items() if _says_something(wish)}
-        if len(active) <= OWNERS_TOLD_MAX:
+        active = {owner: wish for owner, wish in wishes.items() if _is_active(wish)}
+        if len(active) <= OWNERS_REPORTED_MAX:
             return active
         most = sorted(active, key=lambda owner: -active[owner].requests_per_s)
-        return {owner: active[owner] for owner in most[:OWNERS_TOLD_MAX]}
+        return {owner: active[owner] for owner in most[:OWNERS_REPORTED_MAX]}
 
     def hear(self, others: Mapping[str, Told], now_s: float) -> None:
-        """Take the last reports of all other gateways that are alive."""
-        before = self._heard
-        self._heard = {
+        """Apply the latest reports of all other live gateways."""
+        before = self._received
+        # A repeated revision keeps its time of arrival, so that its demand decays with age.
+        self._received = {
             name: last
-            if (last := before.get(name)) is not None and last.told.revision == told.revision
-            else _Heard(told, now_s)
-            for name, told in others.items()
+            if (last := before.get(name)) is not None and last.report.revision == report.revision
+            else _Received(report, now_s)
+            for name, report in others.items()
         }
         self.gateways = 1 + len(others)
         for owner, use in self._uses.items():
             use.hear(self._elsewhere(owner, before, now_s), self.gateways, now_s)
 
     def hold(self, held: bool, now_s: float) -> None:
-        """Hold the shares while reports do not arrive; or follow the demand again."""
+        """Freeze the shares while reports do not arrive, or follow the demand again."""
         if held != self.held:
             self.held = held
             for use in self._uses.values():
                 use.hold(held, now_s)
 
-    def _elsewhere(self, owner: str, before: Mapping[str, _Heard], now_s: float) -> Wish:
-        """The sum of the reports; of the spilt amounts, the part since `before`."""
+    def _elsewhere(self, owner: str, before: Mapping[str, _Received], now_s: float) -> Wish:
+        """The owner's demand at all other gateways; spilt amounts since `before` only."""
         requests_per_s = tokens_per_s = requests_spilt = tokens_spilt = 0.0
         running = 0
-        for name, heard in self._heard.items():
-            wish = heard.told.wishes.get(owner)
+        for name, received in self._received.items():
+            wish = received.report.wishes.get(owner)
             if wish is None:
                 continue
-            late_s = max(0.0, now_s - heard.at_s - STALE_S)
-            weight = math.exp(-late_s / FADE_S)
+            late_s = max(0.0, now_s - received.at_s - STALE_S)
+            weight = math.exp(-late_s / DECAY_S)
             requests_per_s += weight * wish.requests_per_s
             tokens_per_s += weight * wish.tokens_per_s
             running += wish.running if late_s == 0 else 0
-            last = before[name].told.wishes.get(owner) if name in before else None
+            last = before[name].report.wishes.get(owner) if name in before else None
             if last is not None:
+                # Reports carry totals; a restarted gateway counts from 0 again.
                 requests_spilt += max(0.0, wish.requests_spilt - last.requests_spilt)
                 tokens_spilt += max(0.0, wish.tokens_spilt - last.tokens_spilt)
         return Wish(requests_per_s, tokens_per_s, running, requests_spilt, tokens_spilt)
 
 
-def _says_something(wish: Wish) -> bool:
+def _is_active(wish: Wish) -> bool:
     return wish.requests_per_s > 0 or wish.tokens_per_s > 0 or wish.running > 0

@@ -1,4 +1,4 @@
-"""Which asks are refused, and when a retry is sensible."""
+"""Admission control: which asks are refused, and when a retry makes sense."""
 
 import math
 from collections.abc import Collection
@@ -16,17 +16,17 @@ from services.core.service import Service
 TOKENS_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 256
 AWAY_RETRY_S = 10.0
-"""About what the restart of a worker takes."""
+"""About the restart time of a worker."""
 WAVE_MARGIN = 2
-"""Requests that started together end together: up to half of a rate may be still to come."""
-_FOR_WANT_OF_ROOM = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
+"""Safety factor on the pace: requests that started together also end together, in waves."""
+_OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
 class NotAdmitted:
-    """A refusal without its address: the reason and one sentence of cause and remedy.
+    """A refusal: its reason, and a message with cause and remedy.
 
-    `retry_after_s` is None if a retry is pointless, or if the queue says when it is sensible.
+    `retry_after_s` None: a retry is pointless, or the queue computes the time (`is_overload`).
     """
 
     reason: RefusalReason
@@ -34,79 +34,78 @@ class NotAdmitted:
     retry_after_s: float | None = None
 
     @property
-    def for_want_of_room(self) -> bool:
-        """Whether the request would be served if there were more room."""
-        return self.reason in _FOR_WANT_OF_ROOM
+    def is_overload(self) -> bool:
+        """Whether more KV memory would have avoided the refusal."""
+        return self.reason in _OVERLOAD
 
 
 @dataclass(slots=True)
 class Admission:
-    """Decides which requests may wait, from what waits already and which groups there are.
+    """Decides which requests may wait, by what waits already and which groups exist.
 
-    `rates` are those of assignments of all models. The queue, the groups and the rates belong to
-    the caller, and are only read here.
+    It only reads the queue, the groups and the rates, which belong to the caller.
     """
 
     queue: WaitQueue
     groups: GroupTable
+    # Dispatch rates over all models.
     rates: ClassRates
     queue_limit: int
     queue_deadline_s: float
     rules: ClassRules = NO_CLASSES
+    # Tokens of KV that models lack and no merge can provide, by model.
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
-        self, ask: Asked, model: ModelGroups | None, counted_s: float, placed: bool
+        self, ask: Asked, model: ModelGroups | None, deadline_start_s: float, was_assigned: bool
     ) -> NotAdmitted | None:
         """Why a request for `model` may not wait; None if it may.
 
-        `counted_s`, `placed`: as in Waiting.
-
-        For want of room only newcomers are refused. They wait also for groups that have just left;
-        one that was assigned before, for workers that have been away for longer: until its
-        deadline, or if it has run, for as long as its gateway wants, also for a worker as large as
-        its own was.
+        `deadline_start_s`, `was_assigned`: as in Waiting. Only new requests are refused for lack of
+        slots or time. While no group serves the model, a new request waits for `REGROUP_S`, a
+        requeued request until its deadline, and a resumed request for as long as its gateway wants.
         """
         refused = None
         if model is not None:
             refused = self._too_large(ask, model)
-        elif _is_newcomer(ask):
+        elif _is_new(ask):
             refused = self._away(ask, ask.now_s)
+        # A resumed request has sent tokens to its client: no deadline and no queue limit apply.
         if refused is not None or ask.resumed:
             return refused
-        if ask.now_s - counted_s >= self._deadline_s(ask.service):
+        if ask.now_s - deadline_start_s >= self._deadline_s(ask.service):
             return self._expired(ask.service)
-        if placed:
+        if was_assigned:
             return None
-        return self._no_place(ask.service) or self._too_late(ask, model, counted_s)
+        return self._no_slot(ask.service) or self._too_late(ask, model, deadline_start_s)
 
-    def displaced(self, ask: Asked, placed: bool) -> tuple[Waiting, NotAdmitted] | None:
-        """The request that leaves a full queue so that `ask`, which may wait, gets its place."""
-        taken = None if ask.resumed or placed else self._taken(ask.service)
+    def displaced(self, ask: Asked, was_assigned: bool) -> tuple[Waiting, NotAdmitted] | None:
+        """The request that an admitted `ask` displaces from a full queue, with its refusal."""
+        taken = None if ask.resumed or was_assigned else self._taken(ask.service)
         if taken is None:
             return None
-        waiting = self.queue.giving_way(ask.service)
-        assert waiting is not None, "a full queue refuses those for which no place is found"
+        waiting = self.queue.victim_for(ask.service)
+        assert waiting is not None, "a full queue refuses requests that displace none"
         alike = waiting.ask.service.service_class is ask.service.service_class
-        come = "one of an owner that has fewer" if alike else "a more urgent request"
+        by = "a request of an owner with fewer requests" if alike else "a more urgent request"
         return waiting, NotAdmitted(
-            RefusalReason.QUEUE_FULL, f"{taken} are taken, and {come} has come; retry later"
+            RefusalReason.QUEUE_FULL, f"{taken} are taken; {by} displaced this one; retry later"
         )
 
-    def refusal_in_line(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
-        """A request that waits for the model `name` and must not any longer, and why.
+    def next_refusal(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+        """The next waiting request for the model `name` that must be refused, with its refusal.
 
-        That is the longest-waiting one if its deadline is over, else the first of the line if no
-        group can hold it: it may have been asked before any group of its model was known. Those
-        that wait for a larger group are passed over.
+        An expired request, else the request at the head of the queue if no group can hold it: it
+        may have been asked before any group of its model was known. Resumed requests that wait for
+        a larger group are skipped.
         """
         for oldest in self.queue.oldest(name):
-            if now_s - oldest.counted_s >= self._deadline_s(oldest.ask.service):
+            if now_s - oldest.deadline_start_s >= self._deadline_s(oldest.ask.service):
                 return oldest, self._expired(oldest.ask.service)
         model = self.groups.of_model(name)
         if model is None:
-            return self._waits_in_vain(name, now_s)
-        for waiting in self.queue.line(name):
+            return self._unserved(name, now_s)
+        for waiting in self.queue.in_order(name):
             if model.can_hold(waiting.ask):
                 break
             if (refused := self._too_large(waiting.ask, model)) is not None:
@@ -114,89 +113,89 @@ class Admission:
         return None
 
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
-        """When the line of its model, or the full queue of all models, will have moved on.
+        """Seconds until the queue of the model, or the full queue of all, has moved on.
 
-        Where classes count, those of its class and all that may stand before it have by then.
+        If classes count: until both the requests of its class and all that may precede it are gone.
         """
         rules, service = self.rules, ask.service
         model = self.groups.of_model(ask.model)
-        if model is not None and self._no_place(service) is not None:
+        if model is not None and self._no_slot(service) is not None:
+            # The slots are shared by all models: any dispatch frees a slot.
             model = None
         rates = self.rates if model is None else model.meter.dispatched
         waits = []
-        for classes in {rules.alike(service), rules.not_after(service)}:
+        for classes in {rules.rate_classes(service), rules.classes_ahead(service)}:
             of_model = model is not None
             queue = self.queue
-            queued = queue.wanted(ask.model, classes)[0] if of_model else queue.count(classes)
+            queued = queue.demand(ask.model, classes)[0] if of_model else queue.count(classes)
             waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
         return max(waits)
 
-    def _waits_in_vain(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
-        """The first newcomer of those that wait for groups that have not come back soon."""
+    def _unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+        """The first new request that waits for groups that have not returned in `REGROUP_S`."""
         left_s = self.groups.left_s(name)
         if left_s is None or now_s < left_s + REGROUP_S:
             return None
-        for waiting in self.queue.line(name):
-            if _is_newcomer(waiting.ask) and waiting.ask.now_s >= left_s and not waiting.placed:
+        for waiting in self.queue.in_order(name):
+            if _is_new(waiting.ask) and waiting.ask.now_s >= left_s and not waiting.was_assigned:
                 refused = self._away(waiting.ask, now_s)
                 return None if refused is None else (waiting, refused)
         return None
 
     def _away(self, ask: Asked, now_s: float) -> NotAdmitted | None:
-        """Refuses a newcomer of a model that no group serves, unless its last one has just left."""
+        """Refuse a new request of an unserved model, unless its last group has just left."""
         left_s = self.groups.left_s(ask.model)
         if left_s is not None and now_s < left_s + REGROUP_S:
-            longest = self.groups.longest_held(ask.model)
+            longest = self.groups.longest_served(ask.model)
             return check_size(ask.prompt_tokens, ask.max_tokens, longest)
-        return check_model(ask.model, self.groups.models, self.groups.served_before)
+        return check_model(ask.model, self.groups.models, self.groups.models_served)
 
     def _too_large(self, ask: Asked, model: ModelGroups) -> NotAdmitted | None:
-        """Refuses what no group can hold, and what has run if no group ever could."""
+        """Refuse a request that no group can hold; a resumed request if none ever could."""
         longest = model.index.tokens_max
         if ask.resumed and longest is not None:
-            longest = max(longest, self.groups.longest_held(ask.model))
+            longest = max(longest, self.groups.longest_served(ask.model))
         return check_size(ask.prompt_tokens, ask.max_tokens, longest)
 
     def _too_late(
-        self, ask: Asked, model: ModelGroups | None, counted_s: float
+        self, ask: Asked, model: ModelGroups | None, deadline_start_s: float
     ) -> NotAdmitted | None:
-        """Refuses a newcomer that would expire, where no merge can make room.
+        """Refuse a new request that would expire anyway, if no merge can provide more KV.
 
-        A gateway's word that it was assigned is enough here, as after a restart of the scheduler.
-        The limit of the queue holds for what this scheduler does not remember, unless it has run or
-        a worker has failed under it. Batch requests have time, and are not refused for that.
+        `failed` in the ask suffices as proof of an earlier assignment: a restarted scheduler
+        remembers none. Batch requests are not refused: their deadline is long.
         """
         if self.rules.is_batch(ask.service):
             return None
         if model is None or ask.failed is not None or not self.shortfalls.get(ask.model):
             return None
-        left_s = counted_s + self.queue_deadline_s - ask.now_s
+        left_s = deadline_start_s + self.queue_deadline_s - ask.now_s
         window_s = max(RATE_WINDOW_S, self.queue_deadline_s)
         rate_per_s = model.meter.pace.per_s(ask.now_s, window_s)
         if rate_per_s is None:
             return None
-        queued = self.queue.wanted(ask.model, self.rules.not_after(ask.service))[0]
+        queued = self.queue.demand(ask.model, self.rules.classes_ahead(ask.service))[0]
         return check_wait(queued, rate_per_s, left_s)
 
-    def _no_place(self, service: Service) -> NotAdmitted | None:
-        """Refuses a newcomer if no place in the queue is left to it, even by displacing another."""
+    def _no_slot(self, service: Service) -> NotAdmitted | None:
+        """Refuse a new request if the queue is full and it can displace no other request."""
         taken = self._taken(service)
-        if taken is None or self.queue.giving_way(service) is not None:
+        if taken is None or self.queue.victim_for(service) is not None:
             return None
         return NotAdmitted(RefusalReason.QUEUE_FULL, f"{taken} are taken; retry later")
 
     def _taken(self, service: Service) -> str | None:
-        """Which places a newcomer would need and others have, None if there is one for it."""
+        """Names the queue slots that are all taken, for a message; None if a slot is free."""
         batch_limit = self.rules.batch_queue_limit
         if len(self.queue) >= self.queue_limit:
-            return f"all {self.queue_limit} places in the queue"
+            return f"all {self.queue_limit} queue slots"
         batch = self.rules.is_batch(service)
         if batch and self.queue.count((service.service_class,)) >= batch_limit:
-            return f"all {batch_limit} places for batch requests in the queue"
+            return f"all {batch_limit} queue slots for batch requests"
         return None
 
     def _deadline_s(self, service: Service) -> float:
-        """How long a request may wait."""
+        """Longest wait of a request of this class."""
         if self.rules.is_batch(service):
             return self.rules.batch_queue_deadline_s
         return self.queue_deadline_s
@@ -208,13 +207,14 @@ class Admission:
         )
 
 
-def _is_newcomer(ask: Asked) -> bool:
-    """Whether a request has not been at a worker, as far as its gateway tells."""
+def _is_new(ask: Asked) -> bool:
+    """Whether the request has not reached a worker, as far as its gateway reports."""
     return not ask.resumed and ask.failed is None
 
 
 def check_fields(ask: Asked) -> NotAdmitted | None:
-    """Refuses an ask whose fields no correct gateway sends."""
+    """Refuse an ask with fields that no correct gateway sends."""
+    # The wire types allow all of these values; arithmetic and bounded tables here do not.
     if not 1 <= len(ask.request_id) <= NAME_LENGTH_MAX:
         cause = f"request_id must have 1 to {NAME_LENGTH_MAX} characters"
     elif not 1 <= len(ask.model) <= NAME_LENGTH_MAX:
@@ -224,11 +224,11 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
     elif not 1 <= ask.max_tokens <= TOKENS_MAX:
         cause = f"max_tokens is {ask.max_tokens}, but must be at least 1"
     elif not (math.isfinite(ask.waited_s) and 0 <= ask.excused_s <= ask.waited_s):
-        cause = f"waited_s is {ask.waited_s} with an excused_s of {ask.excused_s}, not 0 or more"
+        cause = f"waited_s {ask.waited_s}, excused_s {ask.excused_s}: need 0 <= excused <= waited"
     elif len(ask.prefix.hashes) > THIN_MAX:
-        cause = f"there are {len(ask.prefix.hashes)} hashes of its prefix, above {THIN_MAX}"
+        cause = f"the prefix has {len(ask.prefix.hashes)} hashes, but may have at most {THIN_MAX}"
     elif len(ask.avoided) > AVOIDED_MAX or not math.isfinite(ask.avoided_s):
-        cause = f"avoided_addresses must be at most {AVOIDED_MAX}, and avoided_s finite"
+        cause = f"at most {AVOIDED_MAX} avoided_addresses are allowed, and avoided_s must be finite"
     elif ask.failed is not None and ask.failed.epoch < 0:
         cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
     elif (fault := ask.service.fault()) is not None:
@@ -241,16 +241,16 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
 def check_model(
     model: str, known_models: Collection[str], served_before: Collection[str]
 ) -> NotAdmitted | None:
-    """Refuses a model that no group serves, unless no group serves any model yet.
+    """Refuse a model that no group serves, unless no group serves any model yet.
 
-    A model that was `served_before` may come back: a retry is then sensible.
+    A model that was `served_before` may return, so a retry makes sense.
     """
     if not known_models or model in known_models:
         return None
     if model in served_before:
         return NotAdmitted(
             RefusalReason.UNKNOWN_MODEL,
-            "the workers that serve this model are away; send the request again shortly",
+            "the workers of this model are unavailable; retry shortly",
             AWAY_RETRY_S,
         )
     return NotAdmitted(
@@ -260,30 +260,30 @@ def check_model(
 
 
 def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotAdmitted | None:
-    """Refuses more than `longest`, the most tokens that some group of the model holds.
+    """Refuse a sequence longer than `longest`, the tokens that the largest group can hold.
 
-    None says that no group is known, and refuses nothing.
+    `longest` None: no group is known, so nothing is refused.
     """
     if longest is None or prompt_tokens + max_tokens <= longest:
         return None
     return NotAdmitted(
         RefusalReason.TOO_LARGE,
-        f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more were asked for, "
+        f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more are requested, "
         f"but the longest sequence that a worker can hold is {longest} tokens; "
-        "shorten the prompt or ask for fewer tokens",
+        "shorten the prompt or request fewer tokens",
     )
 
 
 def check_wait(queued: int, rate_per_s: float, left_s: float) -> NotAdmitted | None:
-    """Refuses a request whose place would come too late, of a model that all merges leave short.
+    """Refuse a request that would expire in the queue.
 
-    `queued` requests are before it, `rate_per_s` is the line's pace, and its deadline is in
-    `left_s`.
+    `queued` requests precede it, the queue's pace is `rate_per_s`, and `left_s` remain until its
+    deadline.
     """
     if queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None
     return NotAdmitted(
         RefusalReason.QUEUE_FULL,
-        f"{queued} requests wait already, more than twice what all workers together start within"
+        f"{queued} requests wait already, more than twice as many as all workers start within"
         f" {left_s:g} s at their recent pace; retry later",
     )

@@ -1,6 +1,6 @@
-"""What the class of a request decides at the scheduler; under `fcfs` that is nothing.
+"""What service classes decide in the scheduler; nothing under `fcfs` and `prefill_first`.
 
-Nor is it under `prefill_first`, which is `fcfs` here.
+`prefill_first` concerns workers alone: here it equals `fcfs`.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ALL = tuple(ServiceClass)
 
 
 class Order(StrEnum):
-    """Class before class, or one order of interactive and standard: the earliest deadline first."""
+    """Order of online requests: interactive before standard, or earliest deadline first."""
 
     CLASS = "class"
     DEADLINE = "deadline"
@@ -24,86 +24,86 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClassRules:
-    """Settings by class. All but `scheduling` have an effect only unless that is `fcfs`.
+    """Settings by class; all but `scheduling` are without effect if that ignores classes.
 
-    At most `batch_queue_limit` of all places in the queue are for batch requests, each for
-    `batch_queue_deadline_s`. The first `batch_groups` groups of a model, by their leaders, take
-    nothing else, and the others no batch requests; with 0 every group takes all. One group at least
-    is for online requests, and takes all if it is the only one.
+    The first `batch_groups` groups of a model, by leader, take only batch requests, and the others
+    none; 0: every group takes all. At least one group takes online requests, and the only group
+    takes all.
     """
 
     scheduling: Scheduling = scheduling_setting()
     order: Order = choice(
         Order.CLASS,
         Order,
-        "Which online request of a tenant is next, with scheduling priority or round_robin. class:"
-        " interactive before standard, by arrival; deadline: that whose first token is due first,"
-        " ten seconds after its arrival if it has no target. Both after rank; batch comes last."
-        " With slo and conserve it is always the deadline, with fcfs and prefill_first the"
+        "Order of a tenant's online requests with scheduling priority or round_robin. class:"
+        " interactive before standard, by arrival; deadline: earliest deadline of the first token"
+        " first, ten seconds after arrival for requests without a target. Both after rank; batch"
+        " comes last. slo and conserve always use the deadline, fcfs and prefill_first the"
         " arrival.",
         expert=True,
     )
     batch_queue_limit: int = number(
         1024,
-        "Places of queue_limit that batch requests may take, unless scheduling is fcfs or"
-        " prefill_first. An online request takes the place of one of them if all are taken.",
+        "Most queue slots (of queue_limit) for batch requests, unless scheduling is fcfs or"
+        " prefill_first. If all slots are taken, an online request displaces a batch request.",
         minimum=0,
         maximum=1_000_000,
     )
     batch_queue_deadline_s: float = number(
         3600.0,
-        "Seconds that a batch request may wait, unless scheduling is fcfs or prefill_first; then"
-        " 504. The gateway's 'batch_timeout_s' bounds its waiting and running together.",
+        "Seconds that a batch request may wait, then 504, unless scheduling is fcfs or"
+        " prefill_first. The gateway's 'batch_timeout_s' limits waiting and running together.",
         minimum=0.1,
         maximum=86_400,
     )
     batch_groups: int = number(
         0,
-        "Groups of each model that take batch requests only, the others taking none, unless"
-        " scheduling is fcfs or prefill_first; 0: every group takes all. One group at least takes"
-        " online requests, and all if it is the only one. For comparisons: idle time of one kind"
-        " is lost to the other.",
+        "Groups of each model that take only batch requests, while the others take none, unless"
+        " scheduling is fcfs or prefill_first; 0: every group takes all. At least one group takes"
+        " online requests, and the only group takes all. For comparisons: either part idles while"
+        " the other is overloaded.",
         minimum=0,
         maximum=1024,
         expert=True,
     )
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         """Whether classes decide anything."""
         return self.scheduling.knows_classes
 
     @property
-    def line(self) -> LineOrder:
-        """The order of the line."""
-        if self.on and self.order is Order.DEADLINE:
+    def queue_order(self) -> LineOrder:
+        """The order of the queue."""
+        if self.enabled and self.order is Order.DEADLINE:
             return by_deadline
         return LINES[self.scheduling]
 
     @property
-    def demanding(self) -> tuple[ServiceClass, ...]:
-        """Classes whose requests are demand for KV, which may trigger a drop."""
-        return ONLINE if self.on else ALL
+    def demand_classes(self) -> tuple[ServiceClass, ...]:
+        """Classes whose requests count as demand for KV, which may trigger a parameter drop."""
+        return ONLINE if self.enabled else ALL
 
     def is_batch(self, service: Service) -> bool:
-        """Whether a request waits for all online ones, and gives way to them."""
-        return self.on and not service.online
+        """Whether a request waits behind all online ones and is preempted by them."""
+        return self.enabled and not service.online
 
-    def alike(self, service: Service) -> tuple[ServiceClass, ...]:
-        """The classes with which a request shares its pace, and so its Retry-After."""
-        return (service.service_class,) if self.on else ALL
+    def rate_classes(self, service: Service) -> tuple[ServiceClass, ...]:
+        """The classes whose dispatch rate a request shares, for its Retry-After."""
+        return (service.service_class,) if self.enabled else ALL
 
-    def not_after(self, service: Service) -> tuple[ServiceClass, ...]:
-        """The classes whose requests may stand before a new one in the line."""
-        if not self.on:
+    def classes_ahead(self, service: Service) -> tuple[ServiceClass, ...]:
+        """The classes whose requests may stand before a new request in the queue."""
+        if not self.enabled:
             return ALL
-        if service.online and self.line is by_deadline:
+        # By deadline, a standard request may precede an interactive request.
+        if service.online and self.queue_order is by_deadline:
             return ONLINE
         return ALL[: ALL.index(service.service_class) + 1]
 
-    def below(self, service: Service) -> Iterator[ServiceClass]:
-        """The classes that give their places in a full queue up to a request, the first first."""
-        if self.on:
+    def displaceable(self, service: Service) -> Iterator[ServiceClass]:
+        """The classes that a request may displace from a full queue, the lowest class first."""
+        if self.enabled:
             yield from reversed(ALL[ALL.index(service.service_class) + 1 :])
 
 

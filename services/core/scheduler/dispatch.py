@@ -1,8 +1,9 @@
-"""Which group takes a request: filter and score; `GroupIndex.pick` picks.
+"""Filters and scores of dispatch: which groups can take a request, and in which order.
 
-Filters and scores are small pure functions. `SCORES` has the scores by name; the scheduler's option
-`dispatch` chooses one. A score depends on the load alone; what changes with time is a filter. The
-dispatch `PREFIX` depends on the request, too: `PrefixRanking` picks, and `kv_share` breaks ties.
+Both are small pure functions. `SCORES` lists the scores by name; the option `dispatch` chooses one.
+A score depends on the group's load alone; conditions that change with time are filters, so that
+`GroupIndex` can keep groups sorted by score. The dispatch `PREFIX` depends on the request as well:
+`PrefixRanking` picks, and `kv_share` breaks ties.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GroupLoad
 
-NOBODY: frozenset[str] = frozenset()
+NO_ADDRESSES: frozenset[str] = frozenset()
 
 Score = tuple[float, ...]
 ScoreFunction = Callable[[GroupLoad], Score]
@@ -18,35 +19,35 @@ RoomFunction = Callable[[GroupLoad], int]
 
 
 def serves(load: GroupLoad, now_s: float) -> bool:
-    """Filter: the group's worker has reported lately, at this epoch, and no request is alone."""
-    return load.is_fresh(now_s) and not load.is_kept(now_s)
+    """Filter: a fresh load report at this epoch, and no request runs there exclusively."""
+    return load.is_fresh(now_s) and not load.is_exclusive(now_s)
 
 
 def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
-    """Filter: the request fits into the group if it is alone."""
+    """Filter: the whole sequence fits into the group's KV cache if it runs there alone."""
     return prompt_tokens + max_tokens <= load.tokens_max
 
 
 def start_blocks(load: GroupLoad) -> int:
-    """Room of a request that does not yield; none in a group that is for batch requests only."""
+    """Blocks in which an online request may start; 0 in a group for batch requests only."""
     return 0 if load.for_batch else load.start_blocks
 
 
 def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int, room: RoomFunction) -> bool:
-    """Filter: the request can start now in the `room` of the group."""
+    """Filter: the request can start now in the blocks that `room` counts."""
     tokens_max = prompt_tokens + max_tokens
     return room(load) >= admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
 
 
 def kv_share(load: GroupLoad) -> Score:
-    """Score: the smallest share of KV in use, waited for or reserved; then sequences per block.
+    """Score: share of KV in use, awaited or reserved; then sequences per block.
 
-    Batch sequences that yield count last of all. Where they do, the share that is waited for or
-    reserved comes first: beside batch work online requests decode for so long that KV in use says
-    little about how many prompts a new one has to wait for.
+    Preemptible batch sequences count last. If batch work is preemptible, the share that is awaited
+    or reserved comes first: beside batch work online requests decode for so long that KV in use
+    says little about the prefill backlog that a new request meets.
 
-    A merged group holds several times as much as one of its members did, so counts of sequences
-    would fill small groups to the brim beside a large one that is half empty.
+    Shares rather than counts: a merged group holds several times as much KV as each of its members
+    did, so counts would fill small groups completely beside a half-empty large one.
     """
     capacity = max(1, load.capacity_blocks)
     online, every = load.online_sequences / capacity, load.sequences / capacity
@@ -54,9 +55,9 @@ def kv_share(load: GroupLoad) -> Score:
 
 
 def least_loaded(load: GroupLoad) -> Score:
-    """Score: fewest sequences, whatever the group holds; then the smallest share of KV in use.
+    """Score: fewest sequences, whatever the group's size; then the share of KV in use.
 
-    Batch sequences that yield count last of all.
+    Preemptible batch sequences count last.
     """
     used = 1 - load.room_blocks / max(1, load.capacity_blocks)
     return (float(load.online_sequences), used, float(load.sequences))
@@ -69,7 +70,7 @@ DISPATCHES = tuple(_SCORES_OF)
 
 
 def score_of(dispatch: str) -> ScoreFunction:
-    """The score by which a dispatch of `DISPATCHES` ranks groups before it looks at a request.
+    """The score with which a dispatch of `DISPATCHES` ranks groups, before prefix matching.
 
     Raises:
         ValueError: if there is no such dispatch.

@@ -1,6 +1,6 @@
-"""The groups of one model, kept in order of score, so that a pick looks at few of a thousand.
+"""The groups of a model sorted by score, so that a pick looks at few of a thousand groups.
 
-A change of a load costs little: a touched group takes its new place at the next pick.
+A load change is cheap: the changed group is sorted in again at the next pick.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from math import inf
 
 from services.core.request import admission_blocks
 from services.core.scheduler.dispatch import (
-    NOBODY,
+    NO_ADDRESSES,
     RoomFunction,
     Score,
     ScoreFunction,
@@ -22,16 +22,18 @@ from services.core.scheduler.dispatch import (
 )
 from services.core.scheduler.group_load import GroupLoad
 
-FEW = 64
-"""Up to this many groups with room are compared directly; else a search by score is short."""
+DIRECT_MAX = 64
+"""Up to this many groups with room are compared directly; with more, few ranks are searched."""
 
 _Ranked = tuple[bool, Score, str]
+"""Sort key of a group: whether it flaps, its score, its id."""
 _Room = tuple[int, str]
+"""Blocks of room, and the group id."""
 
 
 @dataclass(slots=True)
-class _Places:
-    """Groups with blocks of one size: ranked by score, and by room to skip those without."""
+class _SizeClass:
+    """Groups with the same block size: sorted by score, and by room to skip full groups."""
 
     ranked: list[_Ranked] = field(default_factory=list)
     rooms: list[_Room] = field(default_factory=list)
@@ -39,50 +41,57 @@ class _Places:
 
 @dataclass(slots=True)
 class GroupIndex:
-    """Picks as if it filtered and scored every group; a lower `score` is better.
+    """Picks the same group as filtering and scoring all of them would; lower scores are better.
 
-    A request needs `room` to start. Groups whose workers come and go are behind all others.
-    Call `touch` after each change of a group's load.
+    Groups with flapping workers rank behind all others. Call `touch` after each change of a
+    group's load.
     """
 
     score: ScoreFunction
+    # Blocks in which a request may start.
     room: RoomFunction = start_blocks
+    # All groups by id.
     loads: dict[str, GroupLoad] = field(default_factory=dict)
-    _places: dict[int, _Places] = field(default_factory=dict)  # by block size
-    _placed: dict[str, tuple[_Ranked, _Room, int]] = field(default_factory=dict)
+    # The sorted groups, by block size.
+    _sizes: dict[int, _SizeClass] = field(default_factory=dict)
+    # What stands in `_sizes` per group: keys and block size.
+    _entries: dict[str, tuple[_Ranked, _Room, int]] = field(default_factory=dict)
+    # Groups whose load has changed since they were sorted in.
     _touched: dict[str, GroupLoad] = field(default_factory=dict)
-    _lapses: list[tuple[float, str]] = field(default_factory=list)  # a heap
-    _tokens: dict[str, int] = field(default_factory=dict)  # longest sequence of each
+    # Heap of the expiry times of reservations, with group ids.
+    _lapses: list[tuple[float, str]] = field(default_factory=list)
+    # Longest sequence of each group, and a cache of the maximum.
+    _tokens: dict[str, int] = field(default_factory=dict)
     _tokens_max: int | None = None
     _tokens_changed: bool = False
 
     def add(self, load: GroupLoad) -> None:
-        """Take in a group that is not in the index."""
+        """Add a group that is not in the index."""
         self.loads[load.group.group_id] = load
         self.touch(load)
 
     def remove(self, group_id: str) -> None:
-        """Forget a group that is in the index."""
+        """Remove a group that is in the index."""
         del self.loads[group_id], self._tokens[group_id]
         self._tokens_changed = True
         self._touched.pop(group_id, None)
-        self._unplace(group_id)
+        self._remove_entry(group_id)
 
     @property
     def block_size(self) -> int:
-        """Token slots in a block of some group; there is one."""
+        """Token slots per block, of an arbitrary group; the index must not be empty."""
         return next(iter(self.loads.values())).group.block_size
 
     @property
     def tokens_max(self) -> int | None:
-        """Longest sequence that some group holds if it is alone; None without groups."""
+        """Longest sequence that some group can hold alone, in tokens; None without groups."""
         if self._tokens_changed:
             self._tokens_max = max(self._tokens.values(), default=None)
             self._tokens_changed = False
         return self._tokens_max
 
     def touch(self, load: GroupLoad) -> None:
-        """The load of a group of this index has changed."""
+        """Mark a group whose load has changed."""
         group_id, tokens = load.group.group_id, load.tokens_max
         self._touched[group_id] = load
         if self._tokens.get(group_id) != tokens:
@@ -98,26 +107,26 @@ class GroupIndex:
         prefill_tokens: int = 0,
         batch: bool = False,
     ) -> None:
-        """Hold blocks of a group for a new assignment; see `GroupLoad.reserve`."""
+        """Reserve blocks of a group for a new assignment; see `GroupLoad.reserve`."""
         lapses_s = load.reserve(request_id, blocks, now_s, prefill_tokens, batch)
         heapq.heappush(self._lapses, (lapses_s, load.group.group_id))
         self.touch(load)
 
     def drop_lapsed(self, now_s: float) -> list[GroupLoad]:
-        """Drop the reservations whose time is over; returns the groups that had some."""
-        found = []
+        """Drop expired reservations; returns the groups that had any."""
+        lapsed = []
         while self._lapses and self._lapses[0][0] <= now_s:
             _, group_id = heapq.heappop(self._lapses)
             load = self.loads.get(group_id)
             if load is not None:
                 load.drop_lapsed(now_s)
                 self.touch(load)
-                found.append(load)
-        return found
+                lapsed.append(load)
+        return lapsed
 
     @property
     def tokens_min(self) -> int:
-        """The least that a group holds of a sequence that is alone in it; there is a group."""
+        """The longest sequence that every group can hold alone; the index must not be empty."""
         return min(self._tokens.values())
 
     def pick(
@@ -126,15 +135,15 @@ class GroupIndex:
         max_tokens: int,
         now_s: float,
         below_tokens: float = inf,
-        avoided: frozenset[str] = NOBODY,
+        avoided: frozenset[str] = NO_ADDRESSES,
     ) -> GroupLoad | None:
-        """The group with the best score among those that can start the request now, or None.
+        """The best-scored group that can start the request now, or None.
 
-        Only groups count that could not hold a sequence of `below_tokens`, and whose address is
-        not `avoided`.
+        Groups that could hold a sequence of `below_tokens` and groups at `avoided` addresses are
+        skipped.
         """
-        found = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided)
-        return found[0] if found else None
+        best = self.best(prompt_tokens, max_tokens, now_s, below_tokens, avoided)
+        return best[0] if best else None
 
     def best(
         self,
@@ -142,17 +151,18 @@ class GroupIndex:
         max_tokens: int,
         now_s: float,
         below_tokens: float = inf,
-        avoided: frozenset[str] = NOBODY,
+        avoided: frozenset[str] = NO_ADDRESSES,
         most: int = 1,
     ) -> list[GroupLoad]:
-        """Up to `most` groups as `pick` would pick them one after the other, the best first."""
-        self._settle()
-        found: list[_Ranked] = []
-        for block_size, places in self._places.items():
+        """Up to `most` groups that can start the request now, best score first; see `pick`."""
+        self._sort_touched()
+        best: list[_Ranked] = []
+        # Block sizes differ in how many blocks the request needs, hence in which groups have room.
+        for block_size, same_size in self._sizes.items():
             needed = admission_blocks(prompt_tokens, prompt_tokens + max_tokens, block_size)
             able = (
                 ranked
-                for ranked in self._with_room(places, needed)
+                for ranked in self._with_room(same_size, needed)
                 if self.can_start(
                     self.loads[ranked[-1]],
                     prompt_tokens,
@@ -162,11 +172,11 @@ class GroupIndex:
                     avoided,
                 )
             )
-            found += islice(able, most)
-        return [self.loads[ranked[-1]] for ranked in sorted(found)[:most]]
+            best += islice(able, most)
+        return [self.loads[ranked[-1]] for ranked in sorted(best)[:most]]
 
     def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
-        """As `pick`, among the groups in which nothing runs or waits."""
+        """As `pick`, among the groups without any request."""
         able = [
             self._ranked(load)
             for load in self.loads.values()
@@ -181,9 +191,9 @@ class GroupIndex:
         max_tokens: int,
         now_s: float,
         below_tokens: float = inf,
-        avoided: frozenset[str] = NOBODY,
+        avoided: frozenset[str] = NO_ADDRESSES,
     ) -> bool:
-        """Whether a group passes all filters; `below_tokens` and `avoided` as in `pick`."""
+        """Whether a group passes all filters; arguments as in `pick`."""
         return (
             has_room(load, prompt_tokens, max_tokens, self.room)
             and could_hold(load, prompt_tokens, max_tokens)
@@ -193,47 +203,50 @@ class GroupIndex:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if an order disagrees with the loads."""
+        """Raise AssertionError if a sorted list disagrees with the loads."""
         longest = max((load.tokens_max for load in self.loads.values()), default=None)
         assert self.tokens_max == longest
-        self._settle()
-        assert set(self._placed) == set(self.loads)
-        ranked = [entry for places in self._places.values() for entry in places.ranked]
-        rooms = [entry for places in self._places.values() for entry in places.rooms]
+        self._sort_touched()
+        assert set(self._entries) == set(self.loads)
+        ranked = [entry for same_size in self._sizes.values() for entry in same_size.ranked]
+        rooms = [entry for same_size in self._sizes.values() for entry in same_size.rooms]
         assert sorted(ranked) == sorted(map(self._ranked, self.loads.values()))
-        assert sorted(rooms) == sorted((self.room(one), key) for key, one in self.loads.items())
-        for places in self._places.values():
-            assert places.ranked == sorted(places.ranked) and places.rooms == sorted(places.rooms)
+        assert sorted(rooms) == sorted((self.room(load), key) for key, load in self.loads.items())
+        for same_size in self._sizes.values():
+            assert same_size.ranked == sorted(same_size.ranked) and (
+                same_size.rooms == sorted(same_size.rooms)
+            )
 
     def _ranked(self, load: GroupLoad) -> _Ranked:
         return load.flaps, self.score(load), load.group.group_id
 
-    def _with_room(self, places: _Places, needed: int) -> list[_Ranked]:
-        """By score, all that have room for `needed` blocks, and perhaps others."""
-        first = bisect_left(places.rooms, (needed, ""))
-        if len(places.rooms) - first > FEW:
-            return places.ranked
-        return sorted(self._placed[group_id][0] for _, group_id in places.rooms[first:])
+    def _with_room(self, same_size: _SizeClass, needed: int) -> list[_Ranked]:
+        """Groups by score: all with `needed` blocks of room, and possibly others."""
+        first = bisect_left(same_size.rooms, (needed, ""))
+        # With many candidates the best-scored ones most likely have room: search by score.
+        if len(same_size.rooms) - first > DIRECT_MAX:
+            return same_size.ranked
+        return sorted(self._entries[group_id][0] for _, group_id in same_size.rooms[first:])
 
-    def _settle(self) -> None:
-        """Give every touched group its place."""
+    def _sort_touched(self) -> None:
+        """Sort in every group whose load has changed."""
         for group_id, load in self._touched.items():
-            self._unplace(group_id)
+            self._remove_entry(group_id)
             block_size = load.group.block_size
-            places = self._places.setdefault(block_size, _Places())
+            same_size = self._sizes.setdefault(block_size, _SizeClass())
             ranked, room = self._ranked(load), (self.room(load), group_id)
-            insort(places.ranked, ranked)
-            insort(places.rooms, room)
-            self._placed[group_id] = ranked, room, block_size
+            insort(same_size.ranked, ranked)
+            insort(same_size.rooms, room)
+            self._entries[group_id] = ranked, room, block_size
         self._touched.clear()
 
-    def _unplace(self, group_id: str) -> None:
-        placed = self._placed.pop(group_id, None)
-        if placed is None:
+    def _remove_entry(self, group_id: str) -> None:
+        entry = self._entries.pop(group_id, None)
+        if entry is None:
             return
-        ranked, room, block_size = placed
-        places = self._places[block_size]
-        del places.ranked[bisect_left(places.ranked, ranked)]
-        del places.rooms[bisect_left(places.rooms, room)]
-        if not places.ranked:
-            del self._places[block_size]
+        ranked, room, block_size = entry
+        same_size = self._sizes[block_size]
+        del same_size.ranked[bisect_left(same_size.ranked, ranked)]
+        del same_size.rooms[bisect_left(same_size.rooms, room)]
+        if not same_size.ranked:
+            del self._sizes[block_size]

@@ -1,4 +1,4 @@
-"""What one group carries: its worker's latest report, and assignments not yet seen in one."""
+"""The load of a group: its leader's latest report, and assignments not yet in a report."""
 
 import math
 from collections import OrderedDict
@@ -8,16 +8,19 @@ from services.core.report import LoadReport
 from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 
 REPORT_FRESH_S = 3.0
+"""Oldest load report with which a group gets requests."""
 RESERVATION_S = 5.0
 GROWTH_BLOCKS = 0.5
-AHEAD_ITERATIONS = 2
-"""Iterations of prompts that a group may have before it for a request that has run to join them."""
-KEPT_S = 10.0
-"""Longest that a group takes nothing beside a request that is to be alone."""
+BACKLOG_ITERATIONS = 2
+"""A group is backlogged if its prefill needs this many iterations: resumed requests avoid it."""
+EXCLUSIVE_S = 10.0
+"""Longest time for which a group takes no other request beside a request with `alone`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
+    """An assignment that no load report contains yet."""
+
     blocks: int
     lapses_s: float
     prefill_tokens: int
@@ -26,40 +29,43 @@ class _Reservation:
 
 @dataclass(slots=True)
 class GroupLoad:
-    """Load of a group at its present epoch.
+    """Load of a group at its current epoch.
 
-    A reservation holds blocks for an assignment until a report names its request as received. It
-    lapses after `RESERVATION_S`, since the gateway or its client may have gone. `growth_blocks` are
-    kept for each running request: a request that started in them would soon make another one lose
-    its KV.
+    A reservation holds blocks for an assignment until a report lists its request as received. It
+    expires after `RESERVATION_S`, since the gateway or its client may be gone.
     """
 
     group: ServingGroup
+    # Blocks kept free per running request: a request that started in them would soon make another
+    # sequence lose its KV.
     growth_blocks: float = GROWTH_BLOCKS
+    # The latest report, None unless it is of the current epoch.
     _report: LoadReport | None = None
-    _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)  # by lapse
+    # By request id, in order of expiry; the sums below are over all or over batch ones.
+    _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)
     reserved_blocks: int = 0
     _reserved_tokens: int = 0
     _reserved_batch: int = 0
     _reserved_batch_blocks: int = 0
-    # The worker flaps: other groups are chosen before this one.
+    # The worker flaps: other groups are preferred.
     flaps: bool = False
-    # Takes batch requests only, or none of them; None: all requests.
+    # True: batch requests only, False: none, None: all requests.
     for_batch: bool | None = None
-    # The largest number that a report had, and when the worker itself last reported at this epoch.
+    # Highest report number seen, to ignore reports that arrive out of order.
     _newest: int = 0
-    _heard_s: float = -math.inf
-    _spoken_s: float = math.inf  # at whatever epoch
-    # A request that is to be alone here, and until when at most.
-    _kept_for: str = ""
-    _kept_until_s: float = -math.inf
+    # When the worker itself (not a gateway) last reported: at this epoch, and at any (inf: never).
+    _reported_s: float = -math.inf
+    _reported_any_epoch_s: float = math.inf
+    # Id of a request that runs here exclusively, and the end of that.
+    _exclusive_for: str = ""
+    _exclusive_until_s: float = -math.inf
 
     def note_report(self, reported: LoadReported) -> bool:
-        """Take a report of this group's worker; returns whether its load counts from now on.
+        """Apply a load report of this group's leader; returns whether its load is used now.
 
-        A report at another epoch stops the group from taking requests: the worker would refuse
-        them. From an out-of-order report only `received_request_ids` are used. A report that a
-        gateway passed on counts only while the worker itself reports.
+        A report of another epoch stops dispatch to the group, since the worker would refuse
+        requests. Of an out-of-order report only `received_request_ids` are used. A report that a
+        gateway passed on is used only while the worker itself reports.
         """
         report, passed_on = reported.report, reported.passed_on
         if self._report is None and passed_on:
@@ -68,59 +74,64 @@ class GroupLoad:
             self.release(request_id)
         current = report.epoch == self.group.epoch
         if not passed_on:
-            self._spoken_s = reported.now_s
+            self._reported_any_epoch_s = reported.now_s
         if current and not passed_on:
-            self._heard_s = reported.now_s
+            self._reported_s = reported.now_s
+        # Worker and gateway streams race: a late report must not undo a newer report.
         if report.number <= self._newest:
             return False
         self._newest = report.number
         self._report = report if current else None
-        if current and self._kept_for not in self._reserved and not report.load.prefill_tokens:
-            self._kept_for = ""  # it has run: what it does to an engine has been done
+        if current and self._exclusive_for not in self._reserved and not report.load.prefill_tokens:
+            # Its prefill is over: if it were to crash the engine, it would have done so.
+            self._exclusive_for = ""
         return current
 
     def forget_report(self) -> None:
-        """Take nothing until the next report: the worker refused this epoch, or may be gone."""
+        """Stop dispatch until the next report: the worker refused this epoch or may be dead."""
         self._report = None
 
     def is_fresh(self, now_s: float) -> bool:
-        """Whether the worker has reported at this epoch within `REPORT_FRESH_S`."""
-        return self._report is not None and now_s - self._heard_s <= REPORT_FRESH_S
+        """Whether the worker itself has reported at this epoch within `REPORT_FRESH_S`."""
+        return self._report is not None and now_s - self._reported_s <= REPORT_FRESH_S
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs, waits or is on its way, as last reported."""
+        """Whether no request runs, waits or is reserved, by the last report."""
         return self._report is not None and self.sequences == 0
 
-    def keep_for(self, request_id: str, now_s: float) -> None:
-        """Take nothing beside a request that is on its way, until it has a token."""
-        self._kept_for, self._kept_until_s = request_id, now_s + KEPT_S
+    def make_exclusive(self, request_id: str, now_s: float) -> None:
+        """Admit no other request until this request has a token, for at most `EXCLUSIVE_S`."""
+        self._exclusive_for, self._exclusive_until_s = request_id, now_s + EXCLUSIVE_S
 
-    def is_kept(self, now_s: float) -> bool:
-        """Whether another request is to be alone here."""
-        return bool(self._kept_for) and now_s < self._kept_until_s
+    def is_exclusive(self, now_s: float) -> bool:
+        """Whether a request runs here exclusively."""
+        return bool(self._exclusive_for) and now_s < self._exclusive_until_s
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether its worker has reported, at whatever epoch, but not lately."""
-        return now_s - self._spoken_s > REPORT_FRESH_S
+        """Whether the worker has reported before, at any epoch, but not within REPORT_FRESH_S."""
+        return now_s - self._reported_any_epoch_s > REPORT_FRESH_S
 
     @property
     def capacity_blocks(self) -> int:
-        """KV blocks in all, as last reported: parameters ebb and come back."""
+        """Total KV blocks by the last report; parameter drops and restores change the number."""
         reported = self._report.load.kv_blocks_total if self._report is not None else 0
         return reported or self.group.capacity_blocks
 
     @property
     def tokens_max(self) -> int:
-        """Longest sequence that can ever run: alone in the group, or in its leader by itself."""
+        """Longest sequence that can ever run: alone in the group, or in its leader after a split.
+
+        In tokens.
+        """
         blocks = max(self.capacity_blocks, self.group.capacity_blocks)
         return min(self.group.max_model_len, blocks * self.group.block_size)
 
     @property
     def room_blocks(self) -> int:
-        """Blocks for online requests: free or yielded by batch ones, and nobody waits for them.
+        """Blocks available to online requests: free or preemptible, minus awaited and reserved.
 
-        Negative when the worker is overcommitted.
+        Negative if the worker is overcommitted.
         """
         if self._report is None:
             return 0
@@ -130,7 +141,7 @@ class GroupLoad:
 
     @property
     def awaited_blocks(self) -> int:
-        """Blocks for online requests that have not begun there; 0 where batch ones do not yield."""
+        """Blocks that admitted online requests wait for; 0 if batch work is not preemptible."""
         if self._report is None or not self._report.load.batch_yields:
             return 0
         return (
@@ -139,9 +150,9 @@ class GroupLoad:
 
     @property
     def start_blocks(self) -> int:
-        """Blocks in which an online request may start: running ones keep some of the room to grow.
+        """Blocks in which an online request may start: room minus the growth of running ones.
 
-        Running batch requests that yield keep none.
+        Preemptible batch requests keep no blocks for their growth.
         """
         if self._report is None:
             return 0
@@ -149,23 +160,24 @@ class GroupLoad:
 
     @property
     def batch_start_blocks(self) -> int:
-        """Blocks in which a request of the class `batch` may start: it makes nobody yield."""
+        """Blocks in which a batch request may start without preempting or starving others."""
         if self._report is None:
             return 0
         load = self._report.load
+        # Preemptible blocks are occupied by other batch work, which needs to grow as well.
         growing = math.ceil(self.growth_blocks * load.batch_running) if load.batch_yields else 0
         return self.start_blocks - load.kv_blocks_yielding - growing
 
     @property
     def sequences(self) -> int:
-        """Sequences that run, wait or are on their way."""
+        """Sequences that run, wait or are reserved."""
         report = self._report
         reported = report.load.running + report.load.waiting if report is not None else 0
         return reported + len(self._reserved)
 
     @property
     def online_sequences(self) -> int:
-        """As `sequences`, without batch ones if those yield."""
+        """As `sequences`, without preemptible batch sequences."""
         if self._report is None or not self._report.load.batch_yields:
             return self.sequences
         load = self._report.load
@@ -173,14 +185,14 @@ class GroupLoad:
 
     @property
     def online_waiting(self) -> int:
-        """Sequences that wait for blocks and are not batch ones, as last reported."""
+        """Online sequences that wait for blocks, by the last report."""
         if self._report is None:
             return 0
         return self._report.load.waiting - self._report.load.batch_waiting
 
     @property
     def running(self) -> int:
-        """Sequences that run and do not yield, as last reported."""
+        """Running sequences that are not preemptible, by the last report."""
         if self._report is None:
             return 0
         load = self._report.load
@@ -188,7 +200,7 @@ class GroupLoad:
 
     @property
     def used_tokens(self) -> int:
-        """Token slots in blocks that sequences have and do not yield, as last reported."""
+        """Token slots in allocated blocks, preemptible ones aside, by the last report."""
         if self._report is None:
             return 0
         load = self._report.load
@@ -197,16 +209,16 @@ class GroupLoad:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens that are to be prefilled there, of requests on their way, too."""
+        """Tokens to prefill in the group, including those of reservations."""
         reported = self._report.load.prefill_tokens if self._report is not None else 0
         return reported + self._reserved_tokens
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens that are prefilled before those of a new request that does not yield.
+        """Tokens that are prefilled before those of a new online request.
 
-        Beside batch requests that yield that is an estimate: a report does not tell whose prompts
-        are to be prefilled, so each sequence has the same part of them.
+        An estimate beside preemptible batch requests: a report does not split prefill tokens by
+        class, so each sequence is assumed to have the same number.
         """
         load = self._report.load if self._report is not None else None
         if load is None or not load.batch_yields or not load.prefill_tokens:
@@ -216,11 +228,11 @@ class GroupLoad:
         return load.prefill_tokens * online // max(1, every) + self._reserved_tokens
 
     @property
-    def is_behind(self) -> bool:
-        """Whether requests that wait to go on had better wait for another group.
+    def is_backlogged(self) -> bool:
+        """Whether resumed requests should wait for another group.
 
-        It has several iterations of prompts before it, those of batch requests that yield aside:
-        beside some of these nobody knows how much there is, beyond what is on its way.
+        The group has several iterations of prefill ahead, batch prefill aside. The report does not
+        split prefill tokens by class, so beside batch work only reservations count.
         """
         load = self._report.load if self._report is not None else None
         beside_batch = load is not None and load.batch_yields
@@ -229,7 +241,7 @@ class GroupLoad:
         else:
             tokens = self.prefill_tokens
         group = self.group
-        return tokens >= AHEAD_ITERATIONS * group.members * group.max_batch_tokens
+        return tokens >= BACKLOG_ITERATIONS * group.members * group.max_batch_tokens
 
     def reserve(
         self,
@@ -239,9 +251,9 @@ class GroupLoad:
         prefill_tokens: int = 0,
         batch: bool = False,
     ) -> float:
-        """Hold blocks for a new assignment, of which so many tokens are to be prefilled.
+        """Hold blocks for a new assignment with `prefill_tokens` to compute.
 
-        `batch`: it yields to online requests. Returns when that lapses.
+        `batch`: a batch request. Returns when the reservation expires.
         """
         self.release(request_id)
         lapses_s = now_s + RESERVATION_S
@@ -262,7 +274,7 @@ class GroupLoad:
             self._reserved_batch_blocks -= reservation.batch * reservation.blocks
 
     def drop_lapsed(self, now_s: float) -> None:
-        """Drop the reservations whose time is over."""
+        """Drop expired reservations."""
         while self._reserved:
             request_id, reservation = next(iter(self._reserved.items()))
             if reservation.lapses_s > now_s:
@@ -270,7 +282,7 @@ class GroupLoad:
             self.release(request_id)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the sum of reservations is wrong."""
+        """Raise AssertionError if the sums differ from the reservations."""
         assert self.reserved_blocks == sum(r.blocks for r in self._reserved.values())
         assert self._reserved_tokens == sum(r.prefill_tokens for r in self._reserved.values())
         batch = [r for r in self._reserved.values() if r.batch]

@@ -1,8 +1,8 @@
-"""Which groups have which beginnings of prompts in their KV caches: an approximate index.
+"""An approximate index of the prompt prefixes in the KV cache of each group.
 
-The scheduler sees no cache. It assumes that a group keeps what is sent there, least recently used
-first out, within its blocks; workers correct that by the blocks that they have dropped. A prompt is
-known here by its thin hashes, each of which stands for the whole prompt up to there.
+The scheduler does not see the caches. It assumes that a group caches the prompts it is sent and
+evicts the least recently used within its blocks; workers correct this by reporting evicted blocks.
+A prompt is represented by thin hashes, each of which stands for the whole prefix up to there.
 """
 
 from collections import OrderedDict
@@ -12,33 +12,32 @@ from dataclasses import dataclass, field
 from services.core.prefix.block_hash import ThinHashes
 
 HASHES_MAX = 2**16
-"""Most thin hashes that are kept of one group, however many blocks it has."""
+"""Most thin hashes kept per group, whatever its number of blocks."""
 
 
 @dataclass(slots=True)
-class HeldPrefixes:
-    """The thin hashes of one group, least recently used first, each with the blocks it stands for.
+class CachedPrefixes:
+    """The thin hashes of a group in LRU order, each with the number of blocks it stands for."""
 
-    `capacity` and the blocks are counted in KV blocks.
-    """
-
+    # In KV blocks.
     capacity: int
     blocks: int = 0
+    # Blocks by thin hash, least recently used first.
     by_age: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def put(self, thin_hash: int, blocks: int) -> None:
-        """Make this the most recently used one; it stands for so many blocks from now on."""
+        """Insert a hash that stands for `blocks`, or make it the most recently used."""
         self.blocks += blocks - self.by_age.pop(thin_hash, 0)
         self.by_age[thin_hash] = blocks
 
     def discard(self, thin_hash: int) -> bool:
-        """Take one out; returns whether it was there."""
+        """Remove a hash; returns whether it was present."""
         blocks = self.by_age.pop(thin_hash, None)
         self.blocks -= blocks or 0
         return blocks is not None
 
     def evict(self) -> Iterator[int]:
-        """Take out the least recently used ones until the rest fits; yields them."""
+        """Remove least recently used hashes until the rest fits; yields them."""
         while self.by_age and (self.blocks > self.capacity or len(self.by_age) > HASHES_MAX):
             thin_hash, blocks = self.by_age.popitem(last=False)
             self.blocks -= blocks
@@ -47,82 +46,84 @@ class HeldPrefixes:
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Thin hashes by group, and groups by thin hash; lookups cost O(thin hashes of a prompt)."""
+    """Thin hashes by group, and groups by thin hash; lookups are linear in a prompt's hashes."""
 
-    _held: dict[str, HeldPrefixes] = field(default_factory=dict)
-    # Dictionaries instead of sets, whose order differs from one process to the next.
+    _cached: dict[str, CachedPrefixes] = field(default_factory=dict)
+    # Groups by thin hash, the latest insertion last. Dictionaries instead of sets, whose order
+    # differs between processes: replay must be deterministic.
     _holders: dict[int, dict[str, None]] = field(default_factory=dict)
 
     def join(self, group_id: str, capacity_blocks: int) -> None:
-        """A group that is not in the index comes with an empty cache."""
-        assert group_id not in self._held
-        self._held[group_id] = HeldPrefixes(capacity_blocks)
+        """Add a group that is not in the index, with an empty cache."""
+        assert group_id not in self._cached
+        self._cached[group_id] = CachedPrefixes(capacity_blocks)
 
     def leave(self, group_id: str) -> None:
-        """Forget a group that is in the index."""
-        for thin_hash in self._held.pop(group_id).by_age:
-            self._no_holder(thin_hash, group_id)
+        """Remove a group that is in the index."""
+        for thin_hash in self._cached.pop(group_id).by_age:
+            self._remove_holder(thin_hash, group_id)
 
     def resize(self, group_id: str, capacity_blocks: int) -> None:
-        """A group has so many blocks now."""
-        held = self._held[group_id]
-        held.capacity = capacity_blocks
-        self._evict(group_id, held)
+        """Set the number of KV blocks of a group, evicting what no longer fits."""
+        cached = self._cached[group_id]
+        cached.capacity = capacity_blocks
+        self._evict(group_id, cached)
 
-    def fill(self, group_id: str, prefix: ThinHashes) -> None:
-        """A group gets a prompt. The hash of the longest part is the first to go, as in caches:
-        without the shorter part it is of no use.
-        """
-        held = self._held[group_id]
+    def insert(self, group_id: str, prefix: ThinHashes) -> None:
+        """Record that a prompt was sent to a group."""
+        cached = self._cached[group_id]
+        # Longest prefix first: it must be evicted first, since a block without its predecessors
+        # is useless. Workers evict in the same order.
         for thin_hash in reversed(prefix.hashes):
-            held.put(thin_hash, prefix.stride)
+            cached.put(thin_hash, prefix.stride)
             self._holders.setdefault(thin_hash, {})[group_id] = None
-        self._evict(group_id, held)
+        self._evict(group_id, cached)
 
     def drop(self, group_id: str, thin_hashes: Iterable[int]) -> None:
-        """A group no longer has these; those that are not known are ignored."""
-        held = self._held[group_id]
+        """Record that a group has evicted these hashes; unknown ones are ignored."""
+        cached = self._cached[group_id]
         for thin_hash in thin_hashes:
-            if held.discard(thin_hash):
-                self._no_holder(thin_hash, group_id)
+            if cached.discard(thin_hash):
+                self._remove_holder(thin_hash, group_id)
 
     def matched_blocks(self, group_id: str, prefix: ThinHashes) -> int:
-        """Blocks at the beginning of a prompt that a group probably has."""
-        by_age, place = self._held[group_id].by_age, len(prefix.hashes)
+        """Length in blocks of the longest prefix of a prompt that a group probably has cached."""
+        by_age, place = self._cached[group_id].by_age, len(prefix.hashes)
+        # Each hash stands for the whole prefix, so the longest present decides.
         while place and prefix.hashes[place - 1] not in by_age:
             place -= 1
         return place * prefix.stride
 
-    def longest(self, prefix: ThinHashes) -> Iterator[str]:
-        """Groups that probably have a beginning of a prompt, those with the longest part first.
+    def by_longest_match(self, prefix: ThinHashes) -> Iterator[str]:
+        """Groups that probably have a prefix of a prompt cached, the longest match first.
 
-        The one that got its part last comes first of equals.
+        Among equal matches, the group with the most recent insertion comes first.
         """
         seen: set[str] = set()
         for thin_hash in reversed(prefix.hashes):
-            for group_id in reversed(self._holders.get(thin_hash, _NOBODY)):
+            for group_id in reversed(self._holders.get(thin_hash, _NO_HOLDERS)):
                 if group_id not in seen:
                     seen.add(group_id)
                     yield group_id
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the two orders disagree, or a group has more than fits."""
-        pairs = {(key, one) for one, held in self._held.items() for key in held.by_age}
-        assert pairs == {(key, one) for key, groups in self._holders.items() for one in groups}
+        """Raise AssertionError if the two indexes disagree, or a group exceeds its capacity."""
+        pairs = {(key, name) for name, cached in self._cached.items() for key in cached.by_age}
+        assert pairs == {(key, name) for key, groups in self._holders.items() for name in groups}
         assert all(self._holders.values()), "a hash without a holder is kept"
-        for held in self._held.values():
-            assert held.blocks == sum(held.by_age.values()) <= max(0, held.capacity)
-            assert len(held.by_age) <= HASHES_MAX
+        for cached in self._cached.values():
+            assert cached.blocks == sum(cached.by_age.values()) <= max(0, cached.capacity)
+            assert len(cached.by_age) <= HASHES_MAX
 
-    def _evict(self, group_id: str, held: HeldPrefixes) -> None:
-        for thin_hash in held.evict():
-            self._no_holder(thin_hash, group_id)
+    def _evict(self, group_id: str, cached: CachedPrefixes) -> None:
+        for thin_hash in cached.evict():
+            self._remove_holder(thin_hash, group_id)
 
-    def _no_holder(self, thin_hash: int, group_id: str) -> None:
+    def _remove_holder(self, thin_hash: int, group_id: str) -> None:
         holders = self._holders[thin_hash]
         del holders[group_id]
         if not holders:
             del self._holders[thin_hash]
 
 
-_NOBODY: dict[str, None] = {}
+_NO_HOLDERS: dict[str, None] = {}

@@ -1,8 +1,8 @@
-"""Requests that wait: a line for each model, in the order that a policy gives.
+"""Waiting requests: a queue per model, ordered by the scheduling policy.
 
-Requests that have run go before all others, and have no deadline here. Where classes count, that
-holds among online requests, and among batch requests, which come after all of those; and within a
-band of the order, such as a class, tenants take turns. See `tenant_turns`.
+Resumed requests go before new ones and have no deadline here. If service classes count, that holds
+among online requests and among batch requests, and all online requests go before batch. Within a
+band of the order (such as a class), tenants are served fairly; see `fair_queue`.
 """
 
 from bisect import bisect_left, insort
@@ -12,194 +12,200 @@ from math import inf
 
 from services.core.line_order import LineKey
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
-from services.core.scheduler.dispatch import NOBODY
-from services.core.scheduler.tenant_turns import TenantTurns
+from services.core.scheduler.dispatch import NO_ADDRESSES
+from services.core.scheduler.fair_queue import FairQueue
 from services.core.scheduler.vocabulary import Asked
 from services.core.service import Service, ServiceClass
 
-Place = tuple[float, int, str]
-"""Arrival (seconds), number and id of a request that was never assigned."""
+Slot = tuple[float, int, str]
+"""Arrival (seconds), sequence number and id of a request that was never assigned."""
 
 
 @dataclass(slots=True)
-class Places:
-    """The requests that were never assigned, by class and tenant, the oldest first.
+class QueueSlots:
+    """Requests that were never assigned, by class and tenant, oldest first: they use queue slots.
 
-    Owners of keys (tenants) have fair shares of the places of a full queue, by count: a newcomer
-    takes the place of another tenant's request only while that tenant has at least two more than
-    its own. So a flood of one tenant displaces no tenant that has fewer requests.
+    Tenants (owners of API keys) get fair shares of a full queue, by count: a new request displaces
+    another tenant's only while that tenant has at least two more requests than its own. So a burst
+    of a tenant displaces no tenant that has fewer requests.
     """
 
-    _held: dict[ServiceClass, dict[str, list[Place]]] = field(
-        default_factory=lambda: {one: {} for one in ALL}
+    _held: dict[ServiceClass, dict[str, list[Slot]]] = field(
+        default_factory=lambda: {cls: {} for cls in ALL}
     )
 
-    def add(self, service: Service, place: Place) -> None:
-        """A request has got a place. O(log n)."""
-        insort(self._held[service.service_class].setdefault(service.tenant, []), place)
+    def add(self, service: Service, slot: Slot) -> None:
+        """Add a request. O(log n)."""
+        insort(self._held[service.service_class].setdefault(service.tenant, []), slot)
 
-    def remove(self, service: Service, place: Place) -> None:
-        """A request has left its place. O(log n)."""
+    def remove(self, service: Service, slot: Slot) -> None:
+        """Remove a request. O(log n)."""
         of_class = self._held[service.service_class]
-        places = of_class[service.tenant]
-        del places[bisect_left(places, place)]
-        if not places:
+        slots = of_class[service.tenant]
+        del slots[bisect_left(slots, slot)]
+        if not slots:
             del of_class[service.tenant]
 
-    def giving_way(self, service: Service, below: Iterable[ServiceClass]) -> str | None:
-        """Id of the request whose place a newcomer takes, None if there is none.
+    def victim_for(self, service: Service, below: Iterable[ServiceClass]) -> str | None:
+        """Id of the request that a new request displaces from a full queue, None without any.
 
-        It is the newest one of the tenant with the most places, of the lowest class in `below`,
-        which are the classes that give way to the newcomer's, or else of its own class. Batch
-        requests give way to online ones whoever sent them, and a tenant's own lower classes to its
-        higher ones. O(tenants).
+        The victim is the newest request of the tenant with the most slots, in the lowest class of
+        `below` (the classes that the new request displaces), else in its own class. Batch
+        requests are displaced by online ones of any tenant, and a tenant's lower classes by its
+        own higher ones. O(tenants).
         """
-        for one in (*below, service.service_class):
-            of_class = self._held[one]
+        for cls in (*below, service.service_class):
+            of_class = self._held[cls]
             if not of_class:
                 continue
-            kind = ONLINE if one in ONLINE else (one,)
+            # Fairness counts the online classes together: a tenant gains nothing by mixing them.
+            kind = ONLINE if cls in ONLINE else (cls,)
             counts = {tenant: self._count(kind, tenant) for tenant in of_class}
             most = max(of_class, key=lambda tenant: (counts[tenant], of_class[tenant][-1]))
-            yields = service.online and one is ServiceClass.BATCH
+            yields = service.online and cls is ServiceClass.BATCH
+            # "+ 1": after an exchange the new tenant must not have more than the victim's.
             if yields or counts[most] > self._count(kind, service.tenant) + 1:
                 return of_class[most][-1][-1]
-            if one is not service.service_class and service.tenant in of_class:
+            if cls is not service.service_class and service.tenant in of_class:
                 return of_class[service.tenant][-1][-1]
         return None
 
-    def check_invariants(self, expected: Iterable[tuple[Service, Place]]) -> None:
-        """Raise AssertionError if it does not hold just these."""
-        held: dict[ServiceClass, dict[str, list[Place]]] = {one: {} for one in ALL}
-        for service, place in expected:
-            held[service.service_class].setdefault(service.tenant, []).append(place)
+    def check_invariants(self, expected: Iterable[tuple[Service, Slot]]) -> None:
+        """Raise AssertionError if the slots differ from `expected`."""
+        held: dict[ServiceClass, dict[str, list[Slot]]] = {cls: {} for cls in ALL}
+        for service, slot in expected:
+            held[service.service_class].setdefault(service.tenant, []).append(slot)
         for of_class in held.values():
-            for places in of_class.values():
-                places.sort()
+            for slots in of_class.values():
+                slots.sort()
         assert held == self._held
 
     def _count(self, classes: Iterable[ServiceClass], tenant: str) -> int:
-        return sum(len(self._held[one].get(tenant, ())) for one in classes)
+        return sum(len(self._held[cls].get(tenant, ())) for cls in classes)
 
 
 @dataclass(slots=True)
 class Waiting:
-    """A request in the queue.
-
-    `stream_id` is where its answer goes: that of the latest ask. `start_tokens` of KV must be free
-    before it can run. `overtaken` counts requests behind it in the line that were assigned before
-    it; `returns` counts workers that have given it back. Its deadline counts from `counted_s`: its
-    arrival, or when a worker failed under it. One that is `placed` was assigned before:
-    by a return, a change of groups or the loss of a worker, it is here again. Until `alone_until_s`
-    it may start only where nothing else runs, until `spread_until_s` only where few prompts wait.
-    """
+    """A request in the queue."""
 
     ask: Asked
+    # Gateway stream that gets the answer: that of the latest ask.
     stream_id: int
     arrival_s: float
-    counted_s: float
+    # Start of the deadline: the arrival, or when a worker failed under the request.
+    deadline_start_s: float
+    # Token slots that must be free before it can start.
     start_tokens: int = 0
+    # Later requests of the same queue that were assigned before it.
     overtaken: int = 0
-    returns: int = 0
-    placed: bool = False
+    # Workers that returned it to the queue.
+    requeues: int = 0
+    # It was assigned before: requeued, or its group changed or its worker was lost.
+    was_assigned: bool = False
+    # Until then it starts only in an idle group.
     alone_until_s: float = -inf
+    # Until then it starts only in a group without a prefill backlog.
     spread_until_s: float = -inf
 
     def avoided(self, now_s: float) -> frozenset[str]:
-        """Addresses of workers that its gateway does not want now."""
+        """Addresses of workers that its gateway cannot reach, while the ask's `avoided_s` last."""
         if not self.ask.avoided or now_s >= self.ask.now_s + self.ask.avoided_s:
-            return NOBODY
+            return NO_ADDRESSES
         return frozenset(self.ask.avoided)
 
 
 @dataclass(slots=True)
-class _OfClass:
-    """The requests of one class in a line; `expiring` are those that have not run."""
+class _ClassCounts:
+    """The requests of a class and model; `expiring` are those with a deadline, oldest first."""
 
     requests: int = 0
     start_tokens: int = 0
-    expiring: list[Place] = field(default_factory=list)
+    expiring: list[Slot] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Line:
-    """The requests of one model."""
+class _ModelQueue:
+    """The waiting requests of a model, in order and by class."""
 
-    turns: TenantTurns = field(default_factory=TenantTurns)
-    by_class: dict[ServiceClass, _OfClass] = field(
-        default_factory=lambda: {one: _OfClass() for one in ALL}
+    fair_queue: FairQueue = field(default_factory=FairQueue)
+    by_class: dict[ServiceClass, _ClassCounts] = field(
+        default_factory=lambda: {cls: _ClassCounts() for cls in ALL}
     )
 
 
 @dataclass(slots=True)
 class WaitQueue:
-    """The lines of all models; a change looks at O(log n) entries."""
+    """The queues of all models; each change costs O(log n)."""
 
     rules: ClassRules = NO_CLASSES
+    # Sequence number and request by id.
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
-    _lines: dict[str, _Line] = field(default_factory=dict)
+    # By model; only models with waiting requests.
+    _queues: dict[str, _ModelQueue] = field(default_factory=dict)
+    # Request ids by gateway stream.
     _by_stream: dict[int, set[str]] = field(default_factory=dict)
-    _places: Places = field(default_factory=Places)
+    _slots: QueueSlots = field(default_factory=QueueSlots)
     _next_number: int = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
     def get(self, request_id: str) -> Waiting | None:
-        """The waiting request of this id, or None."""
-        found = self._live.get(request_id)
-        return found[1] if found is not None else None
+        """The waiting request with this id, or None."""
+        entry = self._live.get(request_id)
+        return entry[1] if entry is not None else None
 
     def models(self) -> list[str]:
         """Models with waiting requests."""
-        return list(self._lines)
+        return list(self._queues)
 
-    def wanted(self, model: str, classes: Collection[ServiceClass] = ALL) -> tuple[int, int]:
-        """How many requests of `classes` wait for `model`, and the KV tokens that they need."""
-        line = self._lines.get(model)
-        if line is None:
+    def demand(self, model: str, classes: Collection[ServiceClass] = ALL) -> tuple[int, int]:
+        """Number of requests of `classes` that wait for `model`, and tokens of KV they need."""
+        queue = self._queues.get(model)
+        if queue is None:
             return 0, 0
-        of = [line.by_class[one] for one in classes]
-        return sum(one.requests for one in of), sum(one.start_tokens for one in of)
+        counts = [queue.by_class[cls] for cls in classes]
+        return sum(c.requests for c in counts), sum(c.start_tokens for c in counts)
 
     def count(self, classes: Collection[ServiceClass]) -> int:
-        """How many requests of `classes` wait, for whatever model."""
-        return sum(self.wanted(model, classes)[0] for model in self._lines)
+        """Number of requests of `classes` that wait, over all models."""
+        return sum(self.demand(model, classes)[0] for model in self._queues)
 
     def of_stream(self, stream_id: int) -> list[str]:
-        """Ids of the requests whose answers go to this stream."""
+        """Ids of the requests whose answers go to this gateway stream."""
         return list(self._by_stream.get(stream_id, ()))
 
-    def line(self, model: str) -> Iterator[Waiting]:
-        """The requests for `model` in order; do not change the queue while you iterate."""
-        line = self._lines.get(model)
-        return (self._live[one][1] for one in (line.turns if line is not None else ()))
+    def in_order(self, model: str) -> Iterator[Waiting]:
+        """The requests for `model` in queue order; do not change the queue while iterating."""
+        queue = self._queues.get(model)
+        return (
+            self._live[request_id][1]
+            for request_id in (queue.fair_queue if queue is not None else ())
+        )
 
     def oldest(self, model: str) -> list[Waiting]:
-        """The request for `model` of each class whose deadline is next, by their `counted_s`.
+        """Per class, the request for `model` with the earliest deadline start, in that order.
 
-        Those that have run have none.
+        Resumed requests have no deadline.
         """
-        line = self._lines.get(model)
-        of = line.by_class.values() if line is not None else ()
+        queue = self._queues.get(model)
+        counts = queue.by_class.values() if queue is not None else ()
         return [
-            self._live[entry[-1]][1] for entry in sorted(o.expiring[0] for o in of if o.expiring)
+            self._live[entry[-1]][1]
+            for entry in sorted(c.expiring[0] for c in counts if c.expiring)
         ]
 
-    def oldest_counted_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
-        """The least `counted_s` of the requests of `classes` that can expire, or None."""
-        of = (line.by_class[one].expiring for line in self._lines.values() for one in classes)
-        return min((expiring[0][0] for expiring in of if expiring), default=None)
+    def oldest_deadline_start_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
+        """The earliest deadline start of the requests of `classes` that can expire, or None."""
+        lists = (queue.by_class[cls].expiring for queue in self._queues.values() for cls in classes)
+        return min((expiring[0][0] for expiring in lists if expiring), default=None)
 
-    def giving_way(self, service: Service) -> Waiting | None:
-        """The request, for whatever model, whose place in a full queue a newcomer takes, or None.
-
-        See Places.
-        """
-        if not self.rules.on:
+    def victim_for(self, service: Service) -> Waiting | None:
+        """The request of any model that a new request displaces, or None; see QueueSlots."""
+        if not self.rules.enabled:
             return None
-        found = self._places.giving_way(service, self.rules.below(service))
-        return None if found is None else self._live[found][1]
+        victim_id = self._slots.victim_for(service, self.rules.displaceable(service))
+        return None if victim_id is None else self._live[victim_id][1]
 
     def push(self, waiting: Waiting) -> None:
         """Add a request whose id is not in the queue."""
@@ -207,85 +213,90 @@ class WaitQueue:
         assert ask.request_id not in self._live
         self._next_number += 1
         self._live[ask.request_id] = (number, waiting)
-        line = self._lines.setdefault(ask.model, _Line())
+        queue = self._queues.setdefault(ask.model, _ModelQueue())
         entry = self._key(waiting), number, ask.request_id
-        line.turns.add(*self._place(waiting), entry, waiting.start_tokens)
-        of_class = line.by_class[ask.service.service_class]
+        queue.fair_queue.add(*self._band(waiting), entry, waiting.start_tokens)
+        counts = queue.by_class[ask.service.service_class]
         if not ask.resumed:
-            insort(of_class.expiring, (waiting.counted_s, number, ask.request_id))
-        if not waiting.placed:
-            self._places.add(ask.service, (waiting.arrival_s, number, ask.request_id))
-        of_class.requests += 1
-        of_class.start_tokens += waiting.start_tokens
+            # A resumed request has sent tokens to its client already: it never expires here.
+            insort(counts.expiring, (waiting.deadline_start_s, number, ask.request_id))
+        if not waiting.was_assigned:
+            # Only new requests use queue slots: a requeued request is never turned away.
+            self._slots.add(ask.service, (waiting.arrival_s, number, ask.request_id))
+        counts.requests += 1
+        counts.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
 
     def move(self, request_id: str, stream_id: int) -> None:
-        """Send the answer to another stream."""
+        """Send the answer of a waiting request to another gateway stream."""
         _, waiting = self._live[request_id]
         self._leave_stream(waiting)
         waiting.stream_id = stream_id
         self._by_stream.setdefault(stream_id, set()).add(request_id)
 
     def start(self, request_id: str) -> Waiting:
-        """Take out a request that has got a group: its tenant's next one comes after others'."""
+        """Remove a request that is assigned, and charge its tenant for its start tokens."""
         waiting = self._live[request_id][1]
-        self._lines[waiting.ask.model].turns.charge(*self._place(waiting), waiting.start_tokens)
+        self._queues[waiting.ask.model].fair_queue.charge(
+            *self._band(waiting), waiting.start_tokens
+        )
         return self.remove(request_id)
 
     def remove(self, request_id: str) -> Waiting:
-        """Take a request out, wherever it stands."""
+        """Remove a request, wherever it stands in the order."""
         number, waiting = self._live.pop(request_id)
         self._leave_stream(waiting)
         ask = waiting.ask
-        line = self._lines[ask.model]
-        line.turns.remove(*self._place(waiting), (self._key(waiting), number, request_id))
-        of_class = line.by_class[ask.service.service_class]
+        queue = self._queues[ask.model]
+        queue.fair_queue.remove(*self._band(waiting), (self._key(waiting), number, request_id))
+        counts = queue.by_class[ask.service.service_class]
         if not ask.resumed:
-            place = waiting.counted_s, number, request_id
-            del of_class.expiring[bisect_left(of_class.expiring, place)]
-        if not waiting.placed:
-            self._places.remove(ask.service, (waiting.arrival_s, number, request_id))
-        of_class.requests -= 1
-        of_class.start_tokens -= waiting.start_tokens
-        if not any(one.requests for one in line.by_class.values()):
-            del self._lines[ask.model]
+            entry = waiting.deadline_start_s, number, request_id
+            del counts.expiring[bisect_left(counts.expiring, entry)]
+        if not waiting.was_assigned:
+            self._slots.remove(ask.service, (waiting.arrival_s, number, request_id))
+        counts.requests -= 1
+        counts.start_tokens -= waiting.start_tokens
+        if not any(c.requests for c in queue.by_class.values()):
+            del self._queues[ask.model]
         return waiting
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if an index disagrees with the others."""
+        """Raise AssertionError if the indexes disagree."""
         assert sum(map(len, self._by_stream.values())) == len(self._live)
         for request_id, (_, waiting) in self._live.items():
             assert request_id == waiting.ask.request_id
             assert request_id in self._by_stream[waiting.stream_id]
-        self._places.check_invariants(
-            (one.ask.service, (one.arrival_s, number, one.ask.request_id))
-            for number, one in self._live.values()
-            if not one.placed
+        self._slots.check_invariants(
+            (w.ask.service, (w.arrival_s, number, w.ask.request_id))
+            for number, w in self._live.values()
+            if not w.was_assigned
         )
-        everyone = [one for _, one in self._live.values()]
-        for model, line in self._lines.items():
-            line.turns.check_invariants()
-            of_model = [one for one in everyone if one.ask.model == model]
-            names = sorted(one.ask.request_id for one in of_model)
-            assert names and sorted(line.turns) == names
-            for service_class, of_class in line.by_class.items():
-                alike = [one for one in of_model if one.ask.service.service_class is service_class]
-                assert of_class.requests == len(alike)
-                assert of_class.start_tokens == sum(one.start_tokens for one in alike)
-                assert of_class.expiring == sorted(
-                    (one.counted_s, self._live[one.ask.request_id][0], one.ask.request_id)
-                    for one in alike
-                    if not one.ask.resumed
+        # Recompute every count and order from the requests themselves.
+        everyone = [w for _, w in self._live.values()]
+        for model, queue in self._queues.items():
+            queue.fair_queue.check_invariants()
+            of_model = [w for w in everyone if w.ask.model == model]
+            names = sorted(w.ask.request_id for w in of_model)
+            assert names and sorted(queue.fair_queue) == names
+            for service_class, counts in queue.by_class.items():
+                alike = [w for w in of_model if w.ask.service.service_class is service_class]
+                assert counts.requests == len(alike)
+                assert counts.start_tokens == sum(w.start_tokens for w in alike)
+                assert counts.expiring == sorted(
+                    (w.deadline_start_s, self._live[w.ask.request_id][0], w.ask.request_id)
+                    for w in alike
+                    if not w.ask.resumed
                 )
-        assert {one.ask.model for one in everyone} == self._lines.keys()
+        assert {w.ask.model for w in everyone} == self._queues.keys()
 
     def _key(self, waiting: Waiting) -> LineKey:
-        return self.rules.line(waiting.ask.service, waiting.arrival_s)
+        return self.rules.queue_order(waiting.ask.service, waiting.arrival_s)
 
-    def _place(self, waiting: Waiting) -> tuple[LineKey, str]:
-        """The band of the line in which a request stands, and its tenant if that counts."""
+    def _band(self, waiting: Waiting) -> tuple[LineKey, str]:
+        """The band of the order that a request belongs to, and its tenant ("" without classes)."""
         ask = waiting.ask
-        if not self.rules.on:
+        if not self.rules.enabled:
             return (not ask.resumed,), ""
         return (not ask.service.online, not ask.resumed, self._key(waiting)[0]), ask.service.tenant
 

@@ -1,4 +1,4 @@
-"""How fast requests leave lines, and when one that was refused should come again."""
+"""Dispatch rates, and the Retry-After that follows from them."""
 
 import math
 import zlib
@@ -12,18 +12,19 @@ RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 RATE_WINDOW_S = 10.0
 STARTS_MIN = 20
-"""With fewer dispatches the pace of a line is unknown."""
+"""The pace of a queue is unknown with fewer dispatches."""
 _JITTER = 0.25
 
 
 @dataclass(slots=True)
 class DispatchRate:
-    """How many requests left the queue for a group lately."""
+    """Recent dispatches from the queue to a group."""
 
+    # Times of the latest dispatches.
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
     def note(self, now_s: float) -> None:
-        """Count one dispatch."""
+        """Count a dispatch."""
         self._times_s.append(now_s)
 
     def per_s(self, now_s: float) -> float:
@@ -37,51 +38,52 @@ class DispatchRate:
 
 @dataclass(slots=True)
 class ClassRates:
-    """Dispatches of all requests, and of those of each class."""
+    """Dispatch rates, overall and by class."""
 
     every: DispatchRate = field(default_factory=DispatchRate)
     _of_class: dict[ServiceClass, DispatchRate] = field(
-        default_factory=lambda: {one: DispatchRate() for one in ServiceClass}
+        default_factory=lambda: {cls: DispatchRate() for cls in ServiceClass}
     )
 
     def note(self, service_class: ServiceClass, now_s: float) -> None:
-        """Count one dispatch."""
+        """Count a dispatch."""
         self.every.note(now_s)
         self._of_class[service_class].note(now_s)
 
     def per_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
-        """Dispatches per second of these classes."""
+        """Dispatches per second of these classes together."""
         if len(classes) == len(self._of_class):
             return self.every.per_s(now_s)
-        return sum(self._of_class[one].per_s(now_s) for one in classes)
+        return sum(self._of_class[cls].per_s(now_s) for cls in classes)
 
 
 @dataclass(slots=True)
-class LinePace:
-    """How fast a line moves while requests wait in it.
+class QueuePace:
+    """Dispatch rate of a queue while requests wait in it.
 
-    Dispatches from before the line was last empty do not count: under light load the workers could
-    do more.
+    Dispatches from before the queue was last empty do not count: under light load the workers
+    could have started more.
     """
 
+    # When the queue was last empty.
     _since_s: float = math.inf
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
     def begin(self, now_s: float) -> None:
-        """A request joins the empty line."""
+        """Restart the measurement: a request joins the empty queue."""
         self._since_s = now_s
         self._times_s.clear()
 
     def note(self, now_s: float) -> None:
-        """Count one dispatch from the line."""
+        """Count a dispatch from the queue."""
         self._since_s = min(self._since_s, now_s)
         self._times_s.append(now_s)
 
     def per_s(self, now_s: float, window_s: float) -> float | None:
-        """Dispatches per second over `window_s`, or over the time of the last `STARTS_MIN`.
+        """Dispatches per second over `window_s` or the last `STARTS_MIN`, whichever is longer.
 
-        The longer time counts, but none from before the line was empty. None if there were fewer,
-        or if all of them were earlier: that says nothing, since all requests that run may be long.
+        Time before the queue was last empty does not count. None with fewer dispatches, or if none
+        falls into that time: that proves nothing, since all running requests may be long.
         """
         times_s = self._times_s
         if len(times_s) < STARTS_MIN:
@@ -89,14 +91,14 @@ class LinePace:
         first_s = min(now_s - window_s, times_s[-STARTS_MIN])
         known_s = times_s[0] if len(times_s) == times_s.maxlen else self._since_s
         first_s = max(first_s, known_s)
-        starts = sum(one >= first_s for one in times_s)
+        starts = sum(time_s >= first_s for time_s in times_s)
         return starts / max(now_s - first_s, 1e-3) if starts else None
 
 
 def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:
-    """Seconds in which `queued` requests leave at the recent rate, within [1, 60].
+    """Seconds until `queued` requests have left at the recent rate, within [1, 60].
 
-    Up to a quarter longer, depending on the id, so that refused clients do not return together.
+    Adds up to 25 % of jitter, derived from the id, so that refused clients do not retry together.
     """
     if rate_per_s <= 0:
         return RETRY_AFTER_MAX_S

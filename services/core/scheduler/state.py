@@ -1,12 +1,13 @@
-"""The scheduler's decisions: a bounded queue, and late binding to groups with room.
+"""The scheduler's state machine: a bounded admission queue with late binding to groups.
 
-Every ask ends exactly once: assigned, refused or withdrawn. Asking again under the same id is
-safe: a waiting request gets its ticket again, an assigned one its assignment.
+A request stays in the queue until a group has room for it (late binding). Every ask ends exactly
+once: assigned, refused or withdrawn. Asks are idempotent by request id: repeating the ask of a
+waiting request returns its ticket, repeating that of an assigned request returns its assignment.
 
-Theory of operation. `admission` says which asks may wait, `queue` which request is next, `dispatch`
-and `group_index` which group takes it, or `prefix_ranking` by what is cached; `group_table` says
-which groups there are and what they carry; `bookkeeping` remembers what was assigned. Only this
-module changes them, one event at a time.
+`admission` decides whether an ask may wait, `queue` which request is next, and `dispatch` with
+`group_index` (or `prefix_ranking`, by cached prefixes) which group takes it. `group_table` holds
+the groups and their load, `assignments` the recent assignments. Only this module changes them, by
+a single event at a time.
 """
 
 from collections.abc import Collection
@@ -18,7 +19,7 @@ from services.core.demand import ModelDemand
 from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
-from services.core.scheduler.bookkeeping import Assigned, Assignments, Totals
+from services.core.scheduler.assignments import Assigned, Assignments, Totals
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
@@ -45,42 +46,53 @@ from services.core.scheduler.vocabulary import (
 )
 from services.core.service import ServiceClass
 
-RETURNS_MAX = 3
-"""Workers that may give a request back; the next one keeps it."""
+REQUEUES_MAX = 3
+"""Times that workers may return a request to the queue; the next worker has to keep it."""
 ALONE_S = 10.0
-"""How long a request that is to be alone waits for a group without requests."""
+"""How long a request with `alone` waits for an idle group."""
 SPREAD_S = 5.0
-"""How long requests that have run wait by default for a group with few prompts before it."""
+"""Default time for which resumed requests wait for a group without a prefill backlog."""
 
 
 @dataclass(slots=True)
 class SchedulerState:
-    """Admission, queue and dispatch.
+    """Admission, queue and dispatch of a scheduler.
 
-    `score` ranks groups, less is better; with the costs `ttft` the group that gives the first token
-    soonest comes first, by what it has cached. `rules` say what classes decide; if anything, no
-    batch request starts in a group that could hold an online one that waits here. For
-    `overtaken_max` see `overtaking`, for `growth_blocks` `GroupLoad`.
+    With `ttft`, dispatch prefers the group with the lowest predicted TTFT, including prefix cache
+    hits; `score` breaks ties. If `rules` enable classes, no batch request starts in a group that
+    could hold an online request that waits here.
 
-    Requests that have run come many at a time, when their worker is lost or gives them up, and
-    each has all of its tokens to compute again. So that the first group that serves does not get
-    all of them, they wait for `spread_s` at most while every group with room has prompts enough for
-    now; so do those behind them in the line.
+    Resumed requests arrive in bursts, when their worker is lost or hands them over, and each of
+    them recomputes its whole prefill. So that the burst does not land on the first group with
+    room, they wait for up to `spread_s` while every group with room has a prefill backlog. Requests
+    behind them in the queue wait as well.
     """
 
+    # Most requests that wait, and how long an online request may wait.
     queue_limit: int
     queue_deadline_s: float
+    # Ranks groups, lower is better.
     score: ScoreFunction = kv_share
+    # How often a request may be overtaken; see `overtaking`.
     overtaken_max: int = OVERTAKEN_MAX
+    # KV blocks kept free per running request; see `GroupLoad`.
     growth_blocks: float = GROWTH_BLOCKS
+    # Cost model that predicts TTFT; None: dispatch by `score` alone.
     ttft: CostModel | None = None
+    # What service classes decide.
     rules: ClassRules = NO_CLASSES
+    # How long resumed requests wait for a group without a backlog.
     spread_s: float = SPREAD_S
+    # Serving groups with their load.
     _groups: GroupTable = field(init=False)
+    # Waiting requests of all models.
     _queue: WaitQueue = field(init=False)
     _admission: Admission = field(init=False)
+    # Dispatch rates over all models, for Retry-After.
     _rates: ClassRates = field(default_factory=ClassRates)
+    # Recent assignments, for repeated asks.
     _assignments: Assignments = field(default_factory=Assignments)
+    # Counters for metrics.
     _totals: Totals = field(default_factory=Totals)
 
     def __post_init__(self) -> None:
@@ -96,7 +108,7 @@ class SchedulerState:
         )
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event; return what the driver must send, in order."""
+        """Apply an event; return the commands that the driver must send, in order."""
         match event:
             case Asked():
                 return self._ask(event)
@@ -118,12 +130,13 @@ class SchedulerState:
         return []
 
     def groups_serving(self, now_s: float) -> int:
-        """Groups that requests can be placed in: their leaders have reported not long ago."""
+        """Number of groups whose leader's load report is fresh, so that requests can start."""
         return sum(load.is_fresh(now_s) for load in self._groups.loads)
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """The state in numbers."""
+        """Counters and gauges for metrics and heartbeats."""
         loads, totals = list(self._groups.loads), self._totals
+        # Metrics need an entry for every model and class, so that absent series read as 0.
         return Snapshot(
             queued=len(self._queue),
             oldest_wait_s=self._oldest_wait_s(ALL, now_s),
@@ -140,26 +153,27 @@ class SchedulerState:
             queue_deadline_s=self.queue_deadline_s,
             wants_prefixes=self.ttft is not None,
             queued_by_model={
-                model: self._queue.wanted(model)[0]
+                model: self._queue.demand(model)[0]
                 for model in sorted({*self._groups.models, *self._queue.models()})
             },
-            queued_by_class={one: self._queue.count((one,)) for one in ALL},
-            oldest_wait_s_by_class={one: self._oldest_wait_s((one,), now_s) for one in ALL},
+            queued_by_class={cls: self._queue.count((cls,)) for cls in ALL},
+            oldest_wait_s_by_class={cls: self._oldest_wait_s((cls,), now_s) for cls in ALL},
             refused_total_by_class=dict(totals.refused_of_class),
         )
 
     def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
-        oldest_s = self._queue.oldest_counted_s(classes)
+        oldest_s = self._queue.oldest_deadline_start_s(classes)
         return max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
 
     def demands(self, now_s: float) -> tuple[ModelDemand, ...]:
-        """Demand for the groups of each model, now and in the last seconds."""
-        found = []
+        """Demand per model: waiting requests, recent refusals and the arrival rate."""
+        demands = []
         for name in self._groups.models:
             model = self._groups.of_model(name)
             assert model is not None
-            queued, queued_tokens = self._queue.wanted(name, self.rules.demanding)
-            every, every_tokens = self._queue.wanted(name)
+            # Only online requests justify dropping parameters; batch demand is reported apart.
+            queued, queued_tokens = self._queue.demand(name, self.rules.demand_classes)
+            every, every_tokens = self._queue.demand(name)
             refused, refused_tokens = model.meter.refused.at(now_s)
             rate = model.meter.arrived_tokens_per_s(now_s)
             demand = ModelDemand(
@@ -173,60 +187,64 @@ class SchedulerState:
                 every_tokens - queued_tokens,
             )
             if demand != ModelDemand(name):
-                found.append(demand)
-        return tuple(found)
+                demands.append(demand)
+        return tuple(demands)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself."""
         self._queue.check_invariants()
         self._groups.check_invariants()
         self._assignments.check_invariants()
-        waiting = [one for model in self._queue.models() for one in self._queue.line(model)]
-        assert sum(not one.placed for one in waiting) <= self.queue_limit
+        waiting = [w for model in self._queue.models() for w in self._queue.in_order(model)]
+        assert sum(not w.was_assigned for w in waiting) <= self.queue_limit
         assert not any(self._queue.get(request_id) for request_id in self._assignments)
 
     # --- asks
 
     def _ask(self, ask: Asked) -> list[Command]:
         if self._queue.get(ask.request_id) is not None:
+            # The gateway has reconnected: its answer goes to the new stream.
             self._queue.move(ask.request_id, ask.stream_id)
             return [SendTicket(ask.stream_id, ask.request_id)]
         if (invalid := check_fields(ask)) is not None:
             return [self._refusal(ask, ask.stream_id, invalid, ask.now_s)]
-        arrival_s, returns, placed = ask.now_s - ask.waited_s, 0, False
+        arrival_s, requeues, was_assigned = ask.now_s - ask.waited_s, 0, False
         returned = ask.failed is not None and ask.failed.returned
         if (remembered := self._assignments.get(ask.request_id)) is not None:
             if (repeated := self._repeat(ask, remembered)) is not None:
                 return [repeated]
+            # A requeued request keeps its arrival time, so that it keeps its rank in the queue.
             arrival_s = min(arrival_s, remembered.arrival_s)
-            returns, placed = remembered.returns + returned, True
+            requeues, was_assigned = remembered.requeues + returned, True
         if ask.resumed or ask.excused_s:
-            placed = True
+            # A restarted scheduler does not remember the assignment, but the request has run.
+            was_assigned = True
             self._forget_lost(ask)
         self._totals.returned += returned
-        return self._admit(ask, arrival_s, returns, placed)
+        return self._admit(ask, arrival_s, requeues, was_assigned)
 
     def _repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
-        """The same assignment again, or None (and it is forgotten) if it no longer holds.
+        """The remembered assignment again, or None after forgetting it, if it is no longer valid.
 
-        It does not hold if it failed or if the group has another epoch by now.
+        An assignment is invalid once it has failed or its group has moved to another epoch.
         """
         failed, load = ask.failed, self._groups.at_epoch(*remembered.place)
         if load is not None:
             if failed is None or (failed.group_id, failed.epoch) != remembered.place:
-                group, returns = load.group, remembered.returns
-                return self._assignment(ask.stream_id, ask.request_id, group, returns)
+                group, requeues = load.group, remembered.requeues
+                return self._assignment(ask.stream_id, ask.request_id, group, requeues)
             if not failed.returned:
-                # The worker is ahead of our view, or gone; else it would be offered again.
+                # The worker is at a newer epoch than our view, or dead: without this, the next
+                # dispatch would choose the same group again.
                 self._groups.forget_report(load)
         self._forget(ask.request_id)
         return None
 
     def _forget_lost(self, ask: Asked) -> None:
-        """Forget the load of the worker that a request has lost.
+        """Stop dispatch to the worker that a request was lost with, until its next load report.
 
-        Its gateway may know an older epoch of the group. If another worker leads it now, that one
-        gets nothing until its next report, which is soon.
+        The gateway may know an older epoch of the group. If another worker leads it by now, that
+        leader gets no requests until its next report, which is due within about a second.
         """
         failed = ask.failed
         if failed is None or failed.returned:
@@ -234,28 +252,39 @@ class SchedulerState:
         if (load := self._groups.of_id(failed.group_id)) is not None:
             self._groups.forget_report(load)
 
-    def _admit(self, ask: Asked, arrival_s: float, returns: int, placed: bool) -> list[Command]:
-        """Let a request wait, or refuse it; then serve the line."""
+    def _admit(
+        self, ask: Asked, arrival_s: float, requeues: int, was_assigned: bool
+    ) -> list[Command]:
+        """Queue a request or refuse it, then dispatch from the queue of its model."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
-        counted_s = arrival_s
+        deadline_start_s = arrival_s
         if ask.excused_s:
-            counted_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
-        refused = self._admission.refusal(ask, model, counted_s, placed)
+            # The deadline restarts when a worker fails: that wait was not the queue's fault.
+            deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
+        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned)
         meter = self._demand_meter(ask)
-        if meter is not None and not placed and (refused is None or refused.for_want_of_room):
+        # Count as demand what more KV memory could serve, each request once.
+        if meter is not None and not was_assigned and (refused is None or refused.is_overload):
             meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
-            if meter is not None and refused.for_want_of_room:
+            if meter is not None and refused.is_overload:
                 meter.refused.add(start_tokens, ask.now_s)
             return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
-        displaced = self._admission.displaced(ask, placed)
+        displaced = self._admission.displaced(ask, was_assigned)
         refusals = [] if displaced is None else [self._end(*displaced, ask.now_s)]
         paced = model is not None and not self.rules.is_batch(ask.service)
+        # The pace is measured only while requests wait: see QueuePace.
         if model is not None and paced and not self._waiting_online(ask.model):
             model.meter.pace.begin(ask.now_s)
         waiting = Waiting(
-            ask, ask.stream_id, arrival_s, counted_s, start_tokens, returns=returns, placed=placed
+            ask,
+            ask.stream_id,
+            arrival_s,
+            deadline_start_s,
+            start_tokens,
+            requeues=requeues,
+            was_assigned=was_assigned,
         )
         if ask.alone:
             waiting.alone_until_s = ask.now_s + ALONE_S
@@ -266,7 +295,7 @@ class SchedulerState:
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
 
     def _demand_meter(self, ask: Asked) -> DemandMeter | None:
-        """What measures the demand for a model; None if a request is no demand for known groups."""
+        """The demand meter of the model; None for an unknown model or a batch request."""
         model = self._groups.of_model(ask.model)
         return None if model is None or self.rules.is_batch(ask.service) else model.meter
 
@@ -289,23 +318,23 @@ class SchedulerState:
     def _tick(self, now_s: float) -> list[Command]:
         for request_id in self._assignments.lapsed(now_s):
             self._forget(request_id)
-        self._groups.watch(now_s)
+        self._groups.check_liveness(now_s)
         commands: list[Command] = []
         for model in self._queue.models():
             commands += self._dispatch(model, now_s)
         return commands
 
     def _dispatch(self, name: str, now_s: float) -> list[Command]:
-        """Serve the line of a model for as long as some group has room for the next request."""
+        """Assign waiting requests of a model for as long as some group has room for the next."""
         model = self._groups.of_model(name)
         if model is None:
             return self._refuse_waiting(name, now_s)
         commands = list[Command]()
         model.drop_lapsed(now_s)
         picked: GroupLoad | None = None
-        held_tokens = inf  # groups that can hold so many wait for a request that holds the line
-        kept_tokens = inf  # groups that can hold so many start no batch request
-        spread = False  # groups that are behind start nothing
+        held_tokens = inf  # groups that can hold this many are kept for an overtaken request
+        kept_tokens = inf  # groups that can hold this many start no batch request
+        spread = False  # skip groups with a prefill backlog
 
         def fits(waiting: Waiting) -> bool:
             nonlocal picked, spread
@@ -314,6 +343,7 @@ class SchedulerState:
                 below_tokens = min(held_tokens, kept_tokens)
             spread = spread or now_s < waiting.spread_until_s
             if now_s < waiting.alone_until_s:
+                # It may crash an engine: start it where no other request runs.
                 picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
                 avoided = waiting.avoided(now_s)
@@ -322,6 +352,7 @@ class SchedulerState:
 
         def holds_all(waiting: Waiting) -> bool:
             nonlocal held_tokens
+            # A request that waits for an idle group must not block the queue.
             if now_s < waiting.alone_until_s:
                 return False
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
@@ -333,48 +364,49 @@ class SchedulerState:
 
         while True:
             commands += self._refuse_waiting(name, now_s)
+            # An assignment changes room and ranking, so each round starts from the head again.
             held_tokens, kept_tokens = inf, self._kept_from_batch(name, model)
             spread = False
-            line = (one for one in self._queue.line(name) if model.can_hold(one.ask))
-            first = next_to_start(line, fits, self.overtaken_max, holds_all)
+            queue = (w for w in self._queue.in_order(name) if model.can_hold(w.ask))
+            first = next_to_start(queue, fits, self.overtaken_max, holds_all)
             if first is None or picked is None:
                 return commands
-            start(self._queue.line(name), first, wants)
+            start(self._queue.in_order(name), first, wants)
             commands.append(self._assign(first, picked, model, now_s))
 
     def _waiting_online(self, name: str) -> int:
-        """How many requests of a model wait that are not batch requests, where classes count."""
-        return self._queue.wanted(name, self.rules.demanding)[0]
+        """Number of waiting requests of a model, without batch requests if classes count."""
+        return self._queue.demand(name, self.rules.demand_classes)[0]
 
     def _kept_from_batch(self, name: str, model: ModelGroups) -> float:
-        """Groups that can hold so many tokens are kept for an online request that waits.
+        """Groups that can hold this many tokens are kept free of batch requests for an online one.
 
-        Groups that are divided by class never want the same one.
+        Partitioned groups (`batch_groups`) never compete, so nothing is kept.
         """
         least = inf
-        if not self.rules.on or model.divided or not self._waiting_online(name):
+        if not self.rules.enabled or model.partitioned or not self._waiting_online(name):
             return least
         tokens_min = model.index.tokens_min
-        for waiting in self._queue.line(name):
+        for waiting in self._queue.in_order(name):
             if waiting.ask.service.online:
                 least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
                 if least <= tokens_min:
-                    break  # all groups can hold it
+                    break  # no group can hold less: all groups are kept already
         return least
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
-        """Refuse requests that are late, and the first of the line while no group can hold it."""
+        """Refuse expired requests, and those at the head of the queue that no group can hold."""
         commands: list[Command] = []
-        while (hopeless := self._admission.refusal_in_line(model, now_s)) is not None:
+        while (hopeless := self._admission.next_refusal(model, now_s)) is not None:
             commands.append(self._end(*hopeless, now_s))
         return commands
 
     def _end(self, waiting: Waiting, refused: NotAdmitted, now_s: float) -> SendRefusal:
-        """Take a request out of the queue and refuse it."""
+        """Remove a request from the queue and refuse it."""
         ask = waiting.ask
         self._queue.remove(ask.request_id)
         meter = self._demand_meter(ask)
-        if meter is not None and refused.for_want_of_room:
+        if meter is not None and refused.is_overload:
             meter.refused.add(waiting.start_tokens, now_s)
         return self._refusal(ask, waiting.stream_id, refused, now_s)
 
@@ -384,27 +416,29 @@ class SchedulerState:
         ask, group = waiting.ask, load.group
         self._queue.start(ask.request_id)
         tokens_max = ask.prompt_tokens + ask.max_tokens
+        # Only the first blocks: a running request allocates more as it grows, and may be preempted.
         blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
         computed = model.reserve(load, ask, blocks, now_s)
         self._totals.prompt_tokens += ask.prompt_tokens
         self._totals.cached_tokens += ask.prompt_tokens - computed
         self._assignments.remember(
             ask.request_id,
-            Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.returns),
+            Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
         )
         if now_s < waiting.alone_until_s:
-            load.keep_for(ask.request_id, now_s)
+            load.make_exclusive(ask.request_id, now_s)
         self._rates.note(ask.service.service_class, now_s)
         model.meter.dispatched.note(ask.service.service_class, now_s)
         if not self.rules.is_batch(ask.service):
             model.meter.pace.note(now_s)
         self._totals.assigned += 1
-        return self._assignment(waiting.stream_id, ask.request_id, group, waiting.returns)
+        return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
 
     def _assignment(
-        self, stream_id: int, request_id: str, group: ServingGroup, returns: int
+        self, stream_id: int, request_id: str, group: ServingGroup, requeues: int
     ) -> SendAssignment:
         model = self._groups.of_model(group.model)
+        # Returning a request helps only if another group might take it.
         elsewhere = model is not None and len(model.index.loads) > 1
         return SendAssignment(
             request_id,
@@ -412,12 +446,12 @@ class SchedulerState:
             group.epoch,
             group.worker_id,
             group.address,
-            returnable=elsewhere and returns < RETURNS_MAX,
+            returnable=elsewhere and requeues < REQUEUES_MAX,
             stream_id=stream_id,
         )
 
     def _forget(self, request_id: str) -> None:
-        """Drop the memory of an assignment, and its reservation if it still has one."""
+        """Forget an assignment, and drop its reservation if it is still held."""
         assigned = self._assignments.forget(request_id)
         if assigned is not None:
             self._groups.release(assigned.group_id, request_id)
@@ -428,7 +462,7 @@ class SchedulerState:
         self._totals.refused[refused.reason] += 1
         self._totals.refused_of_class[ask.service.service_class] += 1
         wait_s = refused.retry_after_s
-        if refused.for_want_of_room:
+        if refused.is_overload:
             wait_s = self._admission.retry_after_s(ask, now_s)
         return SendRefusal(
             ask.request_id,
@@ -440,7 +474,7 @@ class SchedulerState:
 
 
 def _start_tokens(ask: Asked, model: ModelGroups | None) -> int:
-    """KV in tokens that must be free before a request can run."""
+    """Token slots that must be free before a request can start."""
     block_size = model.index.block_size if model is not None else 1
     tokens_max = ask.prompt_tokens + ask.max_tokens
     return admission_blocks(ask.prompt_tokens, tokens_max, block_size) * block_size

@@ -1,4 +1,4 @@
-"""The settings with which a scheduler's state is made, and with which its event log begins."""
+"""The settings of a scheduler's state, which also begin its event log."""
 
 from dataclasses import dataclass
 
@@ -13,45 +13,42 @@ from services.core.setting import choice, computed, nested, number
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """As in SchedulerState.
-
-    `ttft` are the costs by which the dispatch prefix compares groups, None with any other.
-    """
+    """Settings of SchedulerState; see there."""
 
     queue_limit: int = number(
-        1024, "Requests that may wait; more get 503.", minimum=1, maximum=1_000_000
+        1024, "Most requests that wait in the queue; more get 503.", minimum=1, maximum=1_000_000
     )
     queue_deadline_s: float = number(
         120.0,
-        "Seconds that a request may wait, counted anew when a worker fails under it; then 504.",
+        "Seconds that a request may wait, then 504; starts again when a worker fails under it.",
         minimum=0.1,
         maximum=86_400,
     )
     dispatch: str = choice(
         PREFIX,
         DISPATCHES,
-        "How a group is chosen; keep prefix unless KV is all that counts. prefix: the one with the"
-        " lowest predicted TTFT, by the prompts that wait there, the requests that decode there and"
-        " what its prefix cache is likely to have; kv_share breaks ties. kv_share: the one with the"
-        " smallest share of its KV cache in use, waited for or reserved; with a scheduling"
-        " other than fcfs and prefill_first, what online requests wait for counts first."
-        " least_loaded: the one with the fewest sequences.",
+        "How a group is chosen for a request. prefix (recommended): the lowest predicted TTFT, from"
+        " the group's prefill backlog, its decoding requests and its probable prefix cache hits;"
+        " kv_share breaks ties. kv_share: the smallest share of the KV cache in use, awaited or"
+        " reserved; unless scheduling is fcfs or prefill_first, KV awaited by online requests"
+        " counts first. least_loaded: the fewest sequences.",
     )
     overtaken_max: int = overtaken_setting()
     growth_blocks: float = number(
         GROWTH_BLOCKS,
-        "KV blocks that a group keeps for each request that runs there, so that it can grow, when"
-        " another one is to start.",
+        "KV blocks that a group keeps free for the growth of each running request when another"
+        " request is to start.",
         minimum=0,
         maximum=1024,
         expert=True,
     )
+    # Cost model of the dispatch `prefix`; None with any other.
     ttft: CostModel | None = computed(None)
     rules: ClassRules = nested(NO_CLASSES)
     spread_s: float = computed(SPREAD_S)
 
     def state(self) -> SchedulerState:
-        """A new state with these settings."""
+        """A new state machine with these settings."""
         return SchedulerState(
             self.queue_limit,
             self.queue_deadline_s,

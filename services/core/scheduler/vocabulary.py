@@ -1,4 +1,4 @@
-"""Events and commands of the scheduler; every event carries `now_s` (seconds)."""
+"""Events and commands of the scheduler; every event carries its time `now_s` in seconds."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from services.core.report import LoadReport
 from services.core.service import ServiceClass
 
 BATCH_TOKENS = 2048
-"""Tokens of an iteration, for a group that does not tell."""
+"""Token budget of an iteration, for a group whose leader reports none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingGroup:
-    """Workers that serve together at one epoch, as far as dispatch needs to know.
+    """Workers that serve a model together at an epoch.
 
-    `worker_id`, `incarnation` and `address` are the leader's. `capacity_blocks` counts the KV
-    blocks of `block_size` token slots that it has with all layers; `max_model_len` is in tokens,
-    prompt and output together. It has so many `members`, and runs at most `max_batch_tokens` in an
-    iteration.
+    `capacity_blocks` counts KV blocks of `block_size` token slots, over all layers;
+    `max_model_len` is in tokens, prompt and output together; `max_batch_tokens` is the token budget
+    of an iteration.
     """
 
     group_id: str
     epoch: int
+    # The leader: requests go to its address.
     worker_id: str
     incarnation: str
     address: str
@@ -29,13 +29,14 @@ class ServingGroup:
     capacity_blocks: int
     block_size: int
     max_model_len: int
+    # Number of workers.
     members: int = 1
     max_batch_tokens: int = BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked(Ask):
-    """A gateway asks for a place; `waited_s` is what the request has waited before this ask."""
+    """A gateway asks for an assignment; `waited_s` is the wait before this ask, in seconds."""
 
     now_s: float
     stream_id: int
@@ -44,7 +45,7 @@ class Asked(Ask):
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The client has aborted the request."""
+    """The client has cancelled the request."""
 
     now_s: float
     request_id: str
@@ -52,7 +53,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class GatewayGone:
-    """A gateway's stream has ended, and the gateway has not reconnected."""
+    """A gateway's stream has ended, and the gateway has not reconnected in its grace time."""
 
     now_s: float
     stream_id: int
@@ -60,7 +61,7 @@ class GatewayGone:
 
 @dataclass(frozen=True, slots=True)
 class GroupJoined:
-    """A group serves, or serves in another configuration than before."""
+    """A group serves for the first time, or in a new configuration."""
 
     now_s: float
     group: ServingGroup
@@ -68,7 +69,7 @@ class GroupJoined:
 
 @dataclass(frozen=True, slots=True)
 class GroupLeft:
-    """A group no longer serves."""
+    """A group has stopped serving."""
 
     now_s: float
     group_id: str
@@ -76,10 +77,10 @@ class GroupLeft:
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
-    """A worker's load at one moment.
+    """A worker's load report.
 
-    `passed_on`: it came with the end of a request, through the gateway that read it, and says
-    nothing about whether the worker still lives.
+    `passed_on`: a gateway forwarded it from the end of a response stream. Such a report does not
+    prove that the worker is still alive.
     """
 
     now_s: float
@@ -89,7 +90,7 @@ class LoadReported:
 
 @dataclass(frozen=True, slots=True)
 class LoadLost:
-    """A worker's reports have ended: it has died, or will report on another stream."""
+    """A worker's report stream has ended: the worker is dead, or will open another stream."""
 
     now_s: float
     worker_id: str
@@ -98,7 +99,7 @@ class LoadLost:
 
 @dataclass(frozen=True, slots=True)
 class ShortfallsTold:
-    """Models that lack KV which no merge of groups can gain, in tokens; all others lack none."""
+    """Tokens of KV that models lack and that no merge of groups can provide; others lack none."""
 
     now_s: float
     shortfalls: dict[str, int]
@@ -106,7 +107,7 @@ class ShortfallsTold:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed: requests expire, and reservations and remembered assignments lapse."""
+    """Periodic tick: requests, reservations and remembered assignments expire."""
 
     now_s: float
 
@@ -126,7 +127,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendTicket:
-    """Tell a gateway that its request waits."""
+    """Send a gateway the ticket of its waiting request."""
 
     stream_id: int
     request_id: str
@@ -134,14 +135,14 @@ class SendTicket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAssignment(Assignment):
-    """Tell a gateway where its request runs."""
+    """Send a gateway the group that runs its request."""
 
     stream_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRefusal(Refusal):
-    """Tell a gateway that its request will not run."""
+    """Send a gateway the refusal of its request."""
 
     reason: RefusalReason
     stream_id: int
@@ -152,27 +153,30 @@ Command = SendTicket | SendAssignment | SendRefusal
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The scheduler's state in numbers, for metrics and heartbeats."""
+    """Counters and gauges of the scheduler, for metrics and heartbeats."""
 
+    # Requests that wait, and the longest wait against a deadline.
     queued: int
     oldest_wait_s: float
+    # Groups in etcd, and those with a fresh load report.
     groups_known: int
     groups_serving: int
+    # KV blocks held for assignments that no report has confirmed.
     reserved_blocks: int
     dispatch_rate_per_s: float
     assigned_total: int
     withdrawn_total: int
     returned_total: int
-    # Prompt tokens of all assignments, and those expected to be in the prefix cache of the group.
+    # Prompt tokens of all assignments, and the predicted prefix cache hits among them.
     prompt_tokens_total: int
     cached_tokens_total: int
     refused_total: dict[RefusalReason, int]
     queue_deadline_s: float
-    # Whether asks need their prefix.
+    # Whether gateways must send prefix hashes with their asks.
     wants_prefixes: bool
-    # Every model that groups serve has an entry, and so has any other with waiting requests.
+    # An entry per model that groups serve or requests wait for.
     queued_by_model: dict[str, int]
-    # Every class has an entry in each.
+    # An entry per class in each.
     queued_by_class: dict[ServiceClass, int]
     oldest_wait_s_by_class: dict[ServiceClass, float]
     refused_total_by_class: dict[ServiceClass, int]

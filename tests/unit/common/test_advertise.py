@@ -127,7 +127,7 @@ def test_listening_on_a_name_and_on_a_port_in_use() -> None:
             listen("localhost", port, 1)
         with socket.create_connection(listener.getsockname()[:2], timeout=5):
             pass
-    with pytest.raises(ConfigError, match="is no address of this machine"):
+    with pytest.raises(ConfigError, match="is not a local address"):
         listen("no-such-name.invalid", 0, 1)
 
 

@@ -194,7 +194,10 @@ async def test_a_refusal_names_the_role_that_may_call(certified: Certified) -> N
         call = channel.unary_unary("/tideserve.worker.v1.MemberService/Abort")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call(b"", timeout=TIMEOUT_S)
-    assert "is for memmgr, and the caller's certificate is scheduler" in raised.value.details()
+    assert (
+        "requires the role memmgr, but the caller's certificate has scheduler"
+        in raised.value.details()
+    )
 
 
 @pytest.fixture

@@ -153,9 +153,9 @@ def test_a_file_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
         ("key: !hidden x", "at line 1, column 6: could not determine a constructor"),
         ("key: !hidden!x y", "at line 1, column 6: found undefined tag handle"),
         ("a: &hidden 1\nb: &hidden 2", "at line 2, column 4: second occurrence"),
-        ("key: !!int hidden", "a value or a character in it cannot be read"),
-        ("key: !!bool hidden", "a value or a character in it cannot be read"),
-        ("key: !!timestamp hidden", "a value or a character in it cannot be read"),
+        ("key: !!int hidden", "it contains an invalid value or character"),
+        ("key: !!bool hidden", "it contains an invalid value or character"),
+        ("key: !!timestamp hidden", "it contains an invalid value or character"),
     ],
 )
 def test_what_is_no_yaml_is_not_quoted(text: str, told: str) -> None:
@@ -170,7 +170,7 @@ def test_what_is_no_yaml_is_not_quoted(text: str, told: str) -> None:
 def test_a_file_that_is_no_mapping(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="must hold a mapping"):
+    with pytest.raises(ConfigError, match="must contain a mapping"):
         read_yaml(path)
 
 

@@ -22,12 +22,12 @@ def test_forms(urls: str, endpoints: Endpoints) -> None:
     ["", "a", "a:", "a:x", "a:0", "a:65536", "ftp://a:1", "http://a:1/x", "a:1?x", ":1", "a:1,"],
 )
 def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not an etcd URL; write it as"):
+    with pytest.raises(ConfigError, match="is not an etcd URL; write"):
         parse_urls(url)
 
 
 def test_some_with_tls_only() -> None:
-    with pytest.raises(ConfigError, match="some are not; write all alike"):
+    with pytest.raises(ConfigError, match="some are not; use https"):
         parse_urls("https://a:1,http://b:1")
 
 

@@ -163,7 +163,7 @@ def test_the_other_kinds(record: Message, name: str, valid: bool) -> None:
 def test_what_is_no_record_at_all() -> None:
     for value in (b"", b"{", b"\xff", b"[" * 100_000):
         assert decode_record(record_pb2.WorkerRecord, value) is None
-    with pytest.raises(TypeError, match="GroupMember is no record"):
+    with pytest.raises(TypeError, match="GroupMember is not an etcd record"):
         is_valid(record_pb2.GroupMember(), "")
 
 
@@ -198,7 +198,7 @@ def test_workers_that_were_told_another_scheduling_are_named() -> None:
         worker_record("leaves", scheduling="fcfs", draining=True),
     ]
     fault = scheduling_fault("slo", workers)
-    assert fault is not None and "workers with fcfs (w1, w3), priority (w4)," in fault
+    assert fault is not None and "workers with fcfs (w1, w3), priority (w4):" in fault
     assert "TIDESERVE__SCHEDULING" in fault, "the remedy"
     assert scheduling_fault("slo", workers[2:3] + workers[4:]) is None
     assert scheduling_fault("", workers) is None, "a scheduler that does not tell"

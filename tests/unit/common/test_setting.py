@@ -49,5 +49,5 @@ def test_help() -> None:
     text = help_text(Example)
     assert "  port  (0 to 65535; default: none)\n      A port.\n" in text
     assert "  name  (text; required)\n" in text
-    assert "A key. Or as a file: key_file." in text
+    assert "A key. Or in a file: key_file." in text
     assert "limit" not in text, "for experts"

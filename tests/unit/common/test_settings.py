@@ -99,7 +99,7 @@ def test_variables_of_kubernetes_do_not_count() -> None:
         ({"ROOM_BYTES": "1 Gigs"}, ("'room_bytes'", "is not a size", "1GiB")),
         ({"VERBOSE": "maybe"}, ("'maybe' is not true or false",)),
         ({"MODE": "medium"}, ("one of fast, slow",)),
-        ({"TABLE": "a=1"}, ("'table'", "only be given in a YAML file")),
+        ({"TABLE": "a=1"}, ("'table'", "be given only in a YAML file")),
         ({"KEY": ""}, ("'key' in the environment (TIDESERVE__KEY) is empty",)),
         ({"KEY_FILE": ""}, ("TIDESERVE__KEY_FILE", "must be the path of a file")),
         ({"KEY_FILE": "/no/such"}, ("cannot read /no/such", "TIDESERVE__KEY_FILE", "No such file")),
@@ -119,9 +119,9 @@ def test_errors_of_the_environment(variables: Mapping[str, str], words: tuple[st
     [
         ("nmae: n", ("unknown configuration key 'nmae'", "did you mean 'name'?")),
         ("queue_limit: 1", ("'name' is missing", "set TIDESERVE__NAME, or add it to ")),
-        ("{name: n, key: a, key_file: b}", ("gives both 'key' and 'key_file'; take one out",)),
+        ("{name: n, key: a, key_file: b}", ("gives both 'key' and 'key_file'; remove either",)),
         ("{name: n, key_file: 3}", ("'key_file'", "must be the path of a file")),
-        ("{name: n, key_file: /no/such}", ("cannot read /no/such, which 'key_file' names",)),
+        ("{name: n, key_file: /no/such}", ("cannot read /no/such, given as 'key_file'",)),
         ("{name: n, name_file: x}", ("unknown configuration key 'name_file'",)),
     ],
 )

@@ -58,7 +58,9 @@ def test_the_former_stay_while_only_one_of_a_pair_is_written(
     (tmp_path / "one.pem").write_bytes(issued.cert)
     assert source.current() is first
     assert source.current() is first
-    assert len([line for line in caplog.messages if "stay as they were" in line]) == 1
+    assert (
+        len([line for line in caplog.messages if "keeping the previous certificates" in line]) == 1
+    )
     (tmp_path / "one-key.pem").write_bytes(issued.key)
     assert source.current().cert == issued.cert
 
@@ -116,12 +118,12 @@ def test_a_link_to_another_folder_is_a_change(authority: Authority, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("ca.pem", None, r"'tls_ca_file' cannot be read \(.*No such file.*\); correct the path"),
-        ("one.pem", None, "'tls_cert_file' cannot be read"),
-        ("ca.pem", b"nonsense", "'tls_ca_file' .* holds no PEM certificate; give the CA's"),
+        ("ca.pem", None, r"cannot read 'tls_ca_file' \(.*No such file.*\); correct the path"),
+        ("one.pem", None, "cannot read 'tls_cert_file'"),
+        ("ca.pem", b"nonsense", "'tls_ca_file' .* contains no PEM certificate; give the CA's"),
         ("one.pem", b"nonsense", "are not a PEM certificate and its unencrypted private key"),
         ("one-key.pem", b"", "are not a PEM certificate and its unencrypted private key"),
-        ("one-key.pem", Authority.create("x").files.key, "give the two that belong together"),
+        ("one-key.pem", Authority.create("x").files.key, "give a matching pair"),
     ],
 )
 def test_what_is_not_usable_is_one_sentence(

@@ -117,7 +117,7 @@ def test_the_endpoint_may_come_from_the_usual_variables(
 
 
 def test_no_url_is_an_error_for_people() -> None:
-    with pytest.raises(ConfigError, match="'collector:4317' is no OTLP endpoint; give a URL"):
+    with pytest.raises(ConfigError, match="'collector:4317' is not an OTLP endpoint; give a URL"):
         OtlpSink("collector:4317", "gateway", "i")
 
 
@@ -184,7 +184,7 @@ async def test_a_collector_that_is_away_is_one_warning_and_no_wait(
         sink.close()
     warnings = [one.getMessage() for one in caplog.records]
     assert len(warnings) == 1
-    assert re.match(r"traces do not reach http://127.0.0.1:\d+ and are dropped; ", warnings[0])
+    assert re.match(r"cannot export traces to http://127.0.0.1:\d+, dropping them; ", warnings[0])
 
 
 async def test_a_collector_that_says_nothing_does_not_hold_up_the_end() -> None:

@@ -96,7 +96,7 @@ async def test_everything_is_rotated_below_a_standing_stream(certified: Certifie
 
 def test_certificates_that_are_not_usable_are_one_sentence(certified: Certified) -> None:
     fields = certified.config("worker") | {"tls_key_file": certified.folder / "gateway-key.pem"}
-    with pytest.raises(ConfigError, match=r"'tls_key_file' .* give the two that belong together"):
+    with pytest.raises(ConfigError, match=r"'tls_key_file' .* give a matching pair"):
         transport_of(SchedulerConfig(etcd_url="a:1", **fields))
 
 
@@ -104,7 +104,7 @@ def test_certificates_that_are_not_usable_are_one_sentence(certified: Certified)
 def test_two_of_the_three_files_are_one_sentence(certified: Certified, left_out: str) -> None:
     fields = certified.config("worker")
     del fields[left_out]
-    with pytest.raises(ConfigError, match="mutual TLS needs the three"):
+    with pytest.raises(ConfigError, match="mutual TLS needs all three"):
         SchedulerConfig(etcd_url="a:1", **fields)
 
 

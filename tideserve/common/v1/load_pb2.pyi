@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """A worker's load at one moment. It reaches the scheduler from the worker and, when a request has
-    ended, through the gateway that reads it; of two, the one with the larger number is the newer.
+    """A worker's load. It reaches the scheduler from the worker and, when a request has ended, through
+    the gateway that reads its output; the report with the larger number is newer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -46,55 +46,55 @@ class WorkerLoad(_message.Message):
     DROPPED_TOTAL_FIELD_NUMBER: _builtins.int
     BATCH_YIELDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Worker that it is of."""
+    """The worker."""
     incarnation: _builtins.str
-    """Its incarnation; loads of another incarnation than the group's member are ignored."""
+    """The worker's incarnation; loads of another incarnation than the group's member are ignored."""
     number: _builtins.int
-    """Counts what this incarnation has told of its load, from 1."""
+    """Counts the load reports of this incarnation, from 1."""
     epoch: _builtins.int
     """Group epoch that the worker serves; 0 before it is in a group."""
     running: _builtins.int
     """Sequences in the running batch."""
     waiting: _builtins.int
-    """Sequences that wait for KV blocks or a place in the batch."""
+    """Sequences that wait for KV blocks or a slot in the batch."""
     kv_blocks_free: _builtins.int
-    """KV blocks that are free."""
+    """Free KV blocks."""
     kv_blocks_wanted: _builtins.int
     """KV blocks that the waiting sequences need before they can run."""
     kv_blocks_total: _builtins.int
-    """KV blocks that its group has in all; they change as parameters ebb and come back. 0 if not
-    told: then those of the worker's record count.
+    """Total KV blocks of the group, which change with dropped and restored parameters. 0: not
+    reported; then those of the worker's record count.
     """
     batch_running: _builtins.int
     """Of `running`, the sequences of the class `batch`."""
     batch_waiting: _builtins.int
     """Of `waiting`, the sequences of the class `batch`."""
     kv_blocks_batch: _builtins.int
-    """KV blocks that sequences of the class `batch` have."""
+    """KV blocks allocated to sequences of the class `batch`."""
     prefill_tokens: _builtins.int
-    """Tokens that are still to be computed before the next outputs of sequences that do not decode."""
+    """Tokens to prefill before the next outputs of sequences that do not decode yet."""
     prefix_queries_total: _builtins.int
-    """Prompt tokens that were looked up in the prefix cache since the worker started."""
+    """Prompt tokens looked up in the prefix cache since the worker's start."""
     prefix_hits_total: _builtins.int
-    """Those of them that were there."""
+    """Prefix cache hits among them."""
     dropped_total: _builtins.int
-    """How many it has told of since it started; the last of `dropped_prefixes` has this number. 0 if
-    not told: then each of them counts whenever it is told.
+    """Number of hashes reported since the worker's start; the last of `dropped_prefixes` has this
+    number. 0: not reported; then each hash counts whenever it is reported.
     """
     batch_yields: _builtins.bool
-    """Whether sequences of the class `batch` give their blocks to online requests; then they have no
-    part in `kv_blocks_wanted`.
+    """Whether online requests preempt sequences of the class `batch`; these are then not included in
+    `kv_blocks_wanted`.
     """
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of requests that arrived at the worker since its last ReportLoadRequest or the one before:
-        a load that overtakes that report makes up for it.
+        """Ids of requests that arrived at the worker since its last ReportLoadRequest or the previous
+        one: a load that overtakes that report makes up for it.
         """
 
     @_builtins.property
     def dropped_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Short hashes of blocks that were dropped from the prefix cache since the worker's last
-        ReportLoadRequest or the one before; not all of them, if there are many.
+        """Short hashes of blocks evicted from the prefix cache since the worker's last ReportLoadRequest
+        or the previous one; not all of them if there are many.
         """
 
     def __init__(

@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetProcessRequest(_message.Message):
-    """Asks a process for its state."""
+    """Requests the state of a process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -53,7 +53,7 @@ class GetProcessResponse(_message.Message):
     """True while the instance accepts new work."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Process ids of this instance, the one that answers first."""
+        """Process ids of this instance, that of the responder first."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ProcessServiceStub:
-    """What every tideserve process tells about itself, whatever it serves.
+    """State of a tideserve process, whatever it serves.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class ProcessServiceStub:
 
 
 class ProcessServiceServicer:
-    """What every tideserve process tells about itself, whatever it serves.
+    """State of a tideserve process, whatever it serves.
     """
 
     def GetProcess(self, request, context):
-        """Reports identity, memory and readiness; answers at once and has no side effect.
+        """Reports identity, memory and readiness; answers at once and has no side effects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_ProcessServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ProcessService:
-    """What every tideserve process tells about itself, whatever it serves.
+    """State of a tideserve process, whatever it serves.
     """
 
     @staticmethod

@@ -27,25 +27,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ProcessServiceStub:
-    """What every tideserve process tells about itself, whatever it serves."""
+    """State of a tideserve process, whatever it serves."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ProcessServiceAsyncStub: ...
     GetProcess: _grpc.UnaryUnaryMultiCallable[_process_pb2.GetProcessRequest, _process_pb2.GetProcessResponse]
-    """Reports identity, memory and readiness; answers at once and has no side effect."""
+    """Reports identity, memory and readiness; answers at once and has no side effects."""
 
 @_typing.type_check_only
 class ProcessServiceAsyncStub(ProcessServiceStub):
-    """What every tideserve process tells about itself, whatever it serves."""
+    """State of a tideserve process, whatever it serves."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetProcess: _aio.UnaryUnaryMultiCallable[_process_pb2.GetProcessRequest, _process_pb2.GetProcessResponse]  # type: ignore[assignment]
-    """Reports identity, memory and readiness; answers at once and has no side effect."""
+    """Reports identity, memory and readiness; answers at once and has no side effects."""
 
 class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What every tideserve process tells about itself, whatever it serves."""
+    """State of a tideserve process, whatever it serves."""
 
     @_abc_1.abstractmethod
     def GetProcess(
@@ -53,6 +53,6 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_pb2.GetProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_pb2.GetProcessResponse, _abc.Awaitable[_process_pb2.GetProcessResponse]]:
-        """Reports identity, memory and readiness; answers at once and has no side effect."""
+        """Reports identity, memory and readiness; answers at once and has no side effects."""
 
 def add_ProcessServiceServicer_to_server(servicer: ProcessServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,32 +30,32 @@ class _GroupPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupPhase
     GROUP_PHASE_STABLE: _GroupPhase.ValueType  # 1
     """All members serve the recorded configuration."""
     GROUP_PHASE_DISSOLVED: _GroupPhase.ValueType  # 2
-    """Dissolved; kept as a tombstone so that the epoch never regresses."""
+    """Dissolved; kept as a tombstone so that the epoch never decreases."""
     GROUP_PHASE_DEGRADED: _GroupPhase.ValueType  # 3
-    """What a lost member left behind: the one member serves nothing, keeps the recorded layers, which
-    it holds, and is about to be asked to load the others.
+    """Remainder after the loss of a member: its single member serves nothing, still holds the
+    recorded layers, and will be asked to load the others.
     """
 
 class GroupPhase(_GroupPhase, metaclass=_GroupPhaseEnumTypeWrapper):
-    """How far a group is in its life."""
+    """State of a group."""
 
 GROUP_PHASE_UNSPECIFIED: GroupPhase.ValueType  # 0
 """Not set; never written."""
 GROUP_PHASE_STABLE: GroupPhase.ValueType  # 1
 """All members serve the recorded configuration."""
 GROUP_PHASE_DISSOLVED: GroupPhase.ValueType  # 2
-"""Dissolved; kept as a tombstone so that the epoch never regresses."""
+"""Dissolved; kept as a tombstone so that the epoch never decreases."""
 GROUP_PHASE_DEGRADED: GroupPhase.ValueType  # 3
-"""What a lost member left behind: the one member serves nothing, keeps the recorded layers, which
-it holds, and is about to be asked to load the others.
+"""Remainder after the loss of a member: its single member serves nothing, still holds the
+recorded layers, and will be asked to load the others.
 """
 Global___GroupPhase: _TypeAlias = GroupPhase  # noqa: Y015
 
 @_typing.final
 class ServiceRecord(_message.Message):
     """A live instance of a service: value of /tideserve/services/<name>/<incarnation>, on a lease, and
-    of /tideserve/leaders/<name> while it leads the instances of that name.
-    Records in etcd are written as protobuf JSON, so that etcdctl shows them readably.
+    of /tideserve/leaders/<name> while it leads the instances of that name. Records in etcd are
+    protobuf JSON, so that etcdctl shows them readably.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -68,13 +68,13 @@ class ServiceRecord(_message.Message):
     name: _builtins.str
     """Service name: "gateway", "scheduler" or "memmgr"."""
     incarnation: _builtins.str
-    """Drawn once per process; survives re-registration, never a restart."""
+    """Drawn once per process; kept on re-registration, new after a restart."""
     address: _builtins.str
     """host:port of the instance's gRPC server."""
     pid: _builtins.int
     """Process id on its host."""
     scheduling: _builtins.str
-    """Which requests go first, as the scheduler was told; empty of all others."""
+    """The `scheduling` setting of a scheduler; empty for other services."""
     def __init__(
         self,
         *,
@@ -121,52 +121,52 @@ class WorkerRecord(_message.Message):
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
-    """Drawn once per process; survives re-registration, never a restart."""
+    """Drawn once per process; kept on re-registration, new after a restart."""
     address: _builtins.str
     """host:port of the worker's gRPC server."""
     model: _builtins.str
     """Name of the served model, as clients send it."""
     max_model_len: _builtins.int
-    """Longest sequence in tokens, prompt and output together, that this worker can hold."""
+    """Longest sequence that the worker can hold, in tokens, prompt and output together."""
     block_size: _builtins.int
-    """Token slots in one KV block."""
+    """Token slots in a KV block."""
     kv_blocks_total: _builtins.int
-    """KV blocks that this worker has in all while it holds all layers."""
+    """Total KV blocks of the worker while it holds all layers."""
     arena_bytes: _builtins.int
     """Device memory for parameters and KV together."""
     activation_address: _builtins.str
-    """host:port of the lane for activations and sequences between members of a group; empty while
-    the worker has none.
+    """host:port of the lane for activations and sequences between members of a group; empty if the
+    worker has none.
     """
     bulk_address: _builtins.str
-    """host:port of the lane for KV blocks and parameters; empty while the worker has none."""
+    """host:port of the lane for KV blocks and parameters; empty if the worker has none."""
     draining: _builtins.bool
-    """It is about to stop: it asks to be taken out of a group of several, and for no new requests."""
+    """The worker is draining: it asks to leave a group of several, and for no new requests."""
     model_digest: _builtins.str
-    """SHA-256 of the model's configuration and its parameters as they are served, in hexadecimal
-    digits: only workers that agree in it can be in a group.
+    """SHA-256 of the model's configuration and its parameters as served, in hexadecimal; must be
+    equal for all members of a group.
     """
     protocol_version: _builtins.int
-    """Version of what workers say to each other in a group; 0 of those before there was one. Only
-    workers that agree in it can be in a group.
+    """Version of the protocol between members of a group; 0 from workers before its introduction.
+    Must be equal for all members of a group.
     """
     code_digest: _builtins.str
-    """SHA-256 of the worker's code and of the libraries that it computes with, in hexadecimal digits:
-    only workers that agree in it can be in a group.
+    """SHA-256 of the worker's code and its computation libraries, in hexadecimal; must be equal for
+    all members of a group.
     """
     max_batch_tokens: _builtins.int
-    """Most tokens of one iteration. Only workers that agree in it and in block_size can be in a group."""
+    """Token budget of an iteration. Must be equal for all members of a group, as must block_size."""
     context_tokens: _builtins.int
-    """Longest sequence in tokens that the worker computes with, whatever KV it has. Only workers that
-    agree in it can be in a group.
+    """Context length that the worker is configured for, in tokens, whatever KV it has. Must be equal
+    for all members of a group.
     """
     scheduling: _builtins.str
-    """Which requests go first, as the worker was told; it should be what the scheduler was told. Empty
-    of those that do not tell.
+    """The `scheduling` setting of the worker, which should be that of the scheduler. Empty from
+    workers that do not publish it. of those that do not tell.
     """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What planners may ask of this worker, for example "generate"."""
+        """Capabilities, for example "generate"."""
 
     @_builtins.property
     def shape(self) -> Global___ModelShape:
@@ -174,8 +174,8 @@ class WorkerRecord(_message.Message):
 
     @_builtins.property
     def location(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where the worker is, from the widest part to the narrowest, such as zone, rack, host; empty: its
-        host is all that is known. Workers that are near each other merge first.
+        """Location of the worker, from the widest part to the narrowest, such as zone, rack, host; empty:
+        only its host is known. Workers near each other merge first.
         """
 
     def __init__(
@@ -212,8 +212,8 @@ Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
 
 @_typing.final
 class ModelShape(_message.Message):
-    """Sizes of a model as a worker holds it, in whole chunks of its arena: what a division of its
-    layers is computed from.
+    """Sizes of a model on a worker, in whole chunks of its arena; the division into stages is computed
+    from them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -230,17 +230,17 @@ class ModelShape(_message.Message):
     num_layers: _builtins.int
     """Number of layers."""
     layer_bytes: _builtins.int
-    """Parameters of one layer."""
+    """Bytes of parameters of a layer."""
     embedding_bytes: _builtins.int
-    """Parameters of the embedding."""
+    """Bytes of parameters of the embedding."""
     head_bytes: _builtins.int
-    """Parameters of the final norm and the LM head; of the norm alone if the embedding is tied."""
+    """Bytes of the final norm and the LM head; of the norm alone if the embedding is tied."""
     tied_embeddings: _builtins.bool
-    """Whether the LM head reads the embedding, which then stays at both ends of a pipeline."""
+    """Whether the LM head reads the embedding, which is then held at both ends of a pipeline."""
     kv_bytes: _builtins.int
-    """K and V of one token in one layer."""
+    """Bytes of K and V of a token in a layer."""
     layer_cost: _builtins.float
-    """Time of a pass through one layer, in any one unit."""
+    """Time of a pass through a layer, in an arbitrary unit."""
     embedding_cost: _builtins.float
     """Time of a pass through the embedding, in the same unit."""
     head_cost: _builtins.float
@@ -279,11 +279,11 @@ class GroupMember(_message.Message):
     worker_id: _builtins.str
     """The member's worker id."""
     incarnation: _builtins.str
-    """Incarnation that the configuration was committed for; another one is not a member."""
+    """Incarnation for which the configuration was committed; another incarnation is not a member."""
     first_layer: _builtins.int
     """First layer that the member runs."""
     end_layer: _builtins.int
-    """The layer after its last one."""
+    """The layer after the last one that it runs."""
     def __init__(
         self,
         *,
@@ -302,8 +302,8 @@ Global___GroupMember: _TypeAlias = GroupMember  # noqa: Y015
 
 @_typing.final
 class GroupRecord(_message.Message):
-    """Instances that serve together: value of /tideserve/groups/<group_id>, written by the memory
-    manager with compare-and-swap.
+    """Workers that serve together: value of /tideserve/groups/<group_id>, written by the memory manager
+    with compare-and-swap.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -318,18 +318,18 @@ class GroupRecord(_message.Message):
     group_id: _builtins.str
     """Stable name of the group."""
     epoch: _builtins.int
-    """Grows with every committed configuration; only a committed epoch tells who may act."""
+    """Grows with every committed configuration; only a committed epoch entitles a worker to act."""
     phase: Global___GroupPhase.ValueType
-    """How far the group is in its life."""
+    """State of the group."""
     model: _builtins.str
     """Name of the model that the group serves."""
     attempt: _builtins.str
-    """A preparation that runs on this record, by its attempt's id; empty if none does. The
-    configuration stays in force until another one is committed. Once the record was written
-    without it, the attempt can never be committed.
+    """Id of the attempt that a preparation runs for; empty if none does. The configuration stays in
+    force until another one is committed. Once the record has been written without it, the attempt
+    can never be committed.
     """
     traceparent: _builtins.str
-    """W3C traceparent of the change that made this configuration; empty if it was not traced."""
+    """W3C traceparent of the change that created this configuration; empty if it was not traced."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]:
         """Members in stage order; the first leads."""
@@ -355,9 +355,9 @@ Global___GroupRecord: _TypeAlias = GroupRecord  # noqa: Y015
 
 @_typing.final
 class AssignmentRecord(_message.Message):
-    """Where a worker is by the newest committed configuration: value of
-    /tideserve/assignments/<worker_id>, written together with the group. It keeps a worker out of two
-    groups, and remembers which layers a worker without a group holds.
+    """A worker's place in the newest committed configuration: value of
+    /tideserve/assignments/<worker_id>, written together with the group. It prevents a worker from
+    being in two groups, and records which layers a worker without a group holds.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -371,15 +371,17 @@ class AssignmentRecord(_message.Message):
     worker_id: _builtins.str
     """The worker."""
     incarnation: _builtins.str
-    """Incarnation that the configuration was committed for."""
+    """Incarnation for which the configuration was committed.
+    Incarnation that the configuration was committed for.
+    """
     group_id: _builtins.str
-    """Its group; empty if it has none."""
+    """The worker's group; empty if it has none."""
     epoch: _builtins.int
     """Epoch of that configuration."""
     first_layer: _builtins.int
-    """First layer that the worker holds for certain."""
+    """First layer that the worker certainly holds."""
     end_layer: _builtins.int
-    """The layer after the last of those."""
+    """The layer after the last one that it certainly holds."""
     def __init__(
         self,
         *,
@@ -400,16 +402,16 @@ Global___AssignmentRecord: _TypeAlias = AssignmentRecord  # noqa: Y015
 
 @_typing.final
 class EpochFloorRecord(_message.Message):
-    """Below which no epoch is given any more: value of /tideserve/epoch_floor, written when the records
-    of workers are removed that have gone for good. A worker that comes back under one of their names
-    gets an epoch above all that the name has ever had.
+    """Lower bound of new epochs: value of /tideserve/epoch_floor, written when records of workers that
+    are gone for good are removed. A worker that returns under one of their names gets an epoch above
+    all earlier epochs of that name.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The largest epoch of all records that were removed."""
+    """The largest epoch of all removed records."""
     def __init__(
         self,
         *,
@@ -425,9 +427,9 @@ Global___EpochFloorRecord: _TypeAlias = EpochFloorRecord  # noqa: Y015
 
 @_typing.final
 class QuotaRecord(_message.Message):
-    """What is asked of a gateway by owners whose keys have limits: value of
-    /tideserve/quotas/<incarnation>, on a lease. Each gateway takes of a limit the part that it has in
-    what is asked of all of them.
+    """Demand at a gateway from owners whose API keys have limits: value of
+    /tideserve/quotas/<incarnation>, on a lease. Each gateway takes a share of a limit in proportion
+    to its share of the demand at all gateways.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -459,7 +461,7 @@ class QuotaRecord(_message.Message):
     """Incarnation of the gateway."""
     @_builtins.property
     def owners(self) -> _containers.MessageMap[_builtins.str, Global___QuotaWish]:
-        """By owner; those of whom nothing is asked are left out."""
+        """By owner; owners without demand are omitted."""
 
     def __init__(
         self,
@@ -477,7 +479,7 @@ Global___QuotaRecord: _TypeAlias = QuotaRecord  # noqa: Y015
 
 @_typing.final
 class QuotaWish(_message.Message):
-    """What one owner asks of one gateway."""
+    """Demand of an owner at a gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -487,13 +489,15 @@ class QuotaWish(_message.Message):
     REQUESTS_SPILT_FIELD_NUMBER: _builtins.int
     TOKENS_SPILT_FIELD_NUMBER: _builtins.int
     requests_per_s: _builtins.float
-    """Requests per second over the last seconds, refused ones among them."""
+    """Recent requests per second, refused ones included."""
     tokens_per_s: _builtins.float
-    """Tokens of prompts and outputs per second over the last seconds, as requests reserve them."""
+    """Recent tokens per second of prompts and outputs, as reserved by requests."""
     running: _builtins.int
-    """Requests that run."""
+    """Running requests."""
     requests_spilt: _builtins.float
-    """Requests that the gateway's part allowed and nobody sent, since it began: others may have them."""
+    """Requests that the gateway's share allowed but that were not used, since its start: other
+    gateways may use them.
+    """
     tokens_spilt: _builtins.float
     """The same in tokens."""
     def __init__(

@@ -24,21 +24,21 @@ class _ServiceClass:
 class _ServiceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceClass.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SERVICE_CLASS_UNSPECIFIED: _ServiceClass.ValueType  # 0
-    """Not said; read as standard without targets."""
+    """Unspecified; read as standard without targets."""
     SERVICE_CLASS_INTERACTIVE: _ServiceClass.ValueType  # 1
-    """A person waits for each token."""
+    """A user waits for each token."""
     SERVICE_CLASS_STANDARD: _ServiceClass.ValueType  # 2
     """The default."""
     SERVICE_CLASS_BATCH: _ServiceClass.ValueType  # 3
     """Offline work without a deadline."""
 
 class ServiceClass(_ServiceClass, metaclass=_ServiceClassEnumTypeWrapper):
-    """Which promise a request has been given."""
+    """Service class of a request."""
 
 SERVICE_CLASS_UNSPECIFIED: ServiceClass.ValueType  # 0
-"""Not said; read as standard without targets."""
+"""Unspecified; read as standard without targets."""
 SERVICE_CLASS_INTERACTIVE: ServiceClass.ValueType  # 1
-"""A person waits for each token."""
+"""A user waits for each token."""
 SERVICE_CLASS_STANDARD: ServiceClass.ValueType  # 2
 """The default."""
 SERVICE_CLASS_BATCH: ServiceClass.ValueType  # 3
@@ -47,8 +47,8 @@ Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
 
 @_typing.final
 class Service(_message.Message):
-    """What a request is promised. Times are in seconds from its arrival at the gateway; 0 is no
-    promise. So far it is carried and recorded, and changes nothing.
+    """Service class, latency targets and order of a request. Times count from its arrival at the
+    gateway; 0: no target. The setting `scheduling` decides which of these fields have an effect.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -60,17 +60,19 @@ class Service(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     service_class: Global___ServiceClass.ValueType
-    """Its class."""
+    """The class."""
     ttft_s: _builtins.float
-    """Time to the first token."""
+    """Time to the first token (TTFT), in seconds."""
     tpot_s: _builtins.float
-    """Time of each further token, on average over a token group."""
+    """Time per further output token (TPOT) in seconds, on average over a token group."""
     token_group: _builtins.int
-    """Tokens that share one deadline; 0 is read as 1."""
+    """Number of tokens that share a deadline; 0 is read as 1.
+    Tokens that share one deadline; 0 is read as 1.
+    """
     rank: _builtins.int
     """Order within the class: smaller is earlier."""
     tenant: _builtins.str
-    """Owner of the request's key; empty without keys."""
+    """Owner of the request's API key; empty without keys."""
     def __init__(
         self,
         *,

@@ -27,33 +27,33 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
-    """Not said; refused."""
+    """Unspecified; refused."""
     ROLE_SYSTEM: _Role.ValueType  # 1
     """Instructions."""
     ROLE_DEVELOPER: _Role.ValueType  # 2
-    """The newer name of instructions."""
+    """Newer name for instructions."""
     ROLE_USER: _Role.ValueType  # 3
-    """A person."""
+    """The user."""
     ROLE_ASSISTANT: _Role.ValueType  # 4
     """The model."""
     ROLE_TOOL: _Role.ValueType  # 5
-    """The answer of a function that the model called."""
+    """The result of a function that the model called."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """The role of the author of a message in a chat."""
+    """Role of a message's author in a chat."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
-"""Not said; refused."""
+"""Unspecified; refused."""
 ROLE_SYSTEM: Role.ValueType  # 1
 """Instructions."""
 ROLE_DEVELOPER: Role.ValueType  # 2
-"""The newer name of instructions."""
+"""Newer name for instructions."""
 ROLE_USER: Role.ValueType  # 3
-"""A person."""
+"""The user."""
 ROLE_ASSISTANT: Role.ValueType  # 4
 """The model."""
 ROLE_TOOL: Role.ValueType  # 5
-"""The answer of a function that the model called."""
+"""The result of a function that the model called."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _ToolMode:
@@ -63,25 +63,25 @@ class _ToolMode:
 class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
-    """Not said; refused."""
+    """Unspecified; refused."""
     TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
     """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 2
-    """None is called."""
+    """The model calls no function."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
-    """At least one is called."""
+    """The model calls at least one function."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
-    """Whether functions are called."""
+    """Whether the model calls functions."""
 
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
-"""Not said; refused."""
+"""Unspecified; refused."""
 TOOL_MODE_AUTO: ToolMode.ValueType  # 1
 """The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 2
-"""None is called."""
+"""The model calls no function."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
-"""At least one is called."""
+"""The model calls at least one function."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _FinishReason:
@@ -91,11 +91,11 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """It has not."""
+    """It has not ended."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """The model ended it, or it came to a stop text or token."""
+    """The model ended it, or a stop text or token was generated."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """It has `max_tokens`, or fills the context."""
+    """It reached `max_tokens` or the length of the context."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
     """The model called functions."""
 
@@ -103,18 +103,18 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why the output of a choice ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""It has not."""
+"""It has not ended."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""The model ended it, or it came to a stop text or token."""
+"""The model ended it, or a stop text or token was generated."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""It has `max_tokens`, or fills the context."""
+"""It reached `max_tokens` or the length of the context."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
 """The model called functions."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class ChatRequest(_message.Message):
-    """Asks for the assistant's next message."""
+    """Requests the assistant's next message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -130,18 +130,18 @@ class ChatRequest(_message.Message):
     model: _builtins.str
     """Name of the model."""
     parallel_tool_calls: _builtins.bool
-    """Whether it may call several functions at once; missing: yes."""
+    """Whether the assistant may call several functions at once; missing: yes."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The chat so far, at least one message."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How tokens are chosen and when the output ends."""
+        """Sampling parameters and stop conditions."""
 
     @_builtins.property
     def structure(self) -> Global___Structure:
-        """What the output must match; missing: anything."""
+        """Constraint on the output; missing: none."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
@@ -149,15 +149,15 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
-        """Whether it must call one; missing: it decides where there are tools."""
+        """Whether the assistant must call a function; missing: it decides, if there are tools."""
 
     @_builtins.property
     def reasoning(self) -> Global___Reasoning:
-        """Whether and how much it thinks before it answers; missing: as the model's template has it."""
+        """Whether and how much the model reasons before it answers; missing: the chat template's default."""
 
     @_builtins.property
     def options(self) -> Global___Options:
-        """What is not about the output."""
+        """Options that do not concern the output."""
 
     def __init__(
         self,
@@ -196,26 +196,26 @@ class ChatResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id of the response; Cancel takes it, and it names the gateway."""
+    """Id of the response, accepted by Cancel; it includes the gateway."""
     created: _builtins.int
     """Unix time of the request, in seconds."""
     model: _builtins.str
     """Name of the model that answered."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatChoice]:
-        """One for each of `sampling.n`, in order."""
+        """One choice for each of `sampling.n`, in order."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Tokens of all choices together."""
+        """Token counts of all choices together."""
 
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """Where the time went."""
+        """Durations of the request's phases."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each prompt token but the first, if asked for."""
+        """Log probabilities of all prompt tokens but the first, if requested."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
 
 @_typing.final
 class ChatChoice(_message.Message):
-    """One of several answers."""
+    """An answer; a request may have several."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -249,16 +249,16 @@ class ChatChoice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which choice this is, from 0."""
+    """Index of the choice, from 0."""
     finish_reason: Global___FinishReason.ValueType
-    """Why it ended."""
+    """Why the output ended."""
     @_builtins.property
     def message(self) -> Global___Message:
         """The message; it can be sent back as part of the chat."""
 
     @_builtins.property
     def stop_reason(self) -> Global___StopReason:
-        """What it ended at, if it was something that the request named."""
+        """The stop text or token of the request that ended the output, if any."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -266,7 +266,7 @@ class ChatChoice(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each output token, if asked for."""
+        """Log probabilities of the output tokens, if requested."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class StreamChatRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chat(self) -> Global___ChatRequest:
-        """What Chat takes."""
+        """The request, as for Chat."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ Global___StreamChatRequest: _TypeAlias = StreamChatRequest  # noqa: Y015
 
 @_typing.final
 class StreamChatResponse(_message.Message):
-    """What one step of the engine added to one choice."""
+    """The output of a choice in one step of the engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -338,42 +338,44 @@ class StreamChatResponse(_message.Message):
     model: _builtins.str
     """Name of the model that answers; in the first message only."""
     index: _builtins.int
-    """Which choice this belongs to, from 0."""
+    """Index of the choice, from 0."""
     first_index: _builtins.int
     """Number of this choice's output tokens before `token_ids`."""
     text: _builtins.str
-    """New text of the answer. It may lag behind the tokens, whose text may be incomplete alone."""
+    """New text of the answer. It may lag behind the tokens, which may end within a character."""
     reasoning: _builtins.str
     """New text of the reasoning."""
     finish_reason: Global___FinishReason.ValueType
-    """Why the choice ended; with its last message only."""
+    """Why the output ended; in the last message of the choice only."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Output tokens of this step."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
-        """What was added to tool calls."""
+        """Additions to tool calls."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each of `token_ids`, if asked for."""
+        """Log probabilities of `token_ids`, if requested."""
 
     @_builtins.property
     def stop_reason(self) -> Global___StopReason:
-        """What it ended at, if it was something that the request named."""
+        """The stop text or token of the request that ended the output, if any."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Tokens of all choices together; in the last message of the stream only."""
+        """Token counts of all choices together; in the last message of the stream only."""
 
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """Where the time went; in the last message of the stream only."""
+        """Durations of the request's phases; in the last message of the stream only."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each prompt token but the first, if asked for; in the choice's first message only."""
+        """Log probabilities of all prompt tokens but the first, if requested; in the choice's first
+        message only.
+        """
 
     def __init__(
         self,
@@ -404,7 +406,7 @@ Global___StreamChatResponse: _TypeAlias = StreamChatResponse  # noqa: Y015
 
 @_typing.final
 class CompleteRequest(_message.Message):
-    """Asks for the text that follows each prompt."""
+    """Requests the text that follows each prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -420,19 +422,19 @@ class CompleteRequest(_message.Message):
     """Whether the text begins with the prompt; `sampling.max_tokens` may then be 0."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
-        """At least one; each has `sampling.n` choices of its own, in order."""
+        """At least one prompt; each has its own `sampling.n` choices, in order."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How tokens are chosen and when the output ends."""
+        """Sampling parameters and stop conditions."""
 
     @_builtins.property
     def structure(self) -> Global___Structure:
-        """What the output must match; missing: anything."""
+        """Constraint on the output; missing: none."""
 
     @_builtins.property
     def options(self) -> Global___Options:
-        """What is not about the output."""
+        """Options that do not concern the output."""
 
     def __init__(
         self,
@@ -467,22 +469,22 @@ class CompleteResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id of the response; Cancel takes it, and it names the gateway."""
+    """Id of the response, accepted by Cancel; it includes the gateway."""
     created: _builtins.int
     """Unix time of the request, in seconds."""
     model: _builtins.str
     """Name of the model that answered."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___CompletionChoice]:
-        """In the order of the prompts."""
+        """Choices in the order of the prompts."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Tokens of all choices together."""
+        """Token counts of all choices together."""
 
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """Where the time went."""
+        """Durations of the request's phases."""
 
     def __init__(
         self,
@@ -504,7 +506,7 @@ Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
 
 @_typing.final
 class CompletionChoice(_message.Message):
-    """What follows one prompt."""
+    """The text that follows a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -516,14 +518,14 @@ class CompletionChoice(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which choice this is, from 0."""
+    """Index of the choice, from 0."""
     text: _builtins.str
     """The text."""
     finish_reason: Global___FinishReason.ValueType
-    """Why it ended."""
+    """Why the output ended."""
     @_builtins.property
     def stop_reason(self) -> Global___StopReason:
-        """What it ended at, if it was something that the request named."""
+        """The stop text or token of the request that ended the output, if any."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -531,12 +533,12 @@ class CompletionChoice(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each output token, if asked for."""
+        """Log probabilities of the output tokens, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each prompt token but the first, if asked for, or with `echo` and `logprobs`. Where both are
-        asked for, as many of the most likely ones as `prompt_logprobs` says.
+        """Log probabilities of all prompt tokens but the first, if requested, or with `echo` and
+        `logprobs`. If both are requested, `prompt_logprobs` gives the number of most likely tokens.
         """
 
     def __init__(
@@ -567,7 +569,7 @@ class StreamCompleteRequest(_message.Message):
     COMPLETION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def completion(self) -> Global___CompleteRequest:
-        """What Complete takes."""
+        """The request, as for Complete."""
 
     def __init__(
         self,
@@ -584,7 +586,7 @@ Global___StreamCompleteRequest: _TypeAlias = StreamCompleteRequest  # noqa: Y015
 
 @_typing.final
 class StreamCompleteResponse(_message.Message):
-    """What one step of the engine added to one choice."""
+    """The output of a choice in one step of the engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -608,36 +610,38 @@ class StreamCompleteResponse(_message.Message):
     model: _builtins.str
     """Name of the model that answers; in the first message only."""
     index: _builtins.int
-    """Which choice this belongs to, from 0."""
+    """Index of the choice, from 0."""
     first_index: _builtins.int
     """Number of this choice's output tokens before `token_ids`."""
     text: _builtins.str
-    """New text. It may lag behind the tokens, whose text may be incomplete alone."""
+    """New text. It may lag behind the tokens, which may end within a character."""
     finish_reason: Global___FinishReason.ValueType
-    """Why the choice ended; with its last message only."""
+    """Why the output ended; in the last message of the choice only."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Output tokens of this step."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each of `token_ids`, if asked for."""
+        """Log probabilities of `token_ids`, if requested."""
 
     @_builtins.property
     def stop_reason(self) -> Global___StopReason:
-        """What it ended at, if it was something that the request named."""
+        """The stop text or token of the request that ended the output, if any."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Tokens of all choices together; in the last message of the stream only."""
+        """Token counts of all choices together; in the last message of the stream only."""
 
     @_builtins.property
     def timing(self) -> Global___Timing:
-        """Where the time went; in the last message of the stream only."""
+        """Durations of the request's phases; in the last message of the stream only."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Of each prompt token but the first, if asked for; in the choice's first message only."""
+        """Log probabilities of all prompt tokens but the first, if requested; in the choice's first
+        message only.
+        """
 
     def __init__(
         self,
@@ -673,10 +677,10 @@ class Prompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text; special tokens are added as the model's tokenizer does."""
+    """Text; special tokens are added as configured in the model's tokenizer."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Tokens as they are."""
+        """Token ids, used unchanged."""
 
     def __init__(
         self,
@@ -703,7 +707,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their ids, at least one."""
+        """The token ids, at least one."""
 
     def __init__(
         self,
@@ -720,7 +724,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
-    """One message of a chat."""
+    """A message of a chat."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -731,16 +735,16 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """The role of its author."""
+    """Role of the author."""
     text: _builtins.str
     """Text."""
     reasoning: _builtins.str
-    """What the model thought before it answered."""
+    """Reasoning of the model before its answer."""
     tool_call_id: _builtins.str
     """With role tool: the id of the call that this answers."""
     @_builtins.property
     def parts(self) -> Global___ContentParts:
-        """Parts, which are joined."""
+        """Parts, which are concatenated."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
@@ -775,7 +779,7 @@ class ContentParts(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """At least one."""
+        """The parts, at least one."""
 
     def __init__(
         self,
@@ -828,7 +832,7 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Name of the function."""
     arguments: _builtins.str
-    """Its arguments as JSON text, as the model wrote it."""
+    """Arguments as JSON text, exactly as generated by the model."""
     def __init__(
         self,
         *,
@@ -846,7 +850,7 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
-    """What a step added to a tool call."""
+    """An addition to a tool call in one step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -855,13 +859,13 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of the choice's calls this is, from 0."""
+    """Index of the call within the choice, from 0."""
     id: _builtins.str
     """Id of the call; in its first delta only."""
     name: _builtins.str
     """Name of the function; in its first delta only."""
     arguments: _builtins.str
-    """What follows in its arguments."""
+    """Continuation of the arguments."""
     def __init__(
         self,
         *,
@@ -889,13 +893,13 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name: letters, digits, _ and -, at most 64."""
+    """Name: letters, digits, _ and -, at most 64."""
     description: _builtins.str
-    """What it does, for the model."""
+    """Description, for the model."""
     parameters: _builtins.str
-    """JSON schema of its arguments, as JSON text; empty: it takes none."""
+    """JSON schema of the arguments, as JSON text; empty: no arguments."""
     strict: _builtins.bool
-    """Whether the arguments are made to match the schema."""
+    """Whether the arguments are constrained to match the schema."""
     def __init__(
         self,
         *,
@@ -916,16 +920,16 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class ToolChoice(_message.Message):
-    """Which functions are called."""
+    """Which functions the model calls."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     mode: Global___ToolMode.ValueType
-    """Whether one is."""
+    """Whether the model calls functions."""
     name: _builtins.str
-    """This one is."""
+    """Name of the function that the model must call."""
     def __init__(
         self,
         *,
@@ -944,7 +948,7 @@ Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class Reasoning(_message.Message):
-    """Whether and how much the model thinks before it answers."""
+    """Whether and how much the model reasons before it answers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -952,11 +956,11 @@ class Reasoning(_message.Message):
     EFFORT_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     enable_thinking: _builtins.bool
-    """False switches it off where the model's template can."""
+    """False disables reasoning, if the model's template supports that."""
     effort: _builtins.str
     """"none", "minimal", "low", "medium" or "high", as the HTTP field reasoning_effort."""
     chat_template_kwargs: _builtins.str
-    """Further arguments of the model's chat template: a JSON object as text."""
+    """Additional arguments of the model's chat template: a JSON object as text."""
     def __init__(
         self,
         *,
@@ -985,8 +989,8 @@ Global___Reasoning: _TypeAlias = Reasoning  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are chosen and when the output ends. What is left out is as the model's
-    generation_config.json has it, else as it is for the OpenAI API.
+    """Sampling parameters and stop conditions. Defaults are those of the model's
+    generation_config.json, else those of the OpenAI API.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1034,52 +1038,54 @@ class Sampling(_message.Message):
     temperature: _builtins.float
     """0 is greedy; at most 2."""
     top_p: _builtins.float
-    """Nucleus mass in (0, 1]; 1 is off."""
+    """Nucleus probability mass in (0, 1]; 1: off."""
     top_k: _builtins.int
-    """Number of most likely tokens to choose from; 0 and -1 are off."""
+    """Number of most likely tokens to choose from; 0 and -1: off."""
     min_p: _builtins.float
-    """Least probability as a share of the most likely token's, in [0, 1]; 0 is off."""
+    """Minimum probability as a fraction of the most likely token's, in [0, 1]; 0: off."""
     seed: _builtins.int
-    """The same seed gives the same tokens; missing: one is drawn."""
+    """Seed of the random draws: the same seed gives the same tokens; missing: random."""
     presence_penalty: _builtins.float
-    """Subtracted from the logits of tokens that the output holds, in [-2, 2]."""
+    """Subtracted from the logits of tokens that the output contains, in [-2, 2]."""
     frequency_penalty: _builtins.float
-    """The same times how often it holds them, in [-2, 2]."""
+    """Subtracted once for each occurrence of the token in the output, in [-2, 2]."""
     repetition_penalty: _builtins.float
-    """Makes tokens of prompt and output less likely if above 1; above 0."""
+    """Above 1 it makes tokens of the prompt and the output less likely; must be above 0."""
     min_tokens: _builtins.int
-    """Before so many tokens nothing ends the output."""
+    """Minimum number of output tokens, before which no stop condition applies."""
     max_tokens: _builtins.int
-    """Most output tokens. Missing: what the context allows; in Complete: 16."""
+    """Maximum number of output tokens. Missing: as many as the context allows; in Complete: 16."""
     ignore_eos: _builtins.bool
-    """Whether the output goes on after the model's own end."""
+    """Whether the output continues after the model's end-of-sequence token."""
     n: _builtins.int
     """Number of choices for each prompt; missing: 1."""
     logprobs: _builtins.bool
-    """Whether log probabilities of the output's tokens are told, of the raw logits."""
+    """Whether to return log probabilities of the output tokens, from the raw logits."""
     top_logprobs: _builtins.int
-    """Beside each output token, so many of the most likely ones; needs `logprobs`."""
+    """Number of most likely tokens to return for each output token; needs `logprobs`."""
     prompt_logprobs: _builtins.int
-    """Tells the same of the prompt's tokens, with so many of the most likely ones."""
+    """Returns log probabilities of the prompt tokens, with this number of most likely tokens for
+    each.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """By token id, added to the logit, in [-100, 100]."""
+        """Added to the logits of these token ids, in [-100, 100]."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that the output does not hold."""
+        """Texts that the output must not contain."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If there are any, only these tokens are chosen."""
+        """If not empty, only these tokens are allowed."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The output ends before one of these texts."""
+        """The output ends before the first of these texts."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The output ends at one of these tokens, which is not shown."""
+        """The output ends at the first of these tokens, whose text is not included."""
 
     def __init__(
         self,
@@ -1174,7 +1180,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Structure(_message.Message):
-    """What the whole output must match."""
+    """A constraint that the whole output must match."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1195,7 +1201,7 @@ class Structure(_message.Message):
 
     @_builtins.property
     def choices(self) -> Global___Choices:
-        """One of several texts."""
+        """A choice of texts."""
 
     def __init__(
         self,
@@ -1259,7 +1265,7 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Options(_message.Message):
-    """What is not about the output."""
+    """Options that do not concern the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1270,21 +1276,21 @@ class Options(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     SERVICE_LEVEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the client, 1 to 128 letters, digits and ._:=@+/-: the same id of the same owner is
-    refused with ALREADY_EXISTS for 10 minutes, so that a call that is made twice runs once; Cancel
-    takes it. An id whose call failed before any token can be used again.
+    """Idempotency key chosen by the client, 1 to 128 letters, digits and ._:=@+/-. A repeated id of
+    the same owner is refused with ALREADY_EXISTS for 10 minutes, so that a retried call runs once;
+    Cancel accepts it. The id of a call that failed before its first token can be used again.
     """
     user: _builtins.str
-    """The user for whom the request is, in the client's own words; not used."""
+    """End user of the request, in the client's own terms; ignored."""
     cache_salt: _builtins.str
-    """Requests share cached prompts only with those of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt."""
     service_class: _service_pb2.ServiceClass.ValueType
-    """Which promise the request wants; not said: by `priority`, else standard."""
+    """Service class; unspecified: derived from `priority`, else standard."""
     priority: _builtins.int
-    """Smaller is earlier; without a class, below 0 is interactive and above 0 batch."""
+    """Smaller values go first; without a class, values below 0 mean interactive and above 0 batch."""
     @_builtins.property
     def service_level(self) -> Global___ServiceLevel:
-        """Times that override those of the class."""
+        """Latency targets that override those of the class."""
 
     def __init__(
         self,
@@ -1308,16 +1314,16 @@ Global___Options: _TypeAlias = Options  # noqa: Y015
 
 @_typing.final
 class ServiceLevel(_message.Message):
-    """Times that a request is wanted within; missing: no promise."""
+    """Latency targets of a request; missing: no target."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
     ttft_ms: _builtins.float
-    """Time to the first token, in milliseconds."""
+    """Time to the first token (TTFT), in milliseconds."""
     tpot_ms: _builtins.float
-    """Time of each further token, in milliseconds."""
+    """Time per further output token (TPOT), in milliseconds."""
     def __init__(
         self,
         *,
@@ -1341,7 +1347,7 @@ Global___ServiceLevel: _TypeAlias = ServiceLevel  # noqa: Y015
 
 @_typing.final
 class StopReason(_message.Message):
-    """What the output ended at, of what the request named."""
+    """The stop condition of the request that ended the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1369,7 +1375,7 @@ Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """How likely a token was."""
+    """Log probability of a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1382,16 +1388,16 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     """The token."""
     token: _builtins.str
-    """Its text; a replacement character where its bytes are no text alone."""
+    """Its text; a replacement character if its bytes are not valid text on their own."""
     bytes: _builtins.bytes
     """Its bytes."""
     logprob: _builtins.float
-    """Natural logarithm of its probability, by the raw logits; -9999 for minus infinity."""
+    """Natural logarithm of its probability, from the raw logits; -9999 for minus infinity."""
     rank: _builtins.int
-    """How many tokens were at least as likely, itself included."""
+    """Number of tokens that were at least as likely, itself included."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The most likely tokens, the best first."""
+        """The most likely tokens, in descending order."""
 
     def __init__(
         self,
@@ -1413,7 +1419,7 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
-    """One of the most likely tokens at a position."""
+    """A likely token at a position."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1428,7 +1434,7 @@ class TopLogprob(_message.Message):
     bytes: _builtins.bytes
     """Its bytes."""
     logprob: _builtins.float
-    """Natural logarithm of its probability, by the raw logits; -9999 for minus infinity."""
+    """Natural logarithm of its probability, from the raw logits; -9999 for minus infinity."""
     def __init__(
         self,
         *,
@@ -1447,7 +1453,7 @@ Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Token counts of a request, all choices together."""
+    """Token counts of a request, over all choices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1457,15 +1463,15 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of the prompts, each counted once."""
+    """Prompt tokens, each prompt counted once."""
     completion_tokens: _builtins.int
-    """Tokens of the outputs."""
+    """Output tokens."""
     total_tokens: _builtins.int
-    """Both together."""
+    """Prompt and output tokens together."""
     cached_tokens: _builtins.int
-    """Those of `prompt_tokens` that were cached."""
+    """Prompt tokens that were in the prefix cache."""
     reasoning_tokens: _builtins.int
-    """Those of `completion_tokens` that were reasoning."""
+    """Output tokens that belong to reasoning."""
     def __init__(
         self,
         *,
@@ -1485,8 +1491,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Where the time of a request went, in seconds; of several choices, the longest. As far as the
-    workers told it.
+    """Durations of a request's phases in seconds, as reported by workers; of several choices, the
+    longest.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1495,11 +1501,11 @@ class Timing(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """It waited for a place and, at its worker, to run."""
+    """Waiting for an assignment and, at its worker, to run."""
     prefill_s: _builtins.float
-    """Its prompt was read."""
+    """Prefill of the prompt."""
     decode_s: _builtins.float
-    """Its output was made, from the first token on."""
+    """Decoding of the output, from the first token on."""
     def __init__(
         self,
         *,
@@ -1517,7 +1523,7 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
-    """Asks for token ids."""
+    """Requests token ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1533,7 +1539,7 @@ class TokenizeRequest(_message.Message):
     """With a text: whether special tokens are added; missing: yes."""
     @_builtins.property
     def chat(self) -> Global___ChatInput:
-        """A chat, through the model's chat template."""
+        """A chat, rendered with the model's chat template."""
 
     def __init__(
         self,
@@ -1560,7 +1566,7 @@ Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
 @_typing.final
 class ChatInput(_message.Message):
-    """A chat to be tokenised."""
+    """A chat to tokenize."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1603,7 +1609,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Longest sequence in tokens, prompt and output together."""
+    """Maximum length of a sequence in tokens, prompt and output together."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids."""
@@ -1624,7 +1630,7 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """Asks for the text of token ids."""
+    """Requests the text of token ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1658,7 +1664,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text; special tokens are shown."""
+    """The text, including special tokens."""
     def __init__(
         self,
         *,
@@ -1674,7 +1680,7 @@ Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
-    """Asks for the models."""
+    """Requests the list of models."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1698,7 +1704,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """Those that the caller may use."""
+        """Models that the caller may use."""
 
     def __init__(
         self,
@@ -1725,15 +1731,15 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The name that requests give."""
+    """Name by which requests refer to the model."""
     created: _builtins.int
     """Unix time since which it is served here, in seconds."""
     owned_by: _builtins.str
-    """The organisation that offers it."""
+    """Organisation that offers the model."""
     max_model_len: _builtins.int
-    """Longest sequence in tokens, prompt and output together."""
+    """Maximum length of a sequence in tokens, prompt and output together."""
     root: _builtins.str
-    """The name of the model that this is an alias of; its own if it is none."""
+    """For an alias, the name of the model that it refers to; else its own name."""
     def __init__(
         self,
         *,
@@ -1753,13 +1759,13 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
-    """Ends a request."""
+    """Cancels a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Id of its response, the one that the client chose, or that of its metadata `x-request-id`."""
+    """Id of the response, the id chosen by the client, or that of its metadata `x-request-id`."""
     def __init__(
         self,
         *,
@@ -1775,13 +1781,13 @@ Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
 
 @_typing.final
 class CancelResponse(_message.Message):
-    """What was found is ending."""
+    """Result of a cancellation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
-    """False if no request of the caller goes by that id: it is over, or was never known."""
+    """False if the caller has no running request with that id."""
     def __init__(
         self,
         *,

@@ -26,18 +26,18 @@ if _version_not_supported:
 
 
 class GatewayServiceStub:
-    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
-    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
-    only HTTP has.
+    """The public API over gRPC: the chats and completions of the OpenAI-compatible HTTP API. Both APIs
+    apply the same checks, and an omitted field means the same in both; docs/grpc.md lists the fields
+    that only HTTP has.
 
-    Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
-    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
-    answer: `x-request-id` and, with quotas, `x-ratelimit-*`.
+    Call metadata: `authorization: Bearer <key>` where keys are required, `x-request-id` (1 to 128
+    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of a
+    response: `x-request-id` and, with quotas, `x-ratelimit-*`.
 
-    A call without a deadline gets the server's. Errors carry google.rpc details: ErrorInfo (domain
-    "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo where
-    they apply. An UNAVAILABLE call can be made again, after the trailer `grpc-retry-pushback-ms`;
-    ABORTED with reason STREAM_LOST means that tokens were already out.
+    A call without a deadline gets the server's default. Errors carry google.rpc details: ErrorInfo
+    (domain "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo
+    where they apply. An UNAVAILABLE call can be retried, after the delay in the trailer
+    `grpc-retry-pushback-ms`; ABORTED with reason STREAM_LOST: tokens had been sent already.
     """
 
     def __init__(self, channel):
@@ -89,72 +89,72 @@ class GatewayServiceStub:
 
 
 class GatewayServiceServicer:
-    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
-    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
-    only HTTP has.
+    """The public API over gRPC: the chats and completions of the OpenAI-compatible HTTP API. Both APIs
+    apply the same checks, and an omitted field means the same in both; docs/grpc.md lists the fields
+    that only HTTP has.
 
-    Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
-    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
-    answer: `x-request-id` and, with quotas, `x-ratelimit-*`.
+    Call metadata: `authorization: Bearer <key>` where keys are required, `x-request-id` (1 to 128
+    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of a
+    response: `x-request-id` and, with quotas, `x-ratelimit-*`.
 
-    A call without a deadline gets the server's. Errors carry google.rpc details: ErrorInfo (domain
-    "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo where
-    they apply. An UNAVAILABLE call can be made again, after the trailer `grpc-retry-pushback-ms`;
-    ABORTED with reason STREAM_LOST means that tokens were already out.
+    A call without a deadline gets the server's default. Errors carry google.rpc details: ErrorInfo
+    (domain "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo
+    where they apply. An UNAVAILABLE call can be retried, after the delay in the trailer
+    `grpc-retry-pushback-ms`; ABORTED with reason STREAM_LOST: tokens had been sent already.
     """
 
     def Chat(self, request, context):
-        """The assistant's next message, whole.
+        """Returns the assistant's next message when it is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamChat(self, request, context):
-        """The assistant's next message as it is made.
+        """Streams the assistant's next message as it is generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """The text that follows prompts, whole.
+        """Returns the text that follows prompts when it is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamComplete(self, request, context):
-        """The text that follows prompts as it is made.
+        """Streams the text that follows prompts as it is generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids of a text or of a chat.
+        """Returns the token ids of a text or of a chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of token ids.
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that can be named in requests.
+        """Lists the models that requests can name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request of the same owner, at whichever gateway it runs. An unknown id, one that is over
-        and a second cancel are no errors.
+        """Cancels a request of the same owner, at whichever gateway it runs. Cancelling an unknown,
+        finished or already cancelled request is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,18 +212,18 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService:
-    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
-    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
-    only HTTP has.
+    """The public API over gRPC: the chats and completions of the OpenAI-compatible HTTP API. Both APIs
+    apply the same checks, and an omitted field means the same in both; docs/grpc.md lists the fields
+    that only HTTP has.
 
-    Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
-    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
-    answer: `x-request-id` and, with quotas, `x-ratelimit-*`.
+    Call metadata: `authorization: Bearer <key>` where keys are required, `x-request-id` (1 to 128
+    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of a
+    response: `x-request-id` and, with quotas, `x-ratelimit-*`.
 
-    A call without a deadline gets the server's. Errors carry google.rpc details: ErrorInfo (domain
-    "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo where
-    they apply. An UNAVAILABLE call can be made again, after the trailer `grpc-retry-pushback-ms`;
-    ABORTED with reason STREAM_LOST means that tokens were already out.
+    A call without a deadline gets the server's default. Errors carry google.rpc details: ErrorInfo
+    (domain "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo
+    where they apply. An UNAVAILABLE call can be retried, after the delay in the trailer
+    `grpc-retry-pushback-ms`; ABORTED with reason STREAM_LOST: tokens had been sent already.
     """
 
     @staticmethod

@@ -27,18 +27,18 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayServiceStub:
-    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
-    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
-    only HTTP has.
+    """The public API over gRPC: the chats and completions of the OpenAI-compatible HTTP API. Both APIs
+    apply the same checks, and an omitted field means the same in both; docs/grpc.md lists the fields
+    that only HTTP has.
 
-    Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
-    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
-    answer: `x-request-id` and, with quotas, `x-ratelimit-*`.
+    Call metadata: `authorization: Bearer <key>` where keys are required, `x-request-id` (1 to 128
+    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of a
+    response: `x-request-id` and, with quotas, `x-ratelimit-*`.
 
-    A call without a deadline gets the server's. Errors carry google.rpc details: ErrorInfo (domain
-    "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo where
-    they apply. An UNAVAILABLE call can be made again, after the trailer `grpc-retry-pushback-ms`;
-    ABORTED with reason STREAM_LOST means that tokens were already out.
+    A call without a deadline gets the server's default. Errors carry google.rpc details: ErrorInfo
+    (domain "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo
+    where they apply. An UNAVAILABLE call can be retried, after the delay in the trailer
+    `grpc-retry-pushback-ms`; ABORTED with reason STREAM_LOST: tokens had been sent already.
     """
 
     @_typing.overload
@@ -46,73 +46,73 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Chat: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
-    """The assistant's next message, whole."""
+    """Returns the assistant's next message when it is complete."""
     StreamChat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]
-    """The assistant's next message as it is made."""
+    """Streams the assistant's next message as it is generated."""
     Complete: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]
-    """The text that follows prompts, whole."""
+    """Returns the text that follows prompts when it is complete."""
     StreamComplete: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamCompleteRequest, _gateway_pb2.StreamCompleteResponse]
-    """The text that follows prompts as it is made."""
+    """Streams the text that follows prompts as it is generated."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeResponse]
-    """Token ids of a text or of a chat."""
+    """Returns the token ids of a text or of a chat."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]
-    """The text of token ids."""
+    """Returns the text of token ids."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
-    """The models that can be named in requests."""
+    """Lists the models that requests can name."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CancelRequest, _gateway_pb2.CancelResponse]
-    """Ends a request of the same owner, at whichever gateway it runs. An unknown id, one that is over
-    and a second cancel are no errors.
+    """Cancels a request of the same owner, at whichever gateway it runs. Cancelling an unknown,
+    finished or already cancelled request is not an error.
     """
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
-    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
-    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
-    only HTTP has.
+    """The public API over gRPC: the chats and completions of the OpenAI-compatible HTTP API. Both APIs
+    apply the same checks, and an omitted field means the same in both; docs/grpc.md lists the fields
+    that only HTTP has.
 
-    Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
-    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
-    answer: `x-request-id` and, with quotas, `x-ratelimit-*`.
+    Call metadata: `authorization: Bearer <key>` where keys are required, `x-request-id` (1 to 128
+    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of a
+    response: `x-request-id` and, with quotas, `x-ratelimit-*`.
 
-    A call without a deadline gets the server's. Errors carry google.rpc details: ErrorInfo (domain
-    "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo where
-    they apply. An UNAVAILABLE call can be made again, after the trailer `grpc-retry-pushback-ms`;
-    ABORTED with reason STREAM_LOST means that tokens were already out.
+    A call without a deadline gets the server's default. Errors carry google.rpc details: ErrorInfo
+    (domain "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo
+    where they apply. An UNAVAILABLE call can be retried, after the delay in the trailer
+    `grpc-retry-pushback-ms`; ABORTED with reason STREAM_LOST: tokens had been sent already.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Chat: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
-    """The assistant's next message, whole."""
+    """Returns the assistant's next message when it is complete."""
     StreamChat: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]  # type: ignore[assignment]
-    """The assistant's next message as it is made."""
+    """Streams the assistant's next message as it is generated."""
     Complete: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
-    """The text that follows prompts, whole."""
+    """Returns the text that follows prompts when it is complete."""
     StreamComplete: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamCompleteRequest, _gateway_pb2.StreamCompleteResponse]  # type: ignore[assignment]
-    """The text that follows prompts as it is made."""
+    """Streams the text that follows prompts as it is generated."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Token ids of a text or of a chat."""
+    """Returns the token ids of a text or of a chat."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """The text of token ids."""
+    """Returns the text of token ids."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """The models that can be named in requests."""
+    """Lists the models that requests can name."""
     Cancel: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CancelRequest, _gateway_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a request of the same owner, at whichever gateway it runs. An unknown id, one that is over
-    and a second cancel are no errors.
+    """Cancels a request of the same owner, at whichever gateway it runs. Cancelling an unknown,
+    finished or already cancelled request is not an error.
     """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The public API over gRPC: chats and completions of the OpenAI-compatible HTTP API. Both make the
-    same checks, and a field that is left out means the same as there; docs/grpc.md tells which fields
-    only HTTP has.
+    """The public API over gRPC: the chats and completions of the OpenAI-compatible HTTP API. Both APIs
+    apply the same checks, and an omitted field means the same in both; docs/grpc.md lists the fields
+    that only HTTP has.
 
-    Metadata of a call: `authorization: Bearer <key>` where keys are needed, `x-request-id` (1 to 128
-    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of an
-    answer: `x-request-id` and, with quotas, `x-ratelimit-*`.
+    Call metadata: `authorization: Bearer <key>` where keys are required, `x-request-id` (1 to 128
+    letters, digits and ._:=@+/-) and `traceparent` if the caller has them. Initial metadata of a
+    response: `x-request-id` and, with quotas, `x-ratelimit-*`.
 
-    A call without a deadline gets the server's. Errors carry google.rpc details: ErrorInfo (domain
-    "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo where
-    they apply. An UNAVAILABLE call can be made again, after the trailer `grpc-retry-pushback-ms`;
-    ABORTED with reason STREAM_LOST means that tokens were already out.
+    A call without a deadline gets the server's default. Errors carry google.rpc details: ErrorInfo
+    (domain "tideserve") and RequestInfo always; BadRequest, QuotaFailure, RetryInfo or ResourceInfo
+    where they apply. An UNAVAILABLE call can be retried, after the delay in the trailer
+    `grpc-retry-pushback-ms`; ABORTED with reason STREAM_LOST: tokens had been sent already.
     """
 
     @_abc_1.abstractmethod
@@ -121,7 +121,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ChatResponse, _abc.Awaitable[_gateway_pb2.ChatResponse]]:
-        """The assistant's next message, whole."""
+        """Returns the assistant's next message when it is complete."""
 
     @_abc_1.abstractmethod
     def StreamChat(
@@ -129,7 +129,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.StreamChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.StreamChatResponse], _abc.AsyncIterator[_gateway_pb2.StreamChatResponse]]:
-        """The assistant's next message as it is made."""
+        """Streams the assistant's next message as it is generated."""
 
     @_abc_1.abstractmethod
     def Complete(
@@ -137,7 +137,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CompleteResponse, _abc.Awaitable[_gateway_pb2.CompleteResponse]]:
-        """The text that follows prompts, whole."""
+        """Returns the text that follows prompts when it is complete."""
 
     @_abc_1.abstractmethod
     def StreamComplete(
@@ -145,7 +145,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.StreamCompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.StreamCompleteResponse], _abc.AsyncIterator[_gateway_pb2.StreamCompleteResponse]]:
-        """The text that follows prompts as it is made."""
+        """Streams the text that follows prompts as it is generated."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -153,7 +153,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.TokenizeResponse, _abc.Awaitable[_gateway_pb2.TokenizeResponse]]:
-        """Token ids of a text or of a chat."""
+        """Returns the token ids of a text or of a chat."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -161,7 +161,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.DetokenizeResponse, _abc.Awaitable[_gateway_pb2.DetokenizeResponse]]:
-        """The text of token ids."""
+        """Returns the text of token ids."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -169,7 +169,7 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ListModelsResponse, _abc.Awaitable[_gateway_pb2.ListModelsResponse]]:
-        """The models that can be named in requests."""
+        """Lists the models that requests can name."""
 
     @_abc_1.abstractmethod
     def Cancel(
@@ -177,8 +177,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CancelResponse, _abc.Awaitable[_gateway_pb2.CancelResponse]]:
-        """Ends a request of the same owner, at whichever gateway it runs. An unknown id, one that is over
-        and a second cancel are no errors.
+        """Cancels a request of the same owner, at whichever gateway it runs. Cancelling an unknown,
+        finished or already cancelled request is not an error.
         """
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -18,16 +18,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EndRequestRequest(_message.Message):
-    """Ends a request."""
+    """Cancels a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
-    """The owner of the request's key; empty without keys."""
+    """The owner of the request's API key; empty without keys."""
     request_id: _builtins.str
-    """Id of its response, the one that its client chose, or that of its header."""
+    """Id of the response, the id chosen by the client, or that of its header."""
     def __init__(
         self,
         *,
@@ -44,13 +44,13 @@ Global___EndRequestRequest: _TypeAlias = EndRequestRequest  # noqa: Y015
 
 @_typing.final
 class EndRequestResponse(_message.Message):
-    """Whether there was something to end."""
+    """Result of a cancellation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
-    """True if the request ran at the gateway that was asked."""
+    """True if the request ran at the called gateway."""
     def __init__(
         self,
         *,

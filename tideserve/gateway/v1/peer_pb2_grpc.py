@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GatewayPeerServiceStub:
-    """What gateways ask each other, on the port between services.
+    """Calls between gateways, on the port for services.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class GatewayPeerServiceStub:
 
 
 class GatewayPeerServiceServicer:
-    """What gateways ask each other, on the port between services.
+    """Calls between gateways, on the port for services.
     """
 
     def EndRequest(self, request, context):
-        """Ends a request that runs at the gateway that is asked; without effect if it is not there.
+        """Cancels a request that runs at the called gateway; no effect if it does not run there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_GatewayPeerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayPeerService:
-    """What gateways ask each other, on the port between services.
+    """Calls between gateways, on the port for services.
     """
 
     @staticmethod

@@ -27,25 +27,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayPeerServiceStub:
-    """What gateways ask each other, on the port between services."""
+    """Calls between gateways, on the port for services."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayPeerServiceAsyncStub: ...
     EndRequest: _grpc.UnaryUnaryMultiCallable[_peer_pb2.EndRequestRequest, _peer_pb2.EndRequestResponse]
-    """Ends a request that runs at the gateway that is asked; without effect if it is not there."""
+    """Cancels a request that runs at the called gateway; no effect if it does not run there."""
 
 @_typing.type_check_only
 class GatewayPeerServiceAsyncStub(GatewayPeerServiceStub):
-    """What gateways ask each other, on the port between services."""
+    """Calls between gateways, on the port for services."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     EndRequest: _aio.UnaryUnaryMultiCallable[_peer_pb2.EndRequestRequest, _peer_pb2.EndRequestResponse]  # type: ignore[assignment]
-    """Ends a request that runs at the gateway that is asked; without effect if it is not there."""
+    """Cancels a request that runs at the called gateway; no effect if it does not run there."""
 
 class GatewayPeerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What gateways ask each other, on the port between services."""
+    """Calls between gateways, on the port for services."""
 
     @_abc_1.abstractmethod
     def EndRequest(
@@ -53,6 +53,6 @@ class GatewayPeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.EndRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.EndRequestResponse, _abc.Awaitable[_peer_pb2.EndRequestResponse]]:
-        """Ends a request that runs at the gateway that is asked; without effect if it is not there."""
+        """Cancels a request that runs at the called gateway; no effect if it does not run there."""
 
 def add_GatewayPeerServiceServicer_to_server(servicer: GatewayPeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Models as functions of named tensors. Here a model takes the tensor `text_input` and gives
-    `text_output`. What else the protocol has (repository, shared memory, statistics, trace and log
-    settings) answers UNIMPLEMENTED.
+    """Models as functions of named tensors. Here a model takes the tensor `text_input` and returns
+    `text_output`. Other parts of the protocol (repository, shared memory, statistics, trace and log
+    settings) are UNIMPLEMENTED.
     """
 
     def __init__(self, channel):
@@ -80,63 +80,63 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Models as functions of named tensors. Here a model takes the tensor `text_input` and gives
-    `text_output`. What else the protocol has (repository, shared memory, statistics, trace and log
-    settings) answers UNIMPLEMENTED.
+    """Models as functions of named tensors. Here a model takes the tensor `text_input` and returns
+    `text_output`. Other parts of the protocol (repository, shared memory, statistics, trace and log
+    settings) are UNIMPLEMENTED.
     """
 
     def ServerLive(self, request, context):
-        """Whether the process answers.
+        """Reports whether the process is alive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """Whether requests are accepted.
+        """Reports whether the server accepts requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """Whether requests to a model are accepted.
+        """Reports whether a model accepts requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerMetadata(self, request, context):
-        """Name, version and extensions of the server.
+        """Returns name, version and extensions of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """Inputs and outputs of a model.
+        """Returns inputs and outputs of a model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelConfig(self, request, context):
-        """Inputs and outputs of a model in Triton's words.
+        """Returns inputs and outputs of a model in Triton's format.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """One request, one response.
+        """Runs a request and returns a single response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Requests that are worked on at the same time; each has one response or, streamed, several. An
-        error ends the request that it is about, not the stream.
+        """Runs requests concurrently; each has one response or, streamed, several. An error ends its
+        request, not the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,9 +194,9 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Models as functions of named tensors. Here a model takes the tensor `text_input` and gives
-    `text_output`. What else the protocol has (repository, shared memory, statistics, trace and log
-    settings) answers UNIMPLEMENTED.
+    """Models as functions of named tensors. Here a model takes the tensor `text_input` and returns
+    `text_output`. Other parts of the protocol (repository, shared memory, statistics, trace and log
+    settings) are UNIMPLEMENTED.
     """
 
     @staticmethod

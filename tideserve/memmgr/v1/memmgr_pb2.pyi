@@ -29,27 +29,27 @@ class _DecisionActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisi
     DECISION_ACTION_UNSPECIFIED: _DecisionAction.ValueType  # 0
     """Not set; never sent."""
     DECISION_ACTION_MERGE: _DecisionAction.ValueType  # 1
-    """Groups merge and drop the layers that each holds twice."""
+    """Groups merge and drop duplicate layers."""
     DECISION_ACTION_RESTORE: _DecisionAction.ValueType  # 2
-    """Groups split; their members take all layers back."""
+    """Groups split; their members load all layers again."""
     DECISION_ACTION_EXHAUSTED: _DecisionAction.ValueType  # 3
-    """There is more demand than all merges together can meet."""
+    """The demand exceeds what all merges together can provide."""
     DECISION_ACTION_CALL_OFF: _DecisionAction.ValueType  # 4
-    """A split that is being prepared is given up, since load has returned."""
+    """A split under preparation is cancelled, since load has returned."""
 
 class DecisionAction(_DecisionAction, metaclass=_DecisionActionEnumTypeWrapper):
-    """What a decision asks for."""
+    """Action of a decision."""
 
 DECISION_ACTION_UNSPECIFIED: DecisionAction.ValueType  # 0
 """Not set; never sent."""
 DECISION_ACTION_MERGE: DecisionAction.ValueType  # 1
-"""Groups merge and drop the layers that each holds twice."""
+"""Groups merge and drop duplicate layers."""
 DECISION_ACTION_RESTORE: DecisionAction.ValueType  # 2
-"""Groups split; their members take all layers back."""
+"""Groups split; their members load all layers again."""
 DECISION_ACTION_EXHAUSTED: DecisionAction.ValueType  # 3
-"""There is more demand than all merges together can meet."""
+"""The demand exceeds what all merges together can provide."""
 DECISION_ACTION_CALL_OFF: DecisionAction.ValueType  # 4
-"""A split that is being prepared is given up, since load has returned."""
+"""A split under preparation is cancelled, since load has returned."""
 Global___DecisionAction: _TypeAlias = DecisionAction  # noqa: Y015
 
 class _DecisionCause:
@@ -61,27 +61,27 @@ class _DecisionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisio
     DECISION_CAUSE_UNSPECIFIED: _DecisionCause.ValueType  # 0
     """Not set; never sent."""
     DECISION_CAUSE_OVERLOAD: _DecisionCause.ValueType  # 1
-    """Demand exceeded the capacity."""
+    """The demand exceeded the capacity."""
     DECISION_CAUSE_RELIEF: _DecisionCause.ValueType  # 2
-    """Demand was far below the undropped capacity."""
+    """The demand was far below the undropped capacity."""
     DECISION_CAUSE_MANUAL: _DecisionCause.ValueType  # 3
-    """Somebody asked for it."""
+    """An operator requested it."""
     DECISION_CAUSE_DRAINING: _DecisionCause.ValueType  # 4
-    """A member of a group is about to stop."""
+    """A member of a group is draining."""
 
 class DecisionCause(_DecisionCause, metaclass=_DecisionCauseEnumTypeWrapper):
-    """Why a decision was made."""
+    """Cause of a decision."""
 
 DECISION_CAUSE_UNSPECIFIED: DecisionCause.ValueType  # 0
 """Not set; never sent."""
 DECISION_CAUSE_OVERLOAD: DecisionCause.ValueType  # 1
-"""Demand exceeded the capacity."""
+"""The demand exceeded the capacity."""
 DECISION_CAUSE_RELIEF: DecisionCause.ValueType  # 2
-"""Demand was far below the undropped capacity."""
+"""The demand was far below the undropped capacity."""
 DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
-"""Somebody asked for it."""
+"""An operator requested it."""
 DECISION_CAUSE_DRAINING: DecisionCause.ValueType  # 4
-"""A member of a group is about to stop."""
+"""A member of a group is draining."""
 Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
 class _ReconfigurationPhase:
@@ -93,32 +93,32 @@ class _ReconfigurationPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     RECONFIGURATION_PHASE_UNSPECIFIED: _ReconfigurationPhase.ValueType  # 0
     """Not set; never sent."""
     RECONFIGURATION_PHASE_PREPARING: _ReconfigurationPhase.ValueType  # 1
-    """The members get ready, while everything is served as before."""
+    """The members prepare, while serving goes on unchanged."""
     RECONFIGURATION_PHASE_COMMITTED: _ReconfigurationPhase.ValueType  # 2
     """The new configuration is committed; the members change over."""
     RECONFIGURATION_PHASE_STABLE: _ReconfigurationPhase.ValueType  # 3
-    """All members serve the new configuration. Last."""
+    """All members serve the new configuration. Final."""
     RECONFIGURATION_PHASE_FAILED: _ReconfigurationPhase.ValueType  # 4
-    """Nothing has changed, or members have not changed over in time; see `message`. Last."""
+    """Nothing has changed, or members have not changed over in time; see `message`. Final."""
 
 class ReconfigurationPhase(_ReconfigurationPhase, metaclass=_ReconfigurationPhaseEnumTypeWrapper):
-    """How far a change of groups is."""
+    """Progress of a group change."""
 
 RECONFIGURATION_PHASE_UNSPECIFIED: ReconfigurationPhase.ValueType  # 0
 """Not set; never sent."""
 RECONFIGURATION_PHASE_PREPARING: ReconfigurationPhase.ValueType  # 1
-"""The members get ready, while everything is served as before."""
+"""The members prepare, while serving goes on unchanged."""
 RECONFIGURATION_PHASE_COMMITTED: ReconfigurationPhase.ValueType  # 2
 """The new configuration is committed; the members change over."""
 RECONFIGURATION_PHASE_STABLE: ReconfigurationPhase.ValueType  # 3
-"""All members serve the new configuration. Last."""
+"""All members serve the new configuration. Final."""
 RECONFIGURATION_PHASE_FAILED: ReconfigurationPhase.ValueType  # 4
-"""Nothing has changed, or members have not changed over in time; see `message`. Last."""
+"""Nothing has changed, or members have not changed over in time; see `message`. Final."""
 Global___ReconfigurationPhase: _TypeAlias = ReconfigurationPhase  # noqa: Y015
 
 @_typing.final
 class WorkerMemory(_message.Message):
-    """A worker's memory at one moment."""
+    """A worker's memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,88 +160,90 @@ class WorkerMemory(_message.Message):
     SLOWEST_ITERATION_S_FIELD_NUMBER: _builtins.int
     ENGINE_HUNG_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Worker that reports."""
+    """The worker."""
     incarnation: _builtins.str
-    """Its incarnation."""
+    """The worker's incarnation."""
     budget_bytes: _builtins.int
     """Device memory budget in bytes: parameters, KV and staging together."""
     parameter_bytes: _builtins.int
-    """Bytes that parameters occupy."""
+    """Bytes of parameters."""
     staging_bytes: _builtins.int
-    """Bytes kept for staging."""
+    """Bytes reserved for staging."""
     kv_blocks_total: _builtins.int
-    """KV blocks in all."""
+    """Total KV blocks."""
     kv_blocks_free: _builtins.int
-    """KV blocks that are free."""
+    """Free KV blocks."""
     kv_block_bytes: _builtins.int
-    """Bytes of K and V of one block, all layers together."""
+    """Bytes of K and V of a block, over all layers."""
     running: _builtins.int
     """Sequences in the running batch."""
     waiting: _builtins.int
     """Sequences that wait."""
     preemptions_total: _builtins.int
-    """Sequences preempted since the worker started."""
+    """Preemptions of sequences since the worker's start."""
     kv_blocks_wanted: _builtins.int
     """KV blocks that the waiting sequences need before they can run."""
     epoch: _builtins.int
-    """Epoch of the configuration that the worker serves; 0 while it serves none."""
+    """Epoch of the configuration that the worker serves; 0 if it serves none."""
     pipeline_busy_s: _builtins.float
-    """Seconds in which the worker, as a stage of a pipeline, ran microbatches since it started."""
+    """Seconds that the worker, as a pipeline stage, spent running microbatches since its start."""
     pipeline_bubble_s: _builtins.float
-    """Seconds in which it was idle while a microbatch was anywhere in its pipeline: its bubbles."""
+    """Seconds that it was idle while a microbatch was in its pipeline: bubbles."""
     prefill_s: _builtins.float
-    """Seconds of iterations with a chunk of more than one token, as measured since it started."""
+    """Seconds of iterations with a chunk of more than one token since its start, as measured."""
     prefill_predicted_s: _builtins.float
-    """The same iterations as the worker's cost model predicted them; 0 without one, as are all four."""
+    """The same iterations as predicted by the worker's cost model; without a model all four are 0."""
     decode_s: _builtins.float
     """Seconds of all other iterations, as measured."""
     decode_predicted_s: _builtins.float
     """The same iterations as predicted."""
     unsettled: _builtins.bool
-    """The change that led to `epoch` is not over for this worker: requests still move to it or from
-    it, or their KV does.
+    """The change that led to `epoch` is not complete for this worker: requests or their KV still move
+    to it or from it.
     """
     batch_running: _builtins.int
     """Of `running`, the sequences of the class `batch`."""
     batch_waiting: _builtins.int
     """Of `waiting`, the sequences of the class `batch`."""
     kv_blocks_batch: _builtins.int
-    """KV blocks that sequences of the class `batch` have."""
+    """KV blocks allocated to sequences of the class `batch`."""
     prefix_queries_total: _builtins.int
-    """Prompt tokens that were looked up in the prefix cache since the worker started."""
+    """Prompt tokens looked up in the prefix cache since the worker's start."""
     prefix_hits_total: _builtins.int
-    """Those of them that were found."""
+    """Prefix cache hits among them."""
     trouble: _builtins.str
-    """Why the worker's group cannot go on as it is, for people: a member is out of reach, or does not
-    send microbatches on. "" if it can.
+    """Why the worker's group cannot continue, as text: a member is unreachable, or does not pass on
+    microbatches. Empty if it can.
     """
     batch_yields: _builtins.bool
-    """Whether sequences of the class `batch` give their blocks to online requests; then they are no
+    """Whether online requests preempt sequences of the class `batch`, which then do not count as
     demand.
     """
     online_processed_tokens_total: _builtins.int
-    """Tokens of all classes but `batch` that the worker has computed as a leader since it started:
-    prompt tokens that ran for the first time, and output tokens.
+    """Tokens of all classes but `batch` that the worker has computed as a leader since its start:
+    prompt tokens computed for the first time, and output tokens.
     """
     online_recomputed_tokens_total: _builtins.int
-    """Tokens of these classes that ran again, since their KV was lost."""
+    """Tokens of these classes that were recomputed after a loss of their KV."""
     batch_processed_tokens_total: _builtins.int
     """Processed tokens of the class `batch`."""
     batch_recomputed_tokens_total: _builtins.int
     """Recomputed tokens of the class `batch`."""
     preempted_iterations_total: _builtins.int
-    """Iterations of the class `batch` alone that were interrupted between layers since it started."""
+    """Batch-only iterations that were interrupted between layers since the worker's start."""
     resumed_iterations_total: _builtins.int
-    """How often one of them went on at the layer where it was."""
+    """Interrupted iterations that continued at the layer where they stopped."""
     discarded_tokens_total: _builtins.int
-    """Tokens of all interrupted iterations that had to run again from their first layer."""
+    """Tokens of all interrupted iterations that had to be recomputed from the first layer."""
     slowest_iteration_s: _builtins.float
-    """Seconds of the worker's slowest iteration lately. While one runs, its engine answers nothing."""
+    """Duration of the worker's slowest recent iteration in seconds. While an iteration runs, the
+    engine answers nothing.
+    """
     engine_hung: _builtins.bool
-    """Whether the worker's engine stands still; all else about it is what was known last."""
+    """Whether the worker's engine hangs; all other fields are then the last known values."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The worker's process ids: servicer, engine."""
+        """Process ids of the worker: servicer, engine."""
 
     def __init__(
         self,
@@ -335,7 +337,7 @@ Global___ReportMemoryResponse: _TypeAlias = ReportMemoryResponse  # noqa: Y015
 
 @_typing.final
 class ModelDemand(_message.Message):
-    """What waits for the memory of one model's groups."""
+    """Demand for KV of a model's groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -352,21 +354,21 @@ class ModelDemand(_message.Message):
     queued: _builtins.int
     """Requests in the scheduler's queue."""
     queued_tokens: _builtins.int
-    """KV in tokens that those need before they can run."""
+    """Tokens of KV that they need before they can run."""
     refused: _builtins.int
-    """Requests that were refused in the last ten seconds because the queue was full or too slow."""
+    """Requests refused in the last ten seconds because the queue was full or too slow."""
     refused_tokens: _builtins.int
-    """KV in tokens that those would have needed before they could run."""
+    """Tokens of KV that they would have needed."""
     arriving_tokens_per_s: _builtins.float
-    """KV in tokens a second that arriving requests need before they can run, refused ones included;
+    """Tokens of KV per second that arriving requests need before they can run, refused ones included;
     mean of the last seconds.
     """
     batch_queued: _builtins.int
-    """Requests of the class `batch` in the scheduler's queue, where classes count: no demand, and not
-    among the numbers above.
+    """Requests of the class `batch` in the scheduler's queue, if classes count. They are no demand,
+    and not included above.
     """
     batch_queued_tokens: _builtins.int
-    """KV in tokens that those need before they can run."""
+    """Tokens of KV that they need before they can run."""
     def __init__(
         self,
         *,
@@ -396,7 +398,7 @@ class ReportDemandRequest(_message.Message):
     DEMANDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def demands(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]:
-        """Models with demand; one that is missing has none."""
+        """Models with demand; a missing model has none."""
 
     def __init__(
         self,
@@ -430,7 +432,7 @@ Global___ReportDemandResponse: _TypeAlias = ReportDemandResponse  # noqa: Y015
 
 @_typing.final
 class WatchShortfallsRequest(_message.Message):
-    """Asks to be told of shortfalls until the call ends."""
+    """Subscribes to shortfalls until the call ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -447,14 +449,14 @@ Global___WatchShortfallsRequest: _TypeAlias = WatchShortfallsRequest  # noqa: Y0
 
 @_typing.final
 class WatchShortfallsResponse(_message.Message):
-    """What models lack now."""
+    """The current shortfalls."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHORTFALLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def shortfalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortfall]:
-        """Models that are short; one that is missing is not, as far as is known."""
+        """Models with a shortfall; missing models have none, as far as known."""
 
     def __init__(
         self,
@@ -471,7 +473,7 @@ Global___WatchShortfallsResponse: _TypeAlias = WatchShortfallsResponse  # noqa: 
 
 @_typing.final
 class Shortfall(_message.Message):
-    """KV that a model lacks beyond what all merges can gain: more workers are needed."""
+    """KV that a model lacks and no merge can provide: more workers are needed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,7 +499,7 @@ Global___Shortfall: _TypeAlias = Shortfall  # noqa: Y015
 
 @_typing.final
 class ListGroupsRequest(_message.Message):
-    """Asks for the groups."""
+    """Requests the list of groups."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -521,7 +523,7 @@ class ListGroupsResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
-        """Group records; dissolved ones are left out."""
+        """Group records, without dissolved groups."""
 
     def __init__(
         self,
@@ -538,7 +540,7 @@ Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
 
 @_typing.final
 class GetClusterRequest(_message.Message):
-    """Asks for the cluster's state."""
+    """Requests the cluster's state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -570,7 +572,7 @@ class GetClusterResponse(_message.Message):
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
-        """Group records; dissolved ones are left out."""
+        """Group records, without dissolved groups."""
 
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
@@ -578,11 +580,11 @@ class GetClusterResponse(_message.Message):
 
     @_builtins.property
     def shortfalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortfall]:
-        """Models that lack KV that no merge can gain."""
+        """Models that lack KV which no merge can provide."""
 
     @_builtins.property
     def losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoss]:
-        """The last loss of each group since this memory manager leads; at most 100."""
+        """The last loss of each group since this memory manager became leader; at most 100."""
 
     def __init__(
         self,
@@ -603,7 +605,7 @@ Global___GetClusterResponse: _TypeAlias = GetClusterResponse  # noqa: Y015
 
 @_typing.final
 class GroupLoss(_message.Message):
-    """A group could not go on as it was: a member was gone, or out of reach of another one."""
+    """A group could not continue: a member was lost, or unreachable for another member."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -614,11 +616,11 @@ class GroupLoss(_message.Message):
     group_id: _builtins.str
     """Id of the group."""
     epoch: _builtins.int
-    """Its epoch then."""
+    """Epoch of the group at that time."""
     lost_unix_s: _builtins.int
-    """When, in seconds since 1970."""
+    """Time of the loss, in seconds since 1970."""
     reason: _builtins.str
-    """Why, for people."""
+    """Reason as text."""
     def __init__(
         self,
         *,
@@ -637,7 +639,7 @@ Global___GroupLoss: _TypeAlias = GroupLoss  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):
-    """A decision about a model's memory and the numbers that led to it; tokens are tokens of KV."""
+    """A decision about a model's memory, with the numbers that led to it; tokens are tokens of KV."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -662,46 +664,46 @@ class Decision(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     STUCK_TOKENS_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.int
-    """When, in seconds since 1970."""
+    """Time of the decision, in seconds since 1970."""
     model: _builtins.str
     """Name of the model."""
     action: Global___DecisionAction.ValueType
-    """What shall change."""
+    """What is to change."""
     cause: Global___DecisionCause.ValueType
     """Why."""
     needed_tokens: _builtins.int
     """Tokens to be gained by merging."""
     threshold_tokens: _builtins.int
-    """What demand and forecast were compared with."""
+    """Threshold for demand and forecast."""
     held_s: _builtins.float
-    """Seconds for which it had been passed."""
+    """Seconds for which the threshold had been exceeded."""
     dwell_s: _builtins.float
-    """Seconds for which it had to be."""
+    """Seconds for which it had to be exceeded."""
     demand_tokens: _builtins.int
     """Used, waiting, queued and refused tokens together."""
     forecast_tokens: _builtins.int
-    """Tokens that arrive within the look-ahead."""
+    """Tokens expected to arrive within the look-ahead."""
     capacity_tokens: _builtins.int
-    """Tokens that the groups hold."""
+    """Capacity of the groups in tokens."""
     undropped_tokens: _builtins.int
-    """Tokens that they would hold if each member had all layers."""
+    """Capacity in tokens if each member held all layers."""
     used_tokens: _builtins.int
     """Tokens in use."""
     waiting_tokens: _builtins.int
-    """Tokens that requests at workers wait for."""
+    """Tokens that waiting requests at workers need."""
     queued_tokens: _builtins.int
     """Tokens that requests in the scheduler's queue need."""
     refused_tokens: _builtins.int
-    """Tokens that requests refused lately would have needed."""
+    """Tokens that recently refused requests would have needed."""
     waiting: _builtins.int
-    """Requests behind the last three."""
+    """Number of requests behind the last three."""
     outcome: _builtins.str
-    """What has become of it so far, for people."""
+    """Outcome so far, as text."""
     stuck_tokens: _builtins.int
-    """Of the demand: tokens that are bound to groups that have no room for them."""
+    """Part of the demand: tokens bound to groups without room for them."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Groups that shall split, or that are full and shall merge with others that have room; by hand:
+        """Groups that are to split, or full groups that are to merge with others; of manual changes,
         those that were merged or split.
         """
 
@@ -746,7 +748,7 @@ class MergeGroupsRequest(_message.Message):
     GROUP_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The groups in the order of their stages, at least two; all groups of one model if empty."""
+        """The groups in the order of their stages, at least two; empty: all groups of the only model."""
 
     def __init__(
         self,
@@ -793,7 +795,7 @@ class SplitGroupRequest(_message.Message):
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """The group; the only one with several members if empty."""
+    """The group; empty: the only group with several members."""
     def __init__(
         self,
         *,
@@ -833,7 +835,7 @@ Global___SplitGroupResponse: _TypeAlias = SplitGroupResponse  # noqa: Y015
 
 @_typing.final
 class ReconfigurationStep(_message.Message):
-    """A step of a change of groups."""
+    """A step of a group change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -841,11 +843,11 @@ class ReconfigurationStep(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     phase: Global___ReconfigurationPhase.ValueType
-    """How far it is."""
+    """Progress."""
     epoch: _builtins.int
     """Epoch of the new configuration once it is committed."""
     message: _builtins.str
-    """Cause and remedy of a failure, else what is being done, for people."""
+    """Cause and remedy of a failure, else the current activity, as text."""
     def __init__(
         self,
         *,

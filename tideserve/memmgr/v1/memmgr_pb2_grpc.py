@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MemmgrServiceStub:
-    """Knows where the cluster's memory is and which workers serve together.
+    """Manages the cluster's memory and decides which workers serve together.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class MemmgrServiceStub:
 
 
 class MemmgrServiceServicer:
-    """Knows where the cluster's memory is and which workers serve together.
+    """Manages the cluster's memory and decides which workers serve together.
     """
 
     def ReportMemory(self, request_iterator, context):
@@ -84,15 +84,15 @@ class MemmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportDemand(self, request_iterator, context):
-        """One long-lived stream of the scheduler carries the demand that waits there, on change and at
-        least every second. When it ends, that demand is forgotten.
+        """One long-lived stream of the scheduler carries the demand of its queue, on change and at least
+        every second. When it ends, that demand is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchShortfalls(self, request, context):
-        """Tells which models lack KV that no merge can gain: at once, on change and every second.
+        """Reports models that lack KV which no merge can provide: at once, on change and every second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,22 +106,23 @@ class MemmgrServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
-        """Shows the workers' memory, the groups and the latest decisions.
+        """Returns the workers' memory, the groups and the latest decisions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MergeGroups(self, request, context):
-        """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
-        does not lead refuses with FAILED_PRECONDITION.
+        """Merges groups manually. Each response is a step; the last one reports the outcome. An instance
+        that does not lead refuses with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SplitGroup(self, request, context):
-        """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups.
+        """Splits a group manually into one group per member, each with all layers; responses as of
+        MergeGroups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +175,7 @@ def add_MemmgrServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MemmgrService:
-    """Knows where the cluster's memory is and which workers serve together.
+    """Manages the cluster's memory and decides which workers serve together.
     """
 
     @staticmethod

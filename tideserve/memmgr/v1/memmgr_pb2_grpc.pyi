@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class MemmgrServiceStub:
-    """Knows where the cluster's memory is and which workers serve together."""
+    """Manages the cluster's memory and decides which workers serve together."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,48 +36,52 @@ class MemmgrServiceStub:
     ReportMemory: _grpc.StreamUnaryMultiCallable[_memmgr_pb2.ReportMemoryRequest, _memmgr_pb2.ReportMemoryResponse]
     """One long-lived stream per worker carries its memory, on change and at least every second."""
     ReportDemand: _grpc.StreamUnaryMultiCallable[_memmgr_pb2.ReportDemandRequest, _memmgr_pb2.ReportDemandResponse]
-    """One long-lived stream of the scheduler carries the demand that waits there, on change and at
-    least every second. When it ends, that demand is forgotten.
+    """One long-lived stream of the scheduler carries the demand of its queue, on change and at least
+    every second. When it ends, that demand is forgotten.
     """
     WatchShortfalls: _grpc.UnaryStreamMultiCallable[_memmgr_pb2.WatchShortfallsRequest, _memmgr_pb2.WatchShortfallsResponse]
-    """Tells which models lack KV that no merge can gain: at once, on change and every second."""
+    """Reports models that lack KV which no merge can provide: at once, on change and every second."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.ListGroupsRequest, _memmgr_pb2.ListGroupsResponse]
     """Lists the groups that serve."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]
-    """Shows the workers' memory, the groups and the latest decisions."""
+    """Returns the workers' memory, the groups and the latest decisions."""
     MergeGroups: _grpc.UnaryStreamMultiCallable[_memmgr_pb2.MergeGroupsRequest, _memmgr_pb2.MergeGroupsResponse]
-    """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
-    does not lead refuses with FAILED_PRECONDITION.
+    """Merges groups manually. Each response is a step; the last one reports the outcome. An instance
+    that does not lead refuses with FAILED_PRECONDITION.
     """
     SplitGroup: _grpc.UnaryStreamMultiCallable[_memmgr_pb2.SplitGroupRequest, _memmgr_pb2.SplitGroupResponse]
-    """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups."""
+    """Splits a group manually into one group per member, each with all layers; responses as of
+    MergeGroups.
+    """
 
 @_typing.type_check_only
 class MemmgrServiceAsyncStub(MemmgrServiceStub):
-    """Knows where the cluster's memory is and which workers serve together."""
+    """Manages the cluster's memory and decides which workers serve together."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReportMemory: _aio.StreamUnaryMultiCallable[_memmgr_pb2.ReportMemoryRequest, _memmgr_pb2.ReportMemoryResponse]  # type: ignore[assignment]
     """One long-lived stream per worker carries its memory, on change and at least every second."""
     ReportDemand: _aio.StreamUnaryMultiCallable[_memmgr_pb2.ReportDemandRequest, _memmgr_pb2.ReportDemandResponse]  # type: ignore[assignment]
-    """One long-lived stream of the scheduler carries the demand that waits there, on change and at
-    least every second. When it ends, that demand is forgotten.
+    """One long-lived stream of the scheduler carries the demand of its queue, on change and at least
+    every second. When it ends, that demand is forgotten.
     """
     WatchShortfalls: _aio.UnaryStreamMultiCallable[_memmgr_pb2.WatchShortfallsRequest, _memmgr_pb2.WatchShortfallsResponse]  # type: ignore[assignment]
-    """Tells which models lack KV that no merge can gain: at once, on change and every second."""
+    """Reports models that lack KV which no merge can provide: at once, on change and every second."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.ListGroupsRequest, _memmgr_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists the groups that serve."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.GetClusterRequest, _memmgr_pb2.GetClusterResponse]  # type: ignore[assignment]
-    """Shows the workers' memory, the groups and the latest decisions."""
+    """Returns the workers' memory, the groups and the latest decisions."""
     MergeGroups: _aio.UnaryStreamMultiCallable[_memmgr_pb2.MergeGroupsRequest, _memmgr_pb2.MergeGroupsResponse]  # type: ignore[assignment]
-    """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
-    does not lead refuses with FAILED_PRECONDITION.
+    """Merges groups manually. Each response is a step; the last one reports the outcome. An instance
+    that does not lead refuses with FAILED_PRECONDITION.
     """
     SplitGroup: _aio.UnaryStreamMultiCallable[_memmgr_pb2.SplitGroupRequest, _memmgr_pb2.SplitGroupResponse]  # type: ignore[assignment]
-    """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups."""
+    """Splits a group manually into one group per member, each with all layers; responses as of
+    MergeGroups.
+    """
 
 class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Knows where the cluster's memory is and which workers serve together."""
+    """Manages the cluster's memory and decides which workers serve together."""
 
     @_abc_1.abstractmethod
     def ReportMemory(
@@ -93,8 +97,8 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_memmgr_pb2.ReportDemandRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_memmgr_pb2.ReportDemandResponse, _abc.Awaitable[_memmgr_pb2.ReportDemandResponse]]:
-        """One long-lived stream of the scheduler carries the demand that waits there, on change and at
-        least every second. When it ends, that demand is forgotten.
+        """One long-lived stream of the scheduler carries the demand of its queue, on change and at least
+        every second. When it ends, that demand is forgotten.
         """
 
     @_abc_1.abstractmethod
@@ -103,7 +107,7 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memmgr_pb2.WatchShortfallsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.WatchShortfallsResponse], _abc.AsyncIterator[_memmgr_pb2.WatchShortfallsResponse]]:
-        """Tells which models lack KV that no merge can gain: at once, on change and every second."""
+        """Reports models that lack KV which no merge can provide: at once, on change and every second."""
 
     @_abc_1.abstractmethod
     def ListGroups(
@@ -119,7 +123,7 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memmgr_pb2.GetClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memmgr_pb2.GetClusterResponse, _abc.Awaitable[_memmgr_pb2.GetClusterResponse]]:
-        """Shows the workers' memory, the groups and the latest decisions."""
+        """Returns the workers' memory, the groups and the latest decisions."""
 
     @_abc_1.abstractmethod
     def MergeGroups(
@@ -127,8 +131,8 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memmgr_pb2.MergeGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.MergeGroupsResponse], _abc.AsyncIterator[_memmgr_pb2.MergeGroupsResponse]]:
-        """Merges groups by hand. Each answer is a step; the last one says how it ended. An instance that
-        does not lead refuses with FAILED_PRECONDITION.
+        """Merges groups manually. Each response is a step; the last one reports the outcome. An instance
+        that does not lead refuses with FAILED_PRECONDITION.
         """
 
     @_abc_1.abstractmethod
@@ -137,6 +141,8 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memmgr_pb2.SplitGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.SplitGroupResponse], _abc.AsyncIterator[_memmgr_pb2.SplitGroupResponse]]:
-        """Splits a group by hand into one group per member, each with all layers; answers as MergeGroups."""
+        """Splits a group manually into one group per member, each with all layers; responses as of
+        MergeGroups.
+        """
 
 def add_MemmgrServiceServicer_to_server(servicer: MemmgrServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

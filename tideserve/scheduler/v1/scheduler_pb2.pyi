@@ -30,7 +30,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
     """Not set; never sent."""
     REFUSAL_REASON_TOO_LARGE: _RefusalReason.ValueType  # 1
-    """No worker could hold the request even if it were alone."""
+    """No worker can hold the request, even alone."""
     REFUSAL_REASON_QUEUE_FULL: _RefusalReason.ValueType  # 2
     """The queue is full."""
     REFUSAL_REASON_EXPIRED: _RefusalReason.ValueType  # 3
@@ -38,7 +38,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_UNKNOWN_MODEL: _RefusalReason.ValueType  # 4
     """No worker serves the model."""
     REFUSAL_REASON_INVALID: _RefusalReason.ValueType  # 5
-    """A field of the ask is out of its range; other requests on the stream are not affected."""
+    """A field of the ask is invalid; other requests on the stream are not affected."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a request is refused."""
@@ -46,7 +46,7 @@ class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Not set; never sent."""
 REFUSAL_REASON_TOO_LARGE: RefusalReason.ValueType  # 1
-"""No worker could hold the request even if it were alone."""
+"""No worker can hold the request, even alone."""
 REFUSAL_REASON_QUEUE_FULL: RefusalReason.ValueType  # 2
 """The queue is full."""
 REFUSAL_REASON_EXPIRED: RefusalReason.ValueType  # 3
@@ -54,7 +54,7 @@ REFUSAL_REASON_EXPIRED: RefusalReason.ValueType  # 3
 REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.ValueType  # 4
 """No worker serves the model."""
 REFUSAL_REASON_INVALID: RefusalReason.ValueType  # 5
-"""A field of the ask is out of its range; other requests on the stream are not affected."""
+"""A field of the ask is invalid; other requests on the stream are not affected."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final
@@ -69,22 +69,22 @@ class AdmitRequest(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ask(self) -> Global___Ask:
-        """Asks for a place to run."""
+        """Asks for an assignment."""
 
     @_builtins.property
     def withdraw(self) -> Global___Withdraw:
-        """Withdraws a request that the client has given up; unknown ids are ignored."""
+        """Withdraws a request that the client has cancelled; unknown ids are ignored."""
 
     @_builtins.property
     def load(self) -> _load_pb2.WorkerLoad:
-        """Passes on the load that a worker told with the end of a request, unchanged, so that what is
-        asked next on this stream is decided with it: the worker's own report may come later.
+        """Passes on the load that a worker reported with the end of a request, unchanged, so that it is
+        known before later asks on this stream: the worker's own report may arrive later.
         """
 
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitRequest]:
-        """Frames that follow this one, in order, none of which holds more itself. Only for a scheduler
-        whose initial metadata has `tideserve-frames: many`.
+        """Further frames, in order, none of which contains others. Only for a scheduler whose initial
+        metadata has `tideserve-frames: many`.
         """
 
     def __init__(
@@ -107,7 +107,7 @@ Global___AdmitRequest: _TypeAlias = AdmitRequest  # noqa: Y015
 
 @_typing.final
 class Ask(_message.Message):
-    """Asks for a place to run. Repeating it under the same id is safe: the answer is the same."""
+    """Asks for an assignment. Idempotent by `request_id`: a repeated ask gets the same answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -133,57 +133,59 @@ class Ask(_message.Message):
     model: _builtins.str
     """Name of the model."""
     prompt_tokens: _builtins.int
-    """Tokens that must be prefilled."""
+    """Tokens to prefill."""
     max_tokens: _builtins.int
-    """Most tokens that may be generated."""
+    """Maximum number of tokens to generate."""
     waited_s: _builtins.float
-    """Seconds that the request has waited already, so that a restarted scheduler keeps its place."""
+    """Seconds that the request has waited already, so that it keeps its rank at a restarted
+    scheduler.
+    """
     refused_epoch: _builtins.int
-    """Epoch of an assignment that came to nothing: the worker refused it as stale, or was lost before
-    its first token. The answer is then a new decision. 0 if there was none.
+    """Epoch of a failed assignment: the worker refused it as stale, or was lost before the first
+    token. The scheduler then decides again. 0: none.
     """
     refused_group_id: _builtins.str
     """Group of that assignment; epochs of different groups are often equal."""
     traceparent: _builtins.str
     """W3C traceparent of the request's trace; empty if it is not traced."""
     returned: _builtins.bool
-    """The worker of that assignment has given the request back, which had not begun there. It keeps
-    its place in the queue, and is not refused because the queue is full.
+    """The worker of that assignment has returned the request before it began. The request keeps its
+    rank in the queue, and is not refused because the queue is full.
     """
     prefix_stride: _builtins.int
-    """Hash i (from 0) is that of block (i + 1) * prefix_stride - 1; blocks have the size of the
+    """Hash i (from 0) belongs to block (i + 1) * prefix_stride - 1; blocks have the size of the
     workers' KV blocks.
     """
     resumed: _builtins.bool
-    """The request has run, and its worker was lost: `prompt_tokens` counts its output so far, too. It
-    goes before all that have not run, and neither the queue's limit nor its deadline holds for it.
+    """The request has run, and its worker was lost: `prompt_tokens` includes its output so far. It
+    goes before all new requests, and neither the queue's limit nor its deadline applies.
     """
     alone: _builtins.bool
-    """Two engines have died with the request in them. It gets a group in which nothing else runs or
-    waits, and which takes nothing else until the request has a token there; for want of such a
-    group, after some seconds, it gets any.
+    """Two engines have crashed with the request in them. It gets a group without other requests,
+    which takes no other until the request has a token; without such a group, any group after some
+    seconds.
     """
     avoided_s: _builtins.float
-    """Seconds from this ask on for which that holds."""
+    """Seconds from this ask on for which they are avoided."""
     excused_s: _builtins.float
-    """The part of `waited_s` until a worker failed under the request: the queue's deadline counts from
-    then on. 0 if none has.
+    """The part of `waited_s` before a worker failed under the request: the queue's deadline counts
+    from then on. 0: no worker has failed.
     """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
-        """What the request is promised."""
+        """Service class and SLO targets."""
 
     @_builtins.property
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Short hashes of the beginnings of the prompt, each for the whole prompt up to some block, so that
-        a group can be chosen that has cached them. At most 64; empty if the scheduler does not want
-        them or the prompt is short.
+        """Short hashes of prefixes of the prompt, each for the whole prompt up to some block, by which
+        the scheduler finds groups that have cached them. At most 64; empty if the scheduler does not
+        want them or the prompt is short.
         """
 
     @_builtins.property
     def avoided_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses (host:port) of workers that the gateway cannot reach, at most 64. They get the request
-        only if no other worker of the model serves.
+        """Addresses (host:port) of workers that the gateway cannot reach, at most 64. They get the
+        request only if no other worker of the model serves.
         """
 
     def __init__(
@@ -254,7 +256,7 @@ class AdmitResponse(_message.Message):
 
     @_builtins.property
     def assignment(self) -> Global___Assignment:
-        """The request has a place."""
+        """The request is assigned to a group."""
 
     @_builtins.property
     def refusal(self) -> Global___Refusal:
@@ -262,12 +264,12 @@ class AdmitResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """The scheduler lives."""
+        """The scheduler is alive."""
 
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitResponse]:
-        """Frames that follow this one, in order, none of which holds more itself. Only for a gateway
-        that has called with the metadata `tideserve-frames: many`.
+        """Further frames, in order, none of which contains others. Only for a gateway that has called
+        with the metadata `tideserve-frames: many`.
         """
 
     def __init__(
@@ -313,7 +315,7 @@ Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
-    """A place to run: a group at an epoch, and the address of its leader."""
+    """An assignment: a group at an epoch, and the address of its leader."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -326,15 +328,15 @@ class Assignment(_message.Message):
     request_id: _builtins.str
     """Id of the request."""
     group_id: _builtins.str
-    """Group that serves it."""
+    """The group."""
     epoch: _builtins.int
-    """Epoch of the group that the decision was made for."""
+    """Epoch of the group at the decision."""
     worker_id: _builtins.str
-    """Worker that leads the group."""
+    """The group's leader."""
     address: _builtins.str
     """host:port of the leader."""
     returnable: _builtins.bool
-    """The worker may give the request back if it cannot start it soon; see Start.returnable."""
+    """The worker may return the request if it cannot start it soon; see Start.returnable."""
     def __init__(
         self,
         *,
@@ -355,7 +357,7 @@ Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """A final "no"."""
+    """A final refusal."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -366,12 +368,12 @@ class Refusal(_message.Message):
     request_id: _builtins.str
     """Id of the request."""
     reason: Global___RefusalReason.ValueType
-    """Why."""
+    """The reason."""
     message: _builtins.str
-    """One sentence for the client: cause and remedy."""
+    """A sentence for the client: cause and remedy."""
     retry_after_s: _builtins.float
-    """Seconds after which a retry is sensible; 0 if a retry is pointless. For an unknown model it is
-    above 0 while the workers that served it are away.
+    """Seconds after which a retry makes sense; 0 if a retry is pointless. For an unknown model it is
+    above 0 while the workers that served it are unavailable.
     """
     def __init__(
         self,
@@ -391,7 +393,7 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent every second and when further groups serve on an Admit stream."""
+    """Sent every second, and when further groups serve."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -403,7 +405,7 @@ class Heartbeat(_message.Message):
     queued: _builtins.int
     """Requests in the queue."""
     wants_prefixes: _builtins.bool
-    """Whether asks shall have `prefix_hashes`."""
+    """Whether asks should contain `prefix_hashes`."""
     def __init__(
         self,
         *,
@@ -421,14 +423,14 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class ReportLoadRequest(_message.Message):
-    """What a worker reports."""
+    """A worker's load report."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> _load_pb2.WorkerLoad:
-        """Its load now."""
+        """The worker's current load."""
 
     def __init__(
         self,

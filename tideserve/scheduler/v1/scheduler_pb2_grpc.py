@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub:
-    """Decides which group serves a request and when; never on the path of a token.
+    """Decides which group serves a request and when. It is not on the path of tokens.
     """
 
     def __init__(self, channel):
@@ -48,13 +48,14 @@ class SchedulerServiceStub:
 
 
 class SchedulerServiceServicer:
-    """Decides which group serves a request and when; never on the path of a token.
+    """Decides which group serves a request and when. It is not on the path of tokens.
     """
 
     def Admit(self, request_iterator, context):
-        """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-        their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-        assignment, and sends a heartbeat each second, and soon after further groups serve.
+        """One long-lived stream per gateway carries all its requests, and the load reports that workers
+        attach to the ends of requests. The scheduler answers every ask at once with a ticket or a
+        refusal, and later with an assignment. It sends a heartbeat every second, and soon after
+        further groups serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -62,7 +63,7 @@ class SchedulerServiceServicer:
 
     def ReportLoad(self, request_iterator, context):
         """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
-        ends, the worker gets nothing until it reports again.
+        ends, the worker gets no requests until it reports again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +91,7 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService:
-    """Decides which group serves a request and when; never on the path of a token.
+    """Decides which group serves a request and when. It is not on the path of tokens.
     """
 
     @staticmethod

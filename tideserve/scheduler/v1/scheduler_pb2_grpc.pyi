@@ -27,39 +27,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SchedulerServiceStub:
-    """Decides which group serves a request and when; never on the path of a token."""
+    """Decides which group serves a request and when. It is not on the path of tokens."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]
-    """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-    their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-    assignment, and sends a heartbeat each second, and soon after further groups serve.
+    """One long-lived stream per gateway carries all its requests, and the load reports that workers
+    attach to the ends of requests. The scheduler answers every ask at once with a ticket or a
+    refusal, and later with an assignment. It sends a heartbeat every second, and soon after
+    further groups serve.
     """
     ReportLoad: _grpc.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
-    ends, the worker gets nothing until it reports again.
+    ends, the worker gets no requests until it reports again.
     """
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
-    """Decides which group serves a request and when; never on the path of a token."""
+    """Decides which group serves a request and when. It is not on the path of tokens."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitRequest, _scheduler_pb2.AdmitResponse]  # type: ignore[assignment]
-    """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-    their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-    assignment, and sends a heartbeat each second, and soon after further groups serve.
+    """One long-lived stream per gateway carries all its requests, and the load reports that workers
+    attach to the ends of requests. The scheduler answers every ask at once with a ticket or a
+    refusal, and later with an assignment. It sends a heartbeat every second, and soon after
+    further groups serve.
     """
     ReportLoad: _aio.StreamUnaryMultiCallable[_scheduler_pb2.ReportLoadRequest, _scheduler_pb2.ReportLoadResponse]  # type: ignore[assignment]
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
-    ends, the worker gets nothing until it reports again.
+    ends, the worker gets no requests until it reports again.
     """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Decides which group serves a request and when; never on the path of a token."""
+    """Decides which group serves a request and when. It is not on the path of tokens."""
 
     @_abc_1.abstractmethod
     def Admit(
@@ -67,9 +69,10 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_pb2.AdmitRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitResponse], _abc.AsyncIterator[_scheduler_pb2.AdmitResponse]]:
-        """One long-lived stream per gateway carries all its requests, and the loads that workers tell with
-        their ends. The scheduler answers every ask at once with a ticket or a refusal, later with an
-        assignment, and sends a heartbeat each second, and soon after further groups serve.
+        """One long-lived stream per gateway carries all its requests, and the load reports that workers
+        attach to the ends of requests. The scheduler answers every ask at once with a ticket or a
+        refusal, and later with an assignment. It sends a heartbeat every second, and soon after
+        further groups serve.
         """
 
     @_abc_1.abstractmethod
@@ -79,7 +82,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReportLoadResponse, _abc.Awaitable[_scheduler_pb2.ReportLoadResponse]]:
         """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
-        ends, the worker gets nothing until it reports again.
+        ends, the worker gets no requests until it reports again.
         """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -29,24 +29,24 @@ class _Delivery:
 class _DeliveryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Delivery.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DELIVERY_UNSPECIFIED: _Delivery.ValueType  # 0
-    """Not said: with each step."""
+    """Unspecified: with each step."""
     DELIVERY_EACH_STEP: _Delivery.ValueType  # 1
-    """The tokens of each step as they come."""
+    """The tokens of each step at once."""
     DELIVERY_COALESCED: _Delivery.ValueType  # 2
-    """Gathered: 64 tokens, those of about a second, or all before a move or the end, whichever is
-    first. An older worker sends each step.
+    """Batched: after 64 tokens, about a second, or before a move or the end, whichever is first.
+    Older workers send each step.
     """
 
 class Delivery(_Delivery, metaclass=_DeliveryEnumTypeWrapper):
-    """How the output of a request travels to its gateway."""
+    """How the output of a request is delivered to its gateway."""
 
 DELIVERY_UNSPECIFIED: Delivery.ValueType  # 0
-"""Not said: with each step."""
+"""Unspecified: with each step."""
 DELIVERY_EACH_STEP: Delivery.ValueType  # 1
-"""The tokens of each step as they come."""
+"""The tokens of each step at once."""
 DELIVERY_COALESCED: Delivery.ValueType  # 2
-"""Gathered: 64 tokens, those of about a second, or all before a move or the end, whichever is
-first. An older worker sends each step.
+"""Batched: after 64 tokens, about a second, or before a move or the end, whichever is first.
+Older workers send each step.
 """
 Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
 
@@ -59,27 +59,27 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """The request has not ended."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop token was chosen; it is the last of `token_ids`."""
+    """A stop token was generated; it is the last of `token_ids`."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """`max_tokens` were generated."""
     FINISH_REASON_STALE_EPOCH: _FinishReason.ValueType  # 3
-    """The worker does not lead the group at that epoch, or a moved request has not come to it: ask the
+    """The worker does not lead the group at that epoch, or a moved request did not arrive: ask the
     scheduler again.
     """
     FINISH_REASON_INVALID: _FinishReason.ValueType  # 4
-    """The start was invalid or could not be served, or no token was left to choose from; see
-    `message`. The latter may come after some tokens.
+    """The start was invalid or could not be served, or no token was allowed any more; see `message`.
+    The latter may happen after some tokens.
     """
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The engine failed; see `message`."""
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
-    """The worker's queue is full; the request could be served at another time or elsewhere."""
+    """The worker's queue is full; the request could be served later or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
-    """The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
-    some tokens: ask the scheduler for another place.
+    """The request was `returnable` and had not begun, or was `resumable` and lost its KV, possibly
+    after some tokens: ask the scheduler again.
     """
     FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
-    """The engine's process ended, or was ended because it was silent, with the request in it."""
+    """The engine's process ended, or was killed because it was unresponsive."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
@@ -87,27 +87,27 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """The request has not ended."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop token was chosen; it is the last of `token_ids`."""
+"""A stop token was generated; it is the last of `token_ids`."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens` were generated."""
 FINISH_REASON_STALE_EPOCH: FinishReason.ValueType  # 3
-"""The worker does not lead the group at that epoch, or a moved request has not come to it: ask the
+"""The worker does not lead the group at that epoch, or a moved request did not arrive: ask the
 scheduler again.
 """
 FINISH_REASON_INVALID: FinishReason.ValueType  # 4
-"""The start was invalid or could not be served, or no token was left to choose from; see
-`message`. The latter may come after some tokens.
+"""The start was invalid or could not be served, or no token was allowed any more; see `message`.
+The latter may happen after some tokens.
 """
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The engine failed; see `message`."""
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
-"""The worker's queue is full; the request could be served at another time or elsewhere."""
+"""The worker's queue is full; the request could be served later or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
-"""The request was `returnable` and has not begun, or was `resumable` and its KV is lost, maybe after
-some tokens: ask the scheduler for another place.
+"""The request was `returnable` and had not begun, or was `resumable` and lost its KV, possibly
+after some tokens: ask the scheduler again.
 """
 FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
-"""The engine's process ended, or was ended because it was silent, with the request in it."""
+"""The engine's process ended, or was killed because it was unresponsive."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -126,15 +126,17 @@ class PrepareRequest(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Revision at which the memory manager became leader; lower than one seen before is refused."""
+    """Fencing token: revision at which the memory manager became leader; lower than an earlier token
+    is refused.
+    """
     attempt: _builtins.str
-    """Id of the attempt; it stands in the source's record from `mod_revision` on."""
+    """Id of the attempt, which the source's record contains from `mod_revision` on."""
     incarnation: _builtins.str
     """The member's incarnation."""
     group_id: _builtins.str
-    """Group that the member is in."""
+    """The member's current group."""
     epoch: _builtins.int
-    """Epoch of the configuration that it serves."""
+    """Epoch of the configuration that the member serves."""
     mod_revision: _builtins.int
     """Revision at which that group's record got the attempt."""
     @_builtins.property
@@ -143,11 +145,11 @@ class PrepareRequest(_message.Message):
 
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
-        """All members of the groups that change, the one that is asked included."""
+        """All members of the changing groups, including the receiver."""
 
     @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
-        """The other groups that the same change makes, with the same epoch."""
+        """The other groups that the same change creates, with the same epoch."""
 
     def __init__(
         self,
@@ -172,8 +174,8 @@ Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
 
 @_typing.final
 class Peer(_message.Message):
-    """A member and what it takes to connect to it. Of two members, the one whose worker id is smaller
-    connects, and proves to hold the other one's nonce.
+    """A member and the data needed to connect to it. Of two members, the one with the smaller worker id
+    connects, and presents the other's nonce.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -197,19 +199,17 @@ class Peer(_message.Message):
     bulk_address: _builtins.str
     """host:port of its lane for KV blocks and parameters."""
     activation_nonce: _builtins.bytes
-    """Secret of this attempt that those who connect to its first lane must hold, 16 bytes; it lets
-    each of them in once.
-    """
+    """Secret of this attempt for connections to its first lane, 16 bytes; each peer can use it once."""
     bulk_nonce: _builtins.bytes
-    """The same of the second lane."""
+    """The same for the second lane."""
     first_layer: _builtins.int
-    """First layer that the member holds now, and can be asked for."""
+    """First layer that the member holds now, and can send to others."""
     end_layer: _builtins.int
-    """The layer after the last of those."""
+    """The layer after the last one that it holds."""
     address: _builtins.str
-    """host:port of its gRPC server, where gateways find it."""
+    """host:port of its gRPC server, for gateways."""
     draining: _builtins.bool
-    """It is about to stop: it gets no requests if others can have them."""
+    """The worker is draining: it gets no requests if others can serve them."""
     def __init__(
         self,
         *,
@@ -321,16 +321,16 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def abort(self) -> Global___Abort:
-        """Aborts a request. An unknown id is remembered for 10 s, in case it is on its way here."""
+        """Aborts a request. An unknown id is remembered for 10 s, in case the request arrives later."""
 
     @_builtins.property
     def attach(self) -> Global___Attach:
-        """Goes on reading a request that has moved here."""
+        """Continues reading a request that has moved here."""
 
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
-        """Frames that follow this one, in order, none of which holds more itself. Only for a worker whose
-        initial metadata has `tideserve-frames: many`.
+        """Further frames, in order, none of which contains others. Only for a worker whose initial
+        metadata has `tideserve-frames: many`.
         """
 
     def __init__(
@@ -374,30 +374,30 @@ class Start(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique id of the request. A second start under the same id is refused; on another stream it ends
-    the first one without a word, since that stream is broken for the gateway.
+    """Unique id of the request. A second start with the same id is refused; if it comes on another
+    stream, the first request ends silently, since the gateway has lost that stream.
     """
     group_id: _builtins.str
     """Group that the scheduler assigned."""
     epoch: _builtins.int
     """Epoch of the assignment; refused as stale unless the worker leads the group at that epoch."""
     waited_s: _builtins.float
-    """Seconds since it came to the gateway."""
+    """Seconds since the request arrived at the gateway."""
     traceparent: _builtins.str
     """W3C traceparent of the request's trace; empty if it is not traced."""
     cache_salt: _builtins.str
-    """Requests share cached prompts only with those of the same salt; at most 128 characters."""
+    """Requests share cached prefixes only with requests of the same salt; at most 128 characters."""
     choice: _builtins.int
-    """Of several choices of one client request, which one this is."""
+    """Index of the choice within a client request with several."""
     returnable: _builtins.bool
-    """If there is no room for the request for some tenths of a second, end it with RETURNED. Only from
-    a gateway that knows that reason and asks for another place then.
+    """If there is no room for the request for some tenths of a second, end it with RETURNED. Set by
+    gateways that know this reason and then ask the scheduler again.
     """
     delivery: Global___Delivery.ValueType
-    """How its output travels; unspecified: with each step."""
+    """How output is delivered; unspecified: with each step."""
     resumable: _builtins.bool
-    """The gateway goes on with the request at another worker, after the tokens that have come, if this
-    one ends it with RETURNED. A worker whose group has lost a member does so with a part of them.
+    """If this worker ends the request with RETURNED, the gateway resumes it at another worker after
+    the tokens received. A worker whose group has lost a member returns a part of these requests.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -405,7 +405,7 @@ class Start(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How tokens are chosen."""
+        """Sampling parameters."""
 
     @_builtins.property
     def limits(self) -> Global___Limits:
@@ -413,16 +413,16 @@ class Start(_message.Message):
 
     @_builtins.property
     def service(self) -> _service_pb2.Service:
-        """What it is promised."""
+        """Service class and SLO targets."""
 
     @_builtins.property
     def logprobs(self) -> Global___LogprobOptions:
-        """Which log probabilities to report; missing: none."""
+        """Log probabilities to report; missing: none."""
 
     @_builtins.property
     def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output that the gateway has of the request from a worker that was lost, fewer than `max_tokens`.
-        The first event has their number as its first index; `limits` and penalties count them.
+        """Output that the gateway has received from a lost worker, fewer tokens than `max_tokens`. The
+        first event has their number as its first index; `limits` and penalties include them.
         """
 
     def __init__(
@@ -455,7 +455,7 @@ Global___Start: _TypeAlias = Start  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are chosen. Ranges are checked; a value outside is an invalid request."""
+    """Sampling parameters. Ranges are checked; a value outside its range is an invalid request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -474,22 +474,22 @@ class Sampling(_message.Message):
     temperature: _builtins.float
     """0 is greedy; at most 2."""
     top_p: _builtins.float
-    """Nucleus mass in (0, 1]; 1 is off."""
+    """Nucleus probability mass in (0, 1]; 1: off."""
     top_k: _builtins.int
-    """Number of most likely tokens to choose from; 0 is off."""
+    """Number of most likely tokens to choose from; 0: off."""
     seed: _builtins.int
-    """With the token's index it fixes the random draw."""
+    """Seed; together with the token's index it determines the random draw."""
     min_p: _builtins.float
-    """Least probability, as a share of the most likely token's, in [0, 1]; 0 is off. Applied after
+    """Minimum probability as a fraction of the most likely token's, in [0, 1]; 0: off. Applied after
     the temperature, as are `top_k` and `top_p`.
     """
     presence_penalty: _builtins.float
-    """Subtracted from the logits of tokens that the output already holds, in [-2, 2]; 0 is off."""
+    """Subtracted from the logits of tokens that the output contains, in [-2, 2]; 0: off."""
     frequency_penalty: _builtins.float
-    """The same times how often the output holds them, in [-2, 2]; 0 is off."""
+    """Subtracted once for each occurrence of the token in the output, in [-2, 2]; 0: off."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens that prompt or output holds, in
-    (0, 2]; 1 and missing are off.
+    """Divides positive and multiplies negative logits of tokens that prompt or output contain, in
+    (0, 2]; 1 and missing: off.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
@@ -497,17 +497,17 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
-        """Sequences of tokens that the output may not complete, even if they begin in the prompt; at most
+        """Token sequences that the output must not complete, even if they begin in the prompt; at most
         128 sequences and 4,096 tokens.
         """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If there are any, only these tokens are chosen; at most the vocabulary."""
+        """If not empty, only these tokens are allowed; at most the vocabulary."""
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """What the output must match."""
+        """Constraint on the output."""
 
     def __init__(
         self,
@@ -570,7 +570,7 @@ class TokenSequence(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At least one."""
+        """The token ids, at least one."""
 
     def __init__(
         self,
@@ -587,7 +587,7 @@ Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What the whole output must match; then only a stop token may follow. At most 64 KiB."""
+    """A constraint on the whole output, after which only a stop token may follow. At most 64 KiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -599,7 +599,7 @@ class Grammar(_message.Message):
     regex: _builtins.str
     """A regular expression."""
     lark: _builtins.str
-    """A context-free grammar in Lark's notation, which may hold JSON schemas."""
+    """A context-free grammar in Lark's notation, which may contain JSON schemas."""
     def __init__(
         self,
         *,
@@ -628,10 +628,12 @@ class LogprobOptions(_message.Message):
     OUTPUT_TOP_FIELD_NUMBER: _builtins.int
     PROMPT_TOP_FIELD_NUMBER: _builtins.int
     output_top: _builtins.int
-    """Most likely tokens beside each output token, at most 20; missing: nothing about the output."""
+    """Number of most likely tokens to report for each output token, at most 20; missing: no log
+    probabilities of the output.
+    """
     prompt_top: _builtins.int
-    """The same beside each prompt token but the first; missing: nothing about the prompt. The prompt's
-    tokens times one more than this are at most 500,000.
+    """The same for each prompt token but the first; missing: none of the prompt. The number of prompt
+    tokens times (this + 1) must not exceed 500,000.
     """
     def __init__(
         self,
@@ -664,10 +666,10 @@ class Limits(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most output tokens, at least 1."""
+    """Maximum number of output tokens, at least 1."""
     min_tokens: _builtins.int
-    """Stop tokens are not chosen before this many output tokens, unless a grammar lets nothing else
-    follow.
+    """Stop tokens are not chosen before this many output tokens, unless the grammar allows nothing
+    else.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -712,10 +714,10 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Attach(_message.Message):
-    """Goes on reading a request that another worker has handed to this one. It may come before the
-    request; it is then answered once that has come, or ends after 10 s with STALE_EPOCH: admit it
-    again. The first event after it has `from_index` as its first index, and tokens only if there are
-    any: it says that the request is attached. A request that nobody attaches to for 10 s is aborted.
+    """Continues reading a request that another worker has handed over. It may arrive before the
+    request, and is then answered when the request arrives, or ends after 10 s with STALE_EPOCH: ask
+    the scheduler again. The first event confirms the attachment: its first index is `from_index`,
+    and it has tokens only if there are new ones. A request without an Attach for 10 s is aborted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -728,13 +730,13 @@ class Attach(_message.Message):
     request_id: _builtins.str
     """Id of the request."""
     group_id: _builtins.str
-    """Group of the Moved that led here."""
+    """Group in the Moved that led here."""
     epoch: _builtins.int
-    """Epoch of the Moved that led here."""
+    """Epoch in the Moved that led here."""
     from_index: _builtins.int
-    """Output index of the first token that the gateway does not have yet."""
+    """Output index of the first token that the gateway lacks."""
     delivery: Global___Delivery.ValueType
-    """How the rest of its output travels, as in Start."""
+    """How the rest of the output is delivered, as in Start."""
     def __init__(
         self,
         *,
@@ -754,7 +756,7 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A frame to a gateway: everything that one engine step produced for it."""
+    """A frame to a gateway: the output of one engine step for its requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -766,8 +768,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def load(self) -> _load_pb2.WorkerLoad:
-        """The worker's load after this step, set when its engine has ended a request in it: for the
-        scheduler, before the client learns of the end and asks again.
+        """The worker's load after this step, if a request ended in it: for the scheduler, so that it is
+        up to date before the client sends its next request.
         """
 
     def __init__(
@@ -786,7 +788,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class RequestEvent(_message.Message):
-    """News of one request."""
+    """Events of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -804,41 +806,41 @@ class RequestEvent(_message.Message):
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
-    """Output index of the first of `token_ids`; indices have no gap and no duplicate."""
+    """Output index of the first of `token_ids`; indices have neither gaps nor duplicates."""
     finish_reason: Global___FinishReason.ValueType
     """Set on the last event of the request."""
     message: _builtins.str
-    """Cause and remedy when the request failed."""
+    """Cause and remedy if the request failed."""
     cached_tokens: _builtins.int
-    """With the first output token: how many tokens of the prompt were in the prefix cache."""
+    """With the first output token: number of prompt tokens that were in the prefix cache."""
     kv_lost: _builtins.bool
-    """With RETURNED: the worker's group has lost a member, and with it what KV the request had."""
+    """With RETURNED: the worker's group has lost a member, and with it KV of the request."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""
 
     @_builtins.property
     def moved(self) -> Global___Moved:
-        """Set on the last event that this worker sends of a request which goes on at another one. A gateway
-        that has given the request up passes its abort on to there, even if it never knew the id.
+        """Set on this worker's last event of a request that continues at another worker. A gateway that
+        has cancelled the request forwards its abort there, even if it never knew the id.
         """
 
     @_builtins.property
     def times(self) -> Global___RequestTimes:
-        """Where the time went, on the last event that this worker sends of a request that it has run;
-        missing from workers of earlier versions, and where nobody knows.
+        """Durations of the phases, on this worker's last event of a request that it has run; missing if
+        unknown, and from older workers.
         """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One for each of `token_ids` if they were asked for. In the answer to an Attach, tokens that are
+        """One entry for each of `token_ids` if requested. In the response to an Attach, tokens that are
         many thousands old have none, and an event of their own.
         """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One for each prompt token but the first, if they were asked for: on the first event that has
-        tokens, and only there.
+        """One entry for each prompt token but the first, if requested; on the first event with tokens
+        only.
         """
 
     def __init__(
@@ -866,7 +868,7 @@ Global___RequestEvent: _TypeAlias = RequestEvent  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """How likely a token was."""
+    """Log probability of a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -877,10 +879,10 @@ class TokenLogprobs(_message.Message):
     logprob: _builtins.float
     """Log probability of the token."""
     rank: _builtins.int
-    """Tokens that were more likely, plus one."""
+    """Number of more likely tokens, plus one."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most likely tokens, best first; among equal ones the smaller id comes first."""
+        """The most likely tokens in descending order; ties by ascending id."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -904,9 +906,9 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class RequestTimes(_message.Message):
-    """What a request did at one worker, in seconds on that worker's clock. The three follow each other
-    from when the worker took the request; a preempted request goes back to an earlier one, and its
-    time counts where it is spent.
+    """Durations of a request's phases at a worker, in seconds by that worker's clock. The phases follow
+    each other from the arrival at the worker; a preempted request returns to an earlier phase, and
+    its time counts for that phase.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -916,14 +918,14 @@ class RequestTimes(_message.Message):
     DECODE_S_FIELD_NUMBER: _builtins.int
     PREEMPTED_S_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
-    """Ready to run, and not in any microbatch."""
+    """Ready to run, but in no microbatch."""
     prefill_s: _builtins.float
     """From its first microbatch to its first output token; 0 if that came before it moved here."""
     decode_s: _builtins.float
-    """From then on."""
+    """From the first output token on."""
     @_builtins.property
     def preempted_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """When the request lost its KV, in seconds since the worker took it; the first 32 times."""
+        """Times at which the request lost its KV, in seconds since its arrival; the first 32."""
 
     def __init__(
         self,
@@ -943,7 +945,7 @@ Global___RequestTimes: _TypeAlias = RequestTimes  # noqa: Y015
 
 @_typing.final
 class Moved(_message.Message):
-    """Where a request goes on."""
+    """Where a request continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -956,15 +958,15 @@ class Moved(_message.Message):
     worker_id: _builtins.str
     """Worker that has the request now."""
     address: _builtins.str
-    """Its host:port."""
+    """host:port of that worker."""
     group_id: _builtins.str
     """Group that the worker leads."""
     epoch: _builtins.int
     """Epoch of the configuration that moved the request."""
     next_index: _builtins.int
-    """Output index of the next token; all before it were sent or are on their way in order."""
+    """Output index of the next token; all earlier tokens have been sent, in order."""
     traceparent: _builtins.str
-    """W3C traceparent of the change of groups that moved it; empty if that was not traced."""
+    """W3C traceparent of the group change that moved it; empty if that was not traced."""
     def __init__(
         self,
         *,

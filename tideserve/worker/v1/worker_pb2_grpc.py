@@ -47,8 +47,8 @@ class WorkerServiceServicer:
     """
 
     def Generate(self, request_iterator, context):
-        """One long-lived stream per gateway and worker carries all their requests; every frame names its
-        request. Requests that are unfinished when the stream ends are aborted.
+        """One long-lived stream per gateway and worker carries all requests between them; every frame
+        names its request. Requests that are unfinished when the stream ends are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,8 +103,8 @@ class WorkerService:
 
 
 class MemberServiceStub:
-    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
-    but by a committed group record, which workers watch in etcd.
+    """A worker as a member of groups: the memory manager prepares changes here. A change takes effect
+    only by a committed group record, which workers watch in etcd.
     """
 
     def __init__(self, channel):
@@ -126,23 +126,23 @@ class MemberServiceStub:
 
 
 class MemberServiceServicer:
-    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
-    but by a committed group record, which workers watch in etcd.
+    """A worker as a member of groups: the memory manager prepares changes here. A change takes effect
+    only by a committed group record, which workers watch in etcd.
     """
 
     def Prepare(self, request, context):
-        """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
-        seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
-        FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
-        ABORTED if the worker has not seen the epoch that it starts from in time.
+        """Prepares for a configuration that may be committed, while serving goes on. It may take seconds;
+        a response means ready. A repeated request gets the response of the first. Refused with
+        FAILED_PRECONDITION if it is stale, meant for another process, or impossible for the worker;
+        with ABORTED if the worker does not see the epoch that it starts from in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
-        with FAILED_PRECONDITION if it is stale or meant for another process.
+        """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
+        FAILED_PRECONDITION if it is stale or meant for another process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,8 +170,8 @@ def add_MemberServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MemberService:
-    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
-    but by a committed group record, which workers watch in etcd.
+    """A worker as a member of groups: the memory manager prepares changes here. A change takes effect
+    only by a committed group record, which workers watch in etcd.
     """
 
     @staticmethod

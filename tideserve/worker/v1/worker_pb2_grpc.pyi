@@ -34,8 +34,8 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Generate: _grpc.StreamStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
-    """One long-lived stream per gateway and worker carries all their requests; every frame names its
-    request. Requests that are unfinished when the stream ends are aborted.
+    """One long-lived stream per gateway and worker carries all requests between them; every frame
+    names its request. Requests that are unfinished when the stream ends are aborted.
     """
 
 @_typing.type_check_only
@@ -44,8 +44,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.StreamStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
-    """One long-lived stream per gateway and worker carries all their requests; every frame names its
-    request. Requests that are unfinished when the stream ends are aborted.
+    """One long-lived stream per gateway and worker carries all requests between them; every frame
+    names its request. Requests that are unfinished when the stream ends are aborted.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,15 +57,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
-        """One long-lived stream per gateway and worker carries all their requests; every frame names its
-        request. Requests that are unfinished when the stream ends are aborted.
+        """One long-lived stream per gateway and worker carries all requests between them; every frame
+        names its request. Requests that are unfinished when the stream ends are aborted.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class MemberServiceStub:
-    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
-    but by a committed group record, which workers watch in etcd.
+    """A worker as a member of groups: the memory manager prepares changes here. A change takes effect
+    only by a committed group record, which workers watch in etcd.
     """
 
     @_typing.overload
@@ -73,37 +73,37 @@ class MemberServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MemberServiceAsyncStub: ...
     Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]
-    """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
-    seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
-    FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
-    ABORTED if the worker has not seen the epoch that it starts from in time.
+    """Prepares for a configuration that may be committed, while serving goes on. It may take seconds;
+    a response means ready. A repeated request gets the response of the first. Refused with
+    FAILED_PRECONDITION if it is stale, meant for another process, or impossible for the worker;
+    with ABORTED if the worker does not see the epoch that it starts from in time.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
-    """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
-    with FAILED_PRECONDITION if it is stale or meant for another process.
+    """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
+    FAILED_PRECONDITION if it is stale or meant for another process.
     """
 
 @_typing.type_check_only
 class MemberServiceAsyncStub(MemberServiceStub):
-    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
-    but by a committed group record, which workers watch in etcd.
+    """A worker as a member of groups: the memory manager prepares changes here. A change takes effect
+    only by a committed group record, which workers watch in etcd.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareRequest, _worker_pb2.PrepareResponse]  # type: ignore[assignment]
-    """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
-    seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
-    FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
-    ABORTED if the worker has not seen the epoch that it starts from in time.
+    """Prepares for a configuration that may be committed, while serving goes on. It may take seconds;
+    a response means ready. A repeated request gets the response of the first. Refused with
+    FAILED_PRECONDITION if it is stale, meant for another process, or impossible for the worker;
+    with ABORTED if the worker does not see the epoch that it starts from in time.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
-    """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
-    with FAILED_PRECONDITION if it is stale or meant for another process.
+    """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
+    FAILED_PRECONDITION if it is stale or meant for another process.
     """
 
 class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A worker as a member of groups: the memory manager prepares changes here. Nothing takes effect
-    but by a committed group record, which workers watch in etcd.
+    """A worker as a member of groups: the memory manager prepares changes here. A change takes effect
+    only by a committed group record, which workers watch in etcd.
     """
 
     @_abc_1.abstractmethod
@@ -112,10 +112,10 @@ class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PrepareRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PrepareResponse, _abc.Awaitable[_worker_pb2.PrepareResponse]]:
-        """Gets ready for a configuration that may be committed; serving goes on meanwhile. It may take
-        seconds; an answer means ready. A repeated request gets the answer of the first. Refused with
-        FAILED_PRECONDITION if it is stale, meant for another process, or the worker cannot; with
-        ABORTED if the worker has not seen the epoch that it starts from in time.
+        """Prepares for a configuration that may be committed, while serving goes on. It may take seconds;
+        a response means ready. A repeated request gets the response of the first. Refused with
+        FAILED_PRECONDITION if it is stale, meant for another process, or impossible for the worker;
+        with ABORTED if the worker does not see the epoch that it starts from in time.
         """
 
     @_abc_1.abstractmethod
@@ -124,8 +124,8 @@ class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
-        """Aborts the preparation for an attempt; without effect if that is unknown or over. Refused
-        with FAILED_PRECONDITION if it is stale or meant for another process.
+        """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
+        FAILED_PRECONDITION if it is stale or meant for another process.
         """
 
 def add_MemberServiceServicer_to_server(servicer: MemberServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

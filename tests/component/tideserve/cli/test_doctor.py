@@ -250,7 +250,7 @@ async def test_11_the_key_is_of_another_certificate(tmp_path: Path) -> None:
         "tls", made.ca_file, tmp_path / "gateway.pem", tmp_path / "worker-key.pem"
     )
     (sentence,) = wrong(await checked(files))
-    assert "give the two that belong together" in sentence
+    assert "give a matching pair" in sentence
 
 
 async def test_12_the_ca_is_another(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_never_more_than_the_limit_and_a_bucket(
     for pause_s, count in asks:
         now_s += pause_s
         for _ in range(count):
-            one.ask(1, per_minute, now_s)
+            one.note_demand(1, per_minute, now_s)
             taken += one.take(1, per_minute, now_s) is None
         bucket = max(BURST * per_minute, min(REQUESTS_BURST_MIN, per_minute), 1)
         assert taken <= bucket + per_minute / 60 * now_s + 1e-6
@@ -59,7 +59,7 @@ def test_an_owner_that_waits_as_long_as_told_has_room(
     one = SharedRate(TOKENS_BURST_MIN, 1)
     one.take(first, per_minute, 0.0)
     for _ in range(3):
-        one.ask(amount, per_minute, 1.0)
+        one.note_demand(amount, per_minute, 1.0)
         wait_s = one.take(amount, per_minute, 1.0)
     if wait_s is not None:
         assert one.take(amount, per_minute, 1.0 + 0.99 * wait_s) is not None
@@ -131,7 +131,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     # The guess follows what outputs were.
     for _ in range(100):
         one.settle(reserved(one.reserve(0, (10_000,), 0.0)), 20, True, 0.0)
-        one.tokens.put(20, 60_000, 0.0)
+        one.tokens.give_back(20, 60_000, 0.0)
     assert reserved(one.reserve(0, (10_000,), 0.0)).tokens == 21
 
 

@@ -257,7 +257,7 @@ def test_an_owner_that_floods_the_queue_leaves_others_their_places() -> None:
     for name, gone in [("b0", "a3"), ("b1", "a2"), ("b2", "b2")]:
         refused = refusal(scheduler.ask(name, service=of("b"), now_s=9.0))
         assert refused.request_id == gone
-        assert ("owner that has fewer" in refused.message) == (gone != name)
+        assert ("owner with fewer" in refused.message) == (gone != name)
     assert refusal(scheduler.ask("a4", service=of("a"), now_s=9.0)).request_id == "a4"
 
 
@@ -292,7 +292,7 @@ def test_batch_requests_have_places_and_a_deadline_of_their_own() -> None:
     scheduler = make(rules={"batch_queue_limit": 1, "batch_queue_deadline_s": 500.0})
     scheduler.ask("b0", service=BATCH)
     refused = refusal(scheduler.ask("b1", service=BATCH))
-    assert "all 1 places for batch requests in the queue" in refused.message
+    assert "all 1 queue slots for batch requests" in refused.message
     scheduler.ask("online")
     scheduler.join()
     late = refusal(scheduler(Ticked(121.0)))

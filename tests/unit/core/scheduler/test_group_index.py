@@ -11,7 +11,7 @@ from services.core.scheduler.dispatch import (
     serves,
     start_blocks,
 )
-from services.core.scheduler.group_index import FEW, GroupIndex
+from services.core.scheduler.group_index import DIRECT_MAX, GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 from tests.support.reports import load_reported
@@ -57,7 +57,7 @@ def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadRepo
     return load_reported(now_s, f"w{number}", step, running=running, free=free, wanted=wanted)
 
 
-@pytest.mark.parametrize("groups", [1, 5, FEW // 2, 3 * FEW])
+@pytest.mark.parametrize("groups", [1, 5, DIRECT_MAX // 2, 3 * DIRECT_MAX])
 @pytest.mark.parametrize("seed", range(8))
 def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
     rng, now_s = random.Random(seed), 10.0

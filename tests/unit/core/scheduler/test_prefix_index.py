@@ -15,7 +15,7 @@ class PlainIndex:
         self.held: dict[str, list[tuple[int, int]]] = {}
         self.capacity: dict[str, int] = {}
 
-    def fill(self, group_id: str, prefix: ThinHashes) -> None:
+    def insert(self, group_id: str, prefix: ThinHashes) -> None:
         for one in reversed(prefix.hashes):
             kept = [entry for entry in self.held[group_id] if entry[0] != one]
             self.held[group_id] = [*kept, (one, prefix.stride)]
@@ -62,16 +62,16 @@ def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
             plain.held[group_id] = [one for one in plain.held[group_id] if one[0] not in dropped]
             index.drop(group_id, dropped)
         else:
-            plain.fill(group_id, prefix)
-            index.fill(group_id, prefix)
+            plain.insert(group_id, prefix)
+            index.insert(group_id, prefix)
         index.check_invariants()
         found = {one: plain.matched_blocks(one, prefix) for one in plain.held}
         assert {one: index.matched_blocks(one, prefix) for one in plain.held} == found
-        longest = list(index.longest(prefix))
-        assert sorted(longest) == sorted(one for one, blocks in found.items() if blocks)
-        lengths = [found[one] for one in longest]
+        matches = list(index.by_longest_match(prefix))
+        assert sorted(matches) == sorted(one for one, blocks in found.items() if blocks)
+        lengths = [found[one] for one in matches]
         assert lengths == sorted(lengths, reverse=True)
-        matched += bool(longest)
+        matched += bool(matches)
     assert matched > 300
 
 
@@ -79,24 +79,24 @@ def test_of_equals_the_latest_comes_first() -> None:
     index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
     for group_id in ("b", "a", "c"):
         index.join(group_id, 100)
-        index.fill(group_id, prefix)
-    assert list(index.longest(ThinHashes(8, (1, 2, 3)))) == ["c", "a", "b"]
+        index.insert(group_id, prefix)
+    assert list(index.by_longest_match(ThinHashes(8, (1, 2, 3)))) == ["c", "a", "b"]
 
 
 def test_a_longer_prompt_finds_what_a_shorter_one_left_and_the_other_way_round() -> None:
     index = PrefixIndex()
     index.join("a", 1000)
-    index.fill("a", ThinHashes(8, (1, 2, 3, 4)))  # blocks 8, 16, 24, 32
+    index.insert("a", ThinHashes(8, (1, 2, 3, 4)))  # blocks 8, 16, 24, 32
     assert index.matched_blocks("a", ThinHashes(16, (2, 4, 99))) == 32
-    index.fill("a", ThinHashes(16, (2, 4, 6)))
+    index.insert("a", ThinHashes(16, (2, 4, 6)))
     assert index.matched_blocks("a", ThinHashes(8, (1, 2, 3, 4, 5, 6))) == 48
 
 
 def test_a_group_that_comes_back_has_nothing() -> None:
     index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
     index.join("a", 100)
-    index.fill("a", prefix)
+    index.insert("a", prefix)
     index.leave("a")
     index.join("a", 100)
     assert index.matched_blocks("a", prefix) == 0
-    assert list(index.longest(prefix)) == []
+    assert list(index.by_longest_match(prefix)) == []

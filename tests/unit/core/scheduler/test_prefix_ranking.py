@@ -10,8 +10,8 @@ from services.core.cost.model import TOKENS, CostModel
 from services.core.prefix.block_hash import THIN_MAX, ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.reporting import LoadReporting, ReportRhythm
-from services.core.scheduler.group_index import FEW
-from services.core.scheduler.prefix_ranking import CANDIDATES, SILENT_MAX, predicted_ttft_s
+from services.core.scheduler.group_index import DIRECT_MAX
+from services.core.scheduler.prefix_ranking import CANDIDATES, UNANSWERED_MAX, predicted_ttft_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -239,7 +239,7 @@ def test_a_load_that_is_passed_on_before_the_own_one_says_nothing_about_hits(los
 
 def test_a_worker_that_looks_nothing_up_is_no_home() -> None:
     dispatch = Dispatch(3)
-    for _ in range(SILENT_MAX + 3):
+    for _ in range(UNANSWERED_MAX + 3):
         dispatch.ask(chat(1, 10))
     cached = dispatch.state.snapshot(0.0).cached_tokens_total
     dispatch.ask(chat(1, 10))
@@ -277,7 +277,7 @@ def test_the_last_group_may_leave_and_another_come() -> None:
     assert dispatch.state.snapshot(0.0).cached_tokens_total == 0
 
 
-@pytest.mark.parametrize("groups", [CANDIDATES, FEW // 2, 2 * FEW])
+@pytest.mark.parametrize("groups", [CANDIDATES, DIRECT_MAX // 2, 2 * DIRECT_MAX])
 def test_a_chat_is_found_among_many_groups(groups: int) -> None:
     rng = random.Random(groups)
     dispatch = Dispatch(groups)

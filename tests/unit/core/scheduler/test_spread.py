@@ -1,12 +1,12 @@
 """Requests that have run come many at a time, and are spread over the groups that serve."""
 
-from services.core.scheduler.group_load import AHEAD_ITERATIONS
+from services.core.scheduler.group_load import BACKLOG_ITERATIONS
 from services.core.scheduler.state import SPREAD_S
 from services.core.scheduler.vocabulary import Command, SendAssignment, Ticked
 from tests.unit.core.scheduler.test_state import Scheduler, assigned
 
 BATCH_TOKENS = 64
-FEW = AHEAD_ITERATIONS * BATCH_TOKENS // 32
+FEW = BACKLOG_ITERATIONS * BATCH_TOKENS // 32
 """Requests of 32 tokens that a group gets at once."""
 
 
@@ -45,7 +45,7 @@ def test_members_of_a_group_take_more() -> None:
 
 def test_a_group_that_is_behind_already_gets_none_while_another_has_few_prompts() -> None:
     scheduler = waiting(2)
-    assert serves(scheduler, "w1", prefill=AHEAD_ITERATIONS * BATCH_TOKENS) == []
+    assert serves(scheduler, "w1", prefill=BACKLOG_ITERATIONS * BATCH_TOKENS) == []
     commands = serves(scheduler, "w2", free=90)
     places = {one.request_id: one.worker_id for one in commands if isinstance(one, SendAssignment)}
     assert places.keys() >= {"r0", "r1"}

@@ -12,14 +12,14 @@ from services.core.ask import FailedAssignment, RefusalReason
 from services.core.cost.model import TOKENS, CostModel
 from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
-from services.core.scheduler.bookkeeping import REMEMBERED_MAX
+from services.core.scheduler.assignments import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
-from services.core.scheduler.group_load import KEPT_S
+from services.core.scheduler.group_load import EXCLUSIVE_S
 from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX, REGROUP_S
 from services.core.scheduler.state import (
     ALONE_S,
-    RETURNS_MAX,
+    REQUEUES_MAX,
     SchedulerState,
 )
 from services.core.scheduler.vocabulary import (
@@ -495,9 +495,9 @@ class TestReturns:
     ) -> None:
         scheduler = self.two_groups()
         scheduler.ask("r1")
-        for number in range(RETURNS_MAX + 1):
+        for number in range(REQUEUES_MAX + 1):
             place = placed(scheduler.report("w0", now_s=float(number), free=3))
-            assert place.returnable == (number < RETURNS_MAX)
+            assert place.returnable == (number < REQUEUES_MAX)
             scheduler.report("w0", now_s=number + 0.1, free=0)
             scheduler.report("w1", now_s=number + 0.1, free=0)
             self.give_back(scheduler, place, number + 0.3)
@@ -590,7 +590,7 @@ class TestRefusals:
         refused = refusal(scheduler.ask("r3"))
         assert refused.reason is RefusalReason.QUEUE_FULL
         assert refused.retry_after_s == 60.0
-        assert "2 places" in refused.message
+        assert "2 queue slots" in refused.message
 
     def test_retry_after_follows_the_dispatch_rate(self) -> None:
         scheduler = Scheduler(queue_limit=20)
@@ -718,7 +718,7 @@ class TestRefusals:
         refused = refusal(scheduler.ask("r1", now_s=REGROUP_S))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
         assert refused.retry_after_s > 0
-        assert "away" in refused.message
+        assert "unavailable" in refused.message
         scheduler.join("w0", model="m")
         scheduler.report("w0")
         assert assigned(scheduler.ask("r1")) == ["r1"]
@@ -1109,9 +1109,9 @@ def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -
     scheduler.serve()
     assert assigned(scheduler.ask("alone", alone=True)) == ["alone"]
     assert assigned(scheduler.ask("next")) == []
-    scheduler.report(now_s=KEPT_S - 0.1)
-    assert assigned(scheduler(Ticked(KEPT_S - 0.1))) == []
-    assert assigned(scheduler(Ticked(KEPT_S))) == ["next"]
+    scheduler.report(now_s=EXCLUSIVE_S - 0.1)
+    assert assigned(scheduler(Ticked(EXCLUSIVE_S - 0.1))) == []
+    assert assigned(scheduler(Ticked(EXCLUSIVE_S))) == ["next"]
 
 
 def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""The groups that serve, from group and worker records in etcd."""
+"""The serving groups, derived from the group and worker records in etcd."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from tideserve.common.v1 import record_pb2
 log = logging.getLogger(__name__)
 
 
-class LoadView:
-    """Tells `apply` which groups join, change and leave. While etcd is away nothing changes."""
+class ServingGroups:
+    """Emits an event for each group that joins, changes or leaves; none while etcd is down."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class LoadView:
         apply: Callable[[GroupJoined | GroupLeft], None],
         scheduling: str = "",
     ) -> None:
-        """`scheduling`: what this scheduler was told; workers that were told another are logged."""
+        """`scheduling`: this scheduler's policy; workers with another policy are logged."""
         self._apply = apply
         self._scheduling = scheduling
         self._differs = False
@@ -44,9 +44,10 @@ class LoadView:
             tasks.create_task(self._workers.run())
 
     def _refresh(self) -> None:
+        # With a partial listing, groups would seem to lack members.
         if not self.loaded:
             return
-        self._compare()
+        self._check_scheduling()
         workers = {record.worker_id: record for record in self._workers.records.values()}
         serving: dict[str, ServingGroup] = {}
         for record in self._groups.records.values():
@@ -63,8 +64,8 @@ class LoadView:
                 self._apply(GroupJoined(now_s, group))
         self._serving = serving
 
-    def _compare(self) -> None:
-        """Say what is wrong with the workers' `scheduling`, once until all agree again."""
+    def _check_scheduling(self) -> None:
+        """Warn once about workers with another `scheduling`, until all agree again."""
         fault = scheduling_fault(self._scheduling, self._workers.records.values())
         if fault is not None and not self._differs:
             log.warning("%s", fault)

@@ -2,64 +2,69 @@
 
 import pytest
 
-from services.core.scheduler.prefix_ranking import LEEWAY, REMEMBERED, SILENT_MAX, HitTrust
+from services.core.scheduler.prefix_ranking import (
+    HALVING_PERIOD,
+    LEEWAY,
+    UNANSWERED_MAX,
+    HitCorrection,
+)
 
 
-def served(trust: HitTrust, requests: int, predicted: int, told: int, queries: int = 0) -> int:
+def served(trust: HitCorrection, requests: int, predicted: int, told: int, queries: int = 0) -> int:
     """Prompts of 1,000 tokens, of which so many tokens are predicted and told as hits."""
     for _ in range(requests):
         trust.note_sent(1000, predicted)
         queries += 1000
-        trust.note_told(queries, queries * told // 1000)
+        trust.note_reported(queries, queries * told // 1000)
     return queries
 
 
 def test_at_first_predictions_are_believed() -> None:
-    trust = HitTrust()
+    trust = HitCorrection()
     assert trust.factor == 1
-    trust.note_told(5000, 0)  # of what ran before
+    trust.note_reported(5000, 0)  # of what ran before
     trust.note_sent(1000, 800)
     assert trust.factor == 1
 
 
 def test_right_predictions_and_those_that_were_exceeded_are_believed() -> None:
     for told in (600, 900):
-        trust = HitTrust()
+        trust = HitCorrection()
         served(trust, 50, 600, told)
         assert trust.factor == 1
 
 
 def test_half_of_the_hits_make_it_about_half() -> None:
-    trust = HitTrust()
+    trust = HitCorrection()
     served(trust, 50, 800, 400)
     assert trust.factor == pytest.approx((0.4 + LEEWAY) / (0.8 + LEEWAY), rel=0.05)
 
 
 def test_it_recovers_with_the_hits() -> None:
-    trust = HitTrust()
-    queries = served(trust, 3 * REMEMBERED, 800, 0)
+    trust = HitCorrection()
+    queries = served(trust, 3 * HALVING_PERIOD, 800, 0)
     low = trust.factor
-    for turn in range(4 * REMEMBERED):
+    for turn in range(4 * HALVING_PERIOD):
         trust.note_sent(1000, 800)
-        trust.note_told(queries + 1000 * (turn + 1), 800 * (turn + 1))
+        trust.note_reported(queries + 1000 * (turn + 1), 800 * (turn + 1))
     assert low < 0.1 and trust.factor > 0.9
 
 
 def test_a_worker_without_a_cache_is_not_believed_in() -> None:
-    trust = HitTrust()
-    for _ in range(SILENT_MAX):
+    trust = HitCorrection()
+    for _ in range(UNANSWERED_MAX):
         assert trust.factor == 1
         trust.note_sent(1000, 500)
-        trust.note_told(0, 0)
+        trust.note_reported(0, 0)
     assert trust.factor == 0
-    trust.note_told(1000, 500)
+    trust.note_reported(1000, 500)
     assert trust.factor > 0
 
 
 def test_a_worker_that_counts_anew_is_believed_like_a_new_one() -> None:
-    trust = HitTrust()
+    trust = HitCorrection()
     served(trust, 40, 500, 500)
-    trust.note_told(0, 0)
+    trust.note_reported(0, 0)
     trust.note_sent(1000, 500)
-    trust.note_told(1000, 500)
+    trust.note_reported(1000, 500)
     assert trust.factor == pytest.approx(1, abs=0.02)

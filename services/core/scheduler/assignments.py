@@ -1,4 +1,4 @@
-"""What the scheduler remembers of requests that no longer wait: recent assignments, and totals."""
+"""Recent assignments of the scheduler, for repeated asks, and its counters."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -8,18 +8,20 @@ from services.core.ask import RefusalReason
 from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
+"""An assignment is forgotten after this time: a repeated ask counts as new then."""
 REMEMBERED_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A recent assignment. `returns` counts workers that have given the request back before."""
+    """A recent assignment; `requeues` counts earlier workers that returned the request."""
 
     group_id: str
     epoch: int
+    # When the request first arrived, and when it was assigned.
     arrival_s: float
     assigned_s: float
-    returns: int = 0
+    requeues: int = 0
 
     @property
     def place(self) -> tuple[str, int]:
@@ -29,54 +31,52 @@ class Assigned:
 
 @dataclass(slots=True)
 class Assignments:
-    """Recent assignments, oldest first, so that a repeated ask gets the same answer; bounded."""
+    """Recent assignments by request id, oldest first; bounded in number and age."""
 
     _recent: OrderedDict[str, Assigned] = field(default_factory=OrderedDict)
 
     def __iter__(self) -> Iterator[str]:
-        """Ids of the requests."""
+        """Ids of the assigned requests."""
         return iter(self._recent)
 
     def get(self, request_id: str) -> Assigned | None:
-        """The assignment of a request, or None."""
+        """The recent assignment of a request, or None."""
         return self._recent.get(request_id)
 
     def remember(self, request_id: str, assigned: Assigned) -> None:
-        """Note an assignment; the oldest one is forgotten when there are too many."""
+        """Note an assignment; evicts the oldest when there are `REMEMBERED_MAX`."""
         if len(self._recent) >= REMEMBERED_MAX:
             self._recent.popitem(last=False)
         self._recent[request_id] = assigned
 
     def forget(self, request_id: str) -> Assigned | None:
-        """Drop the assignment of a request and return it; None if there is none."""
+        """Remove the assignment of a request and return it; None if there is none."""
         return self._recent.pop(request_id, None)
 
     def lapsed(self, now_s: float) -> list[str]:
-        """Ids of the requests that were assigned `REMEMBERED_S` ago or earlier."""
-        found = []
+        """Ids of the requests that were assigned at least `REMEMBERED_S` ago."""
+        lapsed = []
         for request_id, assigned in self._recent.items():
             if assigned.assigned_s > now_s - REMEMBERED_S:
                 break
-            found.append(request_id)
-        return found
+            lapsed.append(request_id)
+        return lapsed
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if there are too many."""
+        """Raise AssertionError if the bound is exceeded."""
         assert len(self._recent) <= REMEMBERED_MAX
 
 
 @dataclass(slots=True)
 class Totals:
-    """How asks have ended since the start. `returned` counts returns to the queue, no endings.
-
-    `prompt_tokens` are those of all assignments; of them `cached_tokens` were expected to be hits
-    in the prefix cache of the group. `refused` is by reason, `refused_of_class` by class.
-    """
+    """Counters since the start of the scheduler."""
 
     assigned: int = 0
+    # Prompt tokens of all assignments, and the predicted prefix cache hits among them.
     prompt_tokens: int = 0
     cached_tokens: int = 0
     withdrawn: int = 0
+    # Returns from workers to the queue; those requests go on.
     returned: int = 0
     refused: dict[RefusalReason, int] = field(
         default_factory=lambda: dict.fromkeys(RefusalReason, 0)

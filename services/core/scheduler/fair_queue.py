@@ -1,0 +1,108 @@
+"""Fair queueing between tenants: the waiting tenant that was served the least KV goes next.
+
+A virtual token counter (VTC §4). It counts the KV tokens that a request needs to start, since the
+scheduler does not see output tokens.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+
+from services.core.line_order import LineKey
+
+Entry = tuple[LineKey, int, str]
+"""The sort key of a request, a number that keeps equal keys in order, and the request id."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """The waiting requests of a tenant in a band, and its virtual counter."""
+
+    entries: list[Entry] = field(default_factory=list)  # in order
+    tokens: dict[str, int] = field(default_factory=dict)  # to start, by request id
+    served_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Band:
+    """Tenants with waiting requests, and the counters of those that `left` above the minimum."""
+
+    waiting: dict[str, _Tenant] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def least_tokens(self) -> int:
+        """The lowest counter of the waiting tenants."""
+        return min((tenant.served_tokens for tenant in self.waiting.values()), default=0)
+
+
+@dataclass(slots=True)
+class FairQueue:
+    """Bands in priority order; within a band, tenants are served by their virtual counters.
+
+    A tenant that joins or rejoins starts at the lowest counter of the waiting tenants at least, so
+    idle time earns no credit (VTC's counter lift). An empty band forgets its counters.
+    """
+
+    _bands: dict[LineKey, _Band] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids of all requests, in the order in which they would start if each of them fitted."""
+        for key in sorted(self._bands):
+            yield from _fair_order(self._bands[key])
+
+    def add(self, band_key: LineKey, tenant: str, entry: Entry, tokens: int) -> None:
+        """Add a request that needs `tokens` of KV to start."""
+        band = self._bands.setdefault(band_key, _Band())
+        waiting = band.waiting.get(tenant)
+        if waiting is None:
+            # Counter lift: resume at the old counter, but not below the waiting tenants' minimum.
+            least = band.least_tokens
+            served_tokens = max(least, band.left.pop(tenant, 0))
+            # Counters at or below the minimum would be lifted anyway: forget them.
+            band.left = {name: served for name, served in band.left.items() if served > least}
+            waiting = band.waiting[tenant] = _Tenant(served_tokens=served_tokens)
+        insort(waiting.entries, entry)
+        waiting.tokens[entry[-1]] = tokens
+
+    def charge(self, band_key: LineKey, tenant: str, tokens: int) -> None:
+        """Add `tokens` to the counter of a tenant whose request starts; call before `remove`."""
+        self._bands[band_key].waiting[tenant].served_tokens += tokens
+
+    def remove(self, band_key: LineKey, tenant: str, entry: Entry) -> None:
+        """Remove a request."""
+        band = self._bands[band_key]
+        waiting = band.waiting[tenant]
+        del waiting.entries[bisect_left(waiting.entries, entry)]
+        del waiting.tokens[entry[-1]]
+        if not waiting.entries:
+            del band.waiting[tenant]
+            band.left[tenant] = waiting.served_tokens
+        if not band.waiting:
+            del self._bands[band_key]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if entries are out of order, or a band or a tenant is empty."""
+        for band in self._bands.values():
+            assert band.waiting and not band.waiting.keys() & band.left.keys()
+            for tenant in band.waiting.values():
+                assert tenant.entries and tenant.entries == sorted(tenant.entries)
+                assert tenant.tokens.keys() == {entry[-1] for entry in tenant.entries}
+
+
+def _fair_order(band: _Band) -> Iterator[str]:
+    """Merge the tenants' queues: always the lowest counter next, as if each request started."""
+    heap = [
+        (tenant.served_tokens, tenant.entries[0], 0, name) for name, tenant in band.waiting.items()
+    ]
+    heapify(heap)
+    while heap:
+        served_tokens, entry, place, name = heap[0]
+        yield entry[-1]
+        tenant = band.waiting[name]
+        if place + 1 == len(tenant.entries):
+            heappop(heap)
+            continue
+        next_tokens = served_tokens + tenant.tokens[entry[-1]]
+        heapreplace(heap, (next_tokens, tenant.entries[place + 1], place + 1, name))
