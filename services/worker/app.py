@@ -18,7 +18,7 @@ from services.common.process_metrics import service_registry
 from services.common.transport import transport_of
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.identity import settled, worker_record
+from services.worker.identity import completed_config, worker_record
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 from services.worker.serving import EngineServing
@@ -130,5 +130,5 @@ class ServicerProcess:
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Run a worker until `stop` is set."""
-    with settled(config) as whole:
+    with completed_config(config) as whole:
         await ServicerProcess(whole).serve(stop)

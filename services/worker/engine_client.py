@@ -86,11 +86,11 @@ def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5
-PULSES_MAX = 1000
+HEARTBEATS_MAX = 1000
 """Pulses that may wait; so many are more than 8 minutes of them."""
-PULSES_MISSED = 3
+HEARTBEATS_MISSED = 3
 """An engine does not stand still before it has missed so many."""
-OVERSLEPT_S = 2.0
+OVERSLEEP_MAX_S = 2.0
 """The servicer stood still itself if it looks so much later than it meant to."""
 
 
@@ -106,17 +106,17 @@ class EngineClient:
     def __init__(self, config: WorkerConfig, incarnation: str) -> None:
         """`incarnation` identifies this process to the engine's peers.
 
-        The configuration is `settled`: it has a name and a folder.
+        The configuration is `completed_config`: it has a name and a folder.
         """
         assert config.run_dir is not None
         self._config = config
         self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"
         self._socket = FrameSocket(zmq.PAIR, FRAMES_MAX)
-        self._pulses = FrameSocket(zmq.PULL, PULSES_MAX)
+        self._heartbeats = FrameSocket(zmq.PULL, HEARTBEATS_MAX)
         self._process: Child | None = None
         self._heard_s = 0.0
-        self._pulse_s = 0.0  # 0 for an engine without one
+        self._heartbeat_s = 0.0  # 0 for an engine without one
         self._hung = False
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
@@ -131,7 +131,7 @@ class EngineClient:
     @property
     def responsive(self) -> bool:
         """Whether the engine gave a sign of life within `engine_unready_s`."""
-        return self.lifeless_s < self._config.engine_unready_s
+        return self.heartbeat_age_s < self._config.engine_unready_s
 
     @property
     def hung(self) -> bool:
@@ -148,9 +148,9 @@ class EngineClient:
         return monotonic_s() - self._heard_s
 
     @property
-    def lifeless_s(self) -> float:
+    def heartbeat_age_s(self) -> float:
         """Seconds since the last sign of life; an engine with a pulse gives some as it computes."""
-        return monotonic_s() - max(self._heard_s, self._pulse_s)
+        return monotonic_s() - max(self._heard_s, self._heartbeat_s)
 
     async def start(self, advertise: str = "127.0.0.1") -> EngineReady:
         """Start the process and wait until it has loaded the model.
@@ -164,7 +164,7 @@ class EngineClient:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         address = f"ipc://{self._path}"
         self._socket.bind(address)
-        self._pulses.bind(pulse_address(address))
+        self._heartbeats.bind(pulse_address(address))
         command = engine_command(config)
         command += ["--socket", address, "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
@@ -209,7 +209,7 @@ class EngineClient:
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(on_progress))
-            tasks.create_task(self._feel())
+            tasks.create_task(self._receive_heartbeats())
             tasks.create_task(self._watch(on_hung))
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
@@ -251,7 +251,7 @@ class EngineClient:
             self._process.kill()
             await self._process.wait()
         self._socket.close()
-        self._pulses.close()
+        self._heartbeats.close()
         for path in (self._path, self._path.with_name(pulse_address(self._path.name))):
             path.unlink(missing_ok=True)
 
@@ -277,28 +277,30 @@ class EngineClient:
             self.generated_tokens += len(frame.tokens)
             on_progress(frame)
 
-    async def _feel(self) -> None:
+    async def _receive_heartbeats(self) -> None:
         while True:
-            await self._pulses.recv()
-            self._pulse_s = monotonic_s()
+            await self._heartbeats.recv()
+            self._heartbeat_s = monotonic_s()
             self._hung = False
 
     async def _watch(self, on_hung: Callable[[], None]) -> None:
         while True:
-            looked_s = monotonic_s()
+            checked_s = monotonic_s()
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if monotonic_s() - looked_s > WATCH_INTERVAL_S + OVERSLEPT_S:
+            if monotonic_s() - checked_s > WATCH_INTERVAL_S + OVERSLEEP_MAX_S:
                 # It was this process that stood still, perhaps with its engine.
                 self._heard_s = monotonic_s()
-            was_hung, self._hung = self._hung, self._stands_still()
+            was_hung, self._hung = self._hung, self._exceeds_limit()
             if self._hung and not was_hung:
                 on_hung()
             if self.silent_s > self._config.engine_dead_s:
                 raise EngineStopped(f"the engine process has been silent for {self.silent_s:.0f} s")
 
-    def _stands_still(self) -> bool:
-        if self._pulse_s:
-            return self.lifeless_s > max(self._config.engine_unready_s / 2, PULSES_MISSED * PULSE_S)
+    def _exceeds_limit(self) -> bool:
+        if self._heartbeat_s:
+            return self.heartbeat_age_s > max(
+                self._config.engine_unready_s / 2, HEARTBEATS_MISSED * PULSE_S
+            )
         return self.silent_s > self._stall.limit_s
 
     def _start_failure(self, timeout_s: float) -> str:

@@ -35,7 +35,7 @@ class Engine(Protocol):
     """The engine's commands for groups, as `EngineClient` has them."""
 
     @property
-    def lifeless_s(self) -> float: ...
+    def heartbeat_age_s(self) -> float: ...
 
     async def apply(self, configuration: ApplyConfiguration) -> None: ...
 
@@ -101,7 +101,7 @@ class EngineParticipant:
                 group.epoch,
             )
             self._move_to(None)
-            if self._engine.lifeless_s > UNHEARD_S:
+            if self._engine.heartbeat_age_s > UNHEARD_S:
                 self._end_requests("the engine of the worker does not answer; try again")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return

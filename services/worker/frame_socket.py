@@ -42,7 +42,7 @@ class FrameSocket:
         """The next frame; cancelled if the socket is closed meanwhile."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop()
-            self._watching.add_reader(self._socket.fileno(), self._look)
+            self._watching.add_reader(self._socket.fileno(), self._on_readable)
         while not self._readable:
             assert self._waiting is None, "one task receives"
             self._waiting = self._watching.create_future()
@@ -77,7 +77,7 @@ class FrameSocket:
             return False
         finally:
             # The descriptor tells once that something has come, and sending takes note of it.
-            self._look()
+            self._on_readable()
         return True
 
     @property
@@ -85,7 +85,7 @@ class FrameSocket:
         """Whether a frame is here; the descriptor is not readable again before the next one."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
-    def _look(self) -> None:
+    def _on_readable(self) -> None:
         """There may be a frame."""
         if self._waiting is None:
             self._socket.getsockopt(zmq.EVENTS)  # or the descriptor would stay readable

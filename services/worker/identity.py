@@ -28,7 +28,7 @@ class Forgotten(ServiceError):
     exit_code = 1
 
 
-async def claim(
+async def registration_conditions(
     store: Store, worker_id: str, incarnation: str, epoch: int
 ) -> tuple[Condition, ...]:
     """Conditions in etcd under which the process may register: only etcd knows its layers.
@@ -58,7 +58,7 @@ async def claim(
 
 
 @contextlib.contextmanager
-def settled(config: WorkerConfig) -> Iterator[WorkerConfig]:
+def completed_config(config: WorkerConfig) -> Iterator[WorkerConfig]:
     """The configuration with a name and a folder; a folder that is made here is removed again.
 
     Raises:

@@ -51,7 +51,7 @@ class ReportSender:
         self._load_due = _Due(load_rhythm)
         memory_rhythm = ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
         self._memory_due = _Due(memory_rhythm)
-        self._memory_told: MemoryReport | None = None
+        self._memory_sent: MemoryReport | None = None
         # A stream that has ended may be read on; what it took would not be told by the next one.
         self._load_stream = self._memory_stream = object()
 
@@ -64,7 +64,7 @@ class ReportSender:
     def note_change(self) -> None:
         """Something that is reported may have changed."""
         self._load_due.note(self._loads.news(self._epoch(), self._engine.report.load))
-        self._memory_due.note(memory_news(self._memory_told, self._memory()))
+        self._memory_due.note(memory_news(self._memory_sent, self._memory()))
 
     def note_received(self, request_id: str) -> None:
         """A request has arrived, so its reservation at the scheduler can go."""
@@ -99,7 +99,7 @@ class ReportSender:
         while stream is self._memory_stream:
             self._memory_due.rhythm.passed(monotonic_s())
             # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
-            self._memory_told = report = self._memory() if self._engine.responsive else None
+            self._memory_sent = report = self._memory() if self._engine.responsive else None
             if report is not None:
                 yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(report))
             await self._memory_due.wait()
@@ -129,14 +129,14 @@ class _Due:
 
     def __init__(self, rhythm: ReportRhythm) -> None:
         self.rhythm = rhythm
-        self._moved = asyncio.Event()
+        self._rescheduled = asyncio.Event()
 
     def note(self, news: ReportNews) -> None:
         """The report would tell this."""
         if self.rhythm.note_change(news):
-            self._moved.set()
+            self._rescheduled.set()
 
     async def wait(self) -> None:
         """Return when the next report is due."""
         while (wait_s := self.rhythm.due_s - monotonic_s()) > 0:
-            await wait_set(self._moved, wait_s)
+            await wait_set(self._rescheduled, wait_s)

@@ -13,11 +13,11 @@ from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Reg
 from services.core.groups.fence import MemberState
 from services.core.report import EngineReport
 from services.worker.config import WorkerConfig
-from services.worker.departure import Departure
+from services.worker.drain import WorkerDrain
 from services.worker.engine_client import EngineClient, EngineStopped
 from services.worker.engine_participant import EngineParticipant
 from services.worker.group_view import GroupView, Place
-from services.worker.identity import claim
+from services.worker.identity import registration_conditions
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import ReportSender
@@ -31,7 +31,7 @@ SILENCE_MAX_S = 3.0
 """So long the records may be silent while the group is in trouble; a call to etcd takes as long."""
 
 
-class Stranding:
+class StrandedGroupWatch:
     """Gives a worker's requests up while etcd is away, so that its group cannot be mended.
 
     A group that has lost a member goes on after a change of its record. Without it requests would
@@ -99,9 +99,9 @@ class EngineServing:
         self._store = store
         self._server = server
         self._engine = engine
-        self._parted = False
+        self._left_group = False
         self._left_out = False  # the engine's group goes on without it
-        self._stranding = Stranding(store, self._note_stranded)
+        self._stranded_watch = StrandedGroupWatch(store, self._note_stranded)
         self._groups = GroupView(store, name, incarnation, self._note_groups)
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
         self._reporter = ReportSender(
@@ -127,7 +127,7 @@ class EngineServing:
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
         path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
         self._registration = Registration(store, path, record, lease_s, self._claim)
-        self._departure = Departure(
+        self._drain = WorkerDrain(
             engine, self._groups, self._member, self._requests, self._registration, record
         )
         self._name = name
@@ -137,8 +137,8 @@ class EngineServing:
     def place(self) -> Place | None:
         """The configuration that this worker serves; its engine was told of it before."""
         recorded, told = self._groups.place, self._participant.place
-        deserted = self._left_out or self._stranding.stranded
-        if self._parted or deserted or recorded is None or told is None:
+        deserted = self._left_out or self._stranded_watch.stranded
+        if self._left_group or deserted or recorded is None or told is None:
             return None
         return told if recorded.epoch > told.epoch else recorded
 
@@ -170,7 +170,7 @@ class EngineServing:
                     self._member.run(),
                     self._groups.run(),
                     self._services.run(),
-                    self._stranding.run(),
+                    self._stranded_watch.run(),
                     self._reporter.run(),
                     self._requests.run(),
                 )
@@ -184,34 +184,36 @@ class EngineServing:
 
     async def _leave(self, registering: asyncio.Task[None]) -> None:
         deadline_s = monotonic_s() + self._drain_timeout_s
-        await self._departure.part(deadline_s)
-        self._parted = True
+        await self._drain.leave_group(deadline_s)
+        self._left_group = True
         registering.cancel()
         await asyncio.gather(registering, return_exceptions=True)
         await self._registration.withdraw()
-        await self._departure.end_requests(deadline_s)
+        await self._drain.end_requests(deadline_s)
 
     async def _claim(self) -> tuple[Condition, ...]:
-        return await claim(self._store, self._name, self._incarnation, self._member.epoch)
+        return await registration_conditions(
+            self._store, self._name, self._incarnation, self._member.epoch
+        )
 
     def _deliver(self, progress: Progress) -> None:
         # The load first: a client that asks again at once must not be sent past this worker, which
         # it has left idle; also if it asks another gateway.
         self._reporter.note_dropped(progress.dropped_prefixes)
-        self._stranding.note(progress.report)
+        self._stranded_watch.note(progress.report)
         self._reporter.note_change()
         self._requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
         if self._left_out and not left_out:
             self._requests.give_up_all("the worker's group goes on without it; try again")
-        self._departure.note_progress()
+        self._drain.note_progress()
 
     def _note_hung(self) -> None:
         """Requests that are given up go on at another worker, if there is one."""
         log.warning(
             "the engine gave no sign of life for %.0f s: its requests are given up, and it gets no"
             " new ones until it does",
-            self._engine.lifeless_s,
+            self._engine.heartbeat_age_s,
         )
         self._requests.give_up_all("the engine of the worker does not answer; try again")
         self._reporter.note_change()

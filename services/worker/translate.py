@@ -7,7 +7,7 @@ from services.common.wire_enum import numbers
 from services.core.logprobs import LogprobRows, joined
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
-from services.worker.arrivals import UnreadOutput
+from services.worker.handovers import UnreadOutput
 from services.worker.ipc import MovedRequest, RequestTimes
 from tideserve.worker.v1 import worker_pb2 as pb
 

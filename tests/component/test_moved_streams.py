@@ -19,7 +19,7 @@ from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.vocabulary.errors import WorkerLost
 from services.gateway.vocabulary.message import Finish, TokenEvent
-from services.worker.arrivals import ATTACH_TIMEOUT_S
+from services.worker.handovers import ATTACH_TIMEOUT_S
 from tests.support.owner import Owner
 from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually

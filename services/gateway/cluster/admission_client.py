@@ -52,7 +52,7 @@ class _Pending:
     ticketed: bool = False
     sent_s: float = 0.0
     # Doubles with every repetition: a scheduler that is only slow must not get more to do.
-    patience_s: float = RESEND_S
+    backoff_s: float = RESEND_S
 
 
 class AdmissionClient:
@@ -71,7 +71,7 @@ class AdmissionClient:
         self._pending: dict[str, _Pending] = {}
         self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
         self._changed = asyncio.Event()
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self.heartbeat: Heartbeat | None = None
 
     @property
@@ -125,7 +125,7 @@ class AdmissionClient:
                 if pending.answer.done():
                     continue
                 if pending.ticketed:
-                    pending.known_s = self._heard_s
+                    pending.known_s = self._received_s
                 resumed = pending.ask.resumed
                 limit_s = RESUME_TIMEOUT_S if resumed else self._admit_timeout_s
                 if now_s - pending.known_s > limit_s:
@@ -134,8 +134,8 @@ class AdmissionClient:
                             "the scheduler cannot be reached; send the request again soon"
                         )
                     )
-                elif not pending.ticketed and now_s - pending.sent_s > pending.patience_s:
-                    pending.patience_s *= 2
+                elif not pending.ticketed and now_s - pending.sent_s > pending.backoff_s:
+                    pending.backoff_s *= 2
                     self._send_ask(pending)
 
     async def _keep_stream(self) -> None:
@@ -146,10 +146,10 @@ class AdmissionClient:
                 continue
             began_s = monotonic_s()
             try:
-                await self._converse(address)
+                await self._run_stream(address)
             except* (StreamBroken, grpc.RpcError) as group:
                 # A dead scheduler's record outlives it: say so once, not at every attempt.
-                if self._heard_s > began_s:
+                if self._received_s > began_s:
                     log.warning("stream to the scheduler at %s ended: %s", address, cause(group))
             await asyncio.sleep(RECONNECT_S)
 
@@ -159,7 +159,7 @@ class AdmissionClient:
             async with timeout(timeout_s):
                 await self._changed.wait()
 
-    async def _converse(self, address: str) -> None:
+    async def _run_stream(self, address: str) -> None:
         """Hold one stream until it breaks or another scheduler is the newest."""
         began_s = monotonic_s()
         outbox: Outbox[scheduler_pb2.AdmitRequest] = Outbox()
@@ -169,7 +169,7 @@ class AdmissionClient:
                 metadata=TAKES_MANY
             )
             for pending in self._pending.values():
-                pending.patience_s = RESEND_S
+                pending.backoff_s = RESEND_S
                 self._send_ask(pending)
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -181,18 +181,18 @@ class AdmissionClient:
                 self.heartbeat = None
                 for pending in self._pending.values():
                     if pending.ticketed:
-                        pending.known_s = self._heard_s
+                        pending.known_s = self._received_s
                     pending.ticketed = False
                 call.cancel()
 
     async def _read(self, call: AdmitCall) -> None:
         async for message in call:
-            self._heard_s = monotonic_s()
+            self._received_s = monotonic_s()
             for frame in unpacked(message):
-                self._take(translate.scheduler_message(frame))
+                self._handle(translate.scheduler_message(frame))
         raise StreamBroken("the scheduler closed it")
 
-    def _take(self, message: SchedulerMessage | None) -> None:
+    def _handle(self, message: SchedulerMessage | None) -> None:
         if isinstance(message, Heartbeat):
             self.heartbeat = message
         elif message is not None:
@@ -206,7 +206,7 @@ class AdmissionClient:
             await self._wait_for_change(SWEEP_S)
             if self._address() not in (None, address):
                 raise StreamBroken("a newer scheduler has registered")
-            if monotonic_s() - max(self._heard_s, began_s) > HEARTBEAT_TIMEOUT_S:
+            if monotonic_s() - max(self._received_s, began_s) > HEARTBEAT_TIMEOUT_S:
                 raise StreamBroken(f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s")
             if outbox.full:
                 raise StreamBroken("it takes no more frames")

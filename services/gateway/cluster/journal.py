@@ -16,14 +16,14 @@ class Journal:
     """Emitted token ids by index, what is told about each, and how the request ended.
 
     `logprobs` are those of the latest tokens, as far as they have not been taken: each token has
-    one if `told`. `prompt_logprobs` are those of the prompt. A journal holds at most `tokens_max`
+    one if `has_logprobs`. `prompt_logprobs` are those of the prompt. A journal holds at most `tokens_max`
     tokens, which bounds what a slow client can pile up.
     """
 
     tokens_max: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    told: bool = False
+    has_logprobs: bool = False
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: Finish | None = None
     message: str = ""
@@ -46,7 +46,7 @@ class Journal:
             return 0
         if next_index + len(fresh) > self.tokens_max:
             raise JournalError(f"more than the allowed {self.tokens_max} tokens came")
-        if event.logprobs or self.told or event.prompt_logprobs:
+        if event.logprobs or self.has_logprobs or event.prompt_logprobs:
             self._note_logprobs(event, len(fresh))
         self.token_ids.extend(fresh)
         if event.finish is not None:
@@ -66,13 +66,15 @@ class Journal:
         return taken
 
     def _note_logprobs(self, event: TokenEvent, fresh: int) -> None:
-        told = event.logprobs
-        if told and len(told) != len(event.token_ids):
-            raise JournalError(f"{len(event.token_ids)} tokens came with {len(told)} logprobs")
-        if fresh and bool(told) != self.told and self.token_ids:
+        has_logprobs = event.logprobs
+        if has_logprobs and len(has_logprobs) != len(event.token_ids):
+            raise JournalError(
+                f"{len(event.token_ids)} tokens came with {len(has_logprobs)} logprobs"
+            )
+        if fresh and bool(has_logprobs) != self.has_logprobs and self.token_ids:
             raise JournalError("only some tokens came with log probabilities")
-        if fresh and told:
-            self.told = True
-            self.logprobs.extend(told[len(told) - fresh :])
+        if fresh and has_logprobs:
+            self.has_logprobs = True
+            self.logprobs.extend(has_logprobs[len(has_logprobs) - fresh :])
         if event.prompt_logprobs and not self.prompt_logprobs:
             self.prompt_logprobs = event.prompt_logprobs

@@ -28,10 +28,10 @@ class Outbox(Generic[T]):
         self._bytes_max = bytes_max
         self._room_timeout_s = room_timeout_s
         self._frames: deque[tuple[T, int]] = deque()
-        self._news = asyncio.Event()
+        self._nonempty = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._turn = asyncio.Lock()
+        self._room_lock = asyncio.Lock()
         self._size_bytes = 0
 
     @property
@@ -44,7 +44,7 @@ class Outbox(Generic[T]):
         frame_bytes = frame.ByteSize()
         self._frames.append((frame, frame_bytes))
         self._count(frame_bytes)
-        self._news.set()
+        self._nonempty.set()
 
     @contextlib.asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
@@ -55,20 +55,20 @@ class Outbox(Generic[T]):
         Raises:
             QueueFull: if there is no room for a time.
         """
-        if self._turn.locked() or not self._room.is_set():
+        if self._room_lock.locked() or not self._room.is_set():
             await self._wait_for_room()
         else:
-            await self._turn.acquire()
+            await self._room_lock.acquire()
         try:
             yield
         finally:
-            self._turn.release()
+            self._room_lock.release()
 
     async def _wait_for_room(self) -> None:
         """Take the turn when there is room; raises QueueFull if that lasts too long."""
         try:
             async with timeout(self._room_timeout_s), contextlib.AsyncExitStack() as stack:
-                await stack.enter_async_context(self._turn)
+                await stack.enter_async_context(self._room_lock)
                 await self._room.wait()
                 # `room` gives the turn back.
                 stack.pop_all()
@@ -83,8 +83,8 @@ class Outbox(Generic[T]):
     async def take(self, many: Callable[[], bool]) -> tuple[list[T], int]:
         """The oldest frame, or all if there may be `many`, and their bytes; waits for one."""
         while not self._frames:
-            self._news.clear()
-            await self._news.wait()
+            self._nonempty.clear()
+            await self._nonempty.wait()
         taken = [self._frames.popleft() for _ in range(len(self._frames) if many() else 1)]
         return [frame for frame, _ in taken], sum(frame_bytes for _, frame_bytes in taken)
 

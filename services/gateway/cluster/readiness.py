@@ -9,7 +9,7 @@ from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_view import ClusterView
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class ReadinessProbe:
         self._expected = workers_expected
         self._wait_s = wait_s
         self._clock = clock
-        self._waits = workers_expected is not None
+        self._awaits_workers = workers_expected is not None
         self._serving_since_s: float | None = None
 
     async def run(self) -> None:
         """Notice what there is whether or not anybody asks, until no worker is waited for."""
-        while self._waits:
+        while self._awaits_workers:
             self.look()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def look(self) -> Readiness:
         """The state of this moment."""
@@ -69,9 +69,9 @@ class ReadinessProbe:
         if self._drain.leaving:
             missing.append("this gateway is shutting down")
         self._note_serving(serving)
-        if self._waits:
+        if self._awaits_workers:
             missing += self._awaited(registered, in_groups)
-        groups = max(1, stable) if self._waits else 1
+        groups = max(1, stable) if self._awaits_workers else 1
         if heartbeat is None:
             missing.append("the scheduler does not answer")
         elif not stable:
@@ -79,7 +79,7 @@ class ReadinessProbe:
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
         # A worker that is lost later takes no gateway away from its clients.
-        self._waits = self._waits and bool(missing)
+        self._awaits_workers = self._awaits_workers and bool(missing)
         return Readiness(self._expected, registered, serving, tuple(missing))
 
     def _note_serving(self, serving: int) -> None:
@@ -90,7 +90,7 @@ class ReadinessProbe:
         if self._serving_since_s is None:
             self._serving_since_s = now_s
         if now_s - self._serving_since_s >= self._wait_s:
-            self._waits = False
+            self._awaits_workers = False
 
     def _awaited(self, registered: int, in_groups: int) -> list[str]:
         """What a cluster that starts still waits for."""

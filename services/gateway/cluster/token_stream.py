@@ -32,7 +32,7 @@ class TokenStream:
     """
 
     def __init__(self, journal: Journal, record: ChoiceRecord) -> None:
-        """`record.stays` ends with the worker that has the request, which goes on after `journal`.
+        """`record.segments` ends with the worker that has the request, which goes on after `journal`.
 
         All of `journal` has been read.
         """
@@ -43,8 +43,8 @@ class TokenStream:
         self._journal = journal
         self._read = len(journal.token_ids)
         # Whether `next` has something to look at, and what it waits for if it has not.
-        self._news = False
-        self._waiting: asyncio.Future[None] | None = None
+        self._readable = False
+        self._reader: asyncio.Future[None] | None = None
         self._error: GatewayError | None = None
 
     @property
@@ -90,17 +90,17 @@ class TokenStream:
         self._attached = True
         self._changed.set()
         if event.times is not None:
-            self.record.stays[-1].times = event.times
+            self.record.segments[-1].times = event.times
         if event.cached_tokens:
             self.record.cached_tokens = event.cached_tokens
         self._journal.apply(event)
-        self._tell()
+        self._wake_reader()
 
     def fail(self, error: GatewayError) -> None:
         """End the stream with an error, unless it has ended already."""
         if not self.over:
             self._error = error
-            self._tell()
+            self._wake_reader()
             self._changed.set()
 
     async def next(self) -> Fresh:
@@ -112,29 +112,29 @@ class TokenStream:
             GatewayError: if the request failed; tokens that came before are returned first.
         """
         while True:
-            if not self._news:
-                await self._told()
-            self._news = False
+            if not self._readable:
+                await self._wait_readable()
+            self._readable = False
             fresh = self._take()
             if fresh.finish is not None:
                 return fresh
             if fresh.token_ids:
-                self._news = self.over
+                self._readable = self.over
                 return fresh
             self._raise_failure()
 
-    def _tell(self) -> None:
-        self._news = True
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def _wake_reader(self) -> None:
+        self._readable = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
-    async def _told(self) -> None:
+    async def _wait_readable(self) -> None:
         """There is one reader, and it waits for each token: an Event would cost more."""
-        self._waiting = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.get_running_loop().create_future()
         try:
-            await self._waiting
+            await self._reader
         finally:
-            self._waiting = None
+            self._reader = None
 
     def _take(self) -> Fresh:
         journal, first = self._journal, self._read

@@ -147,11 +147,11 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
 class _Logprobs(Sequence[TokenLogprobs]):
     """Log probabilities of tokens; each object is made when it is read."""
 
-    def __init__(self, told: Sequence[worker_pb2.TokenLogprobs]) -> None:
-        self._told = told
+    def __init__(self, rows: Sequence[worker_pb2.TokenLogprobs]) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs: ...
@@ -161,16 +161,16 @@ class _Logprobs(Sequence[TokenLogprobs]):
 
     def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
         if isinstance(index, slice):
-            return _Logprobs(self._told[index])
-        return _token_logprobs(self._told[index])
+            return _Logprobs(self._rows[index])
+        return _token_logprobs(self._rows[index])
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        return map(_token_logprobs, self._told)
+        return map(_token_logprobs, self._rows)
 
 
-def _token_logprobs(told: worker_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(zip(told.top_ids, told.top_logprobs, strict=False))
-    return TokenLogprobs(told.logprob, told.rank, top)
+def _token_logprobs(rows: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(rows.top_ids, rows.top_logprobs, strict=False))
+    return TokenLogprobs(rows.logprob, rows.rank, top)
 
 
 def _moved(moved: worker_pb2.Moved) -> Moved:
@@ -179,7 +179,7 @@ def _moved(moved: worker_pb2.Moved) -> Moved:
 
 def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
     """None for impossible numbers."""
-    told = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
-    if not all(0 <= number < math.inf for number in told):
+    rows = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
+    if not all(0 <= number < math.inf for number in rows):
         return None
     return WorkerTimes(times.wait_s, times.prefill_s, times.decode_s, tuple(times.preempted_s))

@@ -21,8 +21,8 @@ from services.core.stall import STALLED_S
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import TokenStream
-from services.gateway.cluster.worker_link import Reach, WorkerLink
-from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
+from services.gateway.cluster.worker_link import CircuitBreaker, WorkerLink
+from services.gateway.records.request_record import ChoiceRecord, RequestMove, WorkerSegment
 from services.gateway.vocabulary.errors import ShuttingDown, WorkerLost
 from services.gateway.vocabulary.message import Moved
 from tideserve.common.v1 import load_pb2
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class _Carried:
+class _OpenStream:
     """A stream, the link that carries it, and the epoch of the decision that put it there.
 
     `coalesced`: its tokens may come gathered.
@@ -77,16 +77,16 @@ class WorkerClient:
         self._on_moved = on_moved
         self._on_load = on_load
         self._dial = dial
-        self._reach = Reach()
+        self._breaker = CircuitBreaker()
         self._links: dict[str, WorkerLink] = {}
-        self._carried: dict[str, _Carried] = {}
+        self._open_streams: dict[str, _OpenStream] = {}
         self._watched: set[WorkerLink] = set()  # with streams of workers that are not registered
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def running(self) -> int:
         """Requests at workers."""
-        return len(self._carried)
+        return len(self._open_streams)
 
     async def run(self) -> None:
         """Own the links until cancelled; then the streams that are left fail."""
@@ -96,8 +96,8 @@ class WorkerClient:
                 # Links come and go with the requests.
                 await asyncio.get_running_loop().create_future()
         finally:
-            for carried in self._carried.values():
-                carried.stream.fail(ShuttingDown("the gateway is shutting down; send it again"))
+            for opened in self._open_streams.values():
+                opened.stream.fail(ShuttingDown("the gateway is shutting down; send it again"))
 
     @contextlib.asynccontextmanager
     async def open(
@@ -120,19 +120,19 @@ class WorkerClient:
             if _ids_of(request) > LARGE_IDS:
                 # One request at a time, so that other tasks run in between.
                 await asyncio.sleep(0)
-            carried = self._start(request, place, record, journal, coalesced)
-        stream = carried.stream
+            opened = self._start(request, place, record, journal, coalesced)
+        stream = opened.stream
         try:
             yield stream
         finally:
-            del self._carried[request.request_id]
-            record.stays[-1].ended_s = monotonic_s()
-            if carried.attaching is not None:
-                carried.attaching.cancel()
+            del self._open_streams[request.request_id]
+            record.segments[-1].ended_s = monotonic_s()
+            if opened.attaching is not None:
+                opened.attaching.cancel()
             if not stream.over:
-                self._abort(request.request_id, carried.link.address)
-            carried.link.streams.pop(request.request_id, None)
-            self._close_if_vanished(carried.link)
+                self._abort(request.request_id, opened.link.address)
+            opened.link.streams.pop(request.request_id, None)
+            self._close_if_vanished(opened.link)
 
     def _start(
         self,
@@ -141,94 +141,96 @@ class WorkerClient:
         record: ChoiceRecord,
         journal: Journal,
         coalesced: bool,
-    ) -> _Carried:
+    ) -> _OpenStream:
         first = len(journal.token_ids)
-        record.stays.append(
-            Stay(place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first)
+        record.segments.append(
+            WorkerSegment(
+                place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first
+            )
         )
         stream = TokenStream(journal, record)
         link = self._link(place.address)
-        carried = _Carried(request.request_id, stream, link, place.epoch, coalesced)
-        self._carried[request.request_id] = carried
+        opened = _OpenStream(request.request_id, stream, link, place.epoch, coalesced)
+        self._open_streams[request.request_id] = opened
         frame = translate_worker.start_frame(request, place, monotonic_s(), coalesced)
-        self._carry(carried, place.address, frame)
+        self._bind(opened, place.address, frame)
         failpoint.hit("gateway.started")
-        return carried
+        return opened
 
     def avoided(self) -> tuple[tuple[str, ...], float]:
-        """Addresses of workers that cannot be reached from here; see `Reach.avoided`."""
-        return self._reach.avoided(monotonic_s())
+        """Addresses of workers that cannot be reached from here; see `CircuitBreaker.avoided`."""
+        return self._breaker.avoided(monotonic_s())
 
     def workers_changed(self) -> None:
         """Tell that `known_addresses` may have changed."""
-        self._reach.keep_only(self._known_addresses())
+        self._breaker.keep_only(self._known_addresses())
         for link in list(self._links.values()):
             self._close_if_vanished(link)
 
-    def _carry(self, carried: _Carried, address: str, frame: worker_pb2.GenerateRequest) -> None:
+    def _bind(self, opened: _OpenStream, address: str, frame: worker_pb2.GenerateRequest) -> None:
         """Have the link to `address` carry a stream, and send the frame that begins it there.
 
         Frames that come on its earlier link from now on are ignored.
         """
-        carried.link.streams.pop(carried.request_id, None)
-        carried.link = self._link(address)
-        carried.link.streams[carried.request_id] = carried.stream
-        carried.link.send(frame)
+        opened.link.streams.pop(opened.request_id, None)
+        opened.link = self._link(address)
+        opened.link.streams[opened.request_id] = opened.stream
+        opened.link.send(frame)
 
     def _abort(self, request_id: str, address: str) -> None:
         self._link(address).send(translate_worker.abort_frame(request_id))
 
     def _note_moved(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
         """The worker of `link` has handed a request to another: follow it there."""
-        carried = self._carried.get(request_id)
-        if carried is None or carried.stream.over:
+        opened = self._open_streams.get(request_id)
+        if opened is None or opened.stream.over:
             # Our abort came too late for the worker that told this, or another gateway's did.
             self._abort(request_id, moved.address)
             return
-        newer = not carried.stream.attached and moved.epoch > carried.epoch
-        if carried.link is not link and not newer:
+        newer = not opened.stream.attached and moved.epoch > opened.epoch
+        if opened.link is not link and not newer:
             return
         log.info("request %s goes on at %s", request_id, moved.worker_id)
         failpoint.hit("gateway.moved.before_attach")
         self._on_moved()
-        _record_move(carried.stream, moved)
-        if carried.attaching is not None:
-            carried.attaching.cancel()
-        carried.epoch = moved.epoch
-        carried.stream.move()
-        self._attach(carried, moved)
+        _record_move(opened.stream, moved)
+        if opened.attaching is not None:
+            opened.attaching.cancel()
+        opened.epoch = moved.epoch
+        opened.stream.move()
+        self._attach(opened, moved)
         assert self._tasks is not None
-        carried.attaching = self._tasks.create_task(self._keep_attaching(carried, moved))
+        opened.attaching = self._tasks.create_task(self._keep_attaching(opened, moved))
 
-    async def _keep_attaching(self, carried: _Carried, moved: Moved) -> None:
+    async def _keep_attaching(self, opened: _OpenStream, moved: Moved) -> None:
         """Attach again whenever the link is lost before the worker has answered."""
         unreached = 0
         try:
             async with timeout(self._attach_timeout_s):
-                while not await carried.stream.settled():
+                while not await opened.stream.settled():
                     if moved.address not in self._known_addresses():
-                        self._give_up(carried, moved, "has gone")
+                        self._fail_move(opened, moved, "has gone")
                         return
-                    unreached = 0 if carried.link.answered else unreached + 1
+                    unreached = 0 if opened.link.answered else unreached + 1
                     if unreached == UNREACHED_MAX:
-                        self._give_up(carried, moved, "cannot be reached")
+                        self._fail_move(opened, moved, "cannot be reached")
                         return
                     await asyncio.sleep(REATTACH_S)
-                    self._attach(carried, moved)
+                    self._attach(opened, moved)
         except TimeoutError:
-            self._give_up(carried, moved, "is silent")
+            self._fail_move(opened, moved, "is silent")
 
-    def _give_up(self, carried: _Carried, moved: Moved, why: str) -> None:
-        self._abort(carried.request_id, moved.address)
-        carried.stream.fail(
+    def _fail_move(self, opened: _OpenStream, moved: Moved, why: str) -> None:
+        self._abort(opened.request_id, moved.address)
+        opened.stream.fail(
             WorkerLost(f"the worker that took the request over {why}; send it again")
         )
 
-    def _attach(self, carried: _Carried, moved: Moved) -> None:
+    def _attach(self, opened: _OpenStream, moved: Moved) -> None:
         failpoint.hit("gateway.attach.sent")
-        request_id, from_index = carried.request_id, carried.stream.next_index
-        frame = translate_worker.attach_frame(request_id, moved, from_index, carried.coalesced)
-        self._carry(carried, moved.address, frame)
+        request_id, from_index = opened.request_id, opened.stream.next_index
+        frame = translate_worker.attach_frame(request_id, moved, from_index, opened.coalesced)
+        self._bind(opened, moved.address, frame)
 
     def _close_if_vanished(self, link: WorkerLink) -> None:
         """Close the link of a worker that is not registered, now or as soon as it is silent.
@@ -261,7 +263,7 @@ class WorkerClient:
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
             link = self._links[address] = WorkerLink(
-                address, self._note_moved, self._on_load, self._reach, self._dial
+                address, self._note_moved, self._on_load, self._breaker, self._dial
             )
             # In a context of its own: it carries other requests than that which needs it first.
             task = self._tasks.create_task(link.run(), name=f"worker {address}", context=Context())
@@ -280,7 +282,7 @@ def _ids_of(request: Request) -> int:
 
 def _record_move(stream: TokenStream, moved: Moved) -> None:
     now_s, record = monotonic_s(), stream.record
-    left = record.stays[-1]
+    left = record.segments[-1]
     left.ended_s = now_s
     change = parse_traceparent(moved.traceparent)
     link = (
@@ -289,6 +291,6 @@ def _record_move(stream: TokenStream, moved: Moved) -> None:
         else None
     )
     record.moves.append(RequestMove(now_s, left.worker_id, moved, link))
-    stay = Stay(moved.worker_id, moved.group_id, moved.epoch, now_s)
-    stay.first_index, stay.moved = stream.next_index, True
-    record.stays.append(stay)
+    segment = WorkerSegment(moved.worker_id, moved.group_id, moved.epoch, now_s)
+    segment.first_index, segment.moved = stream.next_index, True
+    record.segments.append(segment)

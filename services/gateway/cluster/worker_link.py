@@ -22,8 +22,8 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 1.0
-LONGEST_S = 30.0
+PAUSE_FIRST_S = 1.0
+PAUSE_MAX_S = 30.0
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Failure:
 
 
 @dataclass(slots=True)
-class Reach:
+class CircuitBreaker:
     """Addresses (host:port) whose last connection came to nothing.
 
     They may seem to be the best ones to the scheduler, since nothing runs there. So they are not
@@ -47,7 +47,7 @@ class Reach:
         before = self._failures.get(address)
         if before is not None and now_s < before.until_s:
             return  # it had begun before
-        pause_s = min(2 * before.pause_s, LONGEST_S) if before is not None else FIRST_S
+        pause_s = min(2 * before.pause_s, PAUSE_MAX_S) if before is not None else PAUSE_FIRST_S
         self._failures[address] = _Failure(now_s + pause_s, pause_s)
 
     def reached(self, address: str) -> None:
@@ -78,11 +78,11 @@ class WorkerLink:
         address: str,
         on_moved: Callable[["WorkerLink", str, Moved], None],
         on_load: Callable[[load_pb2.WorkerLoad], None],
-        reach: Reach,
+        breaker: CircuitBreaker,
         dial: Dial,
     ) -> None:
         """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
-        its load whenever requests have ended, before these do; `reach` whether it answers.
+        its load whenever requests have ended, before these do; `breaker` whether it answers.
 
         `answered` is whether the worker has said anything on it, `heard_s` when it did last, or
         when the link was made.
@@ -90,7 +90,7 @@ class WorkerLink:
         self.address = address
         self._on_moved = on_moved
         self._on_load = on_load
-        self._reach = reach
+        self._breaker = breaker
         self._dial = dial
         self.streams: dict[str, TokenStream] = {}
         self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
@@ -135,7 +135,7 @@ class WorkerLink:
         except* (StreamBroken, grpc.aio.AioRpcError) as group:
             reason = cause(group)
             if not (self.answered or self._stop.is_set()):
-                self._reach.failed(self.address, monotonic_s())
+                self._breaker.failed(self.address, monotonic_s())
         finally:
             self._stop.set()
             self._outbox.close()
@@ -172,7 +172,7 @@ class WorkerLink:
         await call.initial_metadata()
         if not call.done():
             self.answered = True
-            self._reach.reached(self.address)
+            self._breaker.reached(self.address)
 
     async def _wait_for_stop(self) -> None:
         await self._stop.wait()

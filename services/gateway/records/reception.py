@@ -6,7 +6,7 @@ from services.gateway.keys.quotas import Quotas
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_log import RequestLog
 from services.gateway.records.request_record import RequestRecord, new_record
-from services.gateway.records.request_trace import tell
+from services.gateway.records.request_trace import export_trace
 
 
 class Reception:
@@ -47,4 +47,4 @@ class Reception:
         self._metrics.request_done(endpoint, record.status, record.ended_s - record.began_s)
         self._log.write(record)
         if self._tracer is not None:
-            tell(self._tracer, record)
+            export_trace(self._tracer, record)

@@ -53,9 +53,9 @@ class RequestLog:
         self._left_out += 1
         if self._left_out == 1:
             later = self._later or asyncio.get_running_loop().call_later
-            later(1.0, self._tell_left_out)
+            later(1.0, self._log_left_out)
 
-    def _tell_left_out(self) -> None:
+    def _log_left_out(self) -> None:
         left_out, self._left_out = self._left_out, 0
         log.info("refused requests without a line", extra={FIELDS: {"left_out": left_out}})
 
@@ -69,7 +69,7 @@ def _kind_of(status: int) -> _Kind:
 def fields_of(record: RequestRecord) -> dict[str, Any]:
     """The fields of the line beside its ids; unknown ones are left out. Times in seconds."""
     first = record.choices[0] if record.choices else None
-    stays = first.stays if first is not None else []
+    segments = first.segments if first is not None else []
     fields = {
         "endpoint": record.endpoint,
         "status": record.status,
@@ -83,8 +83,8 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "queue_s": first and _rounded(first.queue_s),
         "ttft_s": record.first_token_s and _rounded(record.first_token_s - record.began_s),
         "total_s": _rounded(record.ended_s - record.began_s),
-        "worker": stays[-1].worker_id if stays else None,
-        "moved": sum(len(choice.moves) for choice in record.choices) if stays else None,
+        "worker": segments[-1].worker_id if segments else None,
+        "moved": sum(len(choice.moves) for choice in record.choices) if segments else None,
         "resumed": sum(choice.resumed for choice in record.choices) or None,
         "finish_reason": ",".join(record.finish_reasons) or None,
         "replayed": record.replayed or None,

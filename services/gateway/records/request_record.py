@@ -51,7 +51,7 @@ _MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 -
 
 
 @dataclass(slots=True)
-class Stay:
+class WorkerSegment:
     """A request at one worker. `first_token_s`: of the request's first, if that came from there.
 
     `times` are the worker's own, None if it has not told them. Its tokens begin at `first_index`;
@@ -87,7 +87,7 @@ class ChoiceRecord:
     """
 
     queued_s: list[tuple[float, float]] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
+    segments: list[WorkerSegment] = field(default_factory=list)
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0
     resumed: int = 0
@@ -168,7 +168,12 @@ class RequestRecord:
     @property
     def phases(self) -> Phases:
         """The phases so far, as far as workers have reported them."""
-        times = [stay.times for one in self.choices for stay in one.stays if stay.times is not None]
+        times = [
+            segment.times
+            for one in self.choices
+            for segment in one.segments
+            if segment.times is not None
+        ]
         return Phases(
             max((choice.queue_s for choice in self.choices), default=0.0)
             + sum(one.wait_s for one in times),
@@ -271,9 +276,9 @@ class StreamRecord:
 
     @contextmanager
     def stream(
-        self, request: Request, stays: Sequence[Stay]
+        self, request: Request, segments: Sequence[WorkerSegment]
     ) -> Iterator[Callable[[FinishReason | None], None]]:
-        """Note the beginning of a request and its end, whatever that is, with its `stays` by then.
+        """Note the beginning of a request and its end, whatever that is, with its `segments` by then.
 
         Call what it yields with each piece's finish reason.
         """
@@ -296,7 +301,7 @@ class StreamRecord:
             raise
         finally:
             name = request.request_id
-            segments = [SegmentRead(name, s.first_index, s.worker_id, s.moved) for s in stays]
+            segments = [SegmentRead(name, s.first_index, s.worker_id, s.moved) for s in segments]
             self._log.append(FACT, [*segments, StreamEnded(monotonic_s(), name, outcome)])
 
     def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from services.common import genai
 from services.common.tracing import Event, Span, Tracer, Value
-from services.gateway.records.request_record import ChoiceRecord, RequestRecord, Stay
+from services.gateway.records.request_record import ChoiceRecord, RequestRecord, WorkerSegment
 
 PROVIDER = "tideserve"
 
 
-def tell(tracer: Tracer, record: RequestRecord) -> None:
+def export_trace(tracer: Tracer, record: RequestRecord) -> None:
     """Send the trace of a request that is over, if it is wanted."""
     if record.context is None or record.operation is None:
         return
@@ -91,38 +91,38 @@ def _door(record: RequestRecord) -> dict[str, Value | None]:
 def _choice_spans(choice: ChoiceRecord, end_s: float) -> Iterable[Span]:
     for began_s, placed_s in choice.queued_s:
         yield Span("queue", began_s, placed_s)
-    for stay in choice.stays:
-        yield from _stay_spans(stay, end_s)
+    for segment in choice.segments:
+        yield from _stay_spans(segment, end_s)
 
 
-def _stay_spans(stay: Stay, end_s: float) -> Iterable[Span]:
+def _stay_spans(segment: WorkerSegment, end_s: float) -> Iterable[Span]:
     """What the worker said, else what can be seen from here."""
-    told = stay.times is not None
+    told = segment.times is not None
     attributes: dict[str, Value] = {
-        genai.WORKER: stay.worker_id,
-        genai.GROUP: stay.group_id,
-        genai.EPOCH: stay.epoch,
+        genai.WORKER: segment.worker_id,
+        genai.GROUP: segment.group_id,
+        genai.EPOCH: segment.epoch,
         genai.TIMES_FROM: "worker" if told else "gateway",
     }
-    at_s = stay.began_s
-    for name, length_s in _parts(stay, end_s):
+    at_s = segment.began_s
+    for name, length_s in _parts(segment, end_s):
         yield Span(name, at_s, at_s + length_s, attributes)
         at_s += length_s
 
 
-def _parts(stay: Stay, end_s: float) -> Iterable[tuple[str, float]]:
-    ended_s = stay.ended_s if stay.ended_s is not None else end_s
-    if (times := stay.times) is not None:
+def _parts(segment: WorkerSegment, end_s: float) -> Iterable[tuple[str, float]]:
+    ended_s = segment.ended_s if segment.ended_s is not None else end_s
+    if (times := segment.times) is not None:
         yield "wait", times.wait_s
         if times.prefill_s > 0 or times.decode_s == 0:
             yield "prefill", times.prefill_s
-        if times.decode_s > 0 or stay.first_token_s is not None:
+        if times.decode_s > 0 or segment.first_token_s is not None:
             yield "decode", times.decode_s
-    elif stay.first_token_s is not None:
-        yield "prefill", stay.first_token_s - stay.began_s
-        yield "decode", ended_s - stay.first_token_s
+    elif segment.first_token_s is not None:
+        yield "prefill", segment.first_token_s - segment.began_s
+        yield "decode", ended_s - segment.first_token_s
     else:
-        yield "wait", ended_s - stay.began_s
+        yield "wait", ended_s - segment.began_s
 
 
 def _events(choice: ChoiceRecord) -> Iterable[Event]:
@@ -137,6 +137,6 @@ def _events(choice: ChoiceRecord) -> Iterable[Event]:
                 genai.EPOCH: move.to.epoch,
             },
         )
-    for stay in choice.stays:
-        for after_s in stay.times.preempted_s if stay.times is not None else ():
-            yield Event("preempted", stay.began_s + after_s, {genai.WORKER: stay.worker_id})
+    for segment in choice.segments:
+        for after_s in segment.times.preempted_s if segment.times is not None else ():
+            yield Event("preempted", segment.began_s + after_s, {genai.WORKER: segment.worker_id})

@@ -49,17 +49,17 @@ class ChatOutput:
         last = piece.finish_reason is not None
         events = self._read(piece.text)
         cut = self._finish() if last else []
-        said = [self._delta(run) for run in self._runs([*events, *cut])]
+        deltas = [self._delta(run) for run in self._runs([*events, *cut])]
         reason: str | None = piece.finish_reason
         stopped = piece.finish_reason is FinishReason.STOP
         if stopped and self._called and not any(isinstance(event, CallEnd) for event in cut):
             reason = TOOL_CALLS
-        said[-1] = structs.replace(said[-1], finish_reason=reason)
-        if len(said) == 1:
-            return [structs.replace(piece, delta=said[0])]
-        first = structs.replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
-        ending = OutputPiece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
-        return [first, *(OutputPiece("", delta=delta) for delta in said[1:-1]), ending]
+        deltas[-1] = structs.replace(deltas[-1], finish_reason=reason)
+        if len(deltas) == 1:
+            return [structs.replace(piece, delta=deltas[0])]
+        first = structs.replace(piece, delta=deltas[0], finish_reason=None, stop_reason=None)
+        ending = OutputPiece("", (), piece.finish_reason, piece.stop_reason, delta=deltas[-1])
+        return [first, *(OutputPiece("", delta=delta) for delta in deltas[1:-1]), ending]
 
     def _read(self, text: str) -> list[Event]:
         if not text:

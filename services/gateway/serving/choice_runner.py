@@ -18,11 +18,11 @@ from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, 
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord, StreamRecord
-from services.gateway.serving.attempts import Attempts, Failure, asked_again, resumed
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import RequestMeter, measured
+from services.gateway.serving.retry import Failure, RetryState, resumed, retry_ask
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
 
@@ -75,15 +75,15 @@ class ChoiceRunner:
         ask, request = ask_for(choice), replace(choice.request, resumable=self._resumes)
         journal = Journal(request.limits.max_tokens)
         reading = Reading(journal, self._output(choice), _chat(choice))
-        attempts = Attempts(self._resumes)
+        attempts = RetryState(self._resumes)
         with (
-            self._record.stream(request, record.stays) as note_finish,
+            self._record.stream(request, record.segments) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             while True:
                 place = await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
-                stays = len(record.stays)
+                segments = len(record.segments)
                 started = resumed(request, tuple(journal.token_ids))
                 try:
                     async with self._workers.open(
@@ -99,10 +99,10 @@ class ChoiceRunner:
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
                     output = len(journal.token_ids)
                     attempts.fail(failure, output, request.limits.max_tokens)
-                    last = record.stays[-1] if len(record.stays) > stays else place
+                    last = record.segments[-1] if len(record.segments) > segments else place
                     self._note_failure(failure, request, output, last.worker_id, record)
                     since_s = monotonic_s() - began_s
-                    ask = asked_again(
+                    ask = retry_ask(
                         ask, request, output, last, failure, since_s, alone=attempts.alone
                     )
 
@@ -154,7 +154,7 @@ class ChoiceRunner:
             failpoint.hit("gateway.token")
             now_s = monotonic_s()
             if not meter.tokens(len(fresh.token_ids), now_s):
-                record.stays[-1].first_token_s = now_s
+                record.segments[-1].first_token_s = now_s
         output, chat = reading.output, reading.chat
         if fresh.prompt_logprobs:
             push = partial(output.push, fresh)

@@ -84,10 +84,10 @@ class RequestMeter:
     def _observe_phases(self) -> None:
         """Where the time went, as far as the workers told it with their last events."""
         histograms, record = self._histograms, self._record
-        told = [stay.times for stay in record.stays if stay.times is not None]
+        told = [segment.times for segment in record.segments if segment.times is not None]
         histograms.queue.observe(record.queue_s + sum(times.wait_s for times in told))
         # One that ends at a stop string ends before its worker has told.
-        if told and record.stays[-1].times is not None:
+        if told and record.segments[-1].times is not None:
             prefill_s = sum(times.prefill_s for times in told)
             decode_s = sum(times.decode_s for times in told)
             histograms.prefill.observe(prefill_s)

@@ -55,13 +55,13 @@ class RunningRequests:
         # Until its body has been read, what it is called is its header's id.
         ids = {record.response_id, record.request_id}
         if chosen_id is None:
-            with self._listed([(owner, one) for one in ids], interruption):
+            with self._registered([(owner, one) for one in ids], interruption):
                 yield
             return
         ids.add(chosen_id)
         with (
             self._claim((owner, chosen_id), record),
-            self._listed([(owner, one) for one in ids], interruption),
+            self._registered([(owner, one) for one in ids], interruption),
         ):
             yield
 
@@ -75,7 +75,7 @@ class RunningRequests:
         return bool(found)
 
     @contextlib.contextmanager
-    def _listed(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
+    def _registered(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
         for key in keys:
             self._running.setdefault(key, []).append(interruption)
         try:

@@ -116,7 +116,7 @@ def _logprobs(options: LogprobOptions) -> dict[str, Any]:
     return {"logprobs": options.output, "prompt_logprobs": options.prompt}
 
 
-ASK_S = 0.5
+LIVENESS_POLL_S = 0.5
 """How often vLLM is asked for a sign of life, which is also a heartbeat for the servicer."""
 SILENT_AFTER_S = 3.0
 """Once vLLM has not answered for so long, the servicer is told nothing, so that it notices."""
@@ -186,7 +186,7 @@ class VllmAdapter:
         )
         self._epoch = 0
         self._answered_s = now_s()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._prepared: list[Prepared] = []
         self._received: list[str] = []
         self._tokens: list[EmitToken] = []
@@ -196,14 +196,14 @@ class VllmAdapter:
     async def run(self) -> None:
         """Serve. Raises what vLLM raises when it is dead, in an exception group."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._take(tasks))
-            tasks.create_task(self._ask())
-            tasks.create_task(self._tell())
+            tasks.create_task(self._receive(tasks))
+            tasks.create_task(self._poll_liveness())
+            tasks.create_task(self._send_progress())
 
-    async def _take(self, tasks: asyncio.TaskGroup) -> None:
+    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._handle(to_engine_decoder.decode(await self._socket.recv()), tasks)
-            self._news.set()
+            self._changed.set()
 
     def _handle(self, frame: ToEngine, tasks: asyncio.TaskGroup) -> None:
         match frame:
@@ -284,14 +284,14 @@ class VllmAdapter:
             if times is not None:
                 self._times[entry.request.request_id] = times
         self._tokens += tokens
-        self._news.set()
+        self._changed.set()
 
     def _refuse(self, entry: VllmRequest, refusal: RefuseRequest) -> None:
         if self._requests.remove(entry):
             self._refusals.append(refusal)
-            self._news.set()
+            self._changed.set()
 
-    async def _ask(self) -> None:
+    async def _poll_liveness(self) -> None:
         """Ask vLLM for a sign of life, and give back what it has no room for."""
         while True:
             await self._engine.is_paused()
@@ -299,14 +299,14 @@ class VllmAdapter:
             for entry in self._requests.overdue(self._answered_s):
                 self._drop(entry)
                 self._refusals.append(returned(entry.request.request_id))
-            self._news.set()
-            await asyncio.sleep(ASK_S)
+            self._changed.set()
+            await asyncio.sleep(LIVENESS_POLL_S)
 
-    async def _tell(self) -> None:
+    async def _send_progress(self) -> None:
         while True:
-            await self._news.wait()
+            await self._changed.wait()
             # Readers of the other requests of a step run before this goes on.
-            self._news.clear()
+            self._changed.clear()
             if self._now_s() - self._answered_s > SILENT_AFTER_S:
                 continue
             prepared, self._prepared = self._prepared, []

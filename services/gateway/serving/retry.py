@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from services.core.ask import Ask, Assignment, FailedAssignment
 from services.core.request import Request
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
-from services.gateway.records.request_record import Stay
+from services.gateway.records.request_record import WorkerSegment
 from services.gateway.vocabulary.errors import (
     EngineFailed,
     EngineKilled,
@@ -15,7 +15,7 @@ from services.gateway.vocabulary.errors import (
 )
 
 # Groups change seldom: more assignments in a row that come to nothing mean that something is wrong.
-EMPTY_MAX = 10
+FRUITLESS_MAX = 10
 # Workers that a request may lose in a row without a new token.
 LOST_MAX = 3
 # Engines that may die with a request in them; before the last of them it runs alone. A worker that
@@ -23,27 +23,27 @@ LOST_MAX = 3
 DIED_MAX = 3
 LOST_SHARE = 0.25
 # After so many more tokens, deaths before them were none of the request's doing.
-DIED_LAPSE = 1000
+DEATHS_FORGOTTEN_AFTER = 1000
 
 Failure = StaleEpoch | Returned | WorkerLost | QueueFull
 
 
 @dataclass(slots=True)
-class Attempts:
+class RetryState:
     """The starts of one request; `resumes`: it goes on elsewhere even after its first token."""
 
     resumes: bool
     _output: int = 0
-    _empty: int = 0  # starts in a row without a new token
+    _fruitless: int = 0  # starts in a row without a new token
     _lost: int = 0  # of these, workers that were lost, or were full for a request that had run
-    _died: float = 0.0  # engines that have died with it lately
-    _died_at: int = 0  # its output then
-    _stricken: bool = False  # whether a worker has failed under it
+    _engine_deaths: float = 0.0  # engines that have died with it lately
+    _died_at_token: int = 0  # its output then
+    _lost_worker: bool = False  # whether a worker has failed under it
 
     @property
     def alone(self) -> bool:
         """Whether it is to run where no other request does: it may be what engines die of."""
-        return self._died >= DIED_MAX - 1
+        return self._engine_deaths >= DIED_MAX - 1
 
     def fail(self, failure: Failure, output: int, tokens_max: int) -> None:
         """A start has failed when the request had `output` of at most `tokens_max` tokens.
@@ -54,35 +54,35 @@ class Attempts:
             GatewayError: if it has failed.
         """
         if output > self._output:
-            self._output, self._empty, self._lost = output, 0, 0
+            self._output, self._fruitless, self._lost = output, 0, 0
         else:
-            self._empty += 1
+            self._fruitless += 1
             self._lost += isinstance(failure, (WorkerLost, QueueFull))
-        self._stricken = self._stricken or _is_loss(failure)
+        self._lost_worker = self._lost_worker or _is_loss(failure)
         if isinstance(failure, WorkerLost):
             self._note_loss(failure.engine_died, output)
-        if self._died >= DIED_MAX:
+        if self._engine_deaths >= DIED_MAX:
             raise EngineKilled(
                 "engines died again and again while they ran this request, which may be the cause;"
                 " do not send it again, and tell the operator its id"
             )
         if not output:
-            self._check_unbegun(failure)
+            self._check_no_output(failure)
         elif not self.resumes or output >= tokens_max or self._lost >= LOST_MAX:
-            raise _ended(failure)
-        if self._empty >= EMPTY_MAX:
+            raise _resume_error(failure)
+        if self._fruitless >= FRUITLESS_MAX:
             raise ServiceUnavailable(
                 "the workers' groups keep changing; send the request again shortly"
             )
 
     def _note_loss(self, engine_died: bool, output: int) -> None:
-        if output - self._died_at >= DIED_LAPSE:
-            self._died = 0.0
-        self._died_at = output
-        self._died += 1.0 if engine_died else LOST_SHARE
+        if output - self._died_at_token >= DEATHS_FORGOTTEN_AFTER:
+            self._engine_deaths = 0.0
+        self._died_at_token = output
+        self._engine_deaths += 1.0 if engine_died else LOST_SHARE
 
-    def _check_unbegun(self, failure: Failure) -> None:
-        full = isinstance(failure, QueueFull) and not self._stricken
+    def _check_no_output(self, failure: Failure) -> None:
+        full = isinstance(failure, QueueFull) and not self._lost_worker
         if full or self._lost >= LOST_MAX:
             raise failure
 
@@ -92,7 +92,7 @@ def _is_loss(failure: Failure) -> bool:
     return isinstance(failure, KvLost) or (isinstance(failure, WorkerLost) and failure.reached)
 
 
-def _ended(failure: Failure) -> Exception:
+def _resume_error(failure: Failure) -> Exception:
     """The error of a request that had begun."""
     match failure:
         case StaleEpoch():
@@ -103,11 +103,11 @@ def _ended(failure: Failure) -> Exception:
             return failure
 
 
-def asked_again(
+def retry_ask(
     ask: Ask,
     request: Request,
     output: int,
-    place: Assignment | Stay,
+    place: Assignment | WorkerSegment,
     failure: Failure,
     since_s: float,
     alone: bool = False,

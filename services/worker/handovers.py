@@ -42,7 +42,7 @@ class UnreadOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected(Generic[R]):
+class WaitingReader(Generic[R]):
     """A reader that waits for a request, for its tokens from `from_index` on.
 
     It was sent here for the configuration of `group_id` at `epoch`. `coalesced`: it wants its
@@ -59,7 +59,7 @@ class Expected(Generic[R]):
 
 
 @dataclass(slots=True)
-class Arrivals(Generic[R]):
+class Handovers(Generic[R]):
     """Adopted requests without a reader, readers without a request, aborts without either.
 
     Each is kept for `timeout_s` and then dropped. A request is in at most one of the three.
@@ -68,7 +68,7 @@ class Arrivals(Generic[R]):
     timeout_s: float = ATTACH_TIMEOUT_S
     # All three are in the order in which they expire.
     _arrived: dict[str, UnreadOutput] = field(default_factory=dict)
-    _expected: dict[str, Expected[R]] = field(default_factory=dict)
+    _expected: dict[str, WaitingReader[R]] = field(default_factory=dict)
     _aborted: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class Arrivals(Generic[R]):
         )
         return True
 
-    def expect(self, expected: Expected[R]) -> bool:
+    def expect(self, expected: WaitingReader[R]) -> bool:
         """Have a reader wait; False if the request was dropped before, or too many wait.
 
         A later reader of the same request replaces an earlier one. The rest of an
@@ -114,7 +114,7 @@ class Arrivals(Generic[R]):
         self._expected[expected.request_id] = expected
         return True
 
-    def match(self, request_id: str) -> tuple[UnreadOutput, Expected[R]] | None:
+    def match(self, request_id: str) -> tuple[UnreadOutput, WaitingReader[R]] | None:
         """The request and its reader, which are then forgotten; None while one is missing."""
         if request_id not in self._arrived or request_id not in self._expected:
             return None
@@ -161,22 +161,22 @@ class Arrivals(Generic[R]):
         """The requests that `reader` waits for."""
         return [e.request_id for e in self._expected.values() if e.reader is reader]
 
-    def clear(self) -> list[Expected[R]]:
+    def clear(self) -> list[WaitingReader[R]]:
         """Forget everything; returns the readers that waited."""
         waiting = list(self._expected.values())
         for kept in (self._arrived, self._expected, self._aborted):
             kept.clear()
         return waiting
 
-    def expire(self, now_s: float) -> tuple[list[str], list[Expected[R]]]:
+    def expire(self, now_s: float) -> tuple[list[str], list[WaitingReader[R]]]:
         """Drop what is overdue: requests that the engine must abort, and readers."""
         overdue = _take_while(self._arrived, lambda arrival: arrival.expires_s <= now_s)
         running = [request_id for request_id, a in overdue.items() if a.ending is None]
         for request_id in running:
             self._remember(request_id, now_s)
-        disappointed = _take_while(self._expected, lambda expected: expected.expires_s <= now_s)
+        timed_out = _take_while(self._expected, lambda expected: expected.expires_s <= now_s)
         _take_while(self._aborted, lambda expires_s: expires_s <= now_s)
-        return running, list(disappointed.values())
+        return running, list(timed_out.values())
 
     def _remember(self, request_id: str, now_s: float) -> None:
         """Remember that a request was aborted."""

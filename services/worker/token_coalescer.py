@@ -20,7 +20,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class Gathering:
+class TokenCoalescer:
     """The gathered requests, and their tokens that have not been sent."""
 
     _ids: set[str] = field(default_factory=set)

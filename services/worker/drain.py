@@ -24,7 +24,7 @@ UNUSED_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Departure:
+class WorkerDrain:
     """Waits until a worker may go."""
 
     def __init__(
@@ -49,10 +49,10 @@ class Departure:
         """The engine has spoken, which it does several times a second."""
         self._progressed.set()
 
-    async def part(self, deadline_s: float) -> None:
+    async def leave_group(self, deadline_s: float) -> None:
         """Return when no other worker needs this one, at `deadline_s` at the latest."""
         if self._is_shared or self._is_needed:
-            await self._be_taken_out(deadline_s)
+            await self._wait_for_split(deadline_s)
         self._member.refuse_all()
 
     async def end_requests(self, deadline_s: float) -> None:
@@ -72,7 +72,7 @@ class Departure:
         preparing, active = self._member.preparing, self._requests.active
         return preparing or is_needed(self._engine.report, self._groups.place, active)
 
-    async def _be_taken_out(self, deadline_s: float) -> None:
+    async def _wait_for_split(self, deadline_s: float) -> None:
         log.info("asks to be taken out of its group")
         leaving = record_pb2.WorkerRecord()
         leaving.CopyFrom(self._record)

@@ -15,7 +15,7 @@ Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class GatewayStream:
     """One gateway's stream: what is to be sent, and the requests that it carries."""
 
     outbox: asyncio.Queue[pb.GenerateResponse] = field(
