@@ -1,4 +1,4 @@
-"""Whether a request that has failed at a worker is started once more, and with what. Pure."""
+"""Decides whether a request that failed at a worker is retried, and builds the retry. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -14,15 +14,15 @@ from services.gateway.vocabulary.errors import (
     WorkerLost,
 )
 
-# Groups change seldom: more assignments in a row that come to nothing mean that something is wrong.
+# Most starts in a row without a new token. Groups change rarely, so more indicate a fault.
 FRUITLESS_MAX = 10
-# Workers that a request may lose in a row without a new token.
+# Most workers that a request may lose in a row without a new token.
 LOST_MAX = 3
-# Engines that may die with a request in them; before the last of them it runs alone. A worker that
-# is lost counts as a part of one: its engine may have died, or its network.
+# Most engines that may die while they run a request; the last attempt runs alone in its group. A
+# lost worker counts as a fraction of a death: its engine or only its network may have failed.
 DIED_MAX = 3
 LOST_SHARE = 0.25
-# After so many more tokens, deaths before them were none of the request's doing.
+# After this many further tokens, the request is not blamed for earlier deaths.
 DEATHS_FORGOTTEN_AFTER = 1000
 
 Failure = StaleEpoch | Returned | WorkerLost | QueueFull
@@ -30,28 +30,28 @@ Failure = StaleEpoch | Returned | WorkerLost | QueueFull
 
 @dataclass(slots=True)
 class RetryState:
-    """The starts of one request; `resumes`: it goes on elsewhere even after its first token."""
+    """Failed starts of a request; `resumes`: retry elsewhere after the first token too."""
 
     resumes: bool
     _output: int = 0
     _fruitless: int = 0  # starts in a row without a new token
-    _lost: int = 0  # of these, workers that were lost, or were full for a request that had run
-    _engine_deaths: float = 0.0  # engines that have died with it lately
-    _died_at_token: int = 0  # its output then
-    _lost_worker: bool = False  # whether a worker has failed under it
+    _lost: int = 0  # of these, the starts that ended with a lost or full worker
+    _engine_deaths: float = 0.0  # recent deaths of engines that ran the request
+    _died_at_token: int = 0  # output tokens at the last death
+    _lost_worker: bool = False  # a worker has failed, or lost the request's KV
 
     @property
     def alone(self) -> bool:
-        """Whether it is to run where no other request does: it may be what engines die of."""
+        """Whether the request must run alone in its group, because it may crash engines."""
         return self._engine_deaths >= DIED_MAX - 1
 
     def fail(self, failure: Failure, output: int, tokens_max: int) -> None:
-        """A start has failed when the request had `output` of at most `tokens_max` tokens.
+        """Record a failed start after `output` of at most `tokens_max` tokens.
 
-        Returns if the request is to be started again.
+        Returns normally if the request may be retried.
 
         Raises:
-            GatewayError: if it has failed.
+            GatewayError: if the request has failed for good.
         """
         if output > self._output:
             self._output, self._fruitless, self._lost = output, 0, 0
@@ -63,17 +63,16 @@ class RetryState:
             self._note_loss(failure.engine_died, output)
         if self._engine_deaths >= DIED_MAX:
             raise EngineKilled(
-                "engines died again and again while they ran this request, which may be the cause;"
-                " do not send it again, and tell the operator its id"
+                "several engines crashed while running this request, which may be the cause; do not"
+                " retry it, and report its id to the operator"
             )
         if not output:
+            # Nothing was delivered, so the request may start over even if it cannot be resumed.
             self._check_no_output(failure)
         elif not self.resumes or output >= tokens_max or self._lost >= LOST_MAX:
             raise _resume_error(failure)
         if self._fruitless >= FRUITLESS_MAX:
-            raise ServiceUnavailable(
-                "the workers' groups keep changing; send the request again shortly"
-            )
+            raise ServiceUnavailable("the worker groups keep changing; retry shortly")
 
     def _note_loss(self, engine_died: bool, output: int) -> None:
         if output - self._died_at_token >= DEATHS_FORGOTTEN_AFTER:
@@ -88,17 +87,17 @@ class RetryState:
 
 
 def _is_loss(failure: Failure) -> bool:
-    """Whether a request was at a worker that has failed, or that has lost its KV."""
+    """Whether the worker that ran the request has failed or has lost its KV."""
     return isinstance(failure, KvLost) or (isinstance(failure, WorkerLost) and failure.reached)
 
 
 def _resume_error(failure: Failure) -> Exception:
-    """The error of a request that had begun."""
+    """The error for a request that has output and cannot be resumed."""
     match failure:
         case StaleEpoch():
-            return EngineFailed("the worker's group changed under the request; try again")
+            return EngineFailed("the worker's group changed while the request ran; retry")
         case Returned():
-            return EngineFailed("the worker gave up a request that had begun; try again")
+            return EngineFailed("the worker dropped the request after its first token; retry")
         case _:
             return failure
 
@@ -112,11 +111,10 @@ def retry_ask(
     since_s: float,
     alone: bool = False,
 ) -> Ask:
-    """What the scheduler is asked once a start has failed at `place`, after `output` tokens.
+    """The scheduler ask that retries a request whose start at `place` failed after `output` tokens.
 
-    Under the same id, so that the request keeps its place in the line. It came `since_s` ago; what
-    of that has passed until a worker fails under it is no wait in the line, whose deadline begins
-    anew.
+    It keeps the request id, so that the request keeps its position in the queue. `since_s` is the
+    request's age. Time before a worker failed is excused from the queueing deadline.
     """
     returned = isinstance(failure, Returned)
     return replace(
@@ -131,11 +129,9 @@ def retry_ask(
 
 
 def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
-    """The request as it goes on after these tokens of output, at another worker.
-
-    Log probabilities of its prompt came with the first of them.
-    """
+    """The request that resumes on another worker after the output `token_ids`."""
     if not token_ids:
         return request
+    # The prompt's log probabilities came with the first output token.
     logprobs = replace(request.logprobs, prompt=None)
     return replace(request, output_ids=token_ids, logprobs=logprobs)
