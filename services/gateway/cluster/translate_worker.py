@@ -1,4 +1,4 @@
-"""Between the gateway's words and the worker's contract; no stub is seen beyond this file."""
+"""Translates between the gateway's own types and the protobufs of the worker API."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +27,9 @@ _FINISHES = {
 def start_frame(
     request: Request, place: Assignment, now_s: float, coalesced: bool = False
 ) -> worker_pb2.GenerateRequest:
-    """A Start for the worker that leads `place`; `now_s` on the clock of `request.arrival_s`.
+    """A Start for the leader of `place`; `now_s` is on the clock of `request.arrival_s`.
 
-    `coalesced`: its tokens may come gathered.
+    `coalesced`: the worker may send many tokens at once.
     """
     limits = worker_pb2.Limits(
         max_tokens=request.limits.max_tokens,
@@ -123,7 +123,7 @@ def attach_frame(
 
 
 def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
-    """The events in a worker's frame; an unknown way to finish counts as an error."""
+    """The events in a worker's frame; an unknown finish reason counts as an error."""
     for event in frame.events:
         finish = None
         if event.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
@@ -145,7 +145,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
 
 
 class _Logprobs(Sequence[TokenLogprobs]):
-    """Log probabilities of tokens; each object is made when it is read."""
+    """Log probabilities of tokens, converted lazily, because a long prompt has many."""
 
     def __init__(self, rows: Sequence[worker_pb2.TokenLogprobs]) -> None:
         self._rows = rows
@@ -178,8 +178,8 @@ def _moved(moved: worker_pb2.Moved) -> Moved:
 
 
 def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
-    """None for impossible numbers."""
-    rows = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
-    if not all(0 <= number < math.inf for number in rows):
+    """The times that a worker reported; None if a number is negative or not finite."""
+    seconds = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
+    if not all(0 <= number < math.inf for number in seconds):
         return None
     return WorkerTimes(times.wait_s, times.prefill_s, times.decode_s, tuple(times.preempted_s))
