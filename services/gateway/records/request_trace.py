@@ -1,7 +1,7 @@
-"""The trace of a request, from its record: one span for each thing that it waited for.
+"""Builds the trace of a request from its record, with a span per phase.
 
-Times inside workers are their own, laid end to end from when this gateway had sent the request
-there; so a span may be off by the way between the two.
+Spans inside workers use durations that the workers report. They are laid end to end from the time
+when this gateway sent the request, so they may be off by the network delay.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ PROVIDER = "tideserve"
 
 
 def export_trace(tracer: Tracer, record: RequestRecord) -> None:
-    """Send the trace of a request that is over, if it is wanted."""
+    """Export the trace of a finished request if it is sampled."""
     if record.context is None or record.operation is None:
         return
     if tracer.wants(record.context, failed=record.status >= 500):
@@ -22,7 +22,7 @@ def export_trace(tracer: Tracer, record: RequestRecord) -> None:
 
 
 def request_span(record: RequestRecord) -> Span:
-    """The root span of the request, with its children."""
+    """The root span of the request with its child spans."""
     assert record.operation is not None
     end_s = record.ended_s
     root = Span(
@@ -42,7 +42,7 @@ def request_span(record: RequestRecord) -> Span:
         root.events += _events(choice)
         root.links += [move.link for move in choice.moves if move.link is not None]
     if record.status >= 500:
-        # The message may quote the client's text.
+        # Only the code: an error message may quote the client's text.
         root.error = record.code or "failed"
     return root
 
@@ -71,14 +71,14 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
     phases = record.phases
     if record.choices:
         values[genai.LATENCY_TIME_IN_QUEUE] = phases.queue_s
-    if phases.told:
+    if phases.reported:
         values[genai.LATENCY_TIME_IN_MODEL_PREFILL] = phases.prefill_s
         values[genai.LATENCY_TIME_IN_MODEL_DECODE] = phases.decode_s
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _door(record: RequestRecord) -> dict[str, Value | None]:
-    """Attributes of the door by which the request came."""
+    """HTTP or gRPC attributes of the request."""
     if record.grpc_code is None:
         return {genai.HTTP_ROUTE: record.endpoint, genai.HTTP_STATUS: record.status}
     return {
@@ -96,13 +96,13 @@ def _choice_spans(choice: ChoiceRecord, end_s: float) -> Iterable[Span]:
 
 
 def _stay_spans(segment: WorkerSegment, end_s: float) -> Iterable[Span]:
-    """What the worker said, else what can be seen from here."""
-    told = segment.times is not None
+    """Spans of a segment, from the worker's times, else from the gateway's observations."""
+    reported = segment.times is not None
     attributes: dict[str, Value] = {
         genai.WORKER: segment.worker_id,
         genai.GROUP: segment.group_id,
         genai.EPOCH: segment.epoch,
-        genai.TIMES_FROM: "worker" if told else "gateway",
+        genai.TIMES_FROM: "worker" if reported else "gateway",
     }
     at_s = segment.began_s
     for name, length_s in _parts(segment, end_s):
