@@ -1,6 +1,7 @@
-"""WorkerService: one stream per gateway; the tokens of one engine step travel in one message.
+"""WorkerService: a stream per gateway; the tokens of an engine step share a message.
 
-A request that another worker hands over is kept in `Handovers` until its gateway attaches to it.
+A request adopted from another worker is kept in `Handovers` until its gateway attaches to it. All
+`request_id`s here are the ids under which gateways started the requests, never sequence ids.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
-# How often requests that nobody attaches to are looked for.
+# Interval of checks for expired handovers and coalesced tokens.
 SWEEP_S = 0.25
 
 EngineEvent = TypeVar("EngineEvent", EmitToken, RefuseRequest, MovedRequest)
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Hands requests to the engine and its tokens to the gateways."""
+    """Passes requests from gateways to the engine, and tokens back."""
 
     def __init__(
         self,
@@ -50,11 +51,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         traceparent_of: Callable[[str, int], str],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`place` is the committed configuration that this worker serves, None if there is none.
+        """`place` returns the committed configuration that this worker serves, None without one.
 
-        `on_received` learns of each start once the engine's load counts it, or it was refused.
-        `load` is this worker's load now. `traceparent_of` the change that made a group's
-        configuration of an epoch, "" if that is not traced.
+        `on_received` is called with the id of each start that was refused, or that the engine's
+        load counts. `load` returns the current load. `traceparent_of(group_id, epoch)` returns the
+        traceparent of the change that made a configuration, "" if it is not traced.
         """
         self._engine = engine
         self._facts = facts
@@ -63,15 +64,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._load = load
         self._traceparent_of = traceparent_of
         self._clock = clock
-        # Open streams, and which of them reads which request.
         self._open: set[GatewayStream] = set()
-        self._streams: dict[str, GatewayStream] = {}
+        self._streams: dict[str, GatewayStream] = {}  # the stream that reads a request, by id
         self._handovers: Handovers[GatewayStream] = Handovers()
         self._coalescer = TokenCoalescer()
-        # Starts that the engine has not noted yet, by id: what it tells of the id is of earlier
-        # ones, whose aborts it may not have read either. It notes each once, also if it is aborted.
+        # Starts per id that the engine has not acknowledged yet. Until then, its events for the id
+        # belong to earlier starts. It acknowledges each start once, even if it was aborted.
         self._pending_starts: Counter[str] = Counter()
-        # Requests of the engine without a reader for ever; `run` has them aborted.
+        # Engine requests that no gateway will ever attach to; `run` aborts them.
         self._to_abort: set[str] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -79,11 +79,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def active(self) -> int:
-        """Requests that have not ended, or whose end was not fetched."""
+        """Requests that have not ended, or whose ending no gateway has read."""
         return len(self._streams) + len(self._handovers)
 
     async def run(self) -> None:
-        """Drop requests without gateways and gateways without requests, until cancelled."""
+        """Sweep periodically, and whenever requests must be aborted, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with timeout(SWEEP_S):
@@ -109,14 +109,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0] in done:
-                tasks[0].result()  # a defect in reading ends the call with an error, and is logged
+                tasks[0].result()  # a bug in reading fails the call, and is logged
             if tasks[2] in done:
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "the gateway reads too slowly"
                 )
         finally:
-            # A call that its gateway cut may be cancelled here once more, so what must happen comes
-            # before the first wait.
+            # gRPC may cancel a disconnected call again, so clean up before the first await.
             for task in tasks:
                 task.cancel()
             self._open.discard(stream)
@@ -124,11 +123,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def deliver(self, progress: Progress) -> None:
-        """Send the results of an engine step to the gateways that wait for them."""
+        """Send the results of an engine step to the gateways that read them."""
         self._note_received(progress.received)
         batches: dict[GatewayStream, list[pb.RequestEvent]] = defaultdict(list)
-        # A gateway that learns of an end gets the load with it: the scheduler has to know it before
-        # it is asked again.
+        # Gateways get the load with the end of a request and forward it: the scheduler must know of
+        # the free capacity before the client's next request.
         ended: set[GatewayStream] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
@@ -152,7 +151,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             stream.post(events, load if stream in ended else None)
 
     def _note_received(self, request_ids: Sequence[str]) -> None:
-        """The engine has noted a start of each; it may have got more of the same id."""
+        """Note that the engine has acknowledged a start of each id; more starts may be pending."""
         for request_id in request_ids:
             self._on_received(request_id)
             self._pending_starts[request_id] -= 1
@@ -165,7 +164,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         times: RequestTimes | None,
         batches: dict[GatewayStream, list[pb.RequestEvent]],
     ) -> GatewayStream | None:
-        """Send, gather or keep a token; returns the link of its request, None if it has none."""
+        """Send, coalesce or keep a token; returns the stream of its request, if it has a reader."""
         stream = self._streams.get(token.request_id)
         if stream is None:
             self._handovers.add_token(token, times)
@@ -173,20 +172,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             batches[stream] += events
         return stream
 
-    def _of_latest_start(self, news: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
-        """What is not of an earlier start than the one that its request has here."""
+    def _of_latest_start(self, events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
+        """Drop events that belong to an earlier start of the same request."""
         if not self._pending_starts:
-            return news
-        return [one for one in news if one.request_id not in self._pending_starts]
+            return events
+        return [event for event in events if event.request_id not in self._pending_starts]
 
     async def sweep(self) -> None:
-        """Drop requests and readers that have waited too long."""
+        """Send due coalesced tokens, drop expired handovers, and abort unread requests."""
         for event in self._coalescer.due(self._clock()):
             self._streams[event.request_id].post([event])
         overdue, timed_out = self._handovers.expire(self._clock())
         for expected in timed_out:
             message = (
-                f"the request did not come with {expected.group_id} at epoch {expected.epoch}; "
+                f"the request was not adopted with {expected.group_id} at epoch {expected.epoch}; "
                 f"{_serves(self._place())}"
             )
             reason = pb.FINISH_REASON_STALE_EPOCH
@@ -197,7 +196,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await self._engine.abort_request(self._to_abort.pop())
 
     def fail_all(self, message: str, engine_died: bool = False) -> None:
-        """End every active request with an error; no effect when there is none."""
+        """End every active request with an error."""
         reason = pb.FINISH_REASON_ENGINE_DIED if engine_died else pb.FINISH_REASON_ERROR
         for request_id, stream in list(self._streams.items()):
             stream.post([*self._coalescer.take(request_id), failure(request_id, reason, message)])
@@ -207,8 +206,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._note_activity()
 
     def give_up_all(self, message: str) -> None:
-        """End every active request with an error, and have the engine forget it."""
-        self._to_abort.update(self._streams, self._handovers.arrived_ids)
+        """End every active request with an error, and abort it in the engine."""
+        self._to_abort.update(self._streams, self._handovers.adopted_ids)
         self.fail_all(message)
         self._wake.set()
 
@@ -217,9 +216,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         request_id = adopted.request_id
         if request_id in self._pending_starts:
-            return  # its gateway has asked anew; the engine ends this one for that
+            return  # the gateway has restarted the request, which ends the adopted sequence
         if request_id in self._streams:
-            log.error("request %s was adopted here, but runs here already", request_id)
+            log.error("request %s was adopted, but already runs here", request_id)
         elif not self._handovers.adopt(adopted, self._clock()):
             self._to_abort.add(request_id)
             self._wake.set()
@@ -229,17 +228,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._note_activity()
 
     def _match(self, request_id: str) -> tuple[GatewayStream, list[pb.RequestEvent]] | None:
-        """Let the waiting reader of an adopted request read on; None while one is missing."""
+        """Connect an adopted request to its waiting reader; None while either is missing."""
         matched = self._handovers.match(request_id)
         if matched is None:
             return None
-        arrival, expected = matched
-        if arrival.ending is None:
+        unread, expected = matched
+        if unread.ending is None:
             self._streams[request_id] = expected.reader
             expected.reader.request_ids.add(request_id)
             if expected.coalesced:
                 self._coalescer.begin(request_id)
-        return expected.reader, to_replay(request_id, arrival, expected.from_index)
+        return expected.reader, to_replay(request_id, unread, expected.from_index)
 
     def _move(
         self,
@@ -255,8 +254,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             batches[stream] += [*self._coalescer.take(moved.request_id), event]
             self._forget(moved.request_id, stream)
         elif not self._handovers.end(moved, times) and self._open:
-            # Its gateway gave it up after the engine had handed it over: any gateway will pass
-            # the abort on, or the new owner would keep it until nobody has attached in time.
+            # The request was aborted after the engine had handed it over. Any gateway forwards the
+            # abort; else the new worker would run the request until its attach timeout.
             batches[next(iter(self._open))].append(event)
 
     async def _read(self, frames: AsyncIterator[pb.GenerateRequest], stream: GatewayStream) -> None:
@@ -274,15 +273,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         place = self._place()
         asked = (start.group_id, start.epoch)
         if place is None or not place.leads or place[:2] != asked:
-            # A follower does not name the leader: the scheduler decides anew, with today's loads
-            # and without the reservation at a group that is gone.
+            # Do not redirect to the leader: the scheduler must decide again with current loads, and
+            # drop its reservation at the old configuration.
             message = f"{start.group_id} at epoch {start.epoch} is stale; {_serves(place)}"
             self._refuse(start, stream, pb.FINISH_REASON_STALE_EPOCH, message)
             return
         former = self._streams.get(start.request_id)
         try:
             if former is stream:
-                raise InvalidStart("a request with this id is running already")
+                raise InvalidStart("a request with this id is already running")
             facts = self._facts
             request = to_request(start, facts.vocab_size, facts.max_model_len, self._clock())
         except InvalidStart as error:
@@ -291,10 +290,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         earlier = self._handovers.forget(start.request_id)
         unwanted = start.request_id in self._to_abort
         if former is not None:
-            # Its gateway has lost that link, which this worker has not noticed yet.
+            # The gateway has lost that stream, which this worker has not noticed yet.
             self._forget(start.request_id, former)
         if former is not None or unwanted or (earlier is not None and earlier.ending is None):
-            # Its gateway has given that one up, and asks anew under the same id.
+            # The gateway restarts the request under the same id: abort the earlier start first.
             self._to_abort.discard(start.request_id)
             await self._engine.abort_request(start.request_id)
         self._pending_starts[start.request_id] += 1
@@ -320,12 +319,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request_id = attach.request_id
         reader = self._streams.get(request_id)
         if attach.from_index < 0 or reader is stream:
-            message = "from_index is below 0, or this stream reads the request already"
+            message = "from_index is negative, or this stream already reads the request"
             stream.post([failure(request_id, pb.FINISH_REASON_INVALID, message)])
             return
         if reader is not None:
-            # Its gateway has lost that stream, and with it what was sent there.
-            message = "the request is read by another stream; ask for another place"
+            # The gateway has lost that stream, with tokens that were sent on it.
+            message = "the request is read by another stream; request a new assignment"
             stream.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
             return
         expected = WaitingReader(
@@ -338,36 +337,36 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             coalesced=attach.delivery == pb.DELIVERY_COALESCED,
         )
         if not self._handovers.expect(expected):
-            message = "the request was given up here before, or too many wait for theirs"
+            message = "the request was aborted here before, or too many readers wait"
             stream.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
         elif (matched := self._match(request_id)) is not None:
             stream.post(matched[1])
         self._note_activity()
 
     async def _abort(self, request_id: str, stream: GatewayStream) -> None:
-        """Abort a request, unless another gateway reads it."""
+        """Abort a request, unless another stream reads it."""
         owner = self._streams.get(request_id)
         if owner is stream:
             self._forget(request_id, stream)
             await self._engine.abort_request(request_id)
         elif owner is None:
-            arrival = self._handovers.abort(request_id, self._clock())
+            unread = self._handovers.abort(request_id, self._clock())
             self._note_activity()
-            await self._discard(request_id, arrival, stream)
+            await self._discard(request_id, unread, stream)
 
     async def _discard(
-        self, request_id: str, arrival: UnreadOutput | None, stream: GatewayStream
+        self, request_id: str, unread: UnreadOutput | None, stream: GatewayStream
     ) -> None:
-        """Drop a kept request; `stream` learns where it went, to pass the abort on."""
-        if arrival is None:
+        """Drop an unread request; if it has moved, `stream` gets its new worker to abort there."""
+        if unread is None:
             return
-        if arrival.ending is None:
+        if unread.ending is None:
             await self._engine.abort_request(request_id)
-        elif isinstance(arrival.ending, MovedRequest):
-            stream.post([to_moved(arrival.ending)])
+        elif isinstance(unread.ending, MovedRequest):
+            stream.post([to_moved(unread.ending)])
 
     def _abandon(self, stream: GatewayStream) -> None:
-        """Drop the requests of a broken stream; `run` has the engine abort them."""
+        """Drop the requests of a broken stream; `run` aborts them in the engine."""
         for request_id in [*stream.request_ids]:
             self._forget(request_id, stream)
             self._to_abort.add(request_id)

@@ -1,4 +1,4 @@
-"""Output of requests that nobody watches, gathered so that many tokens travel in one event.
+"""Coalesces tokens of requests that need no streaming, so that many tokens share an event.
 
 Pure: time is an argument.
 """
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from tideserve.worker.v1 import worker_pb2 as pb
 
 TOKENS_MAX = 64
-"""Tokens of a request that are sent as soon as they are there."""
+"""Tokens of a request at which its event is sent."""
 AGE_MAX_S = 1.0
-"""The oldest token of a request waits so long at most, and the time between two looks."""
+"""Longest delay of a token, plus the interval of `due` calls."""
 
 
 @dataclass(slots=True)
@@ -21,25 +21,24 @@ class _Held:
 
 @dataclass(slots=True)
 class TokenCoalescer:
-    """The gathered requests, and their tokens that have not been sent."""
+    """Requests whose tokens are coalesced, and their pending events."""
 
     _ids: set[str] = field(default_factory=set)
-    # In the order of age.
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _held: dict[str, _Held] = field(default_factory=dict)  # oldest first
 
     def begin(self, request_id: str) -> None:
-        """Gather the output of a request from now on."""
+        """Coalesce the output of a request from now on."""
         self._ids.add(request_id)
 
     def drop(self, request_id: str) -> None:
-        """The request is over or has another reader: what is held is not sent."""
+        """Forget a request that has ended or has a new reader; its pending event is dropped."""
         self._ids.discard(request_id)
         self._held.pop(request_id, None)
 
     def add(self, event: pb.RequestEvent, now_s: float) -> list[pb.RequestEvent]:
-        """What is to be sent now that `event` came, which follows what is held: one event or none.
+        """Append `event` to the request's pending event; returns the event to send now, if any.
 
-        `now_s` in seconds, on any clock that does not go back.
+        `now_s` is in seconds on a monotonic clock.
         """
         request_id = event.request_id
         if request_id not in self._ids:
@@ -54,18 +53,22 @@ class TokenCoalescer:
         return []
 
     def take(self, request_id: str) -> list[pb.RequestEvent]:
-        """What is held of a request, to be sent before anything else of it: one event or none."""
+        """Remove and return the pending event of a request; send it before any later event."""
         held = self._held.pop(request_id, None)
         return [held.event] if held is not None else []
 
     def due(self, now_s: float) -> list[pb.RequestEvent]:
-        """What has been held long enough."""
-        old = [one for one, held in self._held.items() if held.since_s + AGE_MAX_S <= now_s]
+        """Remove and return the pending events that are at least `AGE_MAX_S` old."""
+        old = [
+            request_id
+            for request_id, held in self._held.items()
+            if held.since_s + AGE_MAX_S <= now_s
+        ]
         return [self._held.pop(request_id).event for request_id in old]
 
 
 def _append(event: pb.RequestEvent, later: pb.RequestEvent) -> None:
-    """Add the tokens and the ending of the event that follows `event` to it."""
+    """Append the tokens and the ending of `later` to `event`."""
     event.token_ids.extend(later.token_ids)
     event.logprobs.extend(later.logprobs)
     event.finish_reason = later.finish_reason

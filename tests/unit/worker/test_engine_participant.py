@@ -200,4 +200,4 @@ async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on(bench: Be
     await bench.participant.commit(ALONE, "", "")
     bench.engine.heartbeat_age_s = UNHEARD_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")
-    assert bench.given_up == ["the engine of the worker does not answer; try again"]
+    assert bench.given_up == ["the engine of the worker does not respond; retry"]
