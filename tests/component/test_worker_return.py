@@ -48,7 +48,7 @@ async def test_one_that_is_forgotten_ends_and_does_not_register(
 ) -> None:
     if incarnation is not None:
         await assigned(store, incarnation)
-    with pytest.raises(Forgotten, match="w0 was away for so long"):
+    with pytest.raises(Forgotten, match="w0 was disconnected for too long"):
         async with asyncio.timeout(DEADLINE_S):
             await returning(store, epoch=5).run()
     assert KEY not in await store.list_prefix(KEY)

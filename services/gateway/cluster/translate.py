@@ -78,8 +78,9 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
         case "refusal":
             refusal = frame.refusal
             reason = _REASONS.get(refusal.reason)
-            retry_after_s = refusal.retry_after_s or None
-            return Refusal(refusal.request_id, reason, refusal.message, retry_after_s)
+            return Refusal(
+                refusal.request_id, reason, refusal.message, refusal.retry_after_s or None
+            )
         case "heartbeat":
             beat = frame.heartbeat
             return Heartbeat(beat.groups_serving, beat.queued, beat.wants_prefixes)

@@ -46,9 +46,9 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
         ({**VLLM, "chunk_bytes": "2MiB"}, "'chunk_bytes' has no effect with vLLM"),
         ({**VLLM, "event_log": "/log"}, "'event_log' has no effect with vLLM"),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
-        ({"packing": True}, "'packing' does nothing with `scheduling: fcfs`; take it out, or set"),
-        ({"scheduling": "bros", "adaptive_slots": True}, "'adaptive_slots' does nothing with"),
-        ({"scheduling": "priority", "victims": "slack"}, "'victims' does nothing with"),
+        ({"packing": True}, "'packing' has no effect with `scheduling: fcfs`; remove it, or set"),
+        ({"scheduling": "bros", "adaptive_slots": True}, "'adaptive_slots' has no effect with"),
+        ({"scheduling": "priority", "victims": "slack"}, "'victims' has no effect with"),
     ],
 )
 def test_what_cannot_be_together_is_one_sentence(fields: dict[str, Any], said: str) -> None:

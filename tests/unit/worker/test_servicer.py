@@ -371,7 +371,7 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
     assert bench.servicer.active == 1
     await call.write(attach("kept", 0))
     (event,) = await read(call)
-    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "given up" in event.message
+    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "was aborted" in event.message
     bench.now_s = 2 * ATTACH_TIMEOUT_S
     await bench.servicer.sweep()
     (event,) = await read(call)

@@ -49,7 +49,7 @@ def test_duplicates_in_any_order_change_nothing(
 def test_a_gap_is_an_error_and_changes_nothing(first_index: int) -> None:
     journal = Journal(10)
     apply(journal, 0, [7])
-    with pytest.raises(JournalError, match="1 was next"):
+    with pytest.raises(JournalError, match="1 was expected"):
         apply(journal, first_index, [8])
     assert journal.token_ids == [7]
 
