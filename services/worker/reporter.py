@@ -76,7 +76,7 @@ class ReportSender:
         """Note block hashes that the engine has dropped from its prefix cache."""
         self._loads.note_dropped(thin_hashes)
 
-    def load_beside(self) -> load_pb2.WorkerLoad:
+    def load_for_gateways(self) -> load_pb2.WorkerLoad:
         """The current load, for gateways to forward besides the reports to the scheduler."""
         return load_message(self._loads.told_beside(self._epoch(), self._engine.report.load))
 

@@ -246,7 +246,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         times: RequestTimes | None,
         batches: dict[GatewayStream, list[pb.RequestEvent]],
     ) -> None:
-        failpoint.hit("worker.moved.told")
+        failpoint.hit("worker.moved.reported")
         stream = self._streams.get(moved.request_id)
         traceparent = self._traceparent_of(moved.group_id, moved.epoch)
         event = to_moved(moved, times, traceparent)

@@ -111,7 +111,7 @@ class EngineServing:
             facts,
             lambda: self.place,
             self._reporter.note_received,
-            self._reporter.load_beside,
+            self._reporter.load_for_gateways,
             self._groups.traceparent_of,
         )
         self._participant = EngineParticipant(

@@ -38,7 +38,7 @@ class TokenStream:
         self._changed = asyncio.Event()
         journal.reopen()
         self._journal = journal
-        self._read = len(journal.token_ids)
+        self._read_index = len(journal.token_ids)
         self._readable = False  # whether `next` has an event to process
         self._reader: asyncio.Future[None] | None = None  # wakes `next`
         self._error: GatewayError | None = None
@@ -56,7 +56,7 @@ class TokenStream:
     @property
     def read_index(self) -> int:
         """Output index of the next token that `next` returns."""
-        return self._read
+        return self._read_index
 
     @property
     def attached(self) -> bool:
@@ -133,8 +133,8 @@ class TokenStream:
             self._reader = None
 
     def _take(self) -> Fresh:
-        journal, first = self._journal, self._read
-        self._read = len(journal.token_ids)
+        journal, first = self._journal, self._read_index
+        self._read_index = len(journal.token_ids)
         ended = journal.finish in (Finish.STOP, Finish.LENGTH)
         return Fresh(
             token_ids=journal.token_ids[first:],

@@ -78,7 +78,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "code": record.code,
         "owner": record.principal.owner or None,
         "model": record.model,
-        "response_id": record.response_id if record.renamed else None,
+        "response_id": record.response_id if record.has_client_id else None,
         "prompt_tokens": record.prompt_tokens or None,
         "output_tokens": record.output_tokens if record.prompt_tokens else None,
         "queue_s": first and _rounded(first.queue_s),

@@ -187,16 +187,16 @@ class RequestRecord:
     @property
     def given_id(self) -> bytes | None:
         """The client's own id, None if it sent none."""
-        return self.request_id.encode() if self.renamed else None
+        return self.request_id.encode() if self.has_client_id else None
 
     @property
-    def renamed(self) -> bool:
+    def has_client_id(self) -> bool:
         """Whether the client sent its own id, so that `request_id` differs from `response_id`."""
         return self.request_id != self.response_id
 
-    def rename(self, chosen_id: str) -> None:
+    def note_client_id(self, chosen_id: str) -> None:
         """Note the client's id from the body; an id from a header takes precedence."""
-        if not self.renamed:
+        if not self.has_client_id:
             self.request_id = chosen_id
 
     def limit_headers(self) -> Headers:

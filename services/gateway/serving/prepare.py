@@ -400,4 +400,4 @@ def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
     record.model = model
     record.settings = {name: value for name, value in settings.items() if value is not None}
     if body.request_id is not None:
-        record.rename(body.request_id)
+        record.note_client_id(body.request_id)

@@ -113,7 +113,7 @@ async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
     async with asyncio.timeout(DEADLINE_S):
         report = (await following).load
     assert list(report.received_request_ids) == ["request"]
-    beside = busy.load_beside()
+    beside = busy.load_for_gateways()
     assert (beside.number, list(beside.received_request_ids)) == (3, ["request"])
 
 
