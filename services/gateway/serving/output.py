@@ -77,8 +77,8 @@ class Usage:
 class TokenNote:
     """A token with its log probability.
 
-    `offset` is the start of its text in the choice's text, in characters. `told` is None for the
-    first token of a prompt, which has no log probability.
+    `offset` is where its text starts in the output, in characters. `told` is None for the first
+    token of a prompt, which has no log probability.
     """
 
     token_id: int
