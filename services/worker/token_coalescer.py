@@ -14,7 +14,7 @@ AGE_MAX_S = 1.0
 
 
 @dataclass(slots=True)
-class _Held:
+class _PendingEvent:
     event: pb.RequestEvent
     since_s: float
 
@@ -24,7 +24,7 @@ class TokenCoalescer:
     """Requests whose tokens are coalesced, and their pending events."""
 
     _ids: set[str] = field(default_factory=set)
-    _held: dict[str, _Held] = field(default_factory=dict)  # oldest first
+    _pending: dict[str, _PendingEvent] = field(default_factory=dict)  # oldest first
 
     def begin(self, request_id: str) -> None:
         """Coalesce the output of a request from now on."""
@@ -33,7 +33,7 @@ class TokenCoalescer:
     def drop(self, request_id: str) -> None:
         """Forget a request that has ended or has a new reader; its pending event is dropped."""
         self._ids.discard(request_id)
-        self._held.pop(request_id, None)
+        self._pending.pop(request_id, None)
 
     def add(self, event: pb.RequestEvent, now_s: float) -> list[pb.RequestEvent]:
         """Append `event` to the request's pending event; returns the event to send now, if any.
@@ -43,28 +43,28 @@ class TokenCoalescer:
         request_id = event.request_id
         if request_id not in self._ids:
             return [event]
-        held = self._held.setdefault(request_id, _Held(pb.RequestEvent(), now_s))
-        if held.event.request_id:
-            _append(held.event, event)
+        pending = self._pending.setdefault(request_id, _PendingEvent(pb.RequestEvent(), now_s))
+        if pending.event.request_id:
+            _append(pending.event, event)
         else:
-            held.event = event
-        if event.finish_reason or len(held.event.token_ids) >= TOKENS_MAX:
+            pending.event = event
+        if event.finish_reason or len(pending.event.token_ids) >= TOKENS_MAX:
             return self.take(request_id)
         return []
 
     def take(self, request_id: str) -> list[pb.RequestEvent]:
         """Remove and return the pending event of a request; send it before any later event."""
-        held = self._held.pop(request_id, None)
-        return [held.event] if held is not None else []
+        pending = self._pending.pop(request_id, None)
+        return [pending.event] if pending is not None else []
 
     def due(self, now_s: float) -> list[pb.RequestEvent]:
         """Remove and return the pending events that are at least `AGE_MAX_S` old."""
         old = [
             request_id
-            for request_id, held in self._held.items()
-            if held.since_s + AGE_MAX_S <= now_s
+            for request_id, pending in self._pending.items()
+            if pending.since_s + AGE_MAX_S <= now_s
         ]
-        return [self._held.pop(request_id).event for request_id in old]
+        return [self._pending.pop(request_id).event for request_id in old]
 
 
 def _append(event: pb.RequestEvent, later: pb.RequestEvent) -> None:

@@ -52,8 +52,7 @@ class Metrics:
         counter = partial(Counter, registry=registry)
         self._http_requests = counter(
             "tideserve_gateway_requests",
-            "Requests answered over HTTP and gRPC; status 499: disconnected or cancelled by the"
-            " client.",
+            "Requests answered over HTTP and gRPC; 499: the client disconnected or cancelled.",
             ["endpoint", "status"],
         )
         self._duration = Histogram(
@@ -72,9 +71,7 @@ class Metrics:
         for refusal in REFUSALS:
             for service_class in (*ServiceClass, UNREAD):
                 self._rejections.labels(model_name, refusal.code, str(service_class))
-        self._prompt_tokens = counter(
-            "tideserve_gateway_prompt_tokens", "Prompt tokens of accepted requests."
-        )
+        self._prompt_tokens = counter("tideserve_gateway_prompt_tokens", "Accepted prompt tokens.")
         self._stream_errors = counter(
             "tideserve_gateway_stream_errors",
             "Streams that failed after they had begun; client_gone: the client disconnected.",
