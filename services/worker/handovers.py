@@ -1,6 +1,6 @@
 """Matches requests that moved to this worker with the gateways that continue to read them.
 
-The engine reports an adopted request; its gateway attaches to it. Either may happen first, or never.
+The engine reports adopted requests; gateways attach to them. Either may happen first, or never.
 Pure: time is an argument.
 """
 
