@@ -328,7 +328,7 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench)
         async with bench.open("r") as stream:
             await old.has_started("r")
             old.tell(old.moved("r", gone, 0))
-            with pytest.raises(WorkerLost, match="cannot be reached"):
+            with pytest.raises(WorkerLost, match="is unreachable"):
                 await read(stream)
     await bench.all_idle()
 
