@@ -126,6 +126,7 @@ class AdmissionClient:
             for pending in self._pending.values():
                 if pending.answer.done():
                     continue
+                # Each message of the scheduler confirms that it still holds the queued asks.
                 if pending.ticketed:
                     pending.known_s = self._received_s
                 resumed = pending.ask.resumed

@@ -141,6 +141,7 @@ class ClusterClient:
         async def row(name: str, role: str, address: str, recorded_pid: int) -> dict[str, Any]:
             async with slots:
                 state = await _process(self._dial(address, role))
+            # List a process that does not respond with the pid of its record.
             if state is None:
                 return {"name": name, "pid": recorded_pid, "rss_bytes": 0, "ready": False}
             pid = state.pids[0] if state.pids else recorded_pid

@@ -76,6 +76,7 @@ class ClusterView:
 
     def serving_workers(self) -> int:
         """Registered workers of the model whose incarnation is a member of a stable group."""
+        # Compare incarnations: a restarted worker is not a member until a new group is committed.
         members = {
             (member.worker_id, member.incarnation)
             for group in self._stable_groups()

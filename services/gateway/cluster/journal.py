@@ -39,6 +39,7 @@ class Journal:
         next_index = len(self.token_ids)
         if event.first_index < 0 or event.first_index > next_index:
             raise JournalError(f"token index is {event.first_index}, but {next_index} was expected")
+        # After a re-attach, events may repeat tokens that are known already: skip them.
         fresh = event.token_ids[next_index - event.first_index :]
         if self.finish is not None:
             if fresh or event.finish not in (None, self.finish):

@@ -58,6 +58,7 @@ class Outbox(Generic[T]):
         if self._room_lock.locked() or not self._room.is_set():
             await self._wait_for_room()
         else:
+            # The lock is free, so this does not block and needs no timeout.
             await self._room_lock.acquire()
         try:
             yield

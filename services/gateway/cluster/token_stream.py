@@ -60,7 +60,7 @@ class TokenStream:
 
     @property
     def attached(self) -> bool:
-        """Whether the current worker has sent events of the request to this gateway."""
+        """False from a move until the first event of the new worker, else True."""
         return self._attached
 
     def move(self) -> None:
@@ -114,6 +114,7 @@ class TokenStream:
             fresh = self._take()
             if fresh.finish is not None:
                 return fresh
+            # Return tokens that came before a failure first; the next call raises the failure.
             if fresh.token_ids:
                 self._readable = self.over
                 return fresh

@@ -213,6 +213,7 @@ class WorkerClient:
                     if moved.address not in self._known_addresses():
                         self._fail_move(opened, moved, "is gone")
                         return
+                    # Only connections without any reply count against the worker.
                     unreached = 0 if opened.link.answered else unreached + 1
                     if unreached == UNREACHED_MAX:
                         self._fail_move(opened, moved, "is unreachable")

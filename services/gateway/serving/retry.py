@@ -75,12 +75,15 @@ class RetryState:
             raise ServiceUnavailable("the worker groups keep changing; retry shortly")
 
     def _note_loss(self, engine_died: bool, output: int) -> None:
+        # The request ran well for long since then, so it did not cause the earlier deaths.
         if output - self._died_at_token >= DEATHS_FORGOTTEN_AFTER:
             self._engine_deaths = 0.0
         self._died_at_token = output
         self._engine_deaths += 1.0 if engine_died else LOST_SHARE
 
     def _check_no_output(self, failure: Failure) -> None:
+        # A full worker means overload, which the client must learn of. But a request that has lost
+        # a worker was admitted before, so it may look for room elsewhere.
         full = isinstance(failure, QueueFull) and not self._lost_worker
         if full or self._lost >= LOST_MAX:
             raise failure
