@@ -1,4 +1,4 @@
-"""Runs a worker's servicer process: its port, its store, its engine; then `EngineServing`."""
+"""The servicer process of a worker: opens the port, etcd and the engine, then serves."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ from services.common.process_metrics import service_registry
 from services.common.transport import transport_of
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
-from services.worker.identity import settled, worker_record
+from services.worker.identity import completed_config, worker_record
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
 from services.worker.serving import EngineServing
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SERVICES = Path(__file__).resolve().parent.parent
 PARTS = ("common", "core", "worker")
-# Libraries that compute: another version may round differently.
+# Numerical libraries: another version may round differently.
 LIBRARIES = ("numba", "torch", "transformers")
 
 
@@ -51,7 +51,7 @@ def _version(name: str) -> str:
 
 
 class ServicerProcess:
-    """The servicer process of one worker."""
+    """The servicer process of a worker."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -68,13 +68,13 @@ class ServicerProcess:
             ["tideserve.worker.v1.WorkerService", "tideserve.worker.v1.MemberService"],
             transport=self._transport,
         )
-        self._serving: EngineServing | None = None  # while the model is loaded
+        self._serving: EngineServing | None = None  # None until the model is loaded
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Run until `stop`, then let running requests finish within the drain time."""
         config = self._config
         async with metrics_exposed(self._registry, config.host, config.metrics_port):
-            # The port first: a probe sees that the process lives while the model is loaded.
+            # Open the port first, so that liveness probes succeed while the model loads.
             await self._server.start()
             try:
                 await self._store.connect()
@@ -88,7 +88,7 @@ class ServicerProcess:
                 await self._store.close()
 
     async def _start_engine(self, host: str, stop: asyncio.Event) -> EngineReady | None:
-        """Load the model; None when `stop` comes first."""
+        """Load the model; returns None if `stop` is set first."""
         starting = asyncio.create_task(self._engine.start(host))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -130,5 +130,5 @@ class ServicerProcess:
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Run a worker until `stop` is set."""
-    with settled(config) as whole:
+    with completed_config(config) as whole:
         await ServicerProcess(whole).serve(stop)

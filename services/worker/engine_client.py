@@ -1,4 +1,4 @@
-"""The servicer's end of the engine: start it, talk to it, notice when it is gone or frozen."""
+"""The servicer's client of the engine process: starts, commands and supervises it."""
 
 import asyncio
 import contextlib
@@ -45,13 +45,13 @@ VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""On a GPU: memory of activations, of which each batch needs another size, leaves no gaps."""
+"""On a GPU: avoids fragmentation by activations, whose size differs for each batch."""
 
 
 def engine_command(config: WorkerConfig) -> list[str]:
-    """The command, but for the arguments that every engine takes."""
+    """The engine's command line without the arguments that both engines take."""
     if config.engine == EngineKind.VLLM:
-        # -P: nothing beside that file is a module of its own.
+        # -P: keep the script's folder off sys.path, so that its files shadow no modules.
         return [str(config.engine_python), "-P", str(VLLM_ENGINE)]
     return [sys.executable, "-m", "services.worker.engine"]
 
@@ -59,11 +59,8 @@ def engine_command(config: WorkerConfig) -> list[str]:
 def engine_environment(
     config: WorkerConfig, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Its environment.
-
-    Options in the environment stay here: the servicer gives the engine its configuration, which has
-    no secrets.
-    """
+    """The engine's environment."""
+    # Drop tideserve's own variables: the engine gets its configuration on stdin, without secrets.
     kept = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
     if config.engine == EngineKind.VLLM:
         assert config.engine_python is not None
@@ -75,7 +72,7 @@ def engine_environment(
 
 
 def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Shows vLLM, which takes the first GPU, the one of `cuda:N` alone."""
+    """`CUDA_VISIBLE_DEVICES` with only the GPU of `cuda:N`, because vLLM uses the first GPU."""
     number = device.partition(":")[2]
     if not number:
         return {}
@@ -86,16 +83,16 @@ def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5
-PULSES_MAX = 1000
-"""Pulses that may wait; so many are more than 8 minutes of them."""
-PULSES_MISSED = 3
-"""An engine does not stand still before it has missed so many."""
-OVERSLEPT_S = 2.0
-"""The servicer stood still itself if it looks so much later than it meant to."""
+HEARTBEATS_MAX = 1000
+"""Most queued heartbeats; more than 8 minutes of them."""
+HEARTBEATS_MISSED = 3
+"""An engine counts as hung only after this many missed heartbeats."""
+OVERSLEEP_MAX_S = 2.0
+"""If the servicer wakes this much too late, it was suspended itself."""
 
 
 class EngineStopped(ServiceError):
-    """The engine process ended by itself; a new one may well work."""
+    """The engine process ended by itself; a restart may help."""
 
     exit_code = 1
 
@@ -104,19 +101,16 @@ class EngineClient:
     """Owns the engine process and the socket to it."""
 
     def __init__(self, config: WorkerConfig, incarnation: str) -> None:
-        """`incarnation` identifies this process to the engine's peers.
-
-        The configuration is `settled`: it has a name and a folder.
-        """
+        """`config` is from `completed_config`. `incarnation` identifies this process to peers."""
         assert config.run_dir is not None
         self._config = config
         self._incarnation = incarnation
         self._path = config.run_dir / f"engine-{os.getpid()}.sock"
         self._socket = FrameSocket(zmq.PAIR, FRAMES_MAX)
-        self._pulses = FrameSocket(zmq.PULL, PULSES_MAX)
+        self._heartbeats = FrameSocket(zmq.PULL, HEARTBEATS_MAX)
         self._process: Child | None = None
         self._heard_s = 0.0
-        self._pulse_s = 0.0  # 0 for an engine without one
+        self._heartbeat_s = 0.0  # 0 for an engine without heartbeats
         self._hung = False
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
@@ -130,46 +124,46 @@ class EngineClient:
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine gave a sign of life within `engine_unready_s`."""
-        return self.lifeless_s < self._config.engine_unready_s
+        """Whether the engine sent a frame or heartbeat within `engine_unready_s`."""
+        return self.heartbeat_age_s < self._config.engine_unready_s
 
     @property
     def hung(self) -> bool:
-        """Whether the engine was found to stand still, and has given no sign of life since.
+        """Whether the engine has been silent for too long, and still is.
 
-        It has had no pulse for half of `engine_unready_s`. One that never had any has been silent
-        for so long, or longer if it was so lately.
+        The limit is half of `engine_unready_s` without heartbeats. An engine that never sends
+        heartbeats (vLLM) gets more time if it was silent for long recently.
         """
         return self._hung
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine spoke last; an idle one speaks several times a second."""
+        """Seconds since the last frame of the engine; an idle engine sends several per second."""
         return monotonic_s() - self._heard_s
 
     @property
-    def lifeless_s(self) -> float:
-        """Seconds since the last sign of life; an engine with a pulse gives some as it computes."""
-        return monotonic_s() - max(self._heard_s, self._pulse_s)
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the last frame or heartbeat; heartbeats continue during an iteration."""
+        return monotonic_s() - max(self._heard_s, self._heartbeat_s)
 
     async def start(self, advertise: str = "127.0.0.1") -> EngineReady:
         """Start the process and wait until it has loaded the model.
 
-        `advertise`: the host at which other engines reach its lanes.
+        `advertise`: the host under which other engines reach this engine.
 
         Raises:
-            ServiceError: with the engine's own sentence when it cannot start.
+            ServiceError: if the engine cannot start, with its error text.
         """
         config = self._config
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         address = f"ipc://{self._path}"
         self._socket.bind(address)
-        self._pulses.bind(pulse_address(address))
+        self._heartbeats.bind(pulse_address(address))
         command = engine_command(config)
         command += ["--socket", address, "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
         self._process = Child(command, env=engine_environment(config))
-        # An engine that ends at once is told of below. Pipes hold more than this.
+        # An engine that exits immediately is reported below. A pipe's buffer holds all of this.
         with contextlib.suppress(BrokenPipeError), self._process.input as pipe:
             pipe.write(dump(replace(config, advertise=advertise)).encode())
         first = asyncio.ensure_future(self._socket.recv())
@@ -179,7 +173,7 @@ class EngineClient:
                 (first, ended), timeout=config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not first.done() and ended.done():
-                # Its last frame may still be on its way.
+                # The engine's last frame, with its error, may still be in transit.
                 await asyncio.wait((first,), timeout=1.0)
             if not first.done():
                 raise ServiceError(self._start_failure(config.start_timeout_s))
@@ -199,38 +193,39 @@ class EngineClient:
     async def run(
         self, on_progress: Callable[[Progress], None], on_hung: Callable[[], None]
     ) -> None:
-        """Receive until cancelled; `on_progress` is called once `report` is that of its frame.
+        """Receive frames until cancelled.
 
-        `on_hung` is called when the engine has begun to be `hung`.
+        `on_progress` is called for each frame, after `report` was updated. `on_hung` is called when
+        `hung` becomes true.
 
         Raises:
-            EngineStopped: when the process ends by itself, or has been silent for `engine_dead_s`.
+            EngineStopped: if the process ends by itself, or is silent for `engine_dead_s`.
         """
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(on_progress))
-            tasks.create_task(self._feel())
+            tasks.create_task(self._receive_heartbeats())
             tasks.create_task(self._watch(on_hung))
             code = await self._process.wait()
             raise EngineStopped(f"the engine process ended with code {code}")
 
     async def start_request(self, request: Request) -> None:
-        """Hand a request over."""
+        """Submit a request to the engine."""
         await self._send(StartRequest(request))
 
     async def abort_request(self, request_id: str) -> None:
-        """Have a request aborted."""
+        """Abort a request in the engine."""
         await self._send(AbortRequest(request_id))
 
     async def apply(self, configuration: ApplyConfiguration) -> None:
-        """Have a committed configuration applied."""
+        """Apply a committed configuration in the engine."""
         await self._send(configuration)
 
     async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared:
-        """Have the engine get ready, and wait for its answer. One at a time per attempt.
+        """Prepare a group change in the engine and wait for its answer; once per attempt.
 
         Raises:
-            TimeoutError: if it has not answered within `timeout_s`; abort the attempt then.
+            TimeoutError: if there is no answer within `timeout_s`; the caller aborts the attempt.
         """
         answer: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
         self._preparing[preparation.attempt] = answer
@@ -242,16 +237,16 @@ class EngineClient:
             del self._preparing[preparation.attempt]
 
     async def abort_preparation(self, attempt: str) -> None:
-        """Have an attempt aborted."""
+        """Abort the preparation of an attempt in the engine."""
         await self._send(AbortAttempt(attempt))
 
     async def stop(self) -> None:
-        """Kill the process and remove the socket."""
+        """Kill the process and remove its sockets."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
         self._socket.close()
-        self._pulses.close()
+        self._heartbeats.close()
         for path in (self._path, self._path.with_name(pulse_address(self._path.name))):
             path.unlink(missing_ok=True)
 
@@ -277,32 +272,34 @@ class EngineClient:
             self.generated_tokens += len(frame.tokens)
             on_progress(frame)
 
-    async def _feel(self) -> None:
+    async def _receive_heartbeats(self) -> None:
         while True:
-            await self._pulses.recv()
-            self._pulse_s = monotonic_s()
+            await self._heartbeats.recv()
+            self._heartbeat_s = monotonic_s()
             self._hung = False
 
     async def _watch(self, on_hung: Callable[[], None]) -> None:
         while True:
-            looked_s = monotonic_s()
+            checked_s = monotonic_s()
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if monotonic_s() - looked_s > WATCH_INTERVAL_S + OVERSLEPT_S:
-                # It was this process that stood still, perhaps with its engine.
+            if monotonic_s() - checked_s > WATCH_INTERVAL_S + OVERSLEEP_MAX_S:
+                # This process was suspended, perhaps with the engine: restart the silence timer.
                 self._heard_s = monotonic_s()
-            was_hung, self._hung = self._hung, self._stands_still()
+            was_hung, self._hung = self._hung, self._exceeds_limit()
             if self._hung and not was_hung:
                 on_hung()
             if self.silent_s > self._config.engine_dead_s:
                 raise EngineStopped(f"the engine process has been silent for {self.silent_s:.0f} s")
 
-    def _stands_still(self) -> bool:
-        if self._pulse_s:
-            return self.lifeless_s > max(self._config.engine_unready_s / 2, PULSES_MISSED * PULSE_S)
+    def _exceeds_limit(self) -> bool:
+        if self._heartbeat_s:
+            return self.heartbeat_age_s > max(
+                self._config.engine_unready_s / 2, HEARTBEATS_MISSED * PULSE_S
+            )
         return self.silent_s > self._stall.limit_s
 
     def _start_failure(self, timeout_s: float) -> str:
         assert self._process is not None
         if self._process.returncode is None:
             return f"the engine did not load the model within {timeout_s:.0f} s; see its log"
-        return f"the engine process ended with code {self._process.returncode} while it started"
+        return f"the engine process ended with code {self._process.returncode} during its start"

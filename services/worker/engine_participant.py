@@ -1,4 +1,4 @@
-"""The engine as a member of groups: turns preparations and commits into engine commands."""
+"""Executes the group protocol on the engine: turns prepare and commit into engine commands."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -23,19 +23,19 @@ from services.worker.member.participant import PrepareRefused, ProposedChange, S
 # Longer than the deadline of any caller.
 ANSWER_TIMEOUT_S = 3600.0
 UNHEARD_S = 3.0
-"""An engine that says nothing for so long while its group falls apart is what it fell apart of.
+"""If a group loses members while the local engine is silent for this long, that engine has failed.
 
-If it only computes for long, little is lost: its requests are computed anew in any case.
+If it is only computing, little is lost: its requests must be recomputed anyway.
 """
 
 log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """The engine's commands for groups, as `EngineClient` has them."""
+    """The group commands of `EngineClient`."""
 
     @property
-    def lifeless_s(self) -> float: ...
+    def heartbeat_age_s(self) -> float: ...
 
     async def apply(self, configuration: ApplyConfiguration) -> None: ...
 
@@ -45,9 +45,9 @@ class Engine(Protocol):
 
 
 class EngineParticipant:
-    """Turns the requests of the group protocol into commands of the engine; a Participant.
+    """Participant of the group protocol that drives the engine.
 
-    `place` is the newest configuration that the engine got; requests for it may follow at once.
+    `place` is the newest configuration sent to the engine; its requests may be submitted at once.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class EngineParticipant:
         end_requests: Callable[[str], None],
         resolve: Callable[[str], Awaitable[str]] = resolved,
     ) -> None:
-        """`address`: host:port of this worker's gRPC server.
+        """`address` is host:port of this worker's gRPC server.
 
         `changed` is called when `place` has changed. `end_requests` ends all requests with a
-        message: a group that loses its leader's engine goes on without it. `resolve` looks up the
-        address of a lane's host, because the engine must not wait for name servers.
+        message. `resolve` resolves the host in a peer's address.
         """
         self._worker_id = worker_id
         self._engine = engine
@@ -74,11 +73,13 @@ class EngineParticipant:
         self._end_requests = end_requests
         self._resolve = resolve
         self._prepared: Prepare | None = None
-        self._known: dict[tuple[str, str], MemberPlan] = {}  # of the present configuration
+        # Members of the current configuration by worker id and incarnation.
+        self._known: dict[tuple[str, str], MemberPlan] = {}
         self.place: Place | None = None
 
     async def prepare(self, preparation: ProposedChange) -> None:
         self._refuse_what_it_cannot(preparation.target)
+        # Resolve host names here, because the engine must not block on DNS.
         peers = await self._resolved(preparation.peers)
         command = Prepare(preparation.attempt, plans_of(replace(preparation, peers=peers)))
         answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
@@ -91,18 +92,19 @@ class EngineParticipant:
         await self._engine.abort_preparation(attempt)
 
     async def commit(self, group: Group, attempt: str | None, superseded: str | None) -> None:
-        """See Participant. The engine keeps what the new layers need of `superseded`."""
+        """Apply a committed group; see Participant."""
         prepared, self._prepared = self._prepared, None
         if group.phase is GroupPhase.DEGRADED:
             log.warning(
-                "%s at epoch %d has lost the members that ran its other layers: its requests wait"
-                " until this worker has all layers again, or are given back to go on elsewhere",
+                "%s at epoch %d has lost the members with its other layers: its requests wait until"
+                " this worker has restored all layers, or are returned and resume elsewhere",
                 group.group_id,
                 group.epoch,
             )
             self._move_to(None)
-            if self._engine.lifeless_s > UNHEARD_S:
-                self._end_requests("the engine of the worker does not answer; try again")
+            # The group continues without its leader's engine if that has failed.
+            if self._engine.heartbeat_age_s > UNHEARD_S:
+                self._end_requests("the engine of the worker does not respond; retry")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return
         if prepared is not None and prepared.attempt == attempt:
@@ -119,7 +121,7 @@ class EngineParticipant:
         self._move_to(Place(group.group_id, group.epoch, leads, shared=len(group.members) > 1))
 
     async def _resolved(self, peers: Iterable[SourceMember]) -> tuple[SourceMember, ...]:
-        """The peers, with the hosts of their lanes resolved; some peers have no lanes."""
+        """The peers with resolved transfer addresses, which some peers do not have."""
         try:
             return tuple(
                 [
@@ -134,7 +136,7 @@ class EngineParticipant:
                 ]
             )
         except ConfigError as error:
-            raise PrepareRefused(f"a peer's lane cannot be reached: {error}") from error
+            raise PrepareRefused(f"a peer's transfer address is unreachable: {error}") from error
 
     def _move_to(self, place: Place | None) -> None:
         self.place = place
@@ -150,7 +152,7 @@ class EngineParticipant:
                 raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
 
     def _plan(self, group: Group) -> GroupPlan:
-        """The plan of a group that was not prepared here, with the last known addresses."""
+        """The plan of a group that this worker did not prepare, with the last known addresses."""
         members = [self._place_of(member) for member in group.members]
         return GroupPlan(group.group_id, group.epoch, members)
 
@@ -174,15 +176,15 @@ class EngineParticipant:
 
 
 def can_drop(facts: EngineReady) -> bool:
-    """Whether the engine can run a part of the layers: that takes lanes to other members."""
+    """Whether the engine can run a subset of the layers, which requires transfers to peers."""
     return bool(facts.activation_address and facts.bulk_address)
 
 
 def plans_of(preparation: ProposedChange) -> list[GroupPlan]:
-    """All targets of the change-over.
+    """The plans of all target groups of the change.
 
     Raises:
-        PrepareRefused: if a member of one is not among the peers.
+        PrepareRefused: if the address of a member is missing.
     """
     peers = {(peer.worker_id, peer.incarnation): peer for peer in preparation.peers}
     return [_plan_of(group, peers) for group in (preparation.target, *preparation.others)]

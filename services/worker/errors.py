@@ -1,4 +1,4 @@
-"""Errors of a worker, each a `WorkerError`; every message says the cause and the remedy."""
+"""Errors of a worker, each a `WorkerError`; every message has the cause and the remedy."""
 
 _MIB = 1 << 20
 
@@ -29,23 +29,23 @@ class BudgetTooSmall(WorkerError):
 
 
 class DeviceError(WorkerError):
-    """A device that nobody has a memory backend for, that is not there, or that is full."""
+    """A device that is unsupported, missing or out of memory."""
 
 
 class ArenaExhausted(WorkerError):
-    """More chunks were asked for than are free."""
+    """An allocation needs more chunks than are free."""
 
     def __init__(self, *, requested_chunks: int, free_chunks: int) -> None:
         self.requested_chunks = requested_chunks
         self.free_chunks = free_chunks
         super().__init__(
-            f"{requested_chunks} memory chunks were asked for but only {free_chunks} are free; "
+            f"{requested_chunks} memory chunks were requested, but only {free_chunks} are free; "
             "unmap another range first"
         )
 
 
 class LayerNotResident(WorkerError):
-    """A layer was about to run although its parameters are not mapped."""
+    """A layer cannot run because its parameters are not mapped."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class LayerNotResident(WorkerError):
 
 
 class SlabCorrupted(WorkerError):
-    """Restored parameters differ from those that were dropped."""
+    """Restored parameters differ from the dropped parameters."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,11 +65,11 @@ class SlabCorrupted(WorkerError):
 
 
 class InvalidStage(WorkerError):
-    """A layer range that does not exist, or a step of its change at a wrong moment."""
+    """A layer range does not exist, or a step of its change is out of order."""
 
 
 class InvalidBlocks(WorkerError):
-    """KV blocks that are not mapped here, or bytes that are not theirs."""
+    """KV blocks are not mapped here, or received bytes do not match them."""
 
 
 class InvalidBatch(WorkerError):
@@ -77,5 +77,5 @@ class InvalidBatch(WorkerError):
 
 
 def _mib(size_bytes: int) -> int:
-    """`size_bytes` in MiB, rounded up, so that a stated minimum is always enough."""
+    """`size_bytes` in MiB, rounded up, so that a stated minimum is always sufficient."""
     return -(-size_bytes // _MIB)

@@ -1,7 +1,7 @@
-"""A ZeroMQ socket on the event loop, for frames that come at every iteration.
+"""A ZeroMQ socket for asyncio, for frames that arrive at every engine iteration.
 
-`zmq.asyncio` keeps a queue of futures for each direction and looks at all of them whenever anything
-happens, which costs a servicer a tenth of its time. Here one reader waits for one frame.
+`zmq.asyncio` keeps a queue of futures per direction and checks all of them on every event, which
+took a tenth of the servicer's time. Here a single reader waits for a frame.
 """
 
 import asyncio
@@ -11,16 +11,16 @@ import zmq
 
 from services.common.timeouts import timeout
 
-_POLLIN = int(zmq.POLLIN)  # the flag itself takes as long to compare as a frame to receive
+_POLLIN = int(zmq.POLLIN)  # comparing the enum flag takes as long as receiving a frame
 FULL_PAUSE_S = 0.005
-"""Between looks at a socket that takes no frame."""
+"""Retry interval for sending while the socket's buffer is full."""
 
 
 class FrameSocket:
-    """One end of a connection; one task may receive, any may send."""
+    """An end of a connection; a single task may receive, any task may send."""
 
     def __init__(self, kind: int, frames_max: int) -> None:
-        """`kind`: of ZeroMQ, such as `zmq.PAIR`; `frames_max`: may wait in each direction."""
+        """`kind`: ZeroMQ socket type, such as `zmq.PAIR`; `frames_max`: buffer per direction."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._socket.setsockopt(zmq.SNDHWM, frames_max)
         self._socket.setsockopt(zmq.RCVHWM, frames_max)
@@ -31,20 +31,20 @@ class FrameSocket:
         self._closed = asyncio.Event()
 
     def bind(self, address: str) -> None:
-        """Listen there."""
+        """Listen on `address`."""
         self._socket.bind(address)
 
     def connect(self, address: str) -> None:
-        """Reach the other end there."""
+        """Connect to `address`."""
         self._socket.connect(address)
 
     async def recv(self) -> bytes:
-        """The next frame; cancelled if the socket is closed meanwhile."""
+        """Receive the next frame; raises CancelledError if the socket is closed meanwhile."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop()
-            self._watching.add_reader(self._socket.fileno(), self._look)
+            self._watching.add_reader(self._socket.fileno(), self._on_readable)
         while not self._readable:
-            assert self._waiting is None, "one task receives"
+            assert self._waiting is None, "only a single task may receive"
             self._waiting = self._watching.create_future()
             try:
                 await self._waiting
@@ -53,7 +53,7 @@ class FrameSocket:
         return self._socket.recv(zmq.NOBLOCK)
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame once there is room for it, and all before it are sent."""
+        """Send a frame, after all frames before it, once there is room."""
         async with self._sending:
             while not self._closed.is_set() and not self._sent(frame):
                 with contextlib.suppress(TimeoutError):
@@ -61,7 +61,7 @@ class FrameSocket:
                         await self._closed.wait()
 
     def close(self) -> None:
-        """Close it; what was not sent is dropped."""
+        """Close the socket and drop unsent frames."""
         if self._watching is not None:
             self._watching.remove_reader(self._socket.fileno())
             self._watching = None
@@ -76,18 +76,19 @@ class FrameSocket:
         except zmq.Again:
             return False
         finally:
-            # The descriptor tells once that something has come, and sending takes note of it.
-            self._look()
+            # ZeroMQ's descriptor is edge-triggered and sending consumes the edge: check for frames.
+            self._on_readable()
         return True
 
     @property
     def _readable(self) -> bool:
-        """Whether a frame is here; the descriptor is not readable again before the next one."""
+        """Whether a frame can be received; also re-arms the descriptor."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
-    def _look(self) -> None:
-        """There may be a frame."""
+    def _on_readable(self) -> None:
+        """Wake the reader, because a frame may have arrived."""
         if self._waiting is None:
-            self._socket.getsockopt(zmq.EVENTS)  # or the descriptor would stay readable
+            # Without a reader, re-arm the descriptor, or the event loop would spin.
+            self._socket.getsockopt(zmq.EVENTS)
         elif not self._waiting.done():
             self._waiting.set_result(None)

@@ -1,4 +1,4 @@
-"""A worker's identity: its name and folder if none are given, its registration, its return."""
+"""A worker's identity: default name and folder, its registration, and re-registration."""
 
 import contextlib
 import re
@@ -18,30 +18,31 @@ from services.worker.engine_participant import can_drop
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import record_pb2
 
-# It is a part of keys in etcd and of file names.
+# Worker names are part of etcd keys and of file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 class Forgotten(ServiceError):
-    """The cluster has forgotten this process; a new one may well work."""
+    """The cluster has given up this process; a restarted worker can register."""
 
     exit_code = 1
 
 
-async def claim(
+async def registration_conditions(
     store: Store, worker_id: str, incarnation: str, epoch: int
 ) -> tuple[Condition, ...]:
-    """Conditions in etcd under which the process may register: only etcd knows its layers.
+    """Conditions in etcd under which the process may register.
 
-    A process that was in a group, last at `epoch`, registers again only while its assignment record
-    says so; see `services.core.groups.settlement`.
+    A process that was in a group, last at `epoch`, may register again only while its assignment
+    record exists; see `services.core.groups.settlement`.
 
     Raises:
-        Forgotten: if the assignment has gone, or is another process's.
-        StoreError: if etcd does not answer.
+        Forgotten: if the assignment is gone, or belongs to another process.
+        StoreError: if etcd does not respond.
     """
     if not epoch:
         return ()
+    # Only the assignment record says which layers the cluster expects here.
     key = f"{ASSIGNMENTS}{worker_id}"
     entry = (await store.list_prefix(key)).get(key)
     mine = (
@@ -51,24 +52,24 @@ async def claim(
     )
     if entry is None or not mine:
         raise Forgotten(
-            f"{worker_id} was away for so long that its place was given up; it ends, so that it can"
-            " be started anew"
+            f"{worker_id} was disconnected for too long and lost its place in the cluster; it exits"
+            " so that it can be restarted"
         )
     return (Unchanged(key, entry.mod_revision),)
 
 
 @contextlib.contextmanager
-def settled(config: WorkerConfig) -> Iterator[WorkerConfig]:
-    """The configuration with a name and a folder; a folder that is made here is removed again.
+def completed_config(config: WorkerConfig) -> Iterator[WorkerConfig]:
+    """The configuration with defaults for name and folder; a temporary folder is removed on exit.
 
     Raises:
-        ConfigError: if the name cannot be one.
+        ConfigError: if the name is invalid.
     """
     name = config.worker_id or socket.gethostname()
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"'worker_id' is '{name}', but must be letters, digits, dots, dashes and underscores;"
-            " set another one (the default is the name of the host)"
+            f"'worker_id' is '{name}', but may have only letters, digits, dots, dashes and"
+            " underscores; choose another (the default is the host name)"
         )
     if config.run_dir is not None:
         yield replace(config, worker_id=name)

@@ -1,6 +1,7 @@
 """Frames between a worker's servicer process and its engine process: msgpack over ZeroMQ.
 
-The two are separate processes so that RPC work never holds the interpreter lock of the engine.
+The processes are separate so that RPC work never holds the engine's GIL. `request_id` is the id
+under which the gateway started the request (a choice); sequence ids stay inside the engine.
 """
 
 import msgspec
@@ -11,7 +12,7 @@ from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.report import EngineReport
 from services.core.request import Request
 
-FRAMES_MAX = 100_000  # frames that may wait in a socket before the sender is held up
+FRAMES_MAX = 100_000  # frames buffered in a socket before the sender blocks
 
 
 class StartRequest(msgspec.Struct, tag=True, frozen=True):
@@ -27,11 +28,11 @@ class AbortRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, once: what it has loaded. Sizes in bytes.
+    """From the engine, once: the loaded model and its memory. Sizes in bytes.
 
-    The addresses are those of its lanes; empty when it cannot transfer to other workers.
-    `max_model_len` is the longest sequence that its KV holds, `context_tokens` the longest that it
-    computes with. `model_digest`: only engines with the same one compute the same.
+    `max_model_len` is the longest sequence that its KV cache holds, `context_tokens` the longest
+    that the model supports. The addresses are for transfers between engines; empty if the engine
+    does not support them. Only engines with the same `model_digest` compute the same tokens.
     """
 
     max_model_len: int
@@ -51,13 +52,13 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, as its last frame: it cannot start; one sentence of cause and remedy."""
+    """From the engine, as its last frame: it cannot start; `message` has cause and remedy."""
 
     message: str
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """Where a request's time went at one engine, in seconds; see worker.proto."""
+    """A request's times at an engine, in seconds; see worker.proto."""
 
     wait_s: float
     prefill_s: float
@@ -80,12 +81,12 @@ class MovedRequest(msgspec.Struct, frozen=True):
 
 
 class AdoptedRequest(msgspec.Struct, frozen=True):
-    """A request that this engine has taken over from another one.
+    """A request that this engine has adopted from another engine.
 
-    `emitted_ids` are all its output tokens so far, so that a gateway may go on from any of them;
-    the next `EmitToken` has the index `len(emitted_ids)`. `logprobs` are the rows of the last of
-    these, `prompt_logprobs` those of the prompt once there is any output, if they were asked for.
-    `cached_tokens` of its prompt were in the cache where it started.
+    `emitted_ids` are all its output tokens so far, so that a gateway may resume from any index;
+    the next `EmitToken` has index `len(emitted_ids)`. `logprobs` are the rows of the last output
+    tokens, `prompt_logprobs` of the prompt, if requested and if there is output. `cached_tokens`
+    of its prompt were in the prefix cache of the engine where it started.
     """
 
     request_id: str
@@ -100,10 +101,10 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, tag=True, frozen=True):
     """From the engine: tokens and events of requests, and its report; also as a heartbeat.
 
-    `received` are the requests that arrived since the last frame: `report` counts them. Read in the
-    order `adopted`, `tokens`, `refusals`, `moved`; what does not fit this order goes into the next
-    frame (a request that moved away and comes back, for example). `times` are those of the
-    requests that end or move away in it. `dropped_prefixes` as in a load report.
+    `received` are the requests that arrived since the last frame; `report` counts them. Process
+    `adopted`, `tokens`, `refusals` and `moved` in this order; the engine puts events in another
+    order into the next frame, such as a request that moves away and returns. `times` is set for
+    requests that end or move away. `dropped_prefixes`: see load reports.
     """
 
     received: list[str]
@@ -117,9 +118,9 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Where a member listens for one kind of traffic; a peer that connects presents `nonce`.
+    """A member's listening address for a kind of traffic, in the transport's format.
 
-    `address` is what the transport takes: host:port for UCX.
+    For UCX that is host:port. A connecting peer presents `nonce`.
     """
 
     address: str
@@ -129,8 +130,8 @@ class Lane(msgspec.Struct, frozen=True):
 class MemberPlan(msgspec.Struct, frozen=True):
     """A member's part in a configuration: layers `first_layer` to `end_layer` (exclusive).
 
-    `activations` and `bulk` are its lanes; `grpc_address` (host:port) is where gateways find it.
-    `draining`: it is leaving.
+    `activations` and `bulk` are its transfer addresses; gateways connect to `grpc_address`
+    (host:port). `draining`: the member is shutting down.
     """
 
     worker_id: str
@@ -144,7 +145,7 @@ class MemberPlan(msgspec.Struct, frozen=True):
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
-    """A group that a change makes; `members` are in stage order, the first leads."""
+    """A group that a change creates; `members` are in stage order, the first leads."""
 
     group_id: str
     epoch: int
@@ -152,20 +153,20 @@ class GroupPlan(msgspec.Struct, frozen=True):
 
 
 class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: these groups are committed; switch to the one that has it as a member.
+    """To the engine: these groups are committed; switch to the group with this engine.
 
-    `groups` are all that one change made, of one epoch: a split makes several. Without effect if
-    the epoch is not newer. There is no answer: a commit is final. A group whose members do not
-    hold all layers serves nothing; its requests are over.
+    `groups` are all groups of a change, at the same epoch; a split creates several. No effect if
+    the epoch is not newer. There is no answer, because a commit is final. A group whose members do
+    not hold all layers serves nothing; its requests are over.
     """
 
     groups: list[GroupPlan]
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: get ready for groups that may be committed, while serving.
+    """To the engine: prepare for groups that may be committed, without affecting serving.
 
-    Answered by one `Prepared` with the same `attempt`. Nothing that is served changes.
+    The engine answers with a `Prepared` of the same `attempt`.
     """
 
     attempt: str
@@ -173,13 +174,13 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
 
 class AbortAttempt(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: abort the preparation for `attempt`; unknown ones are ignored."""
+    """To the engine: abort the preparation for `attempt`; ignored if unknown."""
 
     attempt: str
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: ready for `attempt`, or not, with one sentence of cause in `error`."""
+    """From the engine: ready for `attempt`, or not, with the cause in `error`."""
 
     attempt: str
     error: str = ""
@@ -195,14 +196,14 @@ from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decod
 
 
 PULSE_S = 0.5
-"""An engine gives a sign of life so often."""
+"""Interval of an engine's heartbeats."""
 
 
 def pulse_address(address: str) -> str:
-    """Where an engine's signs of life go, for the address of its socket."""
+    """The address of an engine's heartbeat socket, derived from that of its main socket."""
     return f"{address}.pulse"
 
 
 def encode(frame: ToEngine | FromEngine) -> bytes:
-    """The frame as bytes."""
+    """Serialize a frame."""
     return _encoder.encode(frame)

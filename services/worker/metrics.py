@@ -1,4 +1,4 @@
-"""A worker's own metrics, computed on demand from the last frame of its engine."""
+"""A worker's Prometheus metrics, computed on scrape from the last report of its engine."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -21,46 +21,44 @@ from services.worker.ipc import EngineReady
 WORKER_TIMES = {
     "pipeline_busy_s": (
         "pipeline_busy_seconds",
-        "Time in which the worker, as a stage of a pipeline, ran microbatches.",
+        "Time in which the worker ran microbatches, as a pipeline stage.",
     ),
     "pipeline_bubble_s": (
         "pipeline_bubble_seconds",
-        "Time in which it was idle while a microbatch was anywhere in its pipeline.",
+        "Time in which the worker was idle while its pipeline had a microbatch in flight.",
     ),
     "prefill_s": (
         "prefill_seconds",
-        "Time of iterations with a chunk of more than one token; 0 without a profile.",
+        "Time of iterations with prefill, that is a chunk of several tokens; 0 without a profile.",
     ),
     "prefill_predicted_s": (
         "prefill_predicted_seconds",
-        "Time of iterations with a chunk of more than one token, as the cost model predicted it;"
-        " 0 without a profile.",
+        "Time of iterations with prefill as predicted by the cost model; 0 without a profile.",
     ),
-    "decode_s": ("decode_seconds", "Time of iterations that only decode; 0 without a profile."),
+    "decode_s": ("decode_seconds", "Time of decode-only iterations; 0 without a profile."),
     "decode_predicted_s": (
         "decode_predicted_seconds",
-        "Time of iterations that only decode, as the cost model predicted it; 0 without a profile.",
+        "Time of decode-only iterations as predicted by the cost model; 0 without a profile.",
     ),
 }
 
 
 _LABELS = ("worker", "model_name")
 CLASS_TOKENS = {
-    "processed": "Prompt tokens run for the first time, and output tokens; by a group's leader.",
-    "recomputed": "Tokens that ran again, since their KV was lost. Counted by a group's leader.",
+    "processed": "Prompt tokens computed for the first time, plus output tokens. Counted by the"
+    " group's leader.",
+    "recomputed": "Tokens computed again because their KV was lost. Counted by the group's leader.",
 }
-"""Counters by class, which is `batch`, or `online` for all others."""
+"""Counters by class: `batch`, or `online` for all other classes."""
 INTERRUPTIONS = {
-    "preempted_iterations": "Iterations of the class batch alone that were interrupted between"
-    " layers.",
-    "resumed_iterations": "Times that an interrupted iteration went on at the layer where it was.",
-    "discarded_tokens": "Tokens of interrupted iterations that had to run again from their first"
-    " layer.",
+    "preempted_iterations": "Batch-only iterations that were preempted between layers.",
+    "resumed_iterations": "Preempted iterations that resumed at the layer where they stopped.",
+    "discarded_tokens": "Tokens of preempted iterations that had to restart at the first layer.",
 }
 
 
 class WorkerCollector(Collector):
-    """Computes metrics when they are asked for."""
+    """Computes the metrics on each scrape."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class WorkerCollector(Collector):
         facts: EngineReady,
         place: Callable[[], Place | None],
     ) -> None:
-        """`facts`: what the engine has loaded."""
+        """`facts`: the loaded model and its memory. `place` returns the worker's group, if any."""
         self._worker_id = worker_id
         self._model_name = model_name
         self._engine = engine
@@ -87,29 +85,29 @@ class WorkerCollector(Collector):
         facts, load = self._facts, self._engine.report.load
         values = (self._model_name, self._worker_id)
         gauges = {
-            "vllm:num_requests_running": ("Requests in the batch.", load.running),
+            "vllm:num_requests_running": ("Running requests.", load.running),
             WAITING: (WAITING_HELP, load.waiting),
             "vllm:kv_cache_usage_perc": (
-                "Share of the KV blocks that is in use; 1 is full.",
+                "Fraction of KV blocks in use, 0 to 1.",
                 1 - load.kv_blocks_free / load.kv_blocks_total if load.kv_blocks_total else 0,
             ),
         }
         counters = {
             "vllm:num_preemptions": (
-                "Preemptions: a request lost its KV blocks, and was computed again.",
+                "Preemptions, in which a request loses its KV blocks and is recomputed later.",
                 load.preemptions_total,
             ),
             "vllm:prompt_tokens": (
-                "Prompt tokens of the requests whose first token came from this worker.",
+                "Prompt tokens of requests whose first token came from this worker.",
                 load.prompt_tokens_total,
             ),
-            "vllm:generation_tokens": ("Tokens generated.", self._engine.generated_tokens),
+            "vllm:generation_tokens": ("Output tokens.", self._engine.generated_tokens),
             "vllm:prefix_cache_queries": (
                 "Prompt tokens looked up in the prefix cache.",
                 load.prefix_queries_total,
             ),
             "vllm:prefix_cache_hits": (
-                "Prompt tokens found in the prefix cache (hits), which were not computed again.",
+                "Prompt tokens found in the prefix cache, and so not computed.",
                 load.prefix_hits_total,
             ),
         }
@@ -132,10 +130,10 @@ class WorkerCollector(Collector):
 
     def _iteration_tokens(self) -> Metric:
         ran = self._engine.report.iteration_tokens
-        # With this suffix, as vLLM has it, although it is a histogram.
+        # vLLM's name has this suffix, although the metric is a histogram.
         tokens = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
-            "Tokens of an iteration: prompt and generated ones. Counted by a group's leader.",
+            "Tokens per iteration, prompt plus output. Counted by the group's leader.",
             labels=LABELS,
         )
         counts = ran.counts or [0] * (len(UPPER_BOUNDS) + 1)
@@ -149,23 +147,23 @@ class WorkerCollector(Collector):
         gauges = {
             "budget_bytes": ("Device memory budget.", facts.budget_bytes),
             "parameter_bytes": (
-                "Device memory behind parameters; less while layers are dropped.",
+                "Device memory of parameters; less while layers are dropped.",
                 parameters,
             ),
             "kv_bytes": (
-                "Device memory that KV blocks may fill: what parameters leave of the arena.",
+                "Device memory available for KV blocks: the arena less the parameters.",
                 max(0, facts.arena_bytes - parameters),
             ),
-            "staging_bytes": ("Device memory kept for staging.", facts.staging_bytes),
-            "arena_bytes": ("Device memory for parameters and KV together.", facts.arena_bytes),
-            "kv_blocks_free": ("KV blocks that are free.", load.kv_blocks_free),
-            "kv_blocks_total": ("KV blocks in all.", load.kv_blocks_total),
+            "staging_bytes": ("Device memory reserved for staging.", facts.staging_bytes),
+            "arena_bytes": ("Device memory for parameters plus KV.", facts.arena_bytes),
+            "kv_blocks_free": ("Free KV blocks.", load.kv_blocks_free),
+            "kv_blocks_total": ("All KV blocks.", load.kv_blocks_total),
             "kv_blocks_wanted": (
-                "KV blocks that its waiting requests need before they can run.",
+                "KV blocks that waiting requests need in order to start.",
                 load.kv_blocks_wanted,
             ),
             "kv_blocks_batch": (
-                "KV blocks of running requests of the class batch.",
+                "KV blocks of running batch requests.",
                 load.kv_blocks_batch,
             ),
         }
@@ -173,24 +171,24 @@ class WorkerCollector(Collector):
             yield self._gauge(name, text, value)
 
     def _state(self) -> Iterable[Metric]:
-        engine, told, place = self._engine, self._engine.report, self._place()
+        engine, report, place = self._engine, self._engine.report, self._place()
         yield self._gauge(
             "engine_responsive",
-            "1 while the engine process gives signs of life within `engine_unready_s`.",
+            "1 while the engine process sends heartbeats within `engine_unready_s`.",
             engine.responsive,
         )
         yield self._gauge(
             "engine_silence_seconds",
-            "Since the engine process spoke last; it does not while an iteration runs.",
+            "Seconds since the engine's last report; it sends none during an iteration.",
             engine.silent_s,
         )
-        yield self._gauge("epoch", "Epoch of the configuration that the engine runs.", told.epoch)
+        yield self._gauge("epoch", "Epoch of the engine's current configuration.", report.epoch)
         yield self._gauge(
             "in_merged_group",
-            "1 while it serves together with other workers.",
+            "1 while the worker serves in a group with other workers.",
             place is not None and place.shared,
         )
-        seconds = asdict(told.stage) | asdict(told.iterations)
+        seconds = asdict(report.stage) | asdict(report.iterations)
         for field, (name, text) in WORKER_TIMES.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), seconds[field])

@@ -1,4 +1,4 @@
-"""Pushes load to the scheduler and memory to the memory manager, on news and as a heartbeat."""
+"""Reports load to the scheduler and memory to the memory manager, on changes and periodically."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +24,7 @@ MEMORY_PAUSE_S, MEMORY_MINOR_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 0.5, 1.0
 
 
 class ReportSender:
-    """Reports of this worker to the control plane. The loss of that never stops the worker."""
+    """Sends this worker's reports. Losing the control plane never stops the worker."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ReportSender:
         pids: Callable[[], list[int]],
         dial: Dial,
     ) -> None:
-        """`epoch` is the epoch under which requests find this worker."""
+        """`epoch` returns the epoch at which this worker accepts requests."""
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._facts = facts
@@ -51,8 +51,9 @@ class ReportSender:
         self._load_due = _Due(load_rhythm)
         memory_rhythm = ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
         self._memory_due = _Due(memory_rhythm)
-        self._memory_told: MemoryReport | None = None
-        # A stream that has ended may be read on; what it took would not be told by the next one.
+        self._memory_sent: MemoryReport | None = None
+        # Identifies the current stream: gRPC may still read from the generator of an ended stream,
+        # and reports taken there would be lost.
         self._load_stream = self._memory_stream = object()
 
     async def run(self) -> None:
@@ -62,30 +63,30 @@ class ReportSender:
                 tasks.create_task(keep_pushing(self._services, name, push, self._dial))
 
     def note_change(self) -> None:
-        """Something that is reported may have changed."""
+        """Schedule reports if their content has changed."""
         self._load_due.note(self._loads.news(self._epoch(), self._engine.report.load))
-        self._memory_due.note(memory_news(self._memory_told, self._memory()))
+        self._memory_due.note(memory_news(self._memory_sent, self._memory()))
 
     def note_received(self, request_id: str) -> None:
-        """A request has arrived, so its reservation at the scheduler can go."""
+        """Note that a request has arrived, so that the scheduler drops its reservation."""
         self._loads.note_received(request_id)
         self._load_due.note(ReportNews.MAJOR)
 
     def note_dropped(self, thin_hashes: tuple[int, ...]) -> None:
-        """The engine has dropped these from its prefix cache."""
+        """Note block hashes that the engine has dropped from its prefix cache."""
         self._loads.note_dropped(thin_hashes)
 
-    def load_beside(self) -> load_pb2.WorkerLoad:
-        """The load now, to be told beside the reports to the scheduler."""
+    def load_for_gateways(self) -> load_pb2.WorkerLoad:
+        """The current load, for gateways to forward besides the reports to the scheduler."""
         return load_message(self._loads.told_beside(self._epoch(), self._engine.report.load))
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-        """The load now, at news and as a heartbeat, until another stream begins."""
+        """Yield load reports on changes and as heartbeats, until another stream begins."""
         self._loads.forget()
         stream = self._load_stream = object()
         while stream is self._load_stream:
             now_s = monotonic_s()
-            # For a hung engine no reports are sent, so the scheduler sends it nothing more.
+            # Send no reports for a hung engine, so that the scheduler assigns it no requests.
             if self._engine.hung or not self._engine.responsive:
                 self._loads.forget()
                 self._load_due.rhythm.passed(now_s)
@@ -94,12 +95,12 @@ class ReportSender:
             await self._load_due.wait()
 
     async def memory_reports(self) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
-        """The memory now, at news and as a heartbeat, until another stream begins."""
+        """Yield memory reports on changes and as heartbeats, until another stream begins."""
         stream = self._memory_stream = object()
         while stream is self._memory_stream:
             self._memory_due.rhythm.passed(monotonic_s())
-            # Numbers of a frozen engine mean nothing; the memory manager notices the silence.
-            self._memory_told = report = self._memory() if self._engine.responsive else None
+            # The numbers of a hung engine are stale; the memory manager notices the silence.
+            self._memory_sent = report = self._memory() if self._engine.responsive else None
             if report is not None:
                 yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(report))
             await self._memory_due.wait()
@@ -125,18 +126,18 @@ class ReportSender:
 
 
 class _Due:
-    """Lets a task wait until a report is due."""
+    """Waits until a stream's next report is due."""
 
     def __init__(self, rhythm: ReportRhythm) -> None:
         self.rhythm = rhythm
-        self._moved = asyncio.Event()
+        self._rescheduled = asyncio.Event()
 
     def note(self, news: ReportNews) -> None:
-        """The report would tell this."""
+        """Note how urgent the change of the report is."""
         if self.rhythm.note_change(news):
-            self._moved.set()
+            self._rescheduled.set()
 
     async def wait(self) -> None:
         """Return when the next report is due."""
         while (wait_s := self.rhythm.due_s - monotonic_s()) > 0:
-            await wait_set(self._moved, wait_s)
+            await wait_set(self._rescheduled, wait_s)

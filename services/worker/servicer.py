@@ -1,6 +1,7 @@
-"""WorkerService: one stream per gateway; the tokens of one engine step travel in one message.
+"""WorkerService: a stream per gateway; the tokens of an engine step share a message.
 
-A request that another worker hands over is kept in `Arrivals` until its gateway attaches to it.
+A request adopted from another worker is kept in `Handovers` until its gateway attaches to it. All
+`request_id`s here are the ids under which gateways started the requests, never sequence ids.
 """
 
 import asyncio
@@ -17,28 +18,28 @@ from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, unpacked
 from services.common.timeouts import timeout
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.worker.arrivals import Arrivals, Expected, UnreadOutput
 from services.worker.engine_client import EngineClient
-from services.worker.gathering import Gathering
+from services.worker.gateway_stream import Context, GatewayStream
 from services.worker.group_view import Place
+from services.worker.handovers import Handovers, UnreadOutput, WaitingReader
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
-from services.worker.link import Context, Link
 from services.worker.start_frame import InvalidStart, to_request
+from services.worker.token_coalescer import TokenCoalescer
 from services.worker.translate import failure, to_event, to_moved, to_refusal, to_replay
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
-# How often requests that nobody attaches to are looked for.
+# Interval of checks for expired handovers and coalesced tokens.
 SWEEP_S = 0.25
 
-News = TypeVar("News", EmitToken, RefuseRequest, MovedRequest)
+EngineEvent = TypeVar("EngineEvent", EmitToken, RefuseRequest, MovedRequest)
 
 log = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Hands requests to the engine and its tokens to the gateways."""
+    """Passes requests from gateways to the engine, and tokens back."""
 
     def __init__(
         self,
@@ -50,11 +51,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         traceparent_of: Callable[[str, int], str],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`place` is the committed configuration that this worker serves, None if there is none.
+        """`place` returns the committed configuration that this worker serves, None without one.
 
-        `on_received` learns of each start once the engine's load counts it, or it was refused.
-        `load` is this worker's load now. `traceparent_of` the change that made a group's
-        configuration of an epoch, "" if that is not traced.
+        `on_received` is called with the id of each start that was refused, or that the engine's
+        load counts. `load` returns the current load. `traceparent_of(group_id, epoch)` returns the
+        traceparent of the change that made a configuration, "" if it is not traced.
         """
         self._engine = engine
         self._facts = facts
@@ -63,27 +64,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._load = load
         self._traceparent_of = traceparent_of
         self._clock = clock
-        # Open streams, and which of them reads which request.
-        self._open: set[Link] = set()
-        self._links: dict[str, Link] = {}
-        self._arrivals: Arrivals[Link] = Arrivals()
-        self._gathering = Gathering()
-        # Starts that the engine has not noted yet, by id: what it tells of the id is of earlier
-        # ones, whose aborts it may not have read either. It notes each once, also if it is aborted.
-        self._unnoted: Counter[str] = Counter()
-        # Requests of the engine without a reader for ever; `run` has them aborted.
-        self._unwanted: set[str] = set()
+        self._open: set[GatewayStream] = set()
+        self._streams: dict[str, GatewayStream] = {}  # the stream that reads a request, by id
+        self._handovers: Handovers[GatewayStream] = Handovers()
+        self._coalescer = TokenCoalescer()
+        # Starts per id that the engine has not acknowledged yet. Until then, its events for the id
+        # belong to earlier starts. It acknowledges each start once, even if it was aborted.
+        self._pending_starts: Counter[str] = Counter()
+        # Engine requests that no gateway will ever attach to; `run` aborts them.
+        self._to_abort: set[str] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def active(self) -> int:
-        """Requests that have not ended, or whose end was not fetched."""
-        return len(self._links) + len(self._arrivals)
+        """Requests that have not ended, or whose ending no gateway has read."""
+        return len(self._streams) + len(self._handovers)
 
     async def run(self) -> None:
-        """Drop requests without gateways and gateways without requests, until cancelled."""
+        """Sweep periodically, and whenever requests must be aborted, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with timeout(SWEEP_S):
@@ -99,279 +99,286 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         await context.send_initial_metadata(TAKES_MANY)
-        link = Link()
-        self._open.add(link)
+        stream = GatewayStream()
+        self._open.add(stream)
         tasks = [
-            asyncio.create_task(self._read(request_iterator, link)),
-            asyncio.create_task(link.write_all(context)),
-            asyncio.create_task(link.overflowed.wait()),
+            asyncio.create_task(self._read(request_iterator, stream)),
+            asyncio.create_task(stream.write_all(context)),
+            asyncio.create_task(stream.overflowed.wait()),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0] in done:
-                tasks[0].result()  # a defect in reading ends the call with an error, and is logged
+                tasks[0].result()  # a bug in reading fails the call, and is logged
             if tasks[2] in done:
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "the gateway reads too slowly"
                 )
         finally:
-            # A call that its gateway cut may be cancelled here once more, so what must happen comes
-            # before the first wait.
+            # gRPC may cancel a disconnected call again, so clean up before the first await.
             for task in tasks:
                 task.cancel()
-            self._open.discard(link)
-            self._abandon(link)
+            self._open.discard(stream)
+            self._abandon(stream)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def deliver(self, progress: Progress) -> None:
-        """Send the results of an engine step to the gateways that wait for them."""
-        self._note_starts(progress.received)
-        batches: dict[Link, list[pb.RequestEvent]] = defaultdict(list)
-        # A gateway that learns of an end gets the load with it: the scheduler has to know it before
-        # it is asked again.
-        told_end: set[Link] = set()
+        """Send the results of an engine step to the gateways that read them."""
+        self._note_received(progress.received)
+        batches: dict[GatewayStream, list[pb.RequestEvent]] = defaultdict(list)
+        # Gateways get the load with the end of a request and forward it: the scheduler must know of
+        # the free capacity before the client's next request.
+        ended: set[GatewayStream] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
-        for token in self._of_now(progress.tokens):
-            link = self._pass_on(token, progress.times.get(token.request_id), batches)
-            if link is not None and token.finish_reason is not None:
-                self._forget(token.request_id, link)
-                told_end.add(link)
-        for refusal in self._of_now(progress.refusals):
-            link = self._links.get(refusal.request_id)
-            if link is None:
-                self._arrivals.end(refusal)
+        for token in self._of_latest_start(progress.tokens):
+            stream = self._forward(token, progress.times.get(token.request_id), batches)
+            if stream is not None and token.finish_reason is not None:
+                self._forget(token.request_id, stream)
+                ended.add(stream)
+        for refusal in self._of_latest_start(progress.refusals):
+            stream = self._streams.get(refusal.request_id)
+            if stream is None:
+                self._handovers.end(refusal)
                 continue
-            batches[link] += [*self._gathering.take(refusal.request_id), to_refusal(refusal)]
-            self._forget(refusal.request_id, link)
-            told_end.add(link)
-        for moved in self._of_now(progress.moved):
+            batches[stream] += [*self._coalescer.take(refusal.request_id), to_refusal(refusal)]
+            self._forget(refusal.request_id, stream)
+            ended.add(stream)
+        for moved in self._of_latest_start(progress.moved):
             self._move(moved, progress.times.get(moved.request_id), batches)
-        load = self._load() if told_end else None
-        for link, events in batches.items():
-            link.post(events, load if link in told_end else None)
+        load = self._load() if ended else None
+        for stream, events in batches.items():
+            stream.post(events, load if stream in ended else None)
 
-    def _note_starts(self, request_ids: Sequence[str]) -> None:
-        """The engine has noted a start of each; it may have got more of the same id."""
+    def _note_received(self, request_ids: Sequence[str]) -> None:
+        """Note that the engine has acknowledged a start of each id; more starts may be pending."""
         for request_id in request_ids:
             self._on_received(request_id)
-            self._unnoted[request_id] -= 1
-            if self._unnoted[request_id] <= 0:
-                del self._unnoted[request_id]
+            self._pending_starts[request_id] -= 1
+            if self._pending_starts[request_id] <= 0:
+                del self._pending_starts[request_id]
 
-    def _pass_on(
+    def _forward(
         self,
         token: EmitToken,
         times: RequestTimes | None,
-        batches: dict[Link, list[pb.RequestEvent]],
-    ) -> Link | None:
-        """Send, gather or keep a token; returns the link of its request, None if it has none."""
-        link = self._links.get(token.request_id)
-        if link is None:
-            self._arrivals.add_token(token, times)
-        elif events := self._gathering.add(to_event(token, times), self._clock()):
-            batches[link] += events
-        return link
+        batches: dict[GatewayStream, list[pb.RequestEvent]],
+    ) -> GatewayStream | None:
+        """Send, coalesce or keep a token; returns the stream of its request, if it has a reader."""
+        stream = self._streams.get(token.request_id)
+        if stream is None:
+            self._handovers.add_token(token, times)
+        elif events := self._coalescer.add(to_event(token, times), self._clock()):
+            batches[stream] += events
+        return stream
 
-    def _of_now(self, news: Sequence[News]) -> Sequence[News]:
-        """What is not of an earlier start than the one that its request has here."""
-        if not self._unnoted:
-            return news
-        return [one for one in news if one.request_id not in self._unnoted]
+    def _of_latest_start(self, events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
+        """Drop events that belong to an earlier start of the same request."""
+        if not self._pending_starts:
+            return events
+        return [event for event in events if event.request_id not in self._pending_starts]
 
     async def sweep(self) -> None:
-        """Drop requests and readers that have waited too long."""
-        for event in self._gathering.due(self._clock()):
-            self._links[event.request_id].post([event])
-        overdue, disappointed = self._arrivals.expire(self._clock())
-        for expected in disappointed:
+        """Send due coalesced tokens, drop expired handovers, and abort unread requests."""
+        for event in self._coalescer.due(self._clock()):
+            self._streams[event.request_id].post([event])
+        overdue, timed_out = self._handovers.expire(self._clock())
+        for expected in timed_out:
             message = (
-                f"the request did not come with {expected.group_id} at epoch {expected.epoch}; "
+                f"the request was not adopted with {expected.group_id} at epoch {expected.epoch}; "
                 f"{_serves(self._place())}"
             )
             reason = pb.FINISH_REASON_STALE_EPOCH
             expected.reader.post([failure(expected.request_id, reason, message)])
-        self._unwanted.update(overdue)
+        self._to_abort.update(overdue)
         self._note_activity()
-        while self._unwanted:
-            await self._engine.abort_request(self._unwanted.pop())
+        while self._to_abort:
+            await self._engine.abort_request(self._to_abort.pop())
 
     def fail_all(self, message: str, engine_died: bool = False) -> None:
-        """End every active request with an error; no effect when there is none."""
+        """End every active request with an error."""
         reason = pb.FINISH_REASON_ENGINE_DIED if engine_died else pb.FINISH_REASON_ERROR
-        for request_id, link in list(self._links.items()):
-            link.post([*self._gathering.take(request_id), failure(request_id, reason, message)])
-            self._forget(request_id, link)
-        for expected in self._arrivals.clear():
+        for request_id, stream in list(self._streams.items()):
+            stream.post([*self._coalescer.take(request_id), failure(request_id, reason, message)])
+            self._forget(request_id, stream)
+        for expected in self._handovers.clear():
             expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
         self._note_activity()
 
     def give_up_all(self, message: str) -> None:
-        """End every active request with an error, and have the engine forget it."""
-        self._unwanted.update(self._links, self._arrivals.arrived_ids)
+        """End every active request with an error, and abort it in the engine."""
+        self._to_abort.update(self._streams, self._handovers.adopted_ids)
         self.fail_all(message)
         self._wake.set()
 
-    def _adopt(self, adopted: AdoptedRequest, batches: dict[Link, list[pb.RequestEvent]]) -> None:
+    def _adopt(
+        self, adopted: AdoptedRequest, batches: dict[GatewayStream, list[pb.RequestEvent]]
+    ) -> None:
         request_id = adopted.request_id
-        if request_id in self._unnoted:
-            return  # its gateway has asked anew; the engine ends this one for that
-        if request_id in self._links:
-            log.error("request %s was adopted here, but runs here already", request_id)
-        elif not self._arrivals.adopt(adopted, self._clock()):
-            self._unwanted.add(request_id)
+        if request_id in self._pending_starts:
+            return  # the gateway has restarted the request, which ends the adopted sequence
+        if request_id in self._streams:
+            log.error("request %s was adopted, but already runs here", request_id)
+        elif not self._handovers.adopt(adopted, self._clock()):
+            self._to_abort.add(request_id)
             self._wake.set()
         elif (matched := self._match(request_id)) is not None:
-            link, events = matched
-            batches[link] += events
+            stream, events = matched
+            batches[stream] += events
         self._note_activity()
 
-    def _match(self, request_id: str) -> tuple[Link, list[pb.RequestEvent]] | None:
-        """Let the waiting reader of an adopted request read on; None while one is missing."""
-        matched = self._arrivals.match(request_id)
+    def _match(self, request_id: str) -> tuple[GatewayStream, list[pb.RequestEvent]] | None:
+        """Connect an adopted request to its waiting reader; None while either is missing."""
+        matched = self._handovers.match(request_id)
         if matched is None:
             return None
-        arrival, expected = matched
-        if arrival.ending is None:
-            self._links[request_id] = expected.reader
+        unread, expected = matched
+        if unread.ending is None:
+            self._streams[request_id] = expected.reader
             expected.reader.request_ids.add(request_id)
             if expected.coalesced:
-                self._gathering.begin(request_id)
-        return expected.reader, to_replay(request_id, arrival, expected.from_index)
+                self._coalescer.begin(request_id)
+        return expected.reader, to_replay(request_id, unread, expected.from_index)
 
     def _move(
         self,
         moved: MovedRequest,
         times: RequestTimes | None,
-        batches: dict[Link, list[pb.RequestEvent]],
+        batches: dict[GatewayStream, list[pb.RequestEvent]],
     ) -> None:
-        failpoint.hit("worker.moved.told")
-        link = self._links.get(moved.request_id)
+        failpoint.hit("worker.moved.reported")
+        stream = self._streams.get(moved.request_id)
         traceparent = self._traceparent_of(moved.group_id, moved.epoch)
         event = to_moved(moved, times, traceparent)
-        if link is not None:
-            batches[link] += [*self._gathering.take(moved.request_id), event]
-            self._forget(moved.request_id, link)
-        elif not self._arrivals.end(moved, times) and self._open:
-            # Its gateway gave it up after the engine had handed it over: any gateway will pass
-            # the abort on, or the new owner would keep it until nobody has attached in time.
+        if stream is not None:
+            batches[stream] += [*self._coalescer.take(moved.request_id), event]
+            self._forget(moved.request_id, stream)
+        elif not self._handovers.end(moved, times) and self._open:
+            # The request was aborted after the engine had handed it over. Any gateway forwards the
+            # abort; else the new worker would run the request until its attach timeout.
             batches[next(iter(self._open))].append(event)
 
-    async def _read(self, frames: AsyncIterator[pb.GenerateRequest], link: Link) -> None:
+    async def _read(self, frames: AsyncIterator[pb.GenerateRequest], stream: GatewayStream) -> None:
         async for message in frames:
             for frame in unpacked(message):
                 match frame.WhichOneof("body"):
                     case "start":
-                        await self._start(frame.start, link)
+                        await self._start(frame.start, stream)
                     case "abort":
-                        await self._abort(frame.abort.request_id, link)
+                        await self._abort(frame.abort.request_id, stream)
                     case "attach":
-                        self._attach(frame.attach, link)
+                        self._attach(frame.attach, stream)
 
-    async def _start(self, start: pb.Start, link: Link) -> None:
+    async def _start(self, start: pb.Start, stream: GatewayStream) -> None:
         place = self._place()
         asked = (start.group_id, start.epoch)
         if place is None or not place.leads or place[:2] != asked:
-            # A follower does not name the leader: the scheduler decides anew, with today's loads
-            # and without the reservation at a group that is gone.
+            # Do not redirect to the leader: the scheduler must decide again with current loads, and
+            # drop its reservation at the old configuration.
             message = f"{start.group_id} at epoch {start.epoch} is stale; {_serves(place)}"
-            self._refuse(start, link, pb.FINISH_REASON_STALE_EPOCH, message)
+            self._refuse(start, stream, pb.FINISH_REASON_STALE_EPOCH, message)
             return
-        former = self._links.get(start.request_id)
+        former = self._streams.get(start.request_id)
         try:
-            if former is link:
-                raise InvalidStart("a request with this id is running already")
+            if former is stream:
+                raise InvalidStart("a request with this id is already running")
             facts = self._facts
             request = to_request(start, facts.vocab_size, facts.max_model_len, self._clock())
         except InvalidStart as error:
-            self._refuse(start, link, pb.FINISH_REASON_INVALID, str(error))
+            self._refuse(start, stream, pb.FINISH_REASON_INVALID, str(error))
             return
-        earlier = self._arrivals.forget(start.request_id)
-        unwanted = start.request_id in self._unwanted
+        earlier = self._handovers.forget(start.request_id)
+        unwanted = start.request_id in self._to_abort
         if former is not None:
-            # Its gateway has lost that link, which this worker has not noticed yet.
+            # The gateway has lost that stream, which this worker has not noticed yet.
             self._forget(start.request_id, former)
         if former is not None or unwanted or (earlier is not None and earlier.ending is None):
-            # Its gateway has given that one up, and asks anew under the same id.
-            self._unwanted.discard(start.request_id)
+            # The gateway restarts the request under the same id: abort the earlier start first.
+            self._to_abort.discard(start.request_id)
             await self._engine.abort_request(start.request_id)
-        self._unnoted[start.request_id] += 1
-        self._links[start.request_id] = link
-        link.request_ids.add(start.request_id)
+        self._pending_starts[start.request_id] += 1
+        self._streams[start.request_id] = stream
+        stream.request_ids.add(start.request_id)
         if start.delivery == pb.DELIVERY_COALESCED:
-            self._gathering.begin(start.request_id)
+            self._coalescer.begin(start.request_id)
         self._note_activity()
         await self._engine.start_request(request)
 
     def _refuse(
-        self, start: pb.Start, link: Link, reason: "pb.FinishReason.ValueType", message: str
+        self,
+        start: pb.Start,
+        stream: GatewayStream,
+        reason: "pb.FinishReason.ValueType",
+        message: str,
     ) -> None:
         self._on_received(start.request_id)
-        link.post([failure(start.request_id, reason, message)])
+        stream.post([failure(start.request_id, reason, message)])
 
-    def _attach(self, attach: pb.Attach, link: Link) -> None:
+    def _attach(self, attach: pb.Attach, stream: GatewayStream) -> None:
         failpoint.hit("worker.attach.taken")
         request_id = attach.request_id
-        reader = self._links.get(request_id)
-        if attach.from_index < 0 or reader is link:
-            message = "from_index is below 0, or this stream reads the request already"
-            link.post([failure(request_id, pb.FINISH_REASON_INVALID, message)])
+        reader = self._streams.get(request_id)
+        if attach.from_index < 0 or reader is stream:
+            message = "from_index is negative, or this stream already reads the request"
+            stream.post([failure(request_id, pb.FINISH_REASON_INVALID, message)])
             return
         if reader is not None:
-            # Its gateway has lost that stream, and with it what was sent there.
-            message = "the request is read by another stream; ask for another place"
-            link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
+            # The gateway has lost that stream, with tokens that were sent on it.
+            message = "the request is read by another stream; request a new assignment"
+            stream.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
             return
-        expected = Expected(
+        expected = WaitingReader(
             request_id,
             attach.group_id,
             attach.epoch,
             attach.from_index,
-            link,
-            self._clock() + self._arrivals.timeout_s,
+            stream,
+            self._clock() + self._handovers.timeout_s,
             coalesced=attach.delivery == pb.DELIVERY_COALESCED,
         )
-        if not self._arrivals.expect(expected):
-            message = "the request was given up here before, or too many wait for theirs"
-            link.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
+        if not self._handovers.expect(expected):
+            message = "the request was aborted here before, or too many readers wait"
+            stream.post([failure(request_id, pb.FINISH_REASON_STALE_EPOCH, message)])
         elif (matched := self._match(request_id)) is not None:
-            link.post(matched[1])
+            stream.post(matched[1])
         self._note_activity()
 
-    async def _abort(self, request_id: str, link: Link) -> None:
-        """Abort a request, unless another gateway reads it."""
-        owner = self._links.get(request_id)
-        if owner is link:
-            self._forget(request_id, link)
+    async def _abort(self, request_id: str, stream: GatewayStream) -> None:
+        """Abort a request, unless another stream reads it."""
+        owner = self._streams.get(request_id)
+        if owner is stream:
+            self._forget(request_id, stream)
             await self._engine.abort_request(request_id)
         elif owner is None:
-            arrival = self._arrivals.abort(request_id, self._clock())
+            unread = self._handovers.abort(request_id, self._clock())
             self._note_activity()
-            await self._discard(request_id, arrival, link)
+            await self._discard(request_id, unread, stream)
 
-    async def _discard(self, request_id: str, arrival: UnreadOutput | None, link: Link) -> None:
-        """Drop a kept request; `link` learns where it went, to pass the abort on."""
-        if arrival is None:
+    async def _discard(
+        self, request_id: str, unread: UnreadOutput | None, stream: GatewayStream
+    ) -> None:
+        """Drop an unread request; if it has moved, `stream` gets its new worker to abort there."""
+        if unread is None:
             return
-        if arrival.ending is None:
+        if unread.ending is None:
             await self._engine.abort_request(request_id)
-        elif isinstance(arrival.ending, MovedRequest):
-            link.post([to_moved(arrival.ending)])
+        elif isinstance(unread.ending, MovedRequest):
+            stream.post([to_moved(unread.ending)])
 
-    def _abandon(self, link: Link) -> None:
-        """Drop the requests of a broken stream; `run` has the engine abort them."""
-        for request_id in [*link.request_ids]:
-            self._forget(request_id, link)
-            self._unwanted.add(request_id)
-        for request_id in self._arrivals.expected_by(link):
-            self._arrivals.abort(request_id, self._clock())
+    def _abandon(self, stream: GatewayStream) -> None:
+        """Drop the requests of a broken stream; `run` aborts them in the engine."""
+        for request_id in [*stream.request_ids]:
+            self._forget(request_id, stream)
+            self._to_abort.add(request_id)
+        for request_id in self._handovers.expected_by(stream):
+            self._handovers.abort(request_id, self._clock())
         self._note_activity()
         self._wake.set()
 
-    def _forget(self, request_id: str, link: Link) -> None:
-        del self._links[request_id]
-        self._gathering.drop(request_id)
-        link.request_ids.discard(request_id)
+    def _forget(self, request_id: str, stream: GatewayStream) -> None:
+        del self._streams[request_id]
+        self._coalescer.drop(request_id)
+        stream.request_ids.discard(request_id)
         self._note_activity()
 
     def _note_activity(self) -> None:

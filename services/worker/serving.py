@@ -1,4 +1,4 @@
-"""What a worker has from the moment that its engine is ready: services, registration, reports."""
+"""A worker with a loaded engine: gRPC services, registration, reports and shutdown."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Reg
 from services.core.groups.fence import MemberState
 from services.core.report import EngineReport
 from services.worker.config import WorkerConfig
-from services.worker.departure import Departure
+from services.worker.drain import WorkerDrain
 from services.worker.engine_client import EngineClient, EngineStopped
 from services.worker.engine_participant import EngineParticipant
 from services.worker.group_view import GroupView, Place
-from services.worker.identity import claim
+from services.worker.identity import registration_conditions
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import ReportSender
@@ -28,27 +28,26 @@ from tideserve.worker.v1 import worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 SILENCE_MAX_S = 3.0
-"""So long the records may be silent while the group is in trouble; a call to etcd takes as long."""
+"""Longest silence of etcd that a group in trouble waits for; as long as a call may take."""
 
 
-class Stranding:
-    """Gives a worker's requests up while etcd is away, so that its group cannot be mended.
+class StrandedGroupWatch:
+    """Detects a stranded group: it has lost a member, and etcd is down so it cannot be repaired.
 
-    A group that has lost a member goes on after a change of its record. Without it requests would
-    stand still here though other groups could run them.
-    `stranded`: from when they have been silent for too long until the trouble is over, or another
-    epoch has begun. `on_stranded` is called as it begins.
+    A group that has lost a member continues after a change of its record in etcd. While etcd is
+    down, its requests would hang here although other groups could run them. So `on_stranded` is
+    called once etcd has been silent for `SILENCE_MAX_S`.
     """
 
     def __init__(self, store: Store, on_stranded: Callable[[], None]) -> None:
         self._store = store
         self._on_stranded = on_stranded
-        self._epoch = 0
-        self._in_trouble = asyncio.Event()
-        self.stranded = False
+        self._epoch = 0  # of the last report
+        self._in_trouble = asyncio.Event()  # set while the engine reports trouble at that epoch
+        self.stranded = False  # until the trouble is over or another epoch begins
 
     def note(self, report: EngineReport) -> None:
-        """The engine has reported."""
+        """Note a report of the engine."""
         if not report.trouble or report.epoch != self._epoch:
             self._in_trouble.clear()
             self.stranded = False
@@ -57,7 +56,7 @@ class Stranding:
             self._in_trouble.set()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Poll etcd while the group is in trouble, until cancelled."""
         while True:
             await self._in_trouble.wait()
             epoch, heard_s = self._epoch, monotonic_s()
@@ -80,7 +79,7 @@ class Stranding:
 
 
 class EngineServing:
-    """Serves with an engine that is ready, until it is asked to leave."""
+    """Serves requests with a loaded engine until it is asked to shut down."""
 
     def __init__(
         self,
@@ -93,15 +92,15 @@ class EngineServing:
         pids: Callable[[], list[int]],
         dial: Dial,
     ) -> None:
-        """`record` is the worker's registration, with the address of `server`, which runs."""
+        """`record` is the worker's registration with the address of `server`, which is running."""
         name, incarnation = record.worker_id, record.incarnation
         self._drain_timeout_s = config.drain_timeout_s
         self._store = store
         self._server = server
         self._engine = engine
-        self._parted = False
-        self._left_out = False  # the engine's group goes on without it
-        self._stranding = Stranding(store, self._note_stranded)
+        self._left_group = False
+        self._left_out = False  # whether the engine's group continues without it
+        self._stranded_watch = StrandedGroupWatch(store, self._note_stranded)
         self._groups = GroupView(store, name, incarnation, self._note_groups)
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord)
         self._reporter = ReportSender(
@@ -112,7 +111,7 @@ class EngineServing:
             facts,
             lambda: self.place,
             self._reporter.note_received,
-            self._reporter.load_beside,
+            self._reporter.load_for_gateways,
             self._groups.traceparent_of,
         )
         self._participant = EngineParticipant(
@@ -127,7 +126,7 @@ class EngineServing:
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
         path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
         self._registration = Registration(store, path, record, lease_s, self._claim)
-        self._departure = Departure(
+        self._drain = WorkerDrain(
             engine, self._groups, self._member, self._requests, self._registration, record
         )
         self._name = name
@@ -135,15 +134,16 @@ class EngineServing:
 
     @property
     def place(self) -> Place | None:
-        """The configuration that this worker serves; its engine was told of it before."""
-        recorded, told = self._groups.place, self._participant.place
-        deserted = self._left_out or self._stranding.stranded
-        if self._parted or deserted or recorded is None or told is None:
+        """The configuration that this worker serves, None if it serves no group."""
+        recorded, applied = self._groups.place, self._participant.place
+        deserted = self._left_out or self._stranded_watch.stranded
+        if self._left_group or deserted or recorded is None or applied is None:
             return None
-        return told if recorded.epoch > told.epoch else recorded
+        # A newer record counts only once the engine has its configuration.
+        return applied if recorded.epoch > applied.epoch else recorded
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then leave within the drain time."""
+        """Serve until `stop` is set, then shut down within the drain time."""
         services = self._server.services
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._requests, services)
         worker_pb2_grpc.add_MemberServiceServicer_to_server(self._member, services)
@@ -154,8 +154,8 @@ class EngineServing:
             died = True
             raise
         finally:
-            # Also when the engine has died: the others need not wait for the lease to end. etcd may
-            # not answer, so the requests go on elsewhere before, and those that come meanwhile.
+            # Withdraw even if the engine has died, so that others need not wait for the lease to
+            # expire. etcd may be slow, so fail the requests first, and those that arrive meanwhile.
             ended = "the engine of the worker stopped; retry"
             self._requests.fail_all(ended, engine_died=died)
             await self._registration.withdraw()
@@ -170,7 +170,7 @@ class EngineServing:
                     self._member.run(),
                     self._groups.run(),
                     self._services.run(),
-                    self._stranding.run(),
+                    self._stranded_watch.run(),
                     self._reporter.run(),
                     self._requests.run(),
                 )
@@ -184,46 +184,48 @@ class EngineServing:
 
     async def _leave(self, registering: asyncio.Task[None]) -> None:
         deadline_s = monotonic_s() + self._drain_timeout_s
-        await self._departure.part(deadline_s)
-        self._parted = True
+        await self._drain.leave_group(deadline_s)
+        self._left_group = True
         registering.cancel()
         await asyncio.gather(registering, return_exceptions=True)
         await self._registration.withdraw()
-        await self._departure.end_requests(deadline_s)
+        await self._drain.end_requests(deadline_s)
 
     async def _claim(self) -> tuple[Condition, ...]:
-        return await claim(self._store, self._name, self._incarnation, self._member.epoch)
+        return await registration_conditions(
+            self._store, self._name, self._incarnation, self._member.epoch
+        )
 
     def _deliver(self, progress: Progress) -> None:
-        # The load first: a client that asks again at once must not be sent past this worker, which
-        # it has left idle; also if it asks another gateway.
+        # Report the load before delivering results: the next request of a client, at any gateway,
+        # must find the capacity that its last request has freed.
         self._reporter.note_dropped(progress.dropped_prefixes)
-        self._stranding.note(progress.report)
+        self._stranded_watch.note(progress.report)
         self._reporter.note_change()
         self._requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
         if self._left_out and not left_out:
-            self._requests.give_up_all("the worker's group goes on without it; try again")
-        self._departure.note_progress()
+            self._requests.give_up_all("the group continues without this worker; retry")
+        self._drain.note_progress()
 
     def _note_hung(self) -> None:
-        """Requests that are given up go on at another worker, if there is one."""
+        """Fail all requests, so that they resume on another worker, if there is one."""
         log.warning(
-            "the engine gave no sign of life for %.0f s: its requests are given up, and it gets no"
-            " new ones until it does",
-            self._engine.lifeless_s,
+            "no heartbeat from the engine for %.0f s: its requests are aborted, and it gets no new"
+            " requests until it responds",
+            self._engine.heartbeat_age_s,
         )
-        self._requests.give_up_all("the engine of the worker does not answer; try again")
+        self._requests.give_up_all("the engine of the worker does not respond; retry")
         self._reporter.note_change()
 
     def _note_stranded(self) -> None:
-        """Requests that are given up go on in another group, if there is one."""
+        """Fail all requests, so that they resume in another group, if there is one."""
         log.warning(
-            "the group cannot go on (%s), and etcd does not answer: its requests are given up, and"
-            " it gets no new ones until the group goes on",
+            "the group is stuck (%s) and etcd does not respond: its requests are aborted, and it"
+            " gets no new requests until the group continues",
             self._engine.report.trouble,
         )
-        self._requests.give_up_all("the worker's group has lost a member; try again")
+        self._requests.give_up_all("the worker's group has lost a member; retry")
         self._reporter.note_change()
 
     def _note_groups(self) -> None:

@@ -1,4 +1,4 @@
-"""A start frame of the worker's contract as a request: every field is checked here."""
+"""Converts a Start frame to a request, and validates every field."""
 
 import math
 from collections.abc import Collection
@@ -31,14 +31,14 @@ TRACEPARENT_CHARS_MAX = 256
 
 
 class InvalidStart(ValueError):
-    """A field of a start is outside its range; one sentence says which."""
+    """A field of a Start frame is out of range; the message names it."""
 
 
 def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: float) -> Request:
-    """The request in a start frame; a gateway of an earlier version leaves many fields out.
+    """The request in a Start frame; older gateways leave many fields unset.
 
     Raises:
-        InvalidStart: if any field is outside its range; the engine never sees such a value.
+        InvalidStart: if a field is out of range, so that the engine never sees such a value.
     """
     prompt = tuple(start.prompt_ids)
     _require(
@@ -100,8 +100,9 @@ def _limits(limits: pb.Limits, prompt_tokens: int, vocab_size: int, max_model_le
 
 
 def _sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
-    told = sampling.HasField("repetition_penalty")
-    repetition_penalty = sampling.repetition_penalty if told else 1.0
+    # Older gateways send no repetition penalty; the protobuf default 0 would be invalid.
+    has_penalty = sampling.HasField("repetition_penalty")
+    repetition_penalty = sampling.repetition_penalty if has_penalty else 1.0
     _require(0 <= sampling.temperature <= 2, "temperature must lie in 0 to 2")
     _require(0 < sampling.top_p <= 1, "top_p must be above 0 and at most 1")
     _require(0 <= sampling.top_k <= vocab_size, f"top_k must lie in 0 to {vocab_size}")
@@ -131,7 +132,7 @@ def _sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
 
 
 def _logit_bias(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    bias = tuple((one.token_id, one.bias) for one in sampling.logit_bias)
+    bias = tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias)
     ids = {token_id for token_id, _ in bias}
     _require(
         len(bias) <= LOGIT_BIAS_MAX and len(ids) == len(bias),
@@ -146,16 +147,16 @@ def _logit_bias(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, floa
 
 
 def _bad_words(sampling: pb.Sampling, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    words = tuple(tuple(word.token_ids) for word in sampling.bad_words)
+    bad_words = tuple(tuple(word.token_ids) for word in sampling.bad_words)
     _require(
-        len(words) <= BAD_WORDS_MAX and sum(map(len, words)) <= BAD_WORD_TOKENS_MAX,
+        len(bad_words) <= BAD_WORDS_MAX and sum(map(len, bad_words)) <= BAD_WORD_TOKENS_MAX,
         f"bad_words must be at most {BAD_WORDS_MAX} sequences of {BAD_WORD_TOKENS_MAX} tokens"
         " together",
     )
-    _require(all(words), "bad_words must not hold an empty sequence")
-    for word in words:
+    _require(all(bad_words), "bad_words must not hold an empty sequence")
+    for word in bad_words:
         _require_ids("bad_words", word, vocab_size)
-    return words
+    return bad_words
 
 
 def _grammar(grammar: pb.Grammar) -> Grammar:
@@ -181,8 +182,8 @@ def _logprobs(start: pb.Start, prompt_tokens: int, vocab_size: int) -> LogprobOp
         _require(top is None or 0 <= top <= most, f"{name} of logprobs must lie in 0 to {most}")
     _require(
         prompt is None or prompt_tokens * (1 + prompt) <= PROMPT_LOGPROBS_MAX,
-        f"log probabilities of {prompt_tokens} prompt tokens are more than {PROMPT_LOGPROBS_MAX}"
-        " numbers; ask for fewer beside each token",
+        f"the log probabilities of {prompt_tokens} prompt tokens exceed {PROMPT_LOGPROBS_MAX}"
+        " numbers; request fewer per token",
     )
     return LogprobOptions(output, prompt)
 

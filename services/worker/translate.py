@@ -1,4 +1,4 @@
-"""Engine results as events of the worker's contract; `start_frame.py` reads starts."""
+"""Converts engine results to events of the worker API; `start_frame.py` converts starts."""
 
 from itertools import pairwise
 from typing import Any
@@ -7,7 +7,7 @@ from services.common.wire_enum import numbers
 from services.core.logprobs import LogprobRows, joined
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.request import FinishReason
-from services.worker.arrivals import UnreadOutput
+from services.worker.handovers import UnreadOutput
 from services.worker.ipc import MovedRequest, RequestTimes
 from tideserve.worker.v1 import worker_pb2 as pb
 
@@ -18,7 +18,7 @@ _REASONS: dict[Any, Any] = {
 
 
 def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
-    """The event of one output token; `times` go with the last."""
+    """The event of an output token; the last token has `times`."""
     event = pb.RequestEvent(
         request_id=token.request_id, first_index=token.index, token_ids=(token.token_id,)
     )
@@ -38,9 +38,9 @@ def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestE
 def to_moved(
     moved: MovedRequest, times: RequestTimes | None = None, traceparent: str = ""
 ) -> pb.RequestEvent:
-    """The last event of a request that goes on at another worker.
+    """The last event of a request that moved to another worker.
 
-    `traceparent` is that of the change which moved it.
+    `traceparent` belongs to the group change that moved it.
     """
     return pb.RequestEvent(
         request_id=moved.request_id,
@@ -57,31 +57,30 @@ def to_moved(
     )
 
 
-def to_replay(request_id: str, arrival: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
-    """The answer to an Attach: all tokens so far, and the ending if the request has one.
-
-    Log probabilities of the oldest tokens may be missing: those then have an event of their own.
-    """
-    events = _to_replayed(request_id, arrival, from_index)
+def to_replay(request_id: str, unread: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
+    """The reply to an Attach: all tokens from `from_index` on, and the ending, if any."""
+    events = _to_replayed(request_id, unread, from_index)
     event = events[-1]
-    match arrival.ending:
+    match unread.ending:
         case MovedRequest():
-            return [*events, to_moved(arrival.ending, arrival.times)]
+            return [*events, to_moved(unread.ending, unread.times)]
         case RefuseRequest():
-            return [*events, to_refusal(arrival.ending)]
+            return [*events, to_refusal(unread.ending)]
         case _:
-            event.finish_reason = _REASONS[arrival.ending]
-            if arrival.times is not None:
-                event.times.CopyFrom(_to_times(arrival.times))
+            event.finish_reason = _REASONS[unread.ending]
+            if unread.times is not None:
+                event.times.CopyFrom(_to_times(unread.times))
             return events
 
 
-def _to_replayed(request_id: str, arrival: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
-    """The tokens from `from_index` on: at least one event, perhaps without any."""
-    known = joined(arrival.logprobs) if arrival.logprobs else None
-    end = len(arrival.token_ids)
+def _to_replayed(request_id: str, unread: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
+    """Events with the tokens from `from_index` on; never empty, but events may have no tokens."""
+    known = joined(unread.logprobs) if unread.logprobs else None
+    end = len(unread.token_ids)
     first_known = end - len(known) if known is not None else end
     bounds = [from_index, end]
+    # Log probabilities of the oldest tokens may be missing: send those tokens in their own event,
+    # since an event has log probabilities for all of its tokens or none.
     if from_index < first_known < end:
         bounds.insert(1, first_known)
     events = []
@@ -89,20 +88,20 @@ def _to_replayed(request_id: str, arrival: UnreadOutput, from_index: int) -> lis
         event = pb.RequestEvent(
             request_id=request_id,
             first_index=first,
-            token_ids=arrival.token_ids[first:last],
+            token_ids=unread.token_ids[first:last],
         )
         if known is not None and first >= first_known:
             event.logprobs.extend(_to_logprobs(known.rows(first - first_known)))
         events.append(event)
     if from_index == 0 < end:
-        events[0].cached_tokens = arrival.cached_tokens
-        if arrival.prompt_logprobs is not None:
-            events[0].prompt_logprobs.extend(_to_logprobs(arrival.prompt_logprobs))
+        events[0].cached_tokens = unread.cached_tokens
+        if unread.prompt_logprobs is not None:
+            events[0].prompt_logprobs.extend(_to_logprobs(unread.prompt_logprobs))
     return events
 
 
 def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
-    """The last event of a request that the engine does not take."""
+    """The last event of a request that the engine refuses."""
     reason = pb.FINISH_REASON_OVERLOADED if refusal.retryable else pb.FINISH_REASON_INVALID
     if refusal.returned:
         reason = pb.FINISH_REASON_RETURNED
@@ -112,7 +111,7 @@ def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
 
 
 def failure(request_id: str, reason: "pb.FinishReason.ValueType", message: str) -> pb.RequestEvent:
-    """The last event of a request that could not be served."""
+    """The last event of a request that failed."""
     return pb.RequestEvent(request_id=request_id, finish_reason=reason, message=message)
 
 
@@ -128,10 +127,10 @@ def _to_times(times: RequestTimes) -> pb.RequestTimes:
 def _to_logprobs(rows: LogprobRows) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
-            logprob=one.logprob,
-            rank=one.rank,
-            top_ids=[token_id for token_id, _ in one.top],
-            top_logprobs=[logprob for _, logprob in one.top],
+            logprob=row.logprob,
+            rank=row.rank,
+            top_ids=[token_id for token_id, _ in row.top],
+            top_logprobs=[logprob for _, logprob in row.top],
         )
-        for one in rows.unpacked()
+        for row in rows.unpacked()
     ]

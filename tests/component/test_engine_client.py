@@ -43,7 +43,7 @@ async def test_an_engine_that_stands_still_is_noticed_each_time(tmp_path: Path) 
     try:
         await engine.start()
         running = asyncio.create_task(
-            engine.run(lambda _: None, lambda: hung.append(engine.lifeless_s))
+            engine.run(lambda _: None, lambda: hung.append(engine.heartbeat_age_s))
         )
         for _ in range(2):
             hung.clear()
@@ -64,10 +64,10 @@ async def test_a_servicer_that_stood_still_itself_accuses_nobody(tmp_path: Path)
     try:
         await engine.start()
         running = asyncio.create_task(engine.run(lambda _: None, lambda: None))
-        await eventually(lambda: 0 < engine.lifeless_s < 0.4)
+        await eventually(lambda: 0 < engine.heartbeat_age_s < 0.4)
         os.kill(engine.pid, signal.SIGSTOP)
         time.sleep(3.0)  # noqa: ASYNC251 - the whole process stands still
-        assert engine.lifeless_s > 2.0
+        assert engine.heartbeat_age_s > 2.0
         for _ in range(3):
             assert not engine.hung
             await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_an_engine_that_computes_for_long_does_not_stand_still(tmp_path: P
     try:
         await engine.start()
         running = asyncio.create_task(
-            engine.run(told.append, lambda: hung.append(engine.lifeless_s))
+            engine.run(told.append, lambda: hung.append(engine.heartbeat_age_s))
         )
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=1), 0.0)
         await engine.start_request(request)

@@ -388,7 +388,7 @@ async def test_a_prompt_beyond_the_context_may_be_cut(case: Case) -> None:
     assert list(last_start(case).prompt_ids)[-3:] == text_ids("end")
     refused = await case.complete(prompt=long * 200, max_tokens=6, truncate_prompt_tokens=5)
     assert refused.status_code == 400
-    assert "1024 tokens before it is cut" in refused.json()["error"]["message"]
+    assert "1024 tokens before truncation" in refused.json()["error"]["message"]
 
 
 async def test_a_last_message_is_continued(case: Case) -> None:

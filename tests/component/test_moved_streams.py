@@ -19,7 +19,7 @@ from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.vocabulary.errors import WorkerLost
 from services.gateway.vocabulary.message import Finish, TokenEvent
-from services.worker.arrivals import ATTACH_TIMEOUT_S
+from services.worker.handovers import ATTACH_TIMEOUT_S
 from tests.support.owner import Owner
 from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
@@ -328,7 +328,7 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench)
         async with bench.open("r") as stream:
             await old.has_started("r")
             old.tell(old.moved("r", gone, 0))
-            with pytest.raises(WorkerLost, match="cannot be reached"):
+            with pytest.raises(WorkerLost, match="is unreachable"):
                 await read(stream)
     await bench.all_idle()
 

@@ -66,7 +66,7 @@ def test_profile_measures_reports_and_stores(model_dir: Path, tmp_path: Path) ->
     [
         (("--memory", "much"), "is not a size"),
         (("--memory", "1MiB"), "memory budget"),
-        (("--device", "cuda:0"), "computes on CPUs alone"),
+        (("--device", "cuda:0"), "CPU-only build"),
         (("--model", "/no/such/folder"), "/no/such/folder"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.etcd import Condition, Store
 from services.common.membership import ASSIGNMENTS, WORKERS, Registration
-from services.worker.identity import Forgotten, claim
+from services.worker.identity import Forgotten, registration_conditions
 from tests.support.control_plane import LEASE_TTL_S, delete, put, worker_record
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
@@ -22,7 +22,7 @@ async def assigned(store: Store, incarnation: str) -> None:
 
 def returning(store: Store, epoch: int) -> Registration:
     async def claimed() -> Sequence[Condition]:
-        return await claim(store, "w0", "w0-a", epoch)
+        return await registration_conditions(store, "w0", "w0-a", epoch)
 
     return Registration(store, KEY, worker_record("w0"), LEASE_TTL_S, claimed)
 
@@ -48,7 +48,7 @@ async def test_one_that_is_forgotten_ends_and_does_not_register(
 ) -> None:
     if incarnation is not None:
         await assigned(store, incarnation)
-    with pytest.raises(Forgotten, match="w0 was away for so long"):
+    with pytest.raises(Forgotten, match="w0 was disconnected for too long"):
         async with asyncio.timeout(DEADLINE_S):
             await returning(store, epoch=5).run()
     assert KEY not in await store.list_prefix(KEY)
@@ -63,7 +63,7 @@ async def test_it_does_not_pass_by_a_removal_that_comes_between(store: Store) ->
     async def claimed() -> Sequence[Condition]:
         nonlocal looks
         looks += 1
-        found = await claim(store, "w0", "w0-a", 5)
+        found = await registration_conditions(store, "w0", "w0-a", 5)
         await delete(store, f"{ASSIGNMENTS}w0")
         return found
 

@@ -16,7 +16,7 @@ MEMMGR = [
 ]
 SERVICER = [
     *("worker.prepare.accepted", "worker.prepare.engine_ready", "worker.commit.seen"),
-    *("worker.apply.sent", "worker.moved.told", "worker.attach.taken"),
+    *("worker.apply.sent", "worker.moved.reported", "worker.attach.taken"),
 ]
 GATEWAY = [
     *("gateway.assigned", "gateway.started", "gateway.token", "gateway.moved.before_attach"),

@@ -106,7 +106,7 @@ def test_while_etcd_is_away_nobody_is_sent_to_a_group_that_lost_a_member(
     cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     leader, follower = merge(cluster)
-    said = "etcd does not answer: its requests are given up"
+    said = "etcd does not respond: its requests are aborted"
     before = cluster.log(leader).count(said)
     seen: list[bool] = []
 

@@ -17,7 +17,7 @@ from services.core.planner.events import (
     RequestArrived,
 )
 from services.core.request import Request
-from services.gateway.serving.attempts import resumed
+from services.gateway.serving.retry import resumed
 from services.worker.ipc import AdoptedRequest, MovedRequest
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The gateway of a `JoinedWorld`: it streams from leaders, and has lost requests go on elsewhere.
 
-Real: `TokenStream`, `Journal`, `Attempts`, `resumed`, the frames. The dispatcher is a random choice
-among leaders; links are queues that the world empties.
+Real: `TokenStream`, `Journal`, `RetryState`, `resumed`, the frames. The dispatcher is a random
+choice among leaders; links are queues that the world empties.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from services.gateway.cluster.translate_worker import (
     start_frame,
     token_events,
 )
-from services.gateway.records.request_record import ChoiceRecord, Stay
-from services.gateway.serving.attempts import Attempts, Failure, resumed
+from services.gateway.records.request_record import ChoiceRecord, WorkerSegment
+from services.gateway.serving.retry import Failure, RetryState, resumed
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
 from services.gateway.vocabulary.message import Finish, Fresh, Moved, TokenEvent
-from services.worker.link import Link
+from services.worker.gateway_stream import GatewayStream
 from tests.support.engine_group import Stream
 from tests.support.group_store import Violated
 from tests.support.joined_worker import WorkerProcess, run_now
@@ -58,7 +58,7 @@ class Client:
     """
 
     stream: Stream
-    attempts: Attempts
+    attempts: RetryState
     journal: Journal
     record: ChoiceRecord = field(default_factory=ChoiceRecord)
     tokens: TokenStream | None = None
@@ -96,7 +96,7 @@ class JoinedGateway:
     def start(self, request: Request) -> None:
         """A client asks."""
         client = Client(
-            Stream(request), Attempts(self._resumes), Journal(request.limits.max_tokens)
+            Stream(request), RetryState(self._resumes), Journal(request.limits.max_tokens)
         )
         client.progressed_s = self._world.now_s
         self.clients[request.request_id] = client
@@ -159,7 +159,7 @@ class JoinedGateway:
         if self._world.processes.get(process.name) is process:
             process.requests._open.discard(process.link)
             process.requests._abandon(process.link)
-            process.link = Link()
+            process.link = GatewayStream()
             process.requests._open.add(process.link)
 
     def drain(self, process: WorkerProcess) -> None:
@@ -198,8 +198,8 @@ class JoinedGateway:
         request = resumed(request, tuple(journal.token_ids))
         self.resumed += bool(request.output_ids)
         place = Assignment(request.request_id, group_id, epoch, name, name)
-        client.record.stays.append(
-            Stay(name, group_id, epoch, now_s, first_index=len(journal.token_ids))
+        client.record.segments.append(
+            WorkerSegment(name, group_id, epoch, now_s, first_index=len(journal.token_ids))
         )
         client.tokens = TokenStream(journal, client.record)
         client.epoch, client.moved, client.attach_at_s = epoch, None, None
@@ -267,8 +267,8 @@ class JoinedGateway:
         newer = not tokens.attached and moved.epoch > client.epoch
         if self._links.get(client.address) is not link and not newer:
             return
-        stay = Stay(moved.worker_id, moved.group_id, moved.epoch, self._world.now_s)
-        client.record.stays.append(stay)
+        segment = WorkerSegment(moved.worker_id, moved.group_id, moved.epoch, self._world.now_s)
+        client.record.segments.append(segment)
         client.epoch, client.moved = moved.epoch, moved
         client.attach_until_s = self._world.now_s + ATTACH_TIMEOUT_S
         tokens.move()

@@ -23,6 +23,7 @@ from services.core.planner.events import RequestAborted, RequestArrived, WaitLoo
 from services.core.report import EngineReport, Load
 from services.worker.engine.model.catalog import shape_of
 from services.worker.engine_participant import EngineParticipant
+from services.worker.gateway_stream import GatewayStream
 from services.worker.group_view import Place, place_of
 from services.worker.ipc import (
     AbortAttempt,
@@ -38,7 +39,6 @@ from services.worker.ipc import (
     from_engine_decoder,
     to_engine_decoder,
 )
-from services.worker.link import Link
 from services.worker.member.participant import PrepareRefused, ProposedChange
 from services.worker.member.servicer import FUTURE_WAIT_S
 from services.worker.servicer import SWEEP_S, WorkerServicer
@@ -77,7 +77,7 @@ class Pause:
 class EnginePipe:
     """The servicer's end of the engine; frames are encoded as on the socket."""
 
-    lifeless_s = 0.0
+    heartbeat_age_s = 0.0
 
     def __init__(self) -> None:
         self.inbox: deque[bytes] = deque()
@@ -145,7 +145,7 @@ class WorkerProcess:
         self.stands_until_s = 0.0
         self.blind_until_s = 0.0  # cut off from the store
         self.revision = 0  # of the records that it has seen
-        self.link = Link()
+        self.link = GatewayStream()
         self.fence = MemberState(self.name, self.incarnation)
         self.report = EngineReport(Load(0, 0, runner.num_blocks, 0))
         self.standing_changed = False
@@ -364,7 +364,7 @@ class WorkerProcess:
         self.requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
         if self._left_out and not left_out:
-            self.requests.give_up_all("the worker's group goes on without it; try again")
+            self.requests.give_up_all("the group continues without this worker; retry")
 
     def end(self) -> None:
         """The process ends; callers hear nothing more."""

@@ -20,7 +20,7 @@ from services.core.groups.reconfiguration import split_up
 from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import GroupPhase, StoredGroup, Targets
 from services.core.request import Request
-from services.gateway.serving.attempts import LOST_MAX
+from services.gateway.serving.retry import LOST_MAX
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import Stream
@@ -294,7 +294,7 @@ class JoinedWorld:
         check_engines(engines)
         for process in self.processes.values():
             process.fence.check_invariants()
-            process.requests._arrivals.check_invariants()
+            process.requests._handovers.check_invariants()
             process.engine.member.state.table.check_invariants()
             self._check_layers(process)
 

@@ -99,7 +99,7 @@ class Owner:
 
     def check_idle(self) -> None:
         """Raise AssertionError if the servicer keeps anything of a request."""
-        self.servicer._arrivals.check_invariants()
+        self.servicer._handovers.check_invariants()
         assert self.servicer.active == 0
 
     def moved(self, request_id: str, to: "Owner", next_index: int) -> MovedRequest:
@@ -114,15 +114,15 @@ class Owner:
 
     async def is_awaited(self, request_id: str) -> None:
         """Wait until a gateway waits for a request that has not come."""
-        await self._has(self.servicer._arrivals._expected, request_id)
+        await self._has(self.servicer._handovers._expected, request_id)
 
     async def is_read(self, request_id: str) -> None:
         """Wait until a gateway reads a request."""
-        await self._has(self.servicer._links, request_id)
+        await self._has(self.servicer._streams, request_id)
 
     async def is_unwanted(self, request_id: str) -> None:
         """Wait until the abort of a request that has not come is known."""
-        await self._has(self.servicer._arrivals._aborted, request_id)
+        await self._has(self.servicer._handovers._aborted, request_id)
 
     async def has_aborted(self, request_id: str) -> None:
         """Wait until the engine is told to abort a request."""

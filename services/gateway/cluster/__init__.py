@@ -1,1 +1,1 @@
-"""Clients of the scheduler, the memory manager and the workers."""
+"""Clients for the scheduler, the memory manager and the workers."""

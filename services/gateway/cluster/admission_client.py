@@ -1,4 +1,4 @@
-"""Asks the scheduler for a place to run, over one long-lived stream."""
+"""Requests worker assignments from the scheduler over a long-lived gRPC stream."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ RESEND_S = 1.0
 SWEEP_S = 0.25
 HEARTBEAT_TIMEOUT_S = 3.0
 RECONNECT_S = 0.2
-# For a living scheduler, once a worker was lost after a token: a scheduler restarts well within it.
+# Longest wait of a resumed request while no scheduler answers; a scheduler restarts well within it.
 RESUME_TIMEOUT_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -42,21 +42,21 @@ AdmitCall = grpc.aio.StreamStreamCall[scheduler_pb2.AdmitRequest, scheduler_pb2.
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """An ask without an answer."""
+    """An ask that the scheduler has not answered."""
 
     ask: Ask
     asked_s: float
     answer: asyncio.Future[Assignment]
-    # When a living scheduler was last known to have the ask in its queue.
+    # Last time when the ask was known to be in the queue of a running scheduler.
     known_s: float
-    ticketed: bool = False
+    ticketed: bool = False  # whether the scheduler has confirmed that it queued the ask
     sent_s: float = 0.0
-    # Doubles with every repetition: a scheduler that is only slow must not get more to do.
-    patience_s: float = RESEND_S
+    # Exponential back-off, so that retries do not add load to a slow scheduler.
+    backoff_s: float = RESEND_S
 
 
 class AdmissionClient:
-    """Requests that wait for a place, and the stream to the scheduler that they wait on."""
+    """Queues requests at the scheduler and waits for their assignments."""
 
     def __init__(
         self,
@@ -64,32 +64,34 @@ class AdmissionClient:
         admit_timeout_s: float,
         dial: Dial,
     ) -> None:
-        """`address`: where the newest scheduler listens, None while there is none."""
+        """`address` returns host:port of the newest scheduler, None while there is none."""
         self._address = address
         self._admit_timeout_s = admit_timeout_s
         self._dial = dial
         self._pending: dict[str, _Pending] = {}
         self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
         self._changed = asyncio.Event()
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self.heartbeat: Heartbeat | None = None
 
     @property
     def waiting(self) -> int:
-        """How many asks have no answer yet."""
+        """Number of asks without an answer."""
         return len(self._pending)
 
     def scheduler_changed(self) -> None:
-        """Tell that `address` may have changed."""
+        """Notify the client that `address` may return another scheduler."""
         self._changed.set()
 
     async def admit(self, ask: Ask, waited_s: float = 0.0) -> Assignment:
-        """Wait for a place; being cancelled withdraws the ask.
+        """Wait for an assignment; cancelling the call withdraws the ask.
+
+        `waited_s`: time that the request has waited before.
 
         Raises:
-            GatewayError: the scheduler's refusal, or ServiceUnavailable when no living scheduler
-                has known the request for `admit_timeout_s`, or for `RESUME_TIMEOUT_S` if it is
-                resumed.
+            GatewayError: the scheduler's refusal.
+            ServiceUnavailable: if no running scheduler has had the request in its queue for
+                `admit_timeout_s`, or `RESUME_TIMEOUT_S` for a resumed request.
         """
         now_s = monotonic_s()
         answer: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
@@ -107,35 +109,34 @@ class AdmissionClient:
                 self._send(translate.withdraw_frame(ask.request_id))
 
     def pass_on(self, load: load_pb2.WorkerLoad) -> None:
-        """Pass a worker's load on to the scheduler, ahead of all later asks."""
+        """Forward a worker's load to the scheduler, ahead of all later asks."""
         self._send(translate.load_frame(load))
 
     async def run(self) -> None:
-        """Keep a stream to the newest scheduler until cancelled."""
+        """Maintain a stream to the newest scheduler until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sweep())
             tasks.create_task(self._keep_stream())
 
     async def _sweep(self) -> None:
-        """Repeat asks without a ticket; fail asks that no scheduler knows."""
+        """Resend asks without a ticket; fail asks that no scheduler has had for too long."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = monotonic_s()
             for pending in self._pending.values():
                 if pending.answer.done():
                     continue
+                # Each message of the scheduler confirms that it still holds the queued asks.
                 if pending.ticketed:
-                    pending.known_s = self._heard_s
+                    pending.known_s = self._received_s
                 resumed = pending.ask.resumed
                 limit_s = RESUME_TIMEOUT_S if resumed else self._admit_timeout_s
                 if now_s - pending.known_s > limit_s:
                     pending.answer.set_exception(
-                        ServiceUnavailable(
-                            "the scheduler cannot be reached; send the request again soon"
-                        )
+                        ServiceUnavailable("the scheduler is unreachable; retry shortly")
                     )
-                elif not pending.ticketed and now_s - pending.sent_s > pending.patience_s:
-                    pending.patience_s *= 2
+                elif not pending.ticketed and now_s - pending.sent_s > pending.backoff_s:
+                    pending.backoff_s *= 2
                     self._send_ask(pending)
 
     async def _keep_stream(self) -> None:
@@ -146,10 +147,10 @@ class AdmissionClient:
                 continue
             began_s = monotonic_s()
             try:
-                await self._converse(address)
+                await self._run_stream(address)
             except* (StreamBroken, grpc.RpcError) as group:
-                # A dead scheduler's record outlives it: say so once, not at every attempt.
-                if self._heard_s > began_s:
+                # A dead scheduler's record lasts until its lease ends: log once, not per attempt.
+                if self._received_s > began_s:
                     log.warning("stream to the scheduler at %s ended: %s", address, cause(group))
             await asyncio.sleep(RECONNECT_S)
 
@@ -159,8 +160,8 @@ class AdmissionClient:
             async with timeout(timeout_s):
                 await self._changed.wait()
 
-    async def _converse(self, address: str) -> None:
-        """Hold one stream until it breaks or another scheduler is the newest."""
+    async def _run_stream(self, address: str) -> None:
+        """Hold a stream until it breaks or a newer scheduler registers."""
         began_s = monotonic_s()
         outbox: Outbox[scheduler_pb2.AdmitRequest] = Outbox()
         self._outbox = outbox
@@ -168,8 +169,9 @@ class AdmissionClient:
             call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit(
                 metadata=TAKES_MANY
             )
+            # The scheduler forgets the asks of an ended stream: a new stream starts with all asks.
             for pending in self._pending.values():
-                pending.patience_s = RESEND_S
+                pending.backoff_s = RESEND_S
                 self._send_ask(pending)
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -181,18 +183,18 @@ class AdmissionClient:
                 self.heartbeat = None
                 for pending in self._pending.values():
                     if pending.ticketed:
-                        pending.known_s = self._heard_s
+                        pending.known_s = self._received_s
                     pending.ticketed = False
                 call.cancel()
 
     async def _read(self, call: AdmitCall) -> None:
         async for message in call:
-            self._heard_s = monotonic_s()
+            self._received_s = monotonic_s()
             for frame in unpacked(message):
-                self._take(translate.scheduler_message(frame))
-        raise StreamBroken("the scheduler closed it")
+                self._handle(translate.scheduler_message(frame))
+        raise StreamBroken("the scheduler closed the stream")
 
-    def _take(self, message: SchedulerMessage | None) -> None:
+    def _handle(self, message: SchedulerMessage | None) -> None:
         if isinstance(message, Heartbeat):
             self.heartbeat = message
         elif message is not None:
@@ -201,15 +203,15 @@ class AdmissionClient:
     async def _watch(
         self, address: str, outbox: Outbox[scheduler_pb2.AdmitRequest], began_s: float
     ) -> None:
-        """End the stream of a frozen or replaced scheduler."""
+        """End the stream when the scheduler hangs or is replaced."""
         while True:
             await self._wait_for_change(SWEEP_S)
             if self._address() not in (None, address):
                 raise StreamBroken("a newer scheduler has registered")
-            if monotonic_s() - max(self._heard_s, began_s) > HEARTBEAT_TIMEOUT_S:
+            if monotonic_s() - max(self._received_s, began_s) > HEARTBEAT_TIMEOUT_S:
                 raise StreamBroken(f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s")
             if outbox.full:
-                raise StreamBroken("it takes no more frames")
+                raise StreamBroken("the scheduler reads no frames")
 
     def _settle(self, message: Ticket | Assignment | Refusal) -> None:
         pending = self._pending.get(message.request_id)
@@ -228,18 +230,16 @@ class AdmissionClient:
         self._send(translate.ask_frame(pending.ask, now_s - pending.asked_s))
 
     def _send(self, frame: scheduler_pb2.AdmitRequest) -> None:
-        """Queue a frame; without a stream it is dropped, since a new stream begins with all asks.
-
-        A full outbox makes `_watch` end the stream, which loses nothing either: the scheduler
-        forgets the requests of a stream that ended, and workers report their load themselves.
-        """
+        """Queue a frame, or drop it while there is no stream or the outbox is full."""
+        # Nothing is lost: a new stream starts with all asks, workers also report their load
+        # themselves, and a full outbox makes `_watch` end the stream.
         if self._outbox is not None and not self._outbox.full:
             self._outbox.put(frame)
 
 
 def refusal_error(refusal: Refusal) -> GatewayError:
-    """The client's error for a refusal."""
-    message = refusal.message or "the scheduler refuses the request"
+    """The error that a client gets for a refusal."""
+    message = refusal.message or "the scheduler refused the request"
     retry_after_s = refusal.retry_after_s
     match refusal.reason:
         case RefusalReason.TOO_LARGE:

@@ -1,4 +1,4 @@
-"""Asks the other services for their state, with short deadlines."""
+"""Queries the state of the other services, with short deadlines, for status pages."""
 
 import asyncio
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def cluster_rows(
     cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
     """Workers, groups, decisions, shortfalls and losses; `records`: registrations by worker id."""
-    held = {
+    layers_by_worker = {
         member.worker_id: member.end_layer - member.first_layer
         for group in cluster.groups
         if _has_layers(group)
@@ -32,8 +32,8 @@ def cluster_rows(
     }
     return {
         "workers": [
-            _worker(one, records.get(one.worker_id), held.get(one.worker_id))
-            for one in cluster.workers
+            _worker(worker, records.get(worker.worker_id), layers_by_worker.get(worker.worker_id))
+            for worker in cluster.workers
         ],
         "groups": [_group(group) for group in cluster.groups],
         "decisions": list(cluster.decisions),
@@ -47,21 +47,22 @@ def cluster_rows(
 def _worker(
     worker: MemoryReport, record: record_pb2.WorkerRecord | None, layers: int | None
 ) -> dict[str, Any]:
-    """`layers`: how many of the model's the worker runs, None if nobody says: then it is all."""
+    """The status row of a worker; `layers`: how many layers it runs, None for all."""
     load, block_bytes = worker.engine.load, worker.kv_block_bytes
+    # A block on a worker with fewer layers holds KV of those layers only.
     if layers is not None and record is not None and record.shape.num_layers:
         block_bytes = block_bytes * layers // record.shape.num_layers
-    told = memory_values(worker)
+    values = memory_values(worker)
     return {
-        "id": told.pop("worker_id"),
-        **told,
+        "id": values.pop("worker_id"),
+        **values,
         "kv_used_bytes": (load.kv_blocks_total - load.kv_blocks_free) * block_bytes,
         "kv_free_bytes": load.kv_blocks_free * block_bytes,
     } | translate.worker_facts(record)
 
 
 def _has_layers(group: Group) -> bool:
-    """Whether its record says which layers the members have."""
+    """Whether the group's record has the layer ranges of its members."""
     return all(member.end_layer > member.first_layer for member in group.members)
 
 
@@ -79,13 +80,13 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 CALL_TIMEOUT_S = 1.0
-# A status page of a large cluster asks this many at a time.
+# Concurrent calls for the status of a large cluster.
 CALLS_AT_ONCE = 64
-SILENT = "the memory manager does not answer, so workers and groups are unknown"
+SILENT = "the memory manager does not respond, so workers and groups are unknown"
 
 
 class ClusterClient:
-    """Tells the state of the whole cluster; a service that is away raises nothing."""
+    """Returns the state of the cluster; a service that does not respond raises no error."""
 
     def __init__(self, view: ClusterView, dial: Dial, store: Store) -> None:
         self._view = view
@@ -93,7 +94,7 @@ class ClusterClient:
         self._store = store
 
     async def cluster(self) -> ClusterStatus | None:
-        """Workers' memory and the groups, or None if the memory manager does not answer."""
+        """Workers' memory and the groups, or None if the memory manager does not respond."""
         address = self._view.address_of("memmgr")
         if address is None:
             return None
@@ -110,15 +111,15 @@ class ClusterClient:
     async def status(self) -> dict[str, Any]:
         """The object that `tideserve status --json` shows."""
         async with asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(self.cluster())
+            cluster = tasks.create_task(self.cluster())
             services = tasks.create_task(self.services())
             etcd = tasks.create_task(self._etcd())
-        told = {"services": services.result(), "etcd": etcd.result()}
-        told |= {"scheduling": self._view.scheduling}
-        return told | self.rows(asked.result())
+        status = {"services": services.result(), "etcd": etcd.result()}
+        status |= {"scheduling": self._view.scheduling}
+        return status | self.rows(cluster.result())
 
     async def _etcd(self) -> dict[str, str | None]:
-        """Its version, None while it does not answer."""
+        """etcd's version, None while it does not respond."""
         try:
             async with timeout(CALL_TIMEOUT_S):
                 return {"version": await self._store.version()}
@@ -126,7 +127,7 @@ class ClusterClient:
             return {"version": None}
 
     def rows(self, cluster: ClusterStatus | None) -> dict[str, Any]:
-        """Workers, groups and decisions; None is a memory manager that does not answer."""
+        """Workers, groups and decisions; `cluster` is None if the memory manager is silent."""
         records = {worker.worker_id: worker for worker in self._view.workers()}
         rows = cluster_rows(cluster or ClusterStatus((), ()), records)
         if (fault := self._view.scheduling_fault()) is not None:
@@ -134,12 +135,13 @@ class ClusterClient:
         return rows if cluster is not None else rows | {"errors": [SILENT]}
 
     async def services(self) -> list[dict[str, Any]]:
-        """A row for each service instance and worker."""
+        """A status row for each service instance and worker."""
         slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
         async def row(name: str, role: str, address: str, recorded_pid: int) -> dict[str, Any]:
             async with slots:
                 state = await _process(self._dial(address, role))
+            # List a process that does not respond with the pid of its record.
             if state is None:
                 return {"name": name, "pid": recorded_pid, "rss_bytes": 0, "ready": False}
             pid = state.pids[0] if state.pids else recorded_pid
@@ -151,7 +153,7 @@ class ClusterClient:
 
 
 async def _process(channel: grpc.aio.Channel) -> ProcessState | None:
-    """What the process at the channel's end tells, or None if it does not answer; closes it."""
+    """The state of the process behind `channel`, None if it is silent; closes the channel."""
     async with channel:
         stub = process_pb2_grpc.ProcessServiceStub(channel)
         try:

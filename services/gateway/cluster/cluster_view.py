@@ -1,4 +1,4 @@
-"""The members of the cluster, from etcd, and whether they are enough to serve."""
+"""The cluster's services, workers and groups, as registered in etcd."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class ClusterView:
                 tasks.create_task(directory.run())
 
     async def loaded(self) -> None:
-        """Return once all records have been read."""
+        """Return once all records have been read for the first time."""
         for directory in (self._services, self._workers, self._groups):
             await directory.loaded.wait()
 
@@ -38,7 +38,7 @@ class ClusterView:
         return record.address if record is not None else None
 
     def instances(self) -> list[record_pb2.ServiceRecord]:
-        """The newest instance of each service, and all gateways, by name."""
+        """The newest instance of each service, but all gateways, sorted by name."""
         chosen = []
         for key, record in sorted(self._services.records.items()):
             newest = self._services.newest(f"{SERVICES}{record.name}/")
@@ -47,35 +47,36 @@ class ClusterView:
         return chosen
 
     def workers(self) -> list[record_pb2.WorkerRecord]:
-        """The registered workers, by id."""
+        """The registered workers, sorted by id."""
         return sorted(self._workers.records.values(), key=lambda record: record.worker_id)
 
     @property
     def scheduling(self) -> str:
-        """Which requests go first, as the scheduler was told; "" while none is known."""
+        """The scheduler's `scheduling` option; "" while no scheduler is known."""
         scheduler = self._services.newest(f"{SERVICES}scheduler/")
         return scheduler.scheduling if scheduler is not None else ""
 
     def scheduling_fault(self) -> str | None:
-        """What is wrong if workers were told another `scheduling` than the scheduler."""
+        """An error text if workers have another `scheduling` option than the scheduler."""
         return scheduling_fault(self.scheduling, self.workers())
 
     def worker_addresses(self) -> frozenset[str]:
-        """Where registered workers listen."""
+        """Addresses (host:port) of the registered workers."""
         return frozenset(record.address for record in self._workers.records.values())
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence that any worker holds, as last seen; None before the first worker."""
+        """Longest sequence in tokens of any worker, as last seen; None before the first worker."""
         return self._max_model_len or None
 
     @property
     def block_size(self) -> int:
-        """Tokens in a KV block of the model's workers, as last seen; 0 before the first worker."""
+        """Tokens per KV block of the model's workers, as last seen; 0 before the first worker."""
         return self._block_size
 
     def serving_workers(self) -> int:
         """Registered workers of the model whose incarnation is a member of a stable group."""
+        # Compare incarnations: a restarted worker is not a member until a new group is committed.
         members = {
             (member.worker_id, member.incarnation)
             for group in self._stable_groups()
@@ -84,7 +85,7 @@ class ClusterView:
         return sum((w.worker_id, w.incarnation) in members for w in self._model_workers())
 
     def serving_groups(self) -> int:
-        """Stable groups of the model: fewer than the workers while some workers serve together."""
+        """Number of stable groups of the model; merged workers count as a single group."""
         return sum(group.model == self._model for group in self._stable_groups())
 
     def registered_workers(self) -> int:
@@ -93,7 +94,7 @@ class ClusterView:
 
     def _stable_groups(self) -> list[Group]:
         groups = map(to_group, self._groups.records.values())
-        return [one for one in groups if one is not None and one.phase is GroupPhase.STABLE]
+        return [group for group in groups if group is not None and group.phase is GroupPhase.STABLE]
 
     def _model_workers(self) -> list[record_pb2.WorkerRecord]:
         return [w for w in self._workers.records.values() if w.model == self._model]
@@ -101,7 +102,7 @@ class ClusterView:
     def _note_workers(self) -> None:
         workers = self._model_workers()
         longest = max((w.max_model_len for w in workers), default=0)
-        # While all workers are away the last known length stays in force.
+        # Keep the last known length while no worker is registered.
         self._max_model_len = longest or self._max_model_len
         self._block_size = max((w.block_size for w in workers), default=0) or self._block_size
         self._on_change()

@@ -1,4 +1,4 @@
-"""Asks the memory manager to merge and split groups, and passes its progress on."""
+"""Merges and splits groups through the memory manager and streams its progress."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -12,29 +12,29 @@ from services.gateway.vocabulary.errors import BadRequest, GatewayError, Service
 from services.gateway.vocabulary.message import GroupStep
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
-# Longer than the memory manager itself waits for anything.
+# Longer than any timeout of the memory manager.
 CHANGE_TIMEOUT_S = 900.0
 RETRY_AFTER_S = 5.0
 
 
 class GroupClient:
-    """Changes groups by way of the memory manager that leads."""
+    """Changes groups through the leading memory manager."""
 
     def __init__(self, view: ClusterView, dial: Dial) -> None:
         self._view = view
         self._dial = dial
 
     def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
-        """Merge groups (none given: all).
+        """Merge the given groups, or all groups if `group_ids` is empty.
 
         Raises:
-            GatewayError: if it is refused, or the memory manager does not answer.
+            GatewayError: if the change is refused, or the memory manager does not respond.
         """
         request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
         return self._change(lambda stub: stub.MergeGroups(request, timeout=CHANGE_TIMEOUT_S))
 
     def split(self, group_id: str | None) -> AsyncIterator[GroupStep]:
-        """Split a group (None: the only merged one); raises as `merge`."""
+        """Split `group_id`, or the only merged group if None; raises as `merge`."""
         request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "")
         return self._change(lambda stub: stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S))
 
@@ -51,7 +51,7 @@ class GroupClient:
         address = self._view.address_of("memmgr")
         if address is None:
             raise ServiceUnavailable(
-                "no memory manager leads, so groups cannot change; try again in a few seconds",
+                "no memory manager is leading, so groups cannot change; retry in a few seconds",
                 retry_after_s=RETRY_AFTER_S,
             )
         return address
@@ -59,9 +59,9 @@ class GroupClient:
 
 def _to_gateway_error(error: grpc.aio.AioRpcError) -> GatewayError:
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return BadRequest(error.details() or "the groups cannot be changed so")
+        return BadRequest(error.details() or "the memory manager rejected this change of groups")
     return ServiceUnavailable(
-        f"the memory manager does not do it ({error.details() or error.code().name}); try again in"
-        " a few seconds",
+        f"the memory manager could not change the groups ({error.details() or error.code().name});"
+        " retry in a few seconds",
         retry_after_s=RETRY_AFTER_S,
     )

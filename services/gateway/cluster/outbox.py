@@ -1,4 +1,4 @@
-"""Frames that wait to be written to a peer."""
+"""Bounded queue of frames to write to a peer."""
 
 import asyncio
 import contextlib
@@ -15,28 +15,28 @@ from services.gateway.vocabulary.errors import QueueFull
 T = TypeVar("T", bound=Message)
 
 FRAMES_MAX = 16_384
-"""Most frames that wait; a peer that lets more pile up counts as frozen."""
+"""Most queued frames; a peer that reads too slowly for that counts as hung."""
 BYTES_MAX = 16 * 2**20
-"""Bytes of waiting frames from which on callers of `room` wait."""
+"""Queued bytes at which callers of `room` block."""
 ROOM_TIMEOUT_S = 10.0
 
 
 class Outbox(Generic[T]):
-    """Frames for one peer, their bytes counted until they are written."""
+    """Frames for a peer; their bytes count until they are written."""
 
     def __init__(self, bytes_max: int = BYTES_MAX, room_timeout_s: float = ROOM_TIMEOUT_S) -> None:
         self._bytes_max = bytes_max
         self._room_timeout_s = room_timeout_s
         self._frames: deque[tuple[T, int]] = deque()
-        self._news = asyncio.Event()
+        self._nonempty = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._turn = asyncio.Lock()
+        self._room_lock = asyncio.Lock()
         self._size_bytes = 0
 
     @property
     def full(self) -> bool:
-        """Whether the outbox holds as many frames as it may."""
+        """Whether the outbox has reached `FRAMES_MAX` frames."""
         return len(self._frames) >= FRAMES_MAX
 
     def put(self, frame: T) -> None:
@@ -44,52 +44,53 @@ class Outbox(Generic[T]):
         frame_bytes = frame.ByteSize()
         self._frames.append((frame, frame_bytes))
         self._count(frame_bytes)
-        self._news.set()
+        self._nonempty.set()
 
     @contextlib.asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
-        """Begins when there is room for another frame of any size; one caller enters at a time.
+        """Wait until there is room for a frame of any size; only a single caller enters at a time.
 
-        So the outbox exceeds its bound by one frame at most. Urgent frames are put without it.
+        So the outbox exceeds its bound by at most a frame. Urgent frames are put without waiting.
 
         Raises:
-            QueueFull: if there is no room for a time.
+            QueueFull: if there is no room within the timeout.
         """
-        if self._turn.locked() or not self._room.is_set():
+        if self._room_lock.locked() or not self._room.is_set():
             await self._wait_for_room()
         else:
-            await self._turn.acquire()
+            # The lock is free, so this does not block and needs no timeout.
+            await self._room_lock.acquire()
         try:
             yield
         finally:
-            self._turn.release()
+            self._room_lock.release()
 
     async def _wait_for_room(self) -> None:
-        """Take the turn when there is room; raises QueueFull if that lasts too long."""
+        """Acquire the lock of `room` once there is room; raises QueueFull on timeout."""
         try:
             async with timeout(self._room_timeout_s), contextlib.AsyncExitStack() as stack:
-                await stack.enter_async_context(self._turn)
+                await stack.enter_async_context(self._room_lock)
                 await self._room.wait()
-                # `room` gives the turn back.
+                # Keep the lock on success: `room` releases it.
                 stack.pop_all()
         except TimeoutError:
-            raise QueueFull("the worker takes requests too slowly; try again later") from None
+            raise QueueFull("the worker accepts requests too slowly; retry later") from None
 
     def close(self) -> None:
-        """Nothing is written any more: callers of `room` go on."""
+        """Release all callers of `room`, because nothing is written any more."""
         self._bytes_max = sys.maxsize
         self._room.set()
 
     async def take(self, many: Callable[[], bool]) -> tuple[list[T], int]:
-        """The oldest frame, or all if there may be `many`, and their bytes; waits for one."""
+        """Wait for frames; remove the oldest, or all if `many`; returns them and their bytes."""
         while not self._frames:
-            self._news.clear()
-            await self._news.wait()
+            self._nonempty.clear()
+            await self._nonempty.wait()
         taken = [self._frames.popleft() for _ in range(len(self._frames) if many() else 1)]
         return [frame for frame, _ in taken], sum(frame_bytes for _, frame_bytes in taken)
 
     def written(self, size_bytes: int) -> None:
-        """Frames of `size_bytes` that were taken have been written."""
+        """Note that taken frames of `size_bytes` have been written."""
         self._count(-size_bytes)
 
     def _count(self, size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether this gateway, and the cluster behind it, can take requests."""
+"""Readiness: whether this gateway and the cluster behind it can serve requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_view import ClusterView
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What there is, and sentences about what is missing."""
+    """Workers and groups, and sentences about what is missing until the gateway is ready."""
 
     workers_expected: int | None
     workers_registered: int
@@ -23,15 +23,15 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """A request can be placed now, and the expected workers are not waited for any more."""
+        """Whether a request can be scheduled now and start-up is over."""
         return not self.missing
 
 
 class ReadinessProbe:
-    """Decides from what is known now, without calls to other services.
+    """Computes readiness from local state, without calls to other services.
 
-    The workers that are expected are waited for until they are all there, and for `wait_s` seconds
-    at most from when a request could be placed first: one of them may be lost for good.
+    At start-up the gateway is not ready until `workers_expected` workers serve, or until `wait_s`
+    seconds after a request could first be scheduled, because a worker may be lost for good.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class ReadinessProbe:
         self._expected = workers_expected
         self._wait_s = wait_s
         self._clock = clock
-        self._waits = workers_expected is not None
+        self._awaits_workers = workers_expected is not None
         self._serving_since_s: float | None = None
 
     async def run(self) -> None:
-        """Notice what there is whether or not anybody asks, until no worker is waited for."""
-        while self._waits:
+        """Poll until start-up is over, so that `wait_s` starts without any probe of /ready."""
+        while self._awaits_workers:
             self.look()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def look(self) -> Readiness:
-        """The state of this moment."""
+        """The readiness now."""
         heartbeat = self._admission.heartbeat
-        # The scheduler counts the groups of all models, the view those of this gateway's.
+        # The scheduler counts groups of all models, the view only groups of this gateway's model.
         stable = self._view.serving_groups()
         serving = min(heartbeat.groups_serving, stable) if heartbeat is not None else 0
         registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
@@ -69,31 +69,31 @@ class ReadinessProbe:
         if self._drain.leaving:
             missing.append("this gateway is shutting down")
         self._note_serving(serving)
-        if self._waits:
+        if self._awaits_workers:
             missing += self._awaited(registered, in_groups)
-        groups = max(1, stable) if self._waits else 1
+        groups = max(1, stable) if self._awaits_workers else 1
         if heartbeat is None:
             missing.append("the scheduler does not answer")
         elif not stable:
             missing.append("no group of the model is stable")
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
-        # A worker that is lost later takes no gateway away from its clients.
-        self._waits = self._waits and bool(missing)
+        # Once ready, the loss of a worker must not take the gateway out of service.
+        self._awaits_workers = self._awaits_workers and bool(missing)
         return Readiness(self._expected, registered, serving, tuple(missing))
 
     def _note_serving(self, serving: int) -> None:
-        """Wait for no worker any more if requests could be placed for long enough."""
+        """End start-up if requests could be scheduled for `wait_s`."""
         if not serving:
             return
         now_s = self._clock()
         if self._serving_since_s is None:
             self._serving_since_s = now_s
         if now_s - self._serving_since_s >= self._wait_s:
-            self._waits = False
+            self._awaits_workers = False
 
     def _awaited(self, registered: int, in_groups: int) -> list[str]:
-        """What a cluster that starts still waits for."""
+        """What a starting cluster still waits for: registrations, then membership in groups."""
         expected = self._expected or 0
         if registered < expected:
             return [f"{registered} of {expected} workers have registered"]
@@ -102,14 +102,14 @@ class ReadinessProbe:
         return []
 
     def ready(self) -> bool:
-        """Whether requests are accepted: see `Readiness.ready`."""
+        """Whether requests are accepted; see `Readiness.ready`."""
         return self.look().ready
 
     def healthy(self) -> bool:
-        """At least one group serves, and this gateway is not leaving."""
+        """Whether a group serves and this gateway is not shutting down."""
         return self.look().groups_serving > 0 and not self._drain.leaving
 
     def queued(self) -> int | None:
-        """Requests in the scheduler's queue; None while no scheduler answers."""
+        """Requests in the scheduler's queue; None while no scheduler responds."""
         heartbeat = self._admission.heartbeat
         return heartbeat.queued if heartbeat is not None else None

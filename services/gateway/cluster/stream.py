@@ -1,4 +1,4 @@
-"""What the long-lived gRPC streams to scheduler and workers have in common."""
+"""Shared parts of the long-lived gRPC streams to the scheduler and workers."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -13,17 +13,16 @@ T = TypeVar("T", bound=Message)
 
 
 class StreamBroken(Exception):
-    """The stream cannot be used any longer."""
+    """The stream has ended or must be closed."""
 
 
 async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) -> None:
     """Write the frames of `outbox` until the stream ends; a stream must not have two writers.
 
-    Frames that have piled up go in one message if the peer supports it.
-
     Raises:
         StreamBroken: if the stream has ended.
     """
+    # Queued frames share a message if the peer supports it: fewer messages cost less CPU time.
     headers = asyncio.create_task(_takes_many(call))
     try:
         while True:
@@ -32,13 +31,13 @@ async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) 
                 await call.write(message)
             outbox.written(size_bytes)
     except asyncio.InvalidStateError as error:
-        raise StreamBroken("it has ended") from error
+        raise StreamBroken("the stream has ended") from error
     finally:
         headers.cancel()
 
 
 async def _takes_many(call: grpc.aio.StreamStreamCall[Any, Any]) -> bool:
-    """Whether the peer supports messages of many frames, once that is known."""
+    """Whether the peer supports several frames per message, as its initial metadata says."""
     try:
         return takes_many(await call.initial_metadata())
     except grpc.aio.AioRpcError:
@@ -46,7 +45,7 @@ async def _takes_many(call: grpc.aio.StreamStreamCall[Any, Any]) -> bool:
 
 
 def cause(group: BaseExceptionGroup[BaseException]) -> str:
-    """A few words about the first error of a group."""
+    """A short description of the first error in a group, for logs."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

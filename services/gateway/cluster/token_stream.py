@@ -1,4 +1,4 @@
-"""The tokens of one request on their way from a worker to a client."""
+"""Buffers the tokens of a request between its worker and its client."""
 
 import asyncio
 
@@ -14,131 +14,128 @@ from services.gateway.vocabulary.message import Finish, Fresh, TokenEvent
 
 
 class StaleEpoch(Exception):
-    """The worker serves another epoch than the assignment's: ask the scheduler again."""
+    """The worker serves another epoch than the assignment: the request must be admitted again."""
 
 
 class Returned(Exception):
-    """The worker has had no room to begin, or has lost the KV: ask for another place."""
+    """The worker returned the request for another assignment: no room to start, or KV lost."""
 
 
 class KvLost(Returned):
-    """The worker has lost the KV with a member of its group."""
+    """The worker returned the request because its KV was lost with a member of the group."""
 
 
 class TokenStream:
-    """The tokens of one start of a request, journalled as they come and read at the client's pace.
+    """The tokens of a started request: written by the worker's link, read at the client's pace.
 
-    While it moves to another worker it is not attached, and the loss of a link does not end it.
+    While the request moves to another worker, the stream is detached and survives a lost link.
     """
 
     def __init__(self, journal: Journal, record: ChoiceRecord) -> None:
-        """`record.stays` ends with the worker that has the request, which goes on after `journal`.
-
-        All of `journal` has been read.
-        """
+        """`journal` has the output so far, all read. `record.segments` ends with the worker."""
         self.record = record
         self._attached = True
         self._changed = asyncio.Event()
         journal.reopen()
         self._journal = journal
-        self._read = len(journal.token_ids)
-        # Whether `next` has something to look at, and what it waits for if it has not.
-        self._news = False
-        self._waiting: asyncio.Future[None] | None = None
+        self._read_index = len(journal.token_ids)
+        self._readable = False  # whether `next` has an event to process
+        self._reader: asyncio.Future[None] | None = None  # wakes `next`
         self._error: GatewayError | None = None
 
     @property
     def over(self) -> bool:
-        """Whether the worker is done with the request."""
+        """Whether the request has ended at its worker."""
         return self._journal.finish is not None or self._error is not None
 
     @property
     def next_index(self) -> int:
-        """Output index of the first token that has not come."""
+        """Output index of the next token to receive."""
         return len(self._journal.token_ids)
 
     @property
     def read_index(self) -> int:
-        """Output index of the first token that `next` has not returned."""
-        return self._read
+        """Output index of the next token that `next` returns."""
+        return self._read_index
 
     @property
     def attached(self) -> bool:
-        """Whether the worker that has the request has answered this gateway."""
+        """False from a move until the first event of the new worker, else True."""
         return self._attached
 
     def move(self) -> None:
-        """Another worker has the request now, and has not answered yet."""
+        """Detach the stream: the request has moved to another worker, which is still silent."""
         self._attached = False
         self._changed.clear()
 
     async def settled(self) -> bool:
-        """Wait until the new worker answers or the stream is over; False if the link is lost."""
+        """Wait for the new worker's first event or the end; returns False if the link is lost."""
         await self._changed.wait()
         self._changed.clear()
         return self._attached or self.over
 
     def lose(self, error: GatewayError) -> None:
-        """The link to the worker is lost: this ends the stream unless it is moving."""
+        """Note that the link to the worker is lost; ends the stream unless it is detached."""
         if self._attached:
             self.fail(error)
         else:
             self._changed.set()
 
     def apply(self, event: TokenEvent) -> None:
-        """Take its worker's event; raises JournalError if it breaks the order."""
+        """Apply an event of the worker; raises JournalError if it violates the protocol."""
         self._attached = True
         self._changed.set()
         if event.times is not None:
-            self.record.stays[-1].times = event.times
+            self.record.segments[-1].times = event.times
         if event.cached_tokens:
             self.record.cached_tokens = event.cached_tokens
         self._journal.apply(event)
-        self._tell()
+        self._wake_reader()
 
     def fail(self, error: GatewayError) -> None:
         """End the stream with an error, unless it has ended already."""
         if not self.over:
             self._error = error
-            self._tell()
+            self._wake_reader()
             self._changed.set()
 
     async def next(self) -> Fresh:
-        """All tokens since the last call, and the ending if that is reached; waits for news.
+        """Wait for and return all tokens since the last call, with the ending if reached.
 
         Raises:
-            StaleEpoch: if the request must be admitted again.
-            Returned: likewise, as its worker has given it back.
-            GatewayError: if the request failed; tokens that came before are returned first.
+            StaleEpoch: if the request must be admitted again, as its group has changed.
+            Returned: if the request must be admitted again, as its worker returned it.
+            GatewayError: if the request failed; earlier tokens are returned first.
         """
         while True:
-            if not self._news:
-                await self._told()
-            self._news = False
+            if not self._readable:
+                await self._wait_readable()
+            self._readable = False
             fresh = self._take()
             if fresh.finish is not None:
                 return fresh
+            # Return tokens that came before a failure first; the next call raises the failure.
             if fresh.token_ids:
-                self._news = self.over
+                self._readable = self.over
                 return fresh
             self._raise_failure()
 
-    def _tell(self) -> None:
-        self._news = True
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def _wake_reader(self) -> None:
+        self._readable = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
-    async def _told(self) -> None:
-        """There is one reader, and it waits for each token: an Event would cost more."""
-        self._waiting = asyncio.get_running_loop().create_future()
+    async def _wait_readable(self) -> None:
+        # A future is cheaper than an Event: there is a single reader, which waits for each token.
+        self._reader = asyncio.get_running_loop().create_future()
         try:
-            await self._waiting
+            await self._reader
         finally:
-            self._waiting = None
+            self._reader = None
 
     def _take(self) -> Fresh:
-        journal, first = self._journal, self._read
-        self._read = len(journal.token_ids)
+        journal, first = self._journal, self._read_index
+        self._read_index = len(journal.token_ids)
         ended = journal.finish in (Finish.STOP, Finish.LENGTH)
         return Fresh(
             token_ids=journal.token_ids[first:],
@@ -157,13 +154,13 @@ class TokenStream:
             case Finish.KV_LOST:
                 raise KvLost
             case Finish.INVALID:
-                raise BadRequest(journal.message or "the worker refuses the request")
+                raise BadRequest(journal.message or "the worker refused the request")
             case Finish.OVERLOADED:
-                raise QueueFull(journal.message or "the worker is full; try again")
+                raise QueueFull(journal.message or "the worker is full; retry")
             case Finish.ENGINE_DIED:
-                message = journal.message or "the engine died; try again"
+                message = journal.message or "the engine crashed; retry"
                 raise WorkerLost(message, engine_died=True)
             case Finish.ERROR:
-                raise WorkerLost(journal.message or "the engine failed; try again")
+                raise WorkerLost(journal.message or "the engine failed; retry")
         if self._error is not None:
             raise self._error

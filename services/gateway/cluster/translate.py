@@ -1,4 +1,4 @@
-"""Protobuf to the gateway's own messages and back; no stub is seen beyond this file."""
+"""Translates scheduler and memory manager protobufs to and from the gateway's own types."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _REASONS = {
 _ASSIGNMENT = Codec(Assignment, scheduler_pb2.Assignment)
 _STEP_PHASES = words(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
 UNKNOWN = "unknown"
-"""The name of an enum value that this version does not know."""
+"""Name for enum values of newer versions."""
 
 
 def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
@@ -69,16 +69,18 @@ def load_frame(load: load_pb2.WorkerLoad) -> scheduler_pb2.AdmitRequest:
 
 
 def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | None:
-    """What the scheduler said, or None for a kind that this version does not know."""
+    """The scheduler's message, or None for a kind that this version does not know."""
     match frame.WhichOneof("body"):
         case "ticket":
             return Ticket(frame.ticket.request_id)
         case "assignment":
             return _ASSIGNMENT.report(frame.assignment)
         case "refusal":
-            no = frame.refusal
-            reason = _REASONS.get(no.reason)
-            return Refusal(no.request_id, reason, no.message, no.retry_after_s or None)
+            refusal = frame.refusal
+            reason = _REASONS.get(refusal.reason)
+            return Refusal(
+                refusal.request_id, reason, refusal.message, refusal.retry_after_s or None
+            )
         case "heartbeat":
             beat = frame.heartbeat
             return Heartbeat(beat.groups_serving, beat.queued, beat.wants_prefixes)
@@ -87,7 +89,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
 
 
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
-    """What a service instance told about itself."""
+    """The state that a service process reported."""
     return ProcessState(answer.name, tuple(answer.pids), answer.rss_bytes, answer.ready)
 
 
@@ -95,12 +97,12 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
     """The cluster as the memory manager sees it."""
     return ClusterStatus(
         workers=tuple(map(shown_memory, answer.workers)),
-        groups=tuple(group for one in answer.groups if (group := to_group(one)) is not None),
+        groups=tuple(group for record in answer.groups if (group := to_group(record)) is not None),
         decisions=tuple(map(_decision, answer.decisions)),
-        shortfalls={one.model: one.tokens for one in answer.shortfalls},
+        shortfalls={shortfall.model: shortfall.tokens for shortfall in answer.shortfalls},
         losses=tuple(
-            {field.name: getattr(one, field.name) for field in one.DESCRIPTOR.fields}
-            for one in answer.losses
+            {field.name: getattr(loss, field.name) for field in loss.DESCRIPTOR.fields}
+            for loss in answer.losses
         ),
     )
 
@@ -111,10 +113,10 @@ def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
 
 
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
-    """What a worker's registration adds to its row in the status; {} without one."""
+    """Fields of a worker's status row from its registration; mostly empty without one."""
     if record is None:
         return {"paced": None, "engine": None}
-    told = record.HasField("shape")
+    has_shape = record.HasField("shape")
     return {
         "paced": paced_of(record),
         "engine": engine_of(record),
@@ -126,7 +128,7 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
             field.name: getattr(record.shape, field.name)
             for field in record.shape.DESCRIPTOR.fields
         }
-        if told
+        if has_shape
         else None,
     }
 
@@ -142,6 +144,6 @@ def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:
 
 
 def _short_name(enum: EnumDescriptor, number: int) -> str:
-    """The last word of an enum value's name; a number of a later release has none."""
+    """The last word of an enum value's name in lower case; `UNKNOWN` for unknown numbers."""
     value = enum.values_by_number.get(number)
     return value.name.rpartition("_")[2].lower() if value is not None else UNKNOWN

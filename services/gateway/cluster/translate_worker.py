@@ -1,4 +1,4 @@
-"""Between the gateway's words and the worker's contract; no stub is seen beyond this file."""
+"""Translates between the gateway's own types and the protobufs of the worker API."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +27,9 @@ _FINISHES = {
 def start_frame(
     request: Request, place: Assignment, now_s: float, coalesced: bool = False
 ) -> worker_pb2.GenerateRequest:
-    """A Start for the worker that leads `place`; `now_s` on the clock of `request.arrival_s`.
+    """A Start for the leader of `place`; `now_s` is on the clock of `request.arrival_s`.
 
-    `coalesced`: its tokens may come gathered.
+    `coalesced`: the worker may send many tokens at once.
     """
     limits = worker_pb2.Limits(
         max_tokens=request.limits.max_tokens,
@@ -123,7 +123,7 @@ def attach_frame(
 
 
 def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
-    """The events in a worker's frame; an unknown way to finish counts as an error."""
+    """The events in a worker's frame; an unknown finish reason counts as an error."""
     for event in frame.events:
         finish = None
         if event.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
@@ -145,13 +145,13 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
 
 
 class _Logprobs(Sequence[TokenLogprobs]):
-    """Log probabilities of tokens; each object is made when it is read."""
+    """Log probabilities of tokens, converted lazily, because a long prompt has many."""
 
-    def __init__(self, told: Sequence[worker_pb2.TokenLogprobs]) -> None:
-        self._told = told
+    def __init__(self, rows: Sequence[worker_pb2.TokenLogprobs]) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs: ...
@@ -161,16 +161,16 @@ class _Logprobs(Sequence[TokenLogprobs]):
 
     def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
         if isinstance(index, slice):
-            return _Logprobs(self._told[index])
-        return _token_logprobs(self._told[index])
+            return _Logprobs(self._rows[index])
+        return _token_logprobs(self._rows[index])
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        return map(_token_logprobs, self._told)
+        return map(_token_logprobs, self._rows)
 
 
-def _token_logprobs(told: worker_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(zip(told.top_ids, told.top_logprobs, strict=False))
-    return TokenLogprobs(told.logprob, told.rank, top)
+def _token_logprobs(rows: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(rows.top_ids, rows.top_logprobs, strict=False))
+    return TokenLogprobs(rows.logprob, rows.rank, top)
 
 
 def _moved(moved: worker_pb2.Moved) -> Moved:
@@ -178,8 +178,8 @@ def _moved(moved: worker_pb2.Moved) -> Moved:
 
 
 def _times(times: worker_pb2.RequestTimes) -> WorkerTimes | None:
-    """None for impossible numbers."""
-    told = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
-    if not all(0 <= number < math.inf for number in told):
+    """The times that a worker reported; None if a number is negative or not finite."""
+    seconds = (times.wait_s, times.prefill_s, times.decode_s, *times.preempted_s)
+    if not all(0 <= number < math.inf for number in seconds):
         return None
     return WorkerTimes(times.wait_s, times.prefill_s, times.decode_s, tuple(times.preempted_s))

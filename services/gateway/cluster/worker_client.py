@@ -1,6 +1,6 @@
-"""Token streams from workers, over one multiplexed gRPC stream per worker address.
+"""Token streams from workers, over a multiplexed gRPC stream per worker address.
 
-A request that moves to another worker is followed: its client sees one stream.
+When a request moves to another worker, its stream continues from there; the client sees no break.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from services.core.stall import STALLED_S
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import TokenStream
-from services.gateway.cluster.worker_link import Reach, WorkerLink
-from services.gateway.records.request_record import ChoiceRecord, RequestMove, Stay
+from services.gateway.cluster.worker_link import CircuitBreaker, WorkerLink
+from services.gateway.records.request_record import ChoiceRecord, RequestMove, WorkerSegment
 from services.gateway.vocabulary.errors import ShuttingDown, WorkerLost
 from services.gateway.vocabulary.message import Moved
 from tideserve.common.v1 import load_pb2
@@ -30,20 +30,20 @@ from tideserve.worker.v1 import worker_pb2
 
 REATTACH_S = 0.2
 UNREACHED_MAX = 5
-"""Connections in a row without a word of a worker: then its process is taken to be gone."""
+"""After this many consecutive connections without a reply, the worker is presumed dead."""
 GONE_SILENT_S = STALLED_S
-"""A worker whose registration has ended and that is silent for so long is taken to be gone."""
+"""An unregistered worker that is silent for this long is presumed dead."""
 LARGE_IDS = 4096
-"""Token ids of a request that take longer to pack than a turn of the event loop should."""
+"""Token ids per request above which packing would block the event loop for too long."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class _Carried:
-    """A stream, the link that carries it, and the epoch of the decision that put it there.
+class _OpenStream:
+    """A token stream, the link that carries it, and the epoch of its assignment or last move.
 
-    `coalesced`: its tokens may come gathered.
+    `coalesced`: the worker may send many tokens at once.
     """
 
     request_id: str
@@ -51,12 +51,12 @@ class _Carried:
     link: WorkerLink
     epoch: int
     coalesced: bool
-    # Runs while another worker that has the request is to answer.
+    # Attaches to the new worker after a move, until that worker replies.
     attaching: asyncio.Task[None] | None = None
 
 
 class WorkerClient:
-    """The links to all workers; made when first needed, closed when their worker has gone."""
+    """Links to all workers, opened on first use and closed when their worker is gone."""
 
     def __init__(
         self,
@@ -66,38 +66,38 @@ class WorkerClient:
         on_load: Callable[[load_pb2.WorkerLoad], None],
         dial: Dial,
     ) -> None:
-        """`known_addresses`: where the registered workers listen.
+        """`known_addresses` returns the addresses of the registered workers.
 
-        A stream whose new worker does not answer for `attach_timeout_s`, or cannot be reached at
-        all, fails. `on_moved` is called for each stream that goes over to another worker, `on_load`
-        with a worker's load before requests that it has ended end here.
+        A moved stream fails if its new worker is unreachable or silent for `attach_timeout_s`.
+        `on_moved` is called for each stream that moves to another worker. `on_load` is called with
+        a worker's load before the requests in the same message end here.
         """
         self._known_addresses = known_addresses
         self._attach_timeout_s = attach_timeout_s
         self._on_moved = on_moved
         self._on_load = on_load
         self._dial = dial
-        self._reach = Reach()
+        self._breaker = CircuitBreaker()
         self._links: dict[str, WorkerLink] = {}
-        self._carried: dict[str, _Carried] = {}
-        self._watched: set[WorkerLink] = set()  # with streams of workers that are not registered
+        self._open_streams: dict[str, _OpenStream] = {}
+        self._watched: set[WorkerLink] = set()  # links with streams to unregistered workers
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def running(self) -> int:
-        """Requests at workers."""
-        return len(self._carried)
+        """Number of requests at workers."""
+        return len(self._open_streams)
 
     async def run(self) -> None:
-        """Own the links until cancelled; then the streams that are left fail."""
+        """Own the links until cancelled; then fail the remaining streams."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                # Links come and go with the requests.
+                # Wait forever: `_link` and `_note_moved` add tasks to the group.
                 await asyncio.get_running_loop().create_future()
         finally:
-            for carried in self._carried.values():
-                carried.stream.fail(ShuttingDown("the gateway is shutting down; send it again"))
+            for opened in self._open_streams.values():
+                opened.stream.fail(ShuttingDown("the gateway is shutting down; retry"))
 
     @contextlib.asynccontextmanager
     async def open(
@@ -108,31 +108,31 @@ class WorkerClient:
         journal: Journal,
         coalesced: bool = False,
     ) -> AsyncIterator[TokenStream]:
-        """Start `request` at a worker; leaving early aborts it there, or wherever it has moved to.
+        """Start `request` at the worker of `place`; leaving early aborts it at its current worker.
 
-        `record` gets a stay for every worker that has it. `journal` has the output so far, which
-        is that of `request`, and gets what comes; with `coalesced`, many tokens at once.
+        Each worker that runs it adds a segment to `record`. `journal` has the output that `request`
+        resumes from, and receives new tokens; with `coalesced`, many at once.
 
         Raises:
-            QueueFull: if the worker takes what is sent to it too slowly.
+            QueueFull: if the worker reads its stream too slowly.
         """
         async with self._link(place.address).room():
             if _ids_of(request) > LARGE_IDS:
-                # One request at a time, so that other tasks run in between.
+                # Pack large requests in separate turns of the event loop, so that others can run.
                 await asyncio.sleep(0)
-            carried = self._start(request, place, record, journal, coalesced)
-        stream = carried.stream
+            opened = self._start(request, place, record, journal, coalesced)
+        stream = opened.stream
         try:
             yield stream
         finally:
-            del self._carried[request.request_id]
-            record.stays[-1].ended_s = monotonic_s()
-            if carried.attaching is not None:
-                carried.attaching.cancel()
+            del self._open_streams[request.request_id]
+            record.segments[-1].ended_s = monotonic_s()
+            if opened.attaching is not None:
+                opened.attaching.cancel()
             if not stream.over:
-                self._abort(request.request_id, carried.link.address)
-            carried.link.streams.pop(request.request_id, None)
-            self._close_if_vanished(carried.link)
+                self._abort(request.request_id, opened.link.address)
+            opened.link.streams.pop(request.request_id, None)
+            self._close_if_vanished(opened.link)
 
     def _start(
         self,
@@ -141,101 +141,102 @@ class WorkerClient:
         record: ChoiceRecord,
         journal: Journal,
         coalesced: bool,
-    ) -> _Carried:
+    ) -> _OpenStream:
         first = len(journal.token_ids)
-        record.stays.append(
-            Stay(place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first)
+        record.segments.append(
+            WorkerSegment(
+                place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first
+            )
         )
         stream = TokenStream(journal, record)
         link = self._link(place.address)
-        carried = _Carried(request.request_id, stream, link, place.epoch, coalesced)
-        self._carried[request.request_id] = carried
+        opened = _OpenStream(request.request_id, stream, link, place.epoch, coalesced)
+        self._open_streams[request.request_id] = opened
         frame = translate_worker.start_frame(request, place, monotonic_s(), coalesced)
-        self._carry(carried, place.address, frame)
+        self._bind(opened, place.address, frame)
         failpoint.hit("gateway.started")
-        return carried
+        return opened
 
     def avoided(self) -> tuple[tuple[str, ...], float]:
-        """Addresses of workers that cannot be reached from here; see `Reach.avoided`."""
-        return self._reach.avoided(monotonic_s())
+        """Addresses of workers that are unreachable from here; see `CircuitBreaker.avoided`."""
+        return self._breaker.avoided(monotonic_s())
 
     def workers_changed(self) -> None:
-        """Tell that `known_addresses` may have changed."""
-        self._reach.keep_only(self._known_addresses())
+        """Notify the client that `known_addresses` may have changed."""
+        self._breaker.keep_only(self._known_addresses())
         for link in list(self._links.values()):
             self._close_if_vanished(link)
 
-    def _carry(self, carried: _Carried, address: str, frame: worker_pb2.GenerateRequest) -> None:
-        """Have the link to `address` carry a stream, and send the frame that begins it there.
+    def _bind(self, opened: _OpenStream, address: str, frame: worker_pb2.GenerateRequest) -> None:
+        """Bind a stream to the link to `address` and send its first frame there.
 
-        Frames that come on its earlier link from now on are ignored.
+        Later frames of its previous link are ignored.
         """
-        carried.link.streams.pop(carried.request_id, None)
-        carried.link = self._link(address)
-        carried.link.streams[carried.request_id] = carried.stream
-        carried.link.send(frame)
+        opened.link.streams.pop(opened.request_id, None)
+        opened.link = self._link(address)
+        opened.link.streams[opened.request_id] = opened.stream
+        opened.link.send(frame)
 
     def _abort(self, request_id: str, address: str) -> None:
         self._link(address).send(translate_worker.abort_frame(request_id))
 
     def _note_moved(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
-        """The worker of `link` has handed a request to another: follow it there."""
-        carried = self._carried.get(request_id)
-        if carried is None or carried.stream.over:
-            # Our abort came too late for the worker that told this, or another gateway's did.
+        """Follow a request that the worker of `link` has handed over to another worker."""
+        opened = self._open_streams.get(request_id)
+        if opened is None or opened.stream.over:
+            # The request was aborted here or at another gateway, after it had moved: forward the
+            # abort, or the new worker would run it in vain.
             self._abort(request_id, moved.address)
             return
-        newer = not carried.stream.attached and moved.epoch > carried.epoch
-        if carried.link is not link and not newer:
+        # While detached, a move of a newer epoch wins, whichever link reports it.
+        newer = not opened.stream.attached and moved.epoch > opened.epoch
+        if opened.link is not link and not newer:
             return
-        log.info("request %s goes on at %s", request_id, moved.worker_id)
+        log.info("request %s moved to %s", request_id, moved.worker_id)
         failpoint.hit("gateway.moved.before_attach")
         self._on_moved()
-        _record_move(carried.stream, moved)
-        if carried.attaching is not None:
-            carried.attaching.cancel()
-        carried.epoch = moved.epoch
-        carried.stream.move()
-        self._attach(carried, moved)
+        _record_move(opened.stream, moved)
+        if opened.attaching is not None:
+            opened.attaching.cancel()
+        opened.epoch = moved.epoch
+        opened.stream.move()
+        self._attach(opened, moved)
         assert self._tasks is not None
-        carried.attaching = self._tasks.create_task(self._keep_attaching(carried, moved))
+        opened.attaching = self._tasks.create_task(self._keep_attaching(opened, moved))
 
-    async def _keep_attaching(self, carried: _Carried, moved: Moved) -> None:
-        """Attach again whenever the link is lost before the worker has answered."""
+    async def _keep_attaching(self, opened: _OpenStream, moved: Moved) -> None:
+        """Re-attach whenever the link is lost before the new worker has replied."""
         unreached = 0
         try:
             async with timeout(self._attach_timeout_s):
-                while not await carried.stream.settled():
+                while not await opened.stream.settled():
                     if moved.address not in self._known_addresses():
-                        self._give_up(carried, moved, "has gone")
+                        self._fail_move(opened, moved, "is gone")
                         return
-                    unreached = 0 if carried.link.answered else unreached + 1
+                    # Only connections without any reply count against the worker.
+                    unreached = 0 if opened.link.answered else unreached + 1
                     if unreached == UNREACHED_MAX:
-                        self._give_up(carried, moved, "cannot be reached")
+                        self._fail_move(opened, moved, "is unreachable")
                         return
                     await asyncio.sleep(REATTACH_S)
-                    self._attach(carried, moved)
+                    self._attach(opened, moved)
         except TimeoutError:
-            self._give_up(carried, moved, "is silent")
+            self._fail_move(opened, moved, "stopped responding")
 
-    def _give_up(self, carried: _Carried, moved: Moved, why: str) -> None:
-        self._abort(carried.request_id, moved.address)
-        carried.stream.fail(
-            WorkerLost(f"the worker that took the request over {why}; send it again")
-        )
+    def _fail_move(self, opened: _OpenStream, moved: Moved, why: str) -> None:
+        self._abort(opened.request_id, moved.address)
+        opened.stream.fail(WorkerLost(f"the worker that adopted this request {why}; retry"))
 
-    def _attach(self, carried: _Carried, moved: Moved) -> None:
+    def _attach(self, opened: _OpenStream, moved: Moved) -> None:
         failpoint.hit("gateway.attach.sent")
-        request_id, from_index = carried.request_id, carried.stream.next_index
-        frame = translate_worker.attach_frame(request_id, moved, from_index, carried.coalesced)
-        self._carry(carried, moved.address, frame)
+        request_id, from_index = opened.request_id, opened.stream.next_index
+        frame = translate_worker.attach_frame(request_id, moved, from_index, opened.coalesced)
+        self._bind(opened, moved.address, frame)
 
     def _close_if_vanished(self, link: WorkerLink) -> None:
-        """Close the link of a worker that is not registered, now or as soon as it is silent.
-
-        A frozen process loses its registration long before its connections break. One that shuts
-        down, or is cut off from etcd alone, goes on with its requests.
-        """
+        """Close the link of an unregistered worker, now if it is unused, else once it is silent."""
+        # A hung process loses its registration long before its connections break. A worker that
+        # shuts down, or that only lost etcd, still runs its requests: wait for silence.
         if link.address in self._known_addresses():
             return
         if not link.streams:
@@ -261,9 +262,9 @@ class WorkerClient:
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
             link = self._links[address] = WorkerLink(
-                address, self._note_moved, self._on_load, self._reach, self._dial
+                address, self._note_moved, self._on_load, self._breaker, self._dial
             )
-            # In a context of its own: it carries other requests than that which needs it first.
+            # Use a new context: the link outlives the request that opens it and its trace.
             task = self._tasks.create_task(link.run(), name=f"worker {address}", context=Context())
             task.add_done_callback(lambda _: self._forget(link))
         return link
@@ -280,7 +281,7 @@ def _ids_of(request: Request) -> int:
 
 def _record_move(stream: TokenStream, moved: Moved) -> None:
     now_s, record = monotonic_s(), stream.record
-    left = record.stays[-1]
+    left = record.segments[-1]
     left.ended_s = now_s
     change = parse_traceparent(moved.traceparent)
     link = (
@@ -289,6 +290,6 @@ def _record_move(stream: TokenStream, moved: Moved) -> None:
         else None
     )
     record.moves.append(RequestMove(now_s, left.worker_id, moved, link))
-    stay = Stay(moved.worker_id, moved.group_id, moved.epoch, now_s)
-    stay.first_index, stay.moved = stream.next_index, True
-    record.stays.append(stay)
+    segment = WorkerSegment(moved.worker_id, moved.group_id, moved.epoch, now_s)
+    segment.first_index, segment.moved = stream.next_index, True
+    record.segments.append(segment)

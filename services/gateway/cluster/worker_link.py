@@ -1,4 +1,4 @@
-"""The stream to one worker, with the requests of this gateway on it."""
+"""The gRPC stream to a worker, with all requests of this gateway there."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 1.0
-LONGEST_S = 30.0
+PAUSE_FIRST_S = 1.0
+PAUSE_MAX_S = 30.0
 
 
 @dataclass(slots=True)
@@ -33,36 +33,38 @@ class _Failure:
 
 
 @dataclass(slots=True)
-class Reach:
-    """Addresses (host:port) whose last connection came to nothing.
+class CircuitBreaker:
+    """Tracks worker addresses (host:port) whose last connection failed.
 
-    They may seem to be the best ones to the scheduler, since nothing runs there. So they are not
-    asked for a while that grows, as Envoy ejects hosts.
+    An unreachable worker runs nothing, so the scheduler would prefer it. Asks therefore avoid it
+    for a pause that doubles with each failure, like Envoy's outlier ejection.
     """
 
     _failures: dict[str, _Failure] = field(default_factory=dict)
 
-    def failed(self, address: str, now_s: float) -> None:
-        """A connection has ended without a word of the worker."""
+    def record_failure(self, address: str, now_s: float) -> None:
+        """Note that a connection ended without a reply of the worker."""
         before = self._failures.get(address)
         if before is not None and now_s < before.until_s:
-            return  # it had begun before
-        pause_s = min(2 * before.pause_s, LONGEST_S) if before is not None else FIRST_S
+            return  # the connection was opened before the pause: do not extend it
+        pause_s = min(2 * before.pause_s, PAUSE_MAX_S) if before is not None else PAUSE_FIRST_S
         self._failures[address] = _Failure(now_s + pause_s, pause_s)
 
-    def reached(self, address: str) -> None:
-        """A worker has answered."""
+    def record_success(self, address: str) -> None:
+        """Note that the worker has replied."""
         self._failures.pop(address, None)
 
     def keep_only(self, addresses: Set[str]) -> None:
-        """Forget all others."""
+        """Forget all other addresses."""
         for address in self._failures.keys() - addresses:
             del self._failures[address]
 
     def avoided(self, now_s: float) -> tuple[tuple[str, ...], float]:
-        """The addresses to avoid now, and for how many seconds that holds of all of them."""
+        """The addresses to avoid now, and the shortest of their remaining pauses in seconds."""
         until_s = {
-            one: told.until_s for one, told in self._failures.items() if now_s < told.until_s
+            address: failure.until_s
+            for address, failure in self._failures.items()
+            if now_s < failure.until_s
         }
         return tuple(until_s), min(until_s.values(), default=now_s) - now_s
 
@@ -71,26 +73,26 @@ GenerateCall = grpc.aio.StreamStreamCall[worker_pb2.GenerateRequest, worker_pb2.
 
 
 class WorkerLink:
-    """The stream to one worker address and the requests on it."""
+    """The stream to a worker address and the requests on it."""
 
     def __init__(
         self,
         address: str,
         on_moved: Callable[["WorkerLink", str, Moved], None],
         on_load: Callable[[load_pb2.WorkerLoad], None],
-        reach: Reach,
+        breaker: CircuitBreaker,
         dial: Dial,
     ) -> None:
-        """`on_moved` learns of each request id that this worker has handed to another, `on_load` of
-        its load whenever requests have ended, before these do; `reach` whether it answers.
+        """`on_moved` is called with the id of each request that the worker has handed over.
 
-        `answered` is whether the worker has said anything on it, `heard_s` when it did last, or
-        when the link was made.
+        `on_load` is called with the worker's load before the requests in the same message end.
+        `breaker` records whether the worker replies. `answered`: the worker has replied on this
+        link. `heard_s`: time of its last message, initially of the link's creation.
         """
         self.address = address
         self._on_moved = on_moved
         self._on_load = on_load
-        self._reach = reach
+        self._breaker = breaker
         self._dial = dial
         self.streams: dict[str, TokenStream] = {}
         self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
@@ -100,26 +102,26 @@ class WorkerLink:
 
     @property
     def usable(self) -> bool:
-        """Whether it takes new requests."""
+        """Whether the link accepts new requests."""
         return not self._stop.is_set()
 
     def send(self, frame: worker_pb2.GenerateRequest) -> None:
-        """Queue a frame; a worker that takes none ends the link, and with it its requests."""
+        """Queue a frame; if the outbox is full, the worker hangs, so close the link."""
         if self._outbox.full:
             self._stop.set()
         else:
             self._outbox.put(frame)
 
     def room(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Begins when there is room to send a request. Raises QueueFull if that takes too long."""
+        """Wait until there is room to send a request; raises QueueFull on timeout."""
         return self._outbox.room()
 
     def close(self) -> None:
-        """End the link soon."""
+        """Close the link in the background."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Hold the stream until it breaks or is closed; then every request on it fails."""
+        """Hold the stream until it breaks or is closed; then fail all requests on it."""
         reason = "cancelled"
         try:
             async with self._dial(self.address, "worker") as channel:
@@ -135,13 +137,13 @@ class WorkerLink:
         except* (StreamBroken, grpc.aio.AioRpcError) as group:
             reason = cause(group)
             if not (self.answered or self._stop.is_set()):
-                self._reach.failed(self.address, monotonic_s())
+                self._breaker.record_failure(self.address, monotonic_s())
         finally:
             self._stop.set()
             self._outbox.close()
             log.info("link to the worker at %s ended: %s", self.address, reason)
             error = WorkerLost(
-                "the worker of this request was lost; send the request again", reached=self.answered
+                "the worker of this request was lost; retry the request", reached=self.answered
             )
             for stream in self.streams.values():
                 stream.lose(error)
@@ -149,11 +151,12 @@ class WorkerLink:
     async def _read(self, call: GenerateCall) -> None:
         async for frame in call:
             self.heard_s = monotonic_s()
+            # Forward the load first: a client that retries at once needs an up-to-date scheduler.
             if frame.HasField("load"):
                 self._on_load(frame.load)
             for event in translate_worker.token_events(frame):
                 self._dispatch(event)
-        raise StreamBroken("the worker closed it")
+        raise StreamBroken("the worker closed the stream")
 
     def _dispatch(self, event: TokenEvent) -> None:
         stream = self.streams.get(event.request_id)
@@ -162,18 +165,19 @@ class WorkerLink:
                 stream.apply(event)
             except JournalError as error:
                 log.error("request %s: %s", event.request_id, error)
-                stream.fail(EngineFailed("the worker's token stream is inconsistent; try again"))
+                stream.fail(EngineFailed("the worker's token stream is inconsistent; retry"))
                 self.send(translate_worker.abort_frame(event.request_id))
         if event.moved is not None:
             self._on_moved(self, event.request_id, event.moved)
 
     async def _wait_for_answer(self, call: GenerateCall) -> None:
-        """A worker sends its metadata at once; those of a call that has failed are empty."""
+        """Wait for the worker's initial metadata, which it sends as soon as the call arrives."""
         await call.initial_metadata()
+        # A failed call has empty metadata and is done.
         if not call.done():
             self.answered = True
-            self._reach.reached(self.address)
+            self._breaker.record_success(self.address)
 
     async def _wait_for_stop(self) -> None:
         await self._stop.wait()
-        raise StreamBroken("the gateway closed it")
+        raise StreamBroken("the gateway closed the stream")

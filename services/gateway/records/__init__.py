@@ -1,1 +1,1 @@
-"""What is kept of each request for log lines, traces, metrics and audits."""
+"""Per-request records for logs, traces, metrics and audits."""

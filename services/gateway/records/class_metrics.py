@@ -1,4 +1,4 @@
-"""What a gateway observes of the requests of each class, and whether promises were kept."""
+"""Gateway metrics per service class: latencies, and SLO targets met or missed."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -18,10 +18,10 @@ _BOUNDS_S = (*vllm_names.TOKEN_BUCKETS_S, float("inf"))
 
 
 class TokenGaps:
-    """Times between tokens, in seconds: how many are in each bucket, and their sum.
+    """Histogram of times between tokens, in seconds, for use by a single event loop.
 
-    The library's histogram takes a lock three times for one number and searches its buckets
-    linearly, which was a tenth of what a token cost the gateway. Here one event loop observes.
+    prometheus_client's histogram takes three locks per observation and searches its buckets
+    linearly, which was a tenth of the gateway's CPU time per token.
     """
 
     def __init__(self) -> None:
@@ -29,33 +29,33 @@ class TokenGaps:
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one time."""
+        """Add an observation."""
         self.counts[bisect_left(_BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
 
 class TokenMetrics(Collector):
-    """Output tokens, and the times between them by class."""
+    """Collects the number of output tokens, and the times between them by class."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
-        self._times = {one: TokenGaps() for one in ServiceClass}
+        self._times = {service_class: TokenGaps() for service_class in ServiceClass}
         self.total = 0
-        """Output tokens that have come."""
+        """Output tokens received."""
         registry.register(self)
 
     def times_of(self, service_class: ServiceClass) -> TokenGaps:
-        """The times of a class."""
+        """The histogram of a class."""
         return self._times[service_class]
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
+        """Return the metrics; see prometheus_client."""
         yield CounterMetricFamily(
-            "tideserve_gateway_output_tokens", "Tokens received.", value=self.total
+            "tideserve_gateway_output_tokens", "Output tokens received.", value=self.total
         )
         between = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
-            "Time between one token and the next, as they reach the gateway.",
+            "Time between consecutive tokens, as received by the gateway.",
             labels=["model_name", "class"],
         )
         for service_class, times in self._times.items():
@@ -70,21 +70,21 @@ SLO_METRICS = ("ttft", "tpot")
 
 @dataclass(frozen=True, slots=True)
 class SloCount:
-    """How often a target of promises was kept, and how often it was not."""
+    """Counters of met and missed targets of an SLO metric."""
 
     attained: Counter
     missed: Counter
 
     def note(self, seconds: float, target_s: float) -> None:
-        """Count a time that was promised to be at most `target_s`."""
+        """Count a latency with a target of at most `target_s`."""
         (self.attained if seconds <= target_s else self.missed).inc()
 
 
 @dataclass(slots=True)
 class TokenGroup:
-    """The tokens after the first of one choice, in groups as its promise has them.
+    """Counts the TPOT target of a choice, per group of tokens after the first token.
 
-    `tpot_s` holds on average over each group of `token_group` tokens, so each counts once.
+    The target `tpot_s` applies to the mean over each group of `token_group` tokens.
     """
 
     service: Service
@@ -93,7 +93,7 @@ class TokenGroup:
     _seconds: float = 0.0
 
     def tokens(self, count: int, per_token_s: float) -> None:
-        """`count` tokens have come, each after `per_token_s`."""
+        """Add `count` tokens with `per_token_s` seconds between them."""
         if self.service.tpot_s is None:
             return
         while count:
@@ -105,7 +105,7 @@ class TokenGroup:
                 self.end()
 
     def end(self) -> None:
-        """Count the group that has begun, however few its tokens are."""
+        """Count the current group even if it is not full."""
         if self._tokens and self.service.tpot_s is not None:
             self.count.note(self._seconds / self._tokens, self.service.tpot_s)
         self._tokens, self._seconds = 0, 0.0
@@ -113,7 +113,7 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class ClassMetrics:
-    """What is observed of each choice of one class, with its labels filled in."""
+    """The labelled metrics of a class, observed for each choice."""
 
     ttft: Histogram
     inter_token: TokenGaps
@@ -123,7 +123,7 @@ class ClassMetrics:
 
 
 class MetricsByClass:
-    """The metrics that have the label `class`; `of` gives those of one."""
+    """The metrics that have the label `class`; `of` returns the metrics of a class."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -132,7 +132,7 @@ class MetricsByClass:
 
         ttft = histogram(
             "vllm:time_to_first_token_seconds",
-            "From the end of reading the request's body to its first token.",
+            "Time from the end of reading the request's body to its first token.",
             vllm_names.TTFT_BUCKETS_S,
         )
         per_token = histogram(
@@ -144,19 +144,19 @@ class MetricsByClass:
         slo = _slo_counts(registry)
         inflight = Gauge(
             "tideserve_gateway_choices_inflight",
-            "Choices of requests that wait for a place or run.",
+            "Choices that are queued or running.",
             ["class"],
             registry=registry,
         )
         self._of = {
-            one: ClassMetrics(
-                ttft.labels(model_name, one.value),
-                self.tokens.times_of(one),
-                per_token.labels(model_name, one.value),
-                inflight.labels(one.value),
-                slo[one],
+            service_class: ClassMetrics(
+                ttft.labels(model_name, service_class.value),
+                self.tokens.times_of(service_class),
+                per_token.labels(model_name, service_class.value),
+                inflight.labels(service_class.value),
+                slo[service_class],
             )
-            for one in ServiceClass
+            for service_class in ServiceClass
         }
         self._ttft = ttft
 
@@ -165,33 +165,36 @@ class MetricsByClass:
         return self._of[service_class]
 
     def first_tokens(self) -> tuple[int, float]:
-        """First tokens of all classes, and the seconds that they took together."""
+        """Number of first tokens of all classes, and the sum of their TTFT in seconds."""
         (family,) = self._ttft.collect()
         return int(_total(family, "_count")), _total(family, "_sum")
 
 
 def _slo_counts(registry: CollectorRegistry) -> dict[ServiceClass, Mapping[str, SloCount]]:
-    """A count for each class and metric of `SLO_METRICS`."""
+    """The counters for each class and metric of `SLO_METRICS`."""
     attained = Counter(
         "tideserve_gateway_slo_attained",
-        "Targets that were kept: ttft, once a choice, from the request's arrival; tpot, once a"
-        " group of tokens, the mean time between them.",
+        "SLO targets that were met. ttft: once per choice, from the request's arrival; tpot: once"
+        " per group of tokens, for the mean time between them.",
         ["class", "metric"],
         registry=registry,
     )
     missed = Counter(
         "tideserve_gateway_slo_missed",
-        "Targets that were not kept, counted alike; a choice that fails before a token misses"
-        " ttft.",
+        "SLO targets that were missed, counted alike. A choice that fails before its first token"
+        " misses ttft.",
         ["class", "metric"],
         registry=registry,
     )
     return {
-        one: {
-            metric: SloCount(attained.labels(one.value, metric), missed.labels(one.value, metric))
+        service_class: {
+            metric: SloCount(
+                attained.labels(service_class.value, metric),
+                missed.labels(service_class.value, metric),
+            )
             for metric in SLO_METRICS
         }
-        for one in ServiceClass
+        for service_class in ServiceClass
     }
 
 

@@ -1,4 +1,4 @@
-"""The entry of every request at each door: begins its record, and writes it at the end."""
+"""Creates the record of each request, and writes its log line, metrics and trace at the end."""
 
 from services.common.clock import monotonic_s
 from services.common.tracing import Tracer, parse_traceparent
@@ -6,11 +6,11 @@ from services.gateway.keys.quotas import Quotas
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_log import RequestLog
 from services.gateway.records.request_record import RequestRecord, new_record
-from services.gateway.records.request_trace import tell
+from services.gateway.records.request_trace import export_trace
 
 
 class Reception:
-    """Begins and ends records. All doors have one, so that they share the limits of the log."""
+    """Opens and closes request records; shared by all APIs, and so are its log rate limits."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class Reception:
         gateway: str = "",
         quotas: Quotas | None = None,
     ) -> None:
-        """`gateway`: this gateway's incarnation; its first digits stand in the ids of responses."""
+        """`gateway`: this gateway's incarnation, whose first digits are part of response ids."""
         self._metrics = metrics
         self._tracer = tracer
         self._gateway = gateway
@@ -27,13 +27,13 @@ class Reception:
         self._log = RequestLog()
 
     def open(self, path: str, given_id: bytes | None) -> RequestRecord:
-        """The record of a request to `path`, whose client may have an id for it."""
+        """Create the record of a request to `path`; `given_id` is the client's id, if any."""
         record = new_record(path, given_id, monotonic_s(), self._gateway)
         record.quotas = self._quotas
         return record
 
     def trace(self, record: RequestRecord, traceparent: bytes | None, admitted: bool) -> None:
-        """Begin the trace of a request; one that is refused at the door gets none."""
+        """Begin the trace of a request, unless it was refused before its body was read."""
         caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
         if self._tracer is not None and admitted:
             record.context = self._tracer.begin(caller)
@@ -42,9 +42,12 @@ class Reception:
             record.trace_id = known.trace_id
 
     def close(self, record: RequestRecord, endpoint: str) -> None:
-        """Tell a request that is over. `endpoint`: one of a few, none that clients make up."""
+        """Log, count and trace a finished request.
+
+        `endpoint` must come from a fixed set, because it is a metric label.
+        """
         record.endpoint, record.ended_s = endpoint, monotonic_s()
         self._metrics.request_done(endpoint, record.status, record.ended_s - record.began_s)
         self._log.write(record)
         if self._tracer is not None:
-            tell(self._tracer, record)
+            export_trace(self._tracer, record)

@@ -1,4 +1,4 @@
-"""One line for each request when it is over; a flood of refusals is sampled."""
+"""The access log: a line per finished request, rate-limited for refusals."""
 
 import asyncio
 import logging
@@ -13,15 +13,15 @@ from services.gateway.records.request_record import RequestRecord
 from services.gateway.vocabulary.errors import Unauthorized
 
 REFUSALS_PER_S = 10
-"""Lines of refusals of each kind."""
-# Platforms probe these every few seconds: logged at level debug.
+"""Log lines per second for each kind of refusal."""
+# Platforms probe these routes every few seconds, so they are logged at level debug.
 QUIET_ROUTES = frozenset({"/live", "/ready", "/health", "/metrics"})
 
 log = logging.getLogger(__name__)
 
 
 class _Kind(Enum):
-    """Refusals that share a limit: a flood of one kind hides no other kind."""
+    """Kinds of refusals with separate rate limits, so that a flood of a kind hides no other."""
 
     FAILED = "failed"
     NO_KEY = "no key"
@@ -29,16 +29,16 @@ class _Kind(Enum):
 
 
 class RequestLog:
-    """Writes the lines. A refusal is a request that failed before its first token."""
+    """Writes the access log. A refusal is a request that failed before its first token."""
 
     def __init__(self, later: Callable[[float, Callable[[], None]], object] | None = None) -> None:
-        """`later` calls something after so many seconds; by default the running loop does."""
+        """`later(delay_s, callback)` schedules a callback; default: the running loop."""
         self._later = later
         self._limits = {kind: RateLimit(REFUSALS_PER_S) for kind in _Kind}
         self._left_out = 0
 
     def write(self, record: RequestRecord) -> None:
-        """Tell a request that is over, or count it as left out."""
+        """Log a finished request, or count it as left out by the rate limit."""
         refused = record.status >= 400 and record.first_token_s is None
         quiet = record.endpoint in QUIET_ROUTES
         if refused and not quiet and not self._limits[_kind_of(record.status)].take(monotonic_s()):
@@ -51,13 +51,14 @@ class RequestLog:
 
     def _leave_out(self) -> None:
         self._left_out += 1
+        # Report the number of left-out lines at most once per second.
         if self._left_out == 1:
             later = self._later or asyncio.get_running_loop().call_later
-            later(1.0, self._tell_left_out)
+            later(1.0, self._log_left_out)
 
-    def _tell_left_out(self) -> None:
+    def _log_left_out(self) -> None:
         left_out, self._left_out = self._left_out, 0
-        log.info("refused requests without a line", extra={FIELDS: {"left_out": left_out}})
+        log.info("refused requests left out of the log", extra={FIELDS: {"left_out": left_out}})
 
 
 def _kind_of(status: int) -> _Kind:
@@ -67,9 +68,9 @@ def _kind_of(status: int) -> _Kind:
 
 
 def fields_of(record: RequestRecord) -> dict[str, Any]:
-    """The fields of the line beside its ids; unknown ones are left out. Times in seconds."""
+    """The fields of the log line except ids, without unknown fields. Times in seconds."""
     first = record.choices[0] if record.choices else None
-    stays = first.stays if first is not None else []
+    segments = first.segments if first is not None else []
     fields = {
         "endpoint": record.endpoint,
         "status": record.status,
@@ -77,14 +78,14 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "code": record.code,
         "owner": record.principal.owner or None,
         "model": record.model,
-        "response_id": record.response_id if record.renamed else None,
+        "response_id": record.response_id if record.has_client_id else None,
         "prompt_tokens": record.prompt_tokens or None,
         "output_tokens": record.output_tokens if record.prompt_tokens else None,
         "queue_s": first and _rounded(first.queue_s),
         "ttft_s": record.first_token_s and _rounded(record.first_token_s - record.began_s),
         "total_s": _rounded(record.ended_s - record.began_s),
-        "worker": stays[-1].worker_id if stays else None,
-        "moved": sum(len(choice.moves) for choice in record.choices) if stays else None,
+        "worker": segments[-1].worker_id if segments else None,
+        "moved": sum(len(choice.moves) for choice in record.choices) if segments else None,
         "resumed": sum(choice.resumed for choice in record.choices) or None,
         "finish_reason": ",".join(record.finish_reasons) or None,
         "replayed": record.replayed or None,

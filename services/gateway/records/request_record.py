@@ -1,6 +1,11 @@
-"""The record of one request, for its log line and for its trace if it has one.
+"""The record of a request, for its log line, metrics and trace.
 
-Holds counts, times and names only, never texts of clients. Times are of the monotonic clock.
+Ids. `request_id` is the id that the client sees: its own id if it sent one, else the response id.
+`response_id` is made here and unique in the cluster. Each choice runs at scheduler and workers
+under an id that is derived from `response_id` (`Request.request_id`). Engines add a suffix for
+each start, which makes a sequence id (`services/core/planner/sequence_names.py`).
+
+Records hold counts, times and names, never texts of clients. Times are on the monotonic clock.
 """
 
 import re
@@ -30,7 +35,7 @@ SCOPE_KEY = "tideserve.record"
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:=@+/-]{1,128}")
 GATEWAY_DIGITS = 8
-"""Digits of a gateway's incarnation that stand in the ids of its responses."""
+"""Leading hex digits of a gateway's incarnation that are part of its response ids."""
 RPC = "/tideserve.gateway.v1.GatewayService/"
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -44,34 +49,30 @@ OPERATIONS = {
     "/inference.GRPCInferenceService/ModelInfer": "text_completion",
     "/inference.GRPCInferenceService/ModelStreamInfer": "text_completion",
 }
-# Ids that are made here are also those of responses, which clients know by their beginning.
+# Prefixes of response ids, as in the APIs that clients know.
 _PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
 _DIALECT_PREFIXES = {"/v1/messages": "msg_", "/v1/responses": "resp_"}
 _MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}")
 
 
 @dataclass(slots=True)
-class Stay:
-    """A request at one worker. `first_token_s`: of the request's first, if that came from there.
-
-    `times` are the worker's own, None if it has not told them. Its tokens begin at `first_index`;
-    those before came from other workers, the last of which has handed it over if it has `moved`.
-    """
+class WorkerSegment:
+    """The part of a choice's run at a worker."""
 
     worker_id: str
     group_id: str
     epoch: int
     began_s: float
     ended_s: float | None = None
-    first_token_s: float | None = None
-    times: WorkerTimes | None = None
-    first_index: int = 0
-    moved: bool = False
+    first_token_s: float | None = None  # only if the choice's first token came from this worker
+    times: WorkerTimes | None = None  # as reported by the worker
+    first_index: int = 0  # output index of the first token from this worker
+    moved: bool = False  # whether the previous worker handed the request over
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """A request went over from one worker to another; `link` is the change that moved it."""
+    """A move of a running request to another worker; `link` is the trace of the group change."""
 
     at_s: float
     from_worker: str
@@ -81,16 +82,13 @@ class RequestMove:
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """The way of one choice through the cluster; `cached_tokens` of its prompt were in a cache.
+    """The path of a choice through the cluster."""
 
-    `resumed` counts how often it went on elsewhere once its worker was lost after a token.
-    """
-
-    queued_s: list[tuple[float, float]] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
+    queued_s: list[tuple[float, float]] = field(default_factory=list)  # start and end of each wait
+    segments: list[WorkerSegment] = field(default_factory=list)
     moves: list[RequestMove] = field(default_factory=list)
-    cached_tokens: int = 0
-    resumed: int = 0
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    resumed: int = 0  # resumptions after the loss of a worker that had sent tokens
 
     @property
     def queue_s(self) -> float:
@@ -100,15 +98,15 @@ class ChoiceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of waiting, of reading the prompt and of making the output; sums over all choices.
+    """Seconds of queueing, prefill and decode, summed over all choices.
 
-    `told`: whether workers told any; else all but the time in the scheduler's queue is missing.
+    `reported`: whether a worker reported times; else only the time in the scheduler's queue counts.
     """
 
     queue_s: float
     prefill_s: float
     decode_s: float
-    told: bool
+    reported: bool
 
 
 WARNINGS_MAX = 8
@@ -117,39 +115,29 @@ WARNING_LENGTH_MAX = 256
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `path` is that of HTTP or the full name of gRPC's method.
-
-    `trace_id` is "" where nobody traces; `context` is set while this gateway does. `settings` are
-    what the client asked for, by the names of attributes. `address` is where it comes from, without
-    a port; `principal` is its sender, which `quotas` hold to limits, and `quota` what it has taken
-    of those; `promise` what headers (or metadata) of `service_policy` say, by their names. `place`
-    is its place in the gateway, and `service_class` None until its body is read.
-    `warnings` are ASCII sentences for the client, without quotes. `grpc_code` is set at gRPC's
-    door, where `status` is what it would have been over HTTP. `replayed`: its answer is that of an
-    earlier request, which was made once.
-    """
+    """The record of a request; see the module for its ids."""
 
     request_id: str
     began_s: float
-    trace_id: str = ""
-    context: TraceContext | None = None
-    path: str = ""
+    trace_id: str = ""  # "" if neither client nor gateway traces the request
+    context: TraceContext | None = None  # set if this gateway traces the request
+    path: str = ""  # HTTP path or full name of the gRPC method
     endpoint: str = "other"
-    status: int = HUNG_UP
-    address: str = ""
-    principal: Principal = ANYONE
+    status: int = HUNG_UP  # HTTP status; for gRPC its equivalent
+    address: str = ""  # client address without port
+    principal: Principal = ANYONE  # the authenticated sender
     quotas: Quotas | None = None
-    quota: QuotaLease | None = None
-    promise: Mapping[str, str] = field(default_factory=dict)
-    place: RequestPlace | None = None
-    service_class: ServiceClass | None = None
-    warnings: tuple[str, ...] = ()
-    grpc_code: str | None = None
-    code: str | None = None
+    quota: QuotaLease | None = None  # what the request has charged to its owner's quota
+    promise: Mapping[str, str] = field(default_factory=dict)  # see service_policy.PROMISE_HEADERS
+    place: RequestPlace | None = None  # its slot in the gateway's limit of concurrent requests
+    service_class: ServiceClass | None = None  # None until the body is read
+    warnings: tuple[str, ...] = ()  # ASCII sentences for the client, without quotes
+    grpc_code: str | None = None  # set for gRPC requests only
+    code: str | None = None  # error code
     retry_after_s: float | None = None
     response_id: str = ""
     model: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # by GenAI attribute name
     parsed_s: float | None = None
     tokenised_s: float | None = None
     first_token_s: float | None = None
@@ -157,34 +145,40 @@ class RequestRecord:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    replayed: bool = False
+    replayed: bool = False  # answered with the kept response of an earlier request
     choices: list[ChoiceRecord] = field(default_factory=list)
 
     @property
     def guest(self) -> str:
-        """The guest that the request counts for: the owner of its key, else an address."""
+        """The key for per-client limits: the owner of the API key, else the client's address."""
         return f"owner {self.principal.owner}" if self.principal.owner else self.address
 
     @property
     def phases(self) -> Phases:
-        """The phases so far, as far as workers have reported them."""
-        times = [stay.times for one in self.choices for stay in one.stays if stay.times is not None]
+        """The times of the phases so far, as far as workers have reported them."""
+        reported = [
+            segment.times
+            for choice in self.choices
+            for segment in choice.segments
+            if segment.times is not None
+        ]
         return Phases(
             max((choice.queue_s for choice in self.choices), default=0.0)
-            + sum(one.wait_s for one in times),
-            sum(one.prefill_s for one in times),
-            sum(one.decode_s for one in times),
-            told=bool(times),
+            + sum(times.wait_s for times in reported),
+            sum(times.prefill_s for times in reported),
+            sum(times.decode_s for times in reported),
+            reported=bool(reported),
         )
 
     @property
     def operation(self) -> str | None:
-        """The operation of the GenAI conventions; None for requests that do not generate."""
+        """The operation name in OpenTelemetry's GenAI conventions; None if nothing is generated."""
         return OPERATIONS.get(self.path)
 
     @property
     def told_warnings(self) -> tuple[str, ...]:
-        """The warnings in RFC 7234's form, as many and as long as any client's headers may be."""
+        """Values of `Warning` headers (RFC 7234)."""
+        # Bounded in number and length, because clients limit the size of headers.
         first = self.warnings[:WARNINGS_MAX]
         more = len(self.warnings) - len(first)
         rest = (f"and {more} more",) if more else ()
@@ -192,38 +186,38 @@ class RequestRecord:
 
     @property
     def given_id(self) -> bytes | None:
-        """The client's own id; None if it has none."""
-        return self.request_id.encode() if self.renamed else None
+        """The client's own id, None if it sent none."""
+        return self.request_id.encode() if self.has_client_id else None
 
     @property
-    def renamed(self) -> bool:
-        """Whether the client's own id stands for the request, and another one for its response."""
+    def has_client_id(self) -> bool:
+        """Whether the client sent its own id, so that `request_id` differs from `response_id`."""
         return self.request_id != self.response_id
 
-    def rename(self, chosen_id: str) -> None:
-        """The client has an id for the request in its body; one in a header comes first."""
-        if not self.renamed:
+    def note_client_id(self, chosen_id: str) -> None:
+        """Note the client's id from the body; an id from a header takes precedence."""
+        if not self.has_client_id:
             self.request_id = chosen_id
 
     def limit_headers(self) -> Headers:
-        """The headers about the limits of the request's owner."""
+        """The rate-limit headers of the request's owner."""
         return self.quotas.headers(self.principal) if self.quotas is not None else ()
 
     def fail(self, error: GatewayError) -> None:
-        """The request ends with an error, perhaps in the middle of its response."""
+        """Note that the request failed, perhaps in the middle of its response."""
         self.status, self.code = error.status, error.code or "error"
         self.retry_after_s = error.retry_after_s
 
     def hang_up(self) -> None:
-        """Note that the client went away, or took nothing any more."""
+        """Note that the client disconnected or stopped reading."""
         self.status, self.code = HUNG_UP, "client_gone"
 
     def replays(self, response_id: str) -> None:
-        """The request gets the answer of an earlier one, which has that id."""
+        """Note that the request gets the kept response `response_id` of an earlier request."""
         self.response_id, self.replayed = response_id, True
 
     def add_choice(self) -> ChoiceRecord:
-        """Add a record for a further choice."""
+        """Add and return the record of another choice."""
         self.choices.append(ChoiceRecord())
         return self.choices[-1]
 
@@ -231,51 +225,53 @@ class RequestRecord:
 def new_record(
     path: str, given_id: bytes | None, began_s: float, gateway: str = ""
 ) -> RequestRecord:
-    """The record of a request to `path`. Its id is the client's own if that is safe.
+    """Create the record of a request to `path`.
 
-    Safe are 1 to 128 letters, digits and ``._:=@+/-``: it is shown in headers and logs. Else it is
-    the id of the response, which is always made here, since workers must never see one twice. It
-    names the gateway (by the beginning of its incarnation), so that others know where it runs.
+    `given_id`, the client's id from a header, becomes `request_id` if it has 1 to 128 letters,
+    digits and ``._:=@+/-``. `gateway` is this gateway's incarnation.
     """
-    drawn = (gateway[:GATEWAY_DIGITS] + uuid.uuid4().hex)[:32]
+    # The id contains the gateway, so that any gateway can forward a cancel. It is always made here,
+    # because workers must never see an id twice.
+    digits = (gateway[:GATEWAY_DIGITS] + uuid.uuid4().hex)[:32]
     prefix = _DIALECT_PREFIXES.get(path) or _PREFIXES.get(OPERATIONS.get(path, ""), "req-")
-    response_id = prefix + drawn
+    response_id = prefix + digits
     request_id = response_id
+    # Ids are shown in headers and logs, so only safe characters are accepted.
     if given_id is not None and _SAFE_ID.fullmatch(given_id):
         request_id = given_id.decode("ascii")
     return RequestRecord(request_id, began_s, path=path, response_id=response_id)
 
 
 def gateway_of(response_id: str) -> str | None:
-    """The beginning of the incarnation of the gateway that made the id; None if none did."""
-    found = _MADE_ID.fullmatch(response_id)
-    return found.group(1) if found is not None else None
+    """The leading digits of the incarnation of the gateway that made the id, None for other ids."""
+    match = _MADE_ID.fullmatch(response_id)
+    return match.group(1) if match is not None else None
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord:
-    """The record of the request of an ASGI scope."""
+    """The request record in an ASGI scope."""
     record = scope[SCOPE_KEY]
     assert isinstance(record, RequestRecord)
     return record
 
 
 ABANDONED = "abandoned"
-"""The outcome of a stream whose client has gone."""
+"""The outcome of a stream whose client left."""
 
 
 class StreamRecord:
-    """Notes in the event log what clients get, for audits; without a log nothing is noted."""
+    """Writes the tokens that clients get to the event log, for audits; no-op without a log."""
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log
 
     @contextmanager
     def stream(
-        self, request: Request, stays: Sequence[Stay]
+        self, request: Request, segments: Sequence[WorkerSegment]
     ) -> Iterator[Callable[[FinishReason | None], None]]:
-        """Note the beginning of a request and its end, whatever that is, with its `stays` by then.
+        """Log the start of a request and, on exit, its outcome and its `segments`.
 
-        Call what it yields with each piece's finish reason.
+        Yields a function to call with the finish reason of each piece.
         """
         if self._log is None:
             yield lambda reason: None
@@ -295,12 +291,12 @@ class StreamRecord:
             outcome = type(error).__name__
             raise
         finally:
-            name = request.request_id
-            segments = [SegmentRead(name, s.first_index, s.worker_id, s.moved) for s in stays]
-            self._log.append(FACT, [*segments, StreamEnded(monotonic_s(), name, outcome)])
+            request_id = request.request_id
+            reads = [SegmentRead(request_id, s.first_index, s.worker_id, s.moved) for s in segments]
+            self._log.append(FACT, [*reads, StreamEnded(monotonic_s(), request_id, outcome)])
 
     def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
-        """Note tokens that are sent to the client now."""
+        """Log tokens that are sent to the client now."""
         if self._log is not None and token_ids:
             fact = TokensForwarded(request_id, first_index, tuple(token_ids))
             self._log.append(FACT, [fact])

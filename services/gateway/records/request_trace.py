@@ -1,20 +1,20 @@
-"""The trace of a request, from its record: one span for each thing that it waited for.
+"""Builds the trace of a request from its record, with a span per phase.
 
-Times inside workers are their own, laid end to end from when this gateway had sent the request
-there; so a span may be off by the way between the two.
+Spans inside workers use durations that the workers report. They are laid end to end from the time
+when this gateway sent the request, so they may be off by the network delay.
 """
 
 from collections.abc import Iterable
 
 from services.common import genai
 from services.common.tracing import Event, Span, Tracer, Value
-from services.gateway.records.request_record import ChoiceRecord, RequestRecord, Stay
+from services.gateway.records.request_record import ChoiceRecord, RequestRecord, WorkerSegment
 
 PROVIDER = "tideserve"
 
 
-def tell(tracer: Tracer, record: RequestRecord) -> None:
-    """Send the trace of a request that is over, if it is wanted."""
+def export_trace(tracer: Tracer, record: RequestRecord) -> None:
+    """Export the trace of a finished request if it is sampled."""
     if record.context is None or record.operation is None:
         return
     if tracer.wants(record.context, failed=record.status >= 500):
@@ -22,7 +22,7 @@ def tell(tracer: Tracer, record: RequestRecord) -> None:
 
 
 def request_span(record: RequestRecord) -> Span:
-    """The root span of the request, with its children."""
+    """The root span of the request with its child spans."""
     assert record.operation is not None
     end_s = record.ended_s
     root = Span(
@@ -42,7 +42,7 @@ def request_span(record: RequestRecord) -> Span:
         root.events += _events(choice)
         root.links += [move.link for move in choice.moves if move.link is not None]
     if record.status >= 500:
-        # The message may quote the client's text.
+        # Only the code: an error message may quote the client's text.
         root.error = record.code or "failed"
     return root
 
@@ -71,14 +71,14 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
     phases = record.phases
     if record.choices:
         values[genai.LATENCY_TIME_IN_QUEUE] = phases.queue_s
-    if phases.told:
+    if phases.reported:
         values[genai.LATENCY_TIME_IN_MODEL_PREFILL] = phases.prefill_s
         values[genai.LATENCY_TIME_IN_MODEL_DECODE] = phases.decode_s
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _door(record: RequestRecord) -> dict[str, Value | None]:
-    """Attributes of the door by which the request came."""
+    """HTTP or gRPC attributes of the request."""
     if record.grpc_code is None:
         return {genai.HTTP_ROUTE: record.endpoint, genai.HTTP_STATUS: record.status}
     return {
@@ -91,38 +91,38 @@ def _door(record: RequestRecord) -> dict[str, Value | None]:
 def _choice_spans(choice: ChoiceRecord, end_s: float) -> Iterable[Span]:
     for began_s, placed_s in choice.queued_s:
         yield Span("queue", began_s, placed_s)
-    for stay in choice.stays:
-        yield from _stay_spans(stay, end_s)
+    for segment in choice.segments:
+        yield from _stay_spans(segment, end_s)
 
 
-def _stay_spans(stay: Stay, end_s: float) -> Iterable[Span]:
-    """What the worker said, else what can be seen from here."""
-    told = stay.times is not None
+def _stay_spans(segment: WorkerSegment, end_s: float) -> Iterable[Span]:
+    """Spans of a segment, from the worker's times, else from the gateway's observations."""
+    reported = segment.times is not None
     attributes: dict[str, Value] = {
-        genai.WORKER: stay.worker_id,
-        genai.GROUP: stay.group_id,
-        genai.EPOCH: stay.epoch,
-        genai.TIMES_FROM: "worker" if told else "gateway",
+        genai.WORKER: segment.worker_id,
+        genai.GROUP: segment.group_id,
+        genai.EPOCH: segment.epoch,
+        genai.TIMES_FROM: "worker" if reported else "gateway",
     }
-    at_s = stay.began_s
-    for name, length_s in _parts(stay, end_s):
+    at_s = segment.began_s
+    for name, length_s in _parts(segment, end_s):
         yield Span(name, at_s, at_s + length_s, attributes)
         at_s += length_s
 
 
-def _parts(stay: Stay, end_s: float) -> Iterable[tuple[str, float]]:
-    ended_s = stay.ended_s if stay.ended_s is not None else end_s
-    if (times := stay.times) is not None:
+def _parts(segment: WorkerSegment, end_s: float) -> Iterable[tuple[str, float]]:
+    ended_s = segment.ended_s if segment.ended_s is not None else end_s
+    if (times := segment.times) is not None:
         yield "wait", times.wait_s
         if times.prefill_s > 0 or times.decode_s == 0:
             yield "prefill", times.prefill_s
-        if times.decode_s > 0 or stay.first_token_s is not None:
+        if times.decode_s > 0 or segment.first_token_s is not None:
             yield "decode", times.decode_s
-    elif stay.first_token_s is not None:
-        yield "prefill", stay.first_token_s - stay.began_s
-        yield "decode", ended_s - stay.first_token_s
+    elif segment.first_token_s is not None:
+        yield "prefill", segment.first_token_s - segment.began_s
+        yield "decode", ended_s - segment.first_token_s
     else:
-        yield "wait", ended_s - stay.began_s
+        yield "wait", ended_s - segment.began_s
 
 
 def _events(choice: ChoiceRecord) -> Iterable[Event]:
@@ -137,6 +137,6 @@ def _events(choice: ChoiceRecord) -> Iterable[Event]:
                 genai.EPOCH: move.to.epoch,
             },
         )
-    for stay in choice.stays:
-        for after_s in stay.times.preempted_s if stay.times is not None else ():
-            yield Event("preempted", stay.began_s + after_s, {genai.WORKER: stay.worker_id})
+    for segment in choice.segments:
+        for after_s in segment.times.preempted_s if segment.times is not None else ():
+            yield Event("preempted", segment.began_s + after_s, {genai.WORKER: segment.worker_id})

@@ -1,1 +1,1 @@
-"""The way of a request behind every door: prepare, generate, write."""
+"""The request path shared by all APIs: prepare, generate, write."""

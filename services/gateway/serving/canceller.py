@@ -1,4 +1,4 @@
-"""Ends requests by id, at whichever gateway they run."""
+"""Cancels requests by id, on whichever gateway they run."""
 
 import asyncio
 
@@ -14,18 +14,18 @@ from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
 
 FORWARD_TIMEOUT_S = 5.0
 FORWARDS_MAX = 64
-"""Calls to other gateways at a time for one owner; more cancels of the owner are refused."""
+"""Concurrent calls to other gateways per owner; further cancels of that owner are refused."""
 ALL_FORWARDS_MAX = 256
-"""The same for all owners together; beyond it an owner without one still gets one cancel."""
+"""Concurrent calls for all owners; beyond it, an owner without a call may still cancel once."""
 
 
 class Canceller:
-    """Cancels at the gateway that the id names; a client's own id names none: all are asked."""
+    """Cancels on the gateway encoded in a response id, or on all gateways for a client's id."""
 
     def __init__(
         self, running: RunningRequests, view: ClusterView, dial: Dial, incarnation: str
     ) -> None:
-        """`incarnation`: this gateway's."""
+        """`incarnation` is this gateway's."""
         self._running = running
         self._view = view
         self._dial = dial
@@ -33,18 +33,19 @@ class Canceller:
         self._forwards = Line(FORWARDS_MAX, ALL_FORWARDS_MAX)
 
     async def cancel(self, owner: str, request_id: str) -> bool:
-        """End the requests of an owner that have this id; returns whether there was one.
+        """Cancel all requests of `owner` with this id; returns whether any was running.
 
-        A request that no gateway has is over, or has never been.
+        `request_id` is a response id or an id that the client chose.
 
         Raises:
-            QueueFull: if its owner cancels too many elsewhere.
-            ServiceUnavailable: if none was found, and a gateway that may have one does not answer.
+            QueueFull: if the owner has too many cancels in flight to other gateways.
+            ServiceUnavailable: if no request matched and a gateway that may run it is silent.
         """
-        found = self._running.cancel(owner, request_id)
+        cancelled = self._running.cancel(owner, request_id)
         named = gateway_of(request_id)
-        if named == self._incarnation[:GATEWAY_DIGITS] or (found and named is not None):
-            return found
+        # Response ids are unique, so one match is enough; a client may reuse its own ids anywhere.
+        if named == self._incarnation[:GATEWAY_DIGITS] or (cancelled and named is not None):
+            return cancelled
         others = [
             record.address
             for record in self._view.instances()
@@ -53,20 +54,18 @@ class Canceller:
             and (named is None or record.incarnation.startswith(named))
         ]
         if others and self._forwards.full(owner):
-            raise QueueFull("you cancel many requests at a time; try again shortly")
+            raise QueueFull("too many concurrent cancellations; retry shortly")
         with self._forwards.entered(owner, len(others)):
             answers = await asyncio.gather(
                 *(self._forward(address, owner, request_id) for address in others)
             )
-        found = found or True in answers
-        if not found and None in answers:
-            raise ServiceUnavailable(
-                "a gateway that may have the request does not answer; try again"
-            )
-        return found
+        cancelled = cancelled or True in answers
+        if not cancelled and None in answers:
+            raise ServiceUnavailable("a gateway that may run the request did not respond; retry")
+        return cancelled
 
     async def _forward(self, address: str, owner: str, request_id: str) -> bool | None:
-        """Whether the gateway had the request; None if it does not answer."""
+        """Whether the gateway at `address` ran the request; None if it did not respond."""
         request = peer_pb2.EndRequestRequest(owner=owner, request_id=request_id)
         async with self._dial(address, "gateway") as channel:
             stub = peer_pb2_grpc.GatewayPeerServiceStub(channel)

@@ -1,4 +1,4 @@
-"""From a chat's text to what it says: reasoning, content and calls of tools."""
+"""Parses the text of a chat into reasoning, content and tool calls."""
 
 import secrets
 from collections.abc import Callable, Iterable
@@ -23,14 +23,14 @@ from services.gateway.vocabulary.delta import TOOL_CALLS, Delta, ToolCallDelta
 
 
 def call_id(form: ToolFormat) -> str:
-    """A new id of a call; Mistral's templates accept only nine letters and digits."""
+    """A new tool call id; Mistral's templates accept only nine letters and digits."""
     if form is ToolFormat.MISTRAL:
         return secrets.token_hex(5)[:9]
     return f"call_{secrets.token_hex(12)}"
 
 
 class ChatOutput:
-    """Reads the text of one choice while it comes."""
+    """Incremental parser for the text of a chat choice."""
 
     def __init__(self, form: ChatForm, new_id: Callable[[ToolFormat], str] = call_id) -> None:
         self._form = form
@@ -44,22 +44,23 @@ class ChatOutput:
     def push(self, piece: OutputPiece) -> list[OutputPiece]:
         """The piece with its delta; several pieces if one delta cannot express the order.
 
-        The first of several has the tokens, the last one has the finish reason.
+        Of several pieces, the first has the tokens and the last has the finish reason.
         """
         last = piece.finish_reason is not None
         events = self._read(piece.text)
         cut = self._finish() if last else []
-        said = [self._delta(run) for run in self._runs([*events, *cut])]
+        deltas = [self._delta(run) for run in self._runs([*events, *cut])]
         reason: str | None = piece.finish_reason
+        # A tool call that was cut off by the end of the output does not count as a call.
         stopped = piece.finish_reason is FinishReason.STOP
         if stopped and self._called and not any(isinstance(event, CallEnd) for event in cut):
             reason = TOOL_CALLS
-        said[-1] = structs.replace(said[-1], finish_reason=reason)
-        if len(said) == 1:
-            return [structs.replace(piece, delta=said[0])]
-        first = structs.replace(piece, delta=said[0], finish_reason=None, stop_reason=None)
-        ending = OutputPiece("", (), piece.finish_reason, piece.stop_reason, delta=said[-1])
-        return [first, *(OutputPiece("", delta=delta) for delta in said[1:-1]), ending]
+        deltas[-1] = structs.replace(deltas[-1], finish_reason=reason)
+        if len(deltas) == 1:
+            return [structs.replace(piece, delta=deltas[0])]
+        first = structs.replace(piece, delta=deltas[0], finish_reason=None, stop_reason=None)
+        ending = OutputPiece("", (), piece.finish_reason, piece.stop_reason, delta=deltas[-1])
+        return [first, *(OutputPiece("", delta=delta) for delta in deltas[1:-1]), ending]
 
     def _read(self, text: str) -> list[Event]:
         if not text:
@@ -67,26 +68,27 @@ class ChatOutput:
         return self._content(self._split.push(text) if self._split else [Content(text)])
 
     def _finish(self) -> list[Event]:
-        """Events of text that was held back; calls that end here were cut short."""
+        """Events for text that was held back; tool calls that end here are incomplete."""
         events = self._content(self._split.finish()) if self._split else []
         return events + (self._calls.finish() if self._calls is not None else [])
 
     def _content(self, events: list[Event]) -> list[Event]:
-        """The events with calls found in the content."""
+        """The events, with tool calls extracted from the content."""
         if self._calls is None:
             return events
-        found: list[Event] = []
+        parsed: list[Event] = []
         for event in events:
-            found += self._calls.push(event.text) if isinstance(event, Content) else [event]
-        return found
+            parsed += self._calls.push(event.text) if isinstance(event, Content) else [event]
+        return parsed
 
     def _runs(self, events: Iterable[Event]) -> list[list[Event]]:
-        """The events in as few deltas as express their order; at least one delta."""
+        """Group the events into the fewest deltas that keep their order; never empty."""
         runs: list[list[Event]] = [[]]
         latest = 0
         for event in events:
             if isinstance(event, Reasoning) and not self._form.include_reasoning:
                 continue
+            # Within a delta, clients read reasoning, content and calls in this order.
             if (place := _place(event)) < latest:
                 runs.append([])
             runs[-1].append(event)

@@ -1,6 +1,6 @@
-"""One request from prompt tokens to text: place, start, decode, end.
+"""Runs a choice: get a worker from the scheduler, start there, detokenize the stream.
 
-A request whose worker is lost goes on at another one, from the tokens that have come.
+If the worker is lost, the choice resumes on another worker after the last received token.
 """
 
 import logging
@@ -18,11 +18,11 @@ from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, 
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord, StreamRecord
-from services.gateway.serving.attempts import Attempts, Failure, asked_again, resumed
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import RequestMeter, measured
+from services.gateway.serving.retry import Failure, RetryState, resumed, retry_ask
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What has come of a choice, whichever workers it came from: tokens, and their text so far."""
+class OutputState:
+    """Output state of a choice, kept across workers: tokens, detokenizer and chat parser."""
 
     journal: Journal
     output: OutputText
@@ -51,7 +51,7 @@ class ChoiceRunner:
         record: StreamRecord,
         resumes: bool,
     ) -> None:
-        """`resumes`: requests that have lost their worker after a token go on at another one."""
+        """`resumes`: resume requests on another worker if theirs is lost after the first token."""
         self._admission = admission
         self._workers = workers
         self._tokenizer = tokenizer
@@ -63,10 +63,11 @@ class ChoiceRunner:
     async def run(
         self, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
     ) -> AsyncGenerator[OutputPiece, None]:
-        """The output of `choice`, piece by piece; the last piece has a finish reason.
+        """Yield the output of `choice`; the last piece has a finish reason.
 
-        Closing the generator early withdraws or aborts the request, wherever it is. `record`
-        learns where it was and when; `arrived_s` is when its client's request had come.
+        Closing the generator early withdraws the request from the scheduler's queue or aborts it
+        at its worker. Workers and times are noted in `record`. `arrived_s` is when the client's
+        request had been read, on the monotonic clock.
 
         Raises:
             GatewayError: if the request fails.
@@ -74,23 +75,23 @@ class ChoiceRunner:
         began_s = monotonic_s()
         ask, request = ask_for(choice), replace(choice.request, resumable=self._resumes)
         journal = Journal(request.limits.max_tokens)
-        reading = Reading(journal, self._output(choice), _chat(choice))
-        attempts = Attempts(self._resumes)
+        state = OutputState(journal, self._output(choice), _chat(choice))
+        retries = RetryState(self._resumes)
         with (
-            self._record.stream(request, record.stays) as note_finish,
+            self._record.stream(request, record.segments) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             while True:
                 place = await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
-                stays = len(record.stays)
+                segments = len(record.segments)
                 started = resumed(request, tuple(journal.token_ids))
                 try:
                     async with self._workers.open(
                         started, place, record, journal, choice.coalesced
                     ) as stream:
                         while meter.reason is None:
-                            for piece in await self._next(stream, started, reading, record, meter):
+                            for piece in await self._next(stream, started, state, record, meter):
                                 note_finish(piece.finish_reason)
                                 if piece.finish_reason is not None:
                                     meter.finish(piece.finish_reason)
@@ -98,12 +99,14 @@ class ChoiceRunner:
                     return
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
                     output = len(journal.token_ids)
-                    attempts.fail(failure, output, request.limits.max_tokens)
-                    last = record.stays[-1] if len(record.stays) > stays else place
+                    # Raises if the request must not be retried.
+                    retries.fail(failure, output, request.limits.max_tokens)
+                    # A moved request failed at its last worker, not at the assigned worker.
+                    last = record.segments[-1] if len(record.segments) > segments else place
                     self._note_failure(failure, request, output, last.worker_id, record)
                     since_s = monotonic_s() - began_s
-                    ask = asked_again(
-                        ask, request, output, last, failure, since_s, alone=attempts.alone
+                    ask = retry_ask(
+                        ask, request, output, last, failure, since_s, alone=retries.alone
                     )
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
@@ -115,10 +118,10 @@ class ChoiceRunner:
         except GatewayError as refused:
             if not ask.resumed:
                 raise
-            # Its client knows nothing of queues any more: it has a part of the answer.
+            # The client already has part of the answer; a queueing error would make no sense to it.
             raise WorkerLost(
-                f"the worker of this request was lost, and no other goes on with it"
-                f" ({refused.message}); send the request again"
+                f"the worker of this request was lost, and no other worker could resume it"
+                f" ({refused.message}); retry the request"
             ) from refused
         finally:
             record.queued_s.append((asked_s, monotonic_s()))
@@ -130,23 +133,23 @@ class ChoiceRunner:
         if output:
             failpoint.hit("gateway.resumed")
             log.info(
-                "request %s cannot go on at %s; another start follows its %d tokens",
+                "request %s cannot continue on %s; it resumes after %d output tokens",
                 *(request_id, worker_id, output),
             )
             record.resumed += 1
             self._metrics.stream_resumed()
         elif isinstance(failure, (WorkerLost, KvLost)):
-            log.info("request %s lost %s before a token and starts again", request_id, worker_id)
+            log.info("request %s lost %s before its first token; restarting", request_id, worker_id)
 
     async def _next(
         self,
         stream: TokenStream,
         request: Request,
-        reading: Reading,
+        state: OutputState,
         record: ChoiceRecord,
         meter: RequestMeter,
     ) -> Sequence[OutputPiece]:
-        """What the next tokens give: no piece if they show nothing yet, several of a chat."""
+        """The pieces for the next tokens; empty if there is nothing to send yet."""
         first_index = stream.read_index
         fresh = await stream.next()
         self._record.forwarded(request.request_id, first_index, fresh.token_ids)
@@ -154,16 +157,17 @@ class ChoiceRunner:
             failpoint.hit("gateway.token")
             now_s = monotonic_s()
             if not meter.tokens(len(fresh.token_ids), now_s):
-                record.stays[-1].first_token_s = now_s
-        output, chat = reading.output, reading.chat
+                record.segments[-1].first_token_s = now_s
+        output, chat = state.output, state.chat
         if fresh.prompt_logprobs:
+            # Log probabilities of a long prompt take too long for the event loop.
             push = partial(output.push, fresh)
             piece = await self._pool.run(push, fresh.prompt_numbers)
         else:
             piece = output.push(fresh)
-        said = (piece,) if chat is None else chat.push(piece)
+        pieces = (piece,) if chat is None else chat.push(piece)
         if piece.text or piece.token_ids or piece.finish_reason is not None:
-            return said
+            return pieces
         return ()
 
     def _output(self, choice: PreparedChoice) -> OutputText:
@@ -180,7 +184,7 @@ def _chat(choice: PreparedChoice) -> ChatOutput | None:
 
 
 def ask_for(choice: PreparedChoice) -> Ask:
-    """What the scheduler is told of a choice that needs a place."""
+    """The scheduler ask for a choice that needs a worker."""
     request = choice.request
     return Ask(
         request_id=request.request_id,

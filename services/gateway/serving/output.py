@@ -1,4 +1,4 @@
-"""From a request's token ids to what its client sees. Pure; one instance per choice."""
+"""Turns the token ids of a choice into the text that its client sees. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,32 +15,32 @@ from services.gateway.vocabulary.message import Finish, Fresh
 
 
 class StopText:
-    """Passes text on, up to the first stop string, or to its end.
+    """Cuts a text stream at the first stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided. The result
-    does not depend on how the text is cut into pieces: the stop string that is complete first
-    wins, among those that end together the longest.
+    Text that may be the beginning of a stop string is held back until the next pieces decide. The
+    result does not depend on how the text is split into pieces: the stop string that is complete
+    first wins; among stop strings that end at the same position, the longest wins.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`stops`: nonempty strings; none at all is fine. `include`: the one found is shown."""
+        """`stops`: nonempty strings, may be empty. `include`: keep the stop string in the text."""
         self._include = include
         self._stops = tuple(stops)
         self._held = ""
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Take the next piece; returns what may be shown. `hit` is the stop string found."""
+        """Append the next piece; returns the text to show. A match sets `hit`."""
         if self.hit is not None:
             return ""
         if not self._stops:
             return text
         buffer = self._held + text
-        found = [
+        matches = [
             (start + len(stop), start) for stop in self._stops if (start := buffer.find(stop)) >= 0
         ]
-        if found:
-            end, start = min(found)
+        if matches:
+            end, start = min(matches)
             self.hit = buffer[start:end]
             self._held = ""
             return buffer[: end if self._include else start]
@@ -49,23 +49,23 @@ class StopText:
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
-        """The text that is still held back; call at the end of the output."""
+        """Return the text that is still held back; call at the end of the output."""
         held, self._held = self._held, ""
         return held
 
 
-# JSON has no infinity; like other servers, every door sends this number instead.
+# JSON has no infinity; like other servers, all APIs send this number instead.
 LOGPROB_MIN = -9999.0
 OUTPUT_LOGPROBS_MAX = 2**17
-"""Most log probabilities in an answer that is not streamed, all choices together."""
+"""Most log probabilities in a response that is not streamed, over all choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request, all choices together.
+    """Token counts of a request, summed over all choices.
 
-    Each prompt counts once. `cached_tokens` of the prompts were in a prefix cache when their
-    first choice began.
+    Each prompt counts once. `cached_tokens` are the prompt tokens that were in a prefix cache when
+    the first choice of their prompt started.
     """
 
     prompt_tokens: int
@@ -75,10 +75,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenNote:
-    """A token whose log probability is told.
+    """A token with its log probability.
 
-    `offset` is where its text begins in the choice's text, in characters. `told` is None for the
-    first token of a prompt, of which nothing is known.
+    `offset` is where its text starts in the output, in characters. `told` is None for the first
+    token of a prompt, which has no log probability.
     """
 
     token_id: int
@@ -86,25 +86,25 @@ class TokenNote:
     told: TokenLogprobs | None
 
 
-def numbers_in(*told: Sequence[TokenNote]) -> int:
-    """The approximate number of log probabilities."""
+def numbers_in(*notes: Sequence[TokenNote]) -> int:
+    """The approximate number of log probabilities in the given token sequences."""
     return sum(
-        len(notes) * (1 if (last := notes[-1].told) is None else 1 + len(last.top))
-        for notes in told
-        if notes
+        len(tokens) * (1 if (last := tokens[-1].told) is None else 1 + len(last.top))
+        for tokens in notes
+        if tokens
     )
 
 
 def finite(logprob: float) -> float:
-    """A log probability as it is sent to clients."""
-    # Also not a number, which compares as false.
+    """The log probability as sent to clients, at least `LOGPROB_MIN`."""
+    # NaN compares as false and so becomes LOGPROB_MIN too.
     return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN
 
 
 def with_top(notes: Sequence[TokenNote], top: int | None) -> Sequence[TokenNote]:
-    """The notes with at most `top` of the likeliest tokens each; None: with all that there are.
+    """The notes with at most `top` of the likeliest tokens each; None keeps all.
 
-    A worker tells of a prompt once, as many as the more demanding of two fields asks for.
+    A worker reports a prompt's log probabilities once, for the larger of the two request fields.
     """
     if top is None or all(note.told is None or len(note.told.top) <= top for note in notes):
         return notes
@@ -119,10 +119,10 @@ def with_top(notes: Sequence[TokenNote], top: int | None) -> Sequence[TokenNote]
 class OutputPiece(msgspec.Struct, frozen=True):
     """New output of a choice.
 
-    `text` may be empty, and belongs to tokens of this piece and earlier ones. `logprobs` are those
-    of `token_ids`, one for each, or none at all; `prompt_logprobs` those of the prompt, on the
-    first piece only. On the last piece `finish_reason` is set, and `stop_reason` if a stop token of
-    the client (its id) or a stop string ended the output.
+    `text` may be empty; it belongs to tokens of this and earlier pieces. `logprobs` has an entry
+    for each of `token_ids`, or is empty; `prompt_logprobs` is set on the first piece only. The last
+    piece has a `finish_reason`, and a `stop_reason` if a stop token of the client (its id) or a
+    stop string ended the output. `delta` is set in chats whose text is parsed.
     """
 
     text: str
@@ -135,7 +135,7 @@ class OutputPiece(msgspec.Struct, frozen=True):
 
     @property
     def said(self) -> Delta:
-        """What the text says in a chat: its delta, or all of it is content."""
+        """The chat delta of this piece; without a parser, all text is content."""
         if self.delta is not None:
             return self.delta
         return Delta(content=self.text, finish_reason=self.finish_reason)
@@ -143,7 +143,7 @@ class OutputPiece(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Output:
-    """All pieces of a choice together."""
+    """The accumulated pieces of a choice."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -169,50 +169,58 @@ class Output:
 
 
 class ToldCount:
-    """Counts the log probabilities of a request's output that are kept for the end of its answer.
+    """Bounds the log probabilities that a response which is not streamed keeps in memory.
 
-    The number of tokens is not known before, and most outputs end long before their limit. So a
-    request is refused only when it has produced too many.
+    The number of output tokens is not known in advance, and most outputs end long before their
+    limit. So a request fails only once it has produced too many.
     """
 
     def __init__(self, param: str) -> None:
-        """`param`: the field that asks for them."""
+        """`param`: the request field that asks for log probabilities."""
         self._param = param
         self._count = 0
 
     def add(self, notes: Sequence[TokenNote]) -> None:
-        """Count further log probabilities; raises BadRequest if there are too many."""
+        """Count further log probabilities.
+
+        Raises:
+            BadRequest: if there are more than `OUTPUT_LOGPROBS_MAX`.
+        """
         self._count += numbers_in(notes)
         if self._count > OUTPUT_LOGPROBS_MAX:
             raise BadRequest(
-                f"the output has more than {OUTPUT_LOGPROBS_MAX} log probabilities, the most that"
-                " are kept for a whole answer; ask for fewer beside each token or for fewer tokens,"
-                " or stream a chat or completion, which keeps none",
+                f"the output has more than {OUTPUT_LOGPROBS_MAX} log probabilities, the limit for a"
+                " response that is not streamed; request fewer per token or fewer tokens, or stream"
+                " a chat or completion",
                 param=self._param,
             )
 
 
 class Outputs:
-    """The outputs of all choices, for an answer that is written when they have ended."""
+    """The outputs of all choices, for a response that is written when all have ended."""
 
     def __init__(self, choices: int) -> None:
         self.all = [Output() for _ in range(choices)]
-        self._told = ToldCount("logprobs")
+        self._logprob_count = ToldCount("logprobs")
 
     def add(self, index: int, piece: OutputPiece) -> None:
-        """Append the next piece of a choice; raises BadRequest if too much would be kept."""
+        """Append the next piece of choice `index`.
+
+        Raises:
+            BadRequest: if the outputs have too many log probabilities.
+        """
         if piece.logprobs:
-            self._told.add(piece.logprobs)
+            self._logprob_count.add(piece.logprobs)
         self.all[index].add(piece)
 
 
 class OutputText:
-    """Decodes tokens, one by one so that the result never depends on how they were grouped."""
+    """Decodes token by token, so that the text never depends on how they were grouped."""
 
     def __init__(
         self, choice: PreparedChoice, detokenizer: Detokenizer, prompt: Detokenizer | None = None
     ) -> None:
-        """`prompt`: for the offsets of an echoed prompt's tokens; a detokenizer like the other."""
+        """`prompt`: a second detokenizer, for the token offsets of an echoed prompt."""
         self._choice = choice
         self._detokenizer = detokenizer
         self._prompt = prompt
@@ -220,15 +228,15 @@ class OutputText:
         self._min_tokens = choice.request.limits.min_tokens
         self._tokens = 0
         self._begun = False
-        # Characters of complete tokens, kept up only where offsets are told.
+        # Characters so far, counted only if the response has token offsets.
         self._noted = choice.request.logprobs.output is not None
         self._chars = len(choice.echo)
 
     def push(self, fresh: Fresh) -> OutputPiece:
-        """The text of new tokens. The piece has a finish reason when the output ends here.
+        """The piece for new tokens, with a finish reason if the output ends here.
 
-        `finish` STOP means that the last token is a stop token, which is counted but not shown
-        unless the client wants to see what stopped the output.
+        `finish` STOP means that the last token is a stop token. It is counted, but shown only if
+        the client asked to include the stop string.
         """
         if self._choice.prompt_only:
             return self._opened(fresh, OutputPiece("", (), FinishReason.LENGTH))
@@ -249,10 +257,11 @@ class OutputText:
             if self._noted:
                 offsets.append(self._chars)
                 self._chars += len(piece)
-            # Stop strings, like stop tokens, count only once min_tokens are out.
+            # Stop strings, like stop tokens, apply only after min_tokens.
             text += self._stop.push(piece) if self._tokens > self._min_tokens else piece
             if self._stop.hit is not None:
                 return self._piece(fresh, text, offsets, count, FinishReason.STOP, self._stop.hit)
+        # A hidden stop token has no text, but its log probability is reported.
         if self._noted and hidden:
             offsets.append(self._chars)
         count = len(token_ids)
@@ -264,6 +273,7 @@ class OutputText:
         text += self._stop.flush()
         if finish is not Finish.STOP:
             return self._piece(fresh, text, offsets, count, FinishReason.LENGTH)
+        # As in vLLM, the model's own end-of-sequence token is no stop reason.
         stopped_by = next((i for i in token_ids[-1:] if i not in self._choice.eos_ids), None)
         return self._piece(fresh, text, offsets, count, FinishReason.STOP, stopped_by)
 
@@ -280,13 +290,13 @@ class OutputText:
         token_ids = tuple(fresh.token_ids[:count])
         notes: tuple[TokenNote, ...] = ()
         if self._noted:
-            # A worker of an earlier version tells none.
-            told = zip(token_ids, offsets, fresh.logprobs, strict=False)
-            notes = tuple(TokenNote(*one) for one in told)
+            # Older workers send no logprobs.
+            rows = zip(token_ids, offsets, fresh.logprobs, strict=False)
+            notes = tuple(TokenNote(*row) for row in rows)
         return OutputPiece(text, token_ids, reason, stop_reason, logprobs=notes)
 
     def _opened(self, fresh: Fresh, piece: OutputPiece) -> OutputPiece:
-        """The first piece, with what is told of the prompt."""
+        """The first piece, with the echoed prompt and the prompt's log probabilities."""
         echo, notes = self._choice.echo, self._prompt_notes(fresh.prompt_logprobs)
         if not echo and not notes:
             return piece
@@ -299,14 +309,14 @@ class OutputText:
             prompt_logprobs=notes,
         )
 
-    def _prompt_notes(self, told: Sequence[TokenLogprobs]) -> tuple[TokenNote, ...]:
-        """Notes of every prompt token, the first of which has no log probability."""
+    def _prompt_notes(self, logprobs: Sequence[TokenLogprobs]) -> tuple[TokenNote, ...]:
+        """A note for every prompt token; the first token has no log probability."""
         request = self._choice.request
         if request.logprobs.prompt is None:
             return ()
         notes, chars = [], 0
-        for token_id, one in zip(request.prompt_ids, (None, *told), strict=False):
-            notes.append(TokenNote(token_id, min(chars, len(self._choice.echo)), one))
+        for token_id, row in zip(request.prompt_ids, (None, *logprobs), strict=False):
+            notes.append(TokenNote(token_id, min(chars, len(self._choice.echo)), row))
             if self._prompt is not None:
                 chars += len(self._prompt.push(token_id))
         return tuple(notes)

@@ -1,4 +1,4 @@
-"""From a checked body to a prepared request: model, template, tokens, sampling, limits."""
+"""Prepares a validated body for the cluster: model, chat template, tokens, sampling, limits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,16 +31,16 @@ from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
 from services.gateway.tools.format import Thinking
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
 
-# A prompt that will be cut may have so many times the tokens of the context before.
+# Longest prompt before truncation, as a multiple of the context length.
 TRUNCATED_CONTEXTS = 4
-# Tokens that are hashed in the time in which a character is tokenised.
+# Tokens hashed in the time that tokenizing a character takes.
 HASHED_A_STEP = 8
-# Tokens at the end of a prompt that may spell a mark.
+# Tokens at the end of a prompt that may spell a reasoning mark such as <think>.
 MARK_TOKENS = 16
 
 
 class Preparer:
-    """Makes prepared requests of bodies, for one model."""
+    """Turns request bodies into prepared requests for its model."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class Preparer:
         prefix_block_size: Callable[[], int] = lambda: 0,
         policy: ServicePolicy | None = None,
     ) -> None:
-        """`max_model_len`: longest sequence that any worker holds at the moment.
+        """`max_model_len`: longest sequence in tokens that any worker can hold now.
 
-        `prefix_block_size`: tokens in a KV block if the scheduler wants to know the prefixes of
-        prompts, else 0. `policy` tells what requests are promised.
+        `prefix_block_size`: tokens per KV block if the scheduler ranks groups by cached prefixes,
+        else 0. `policy` maps requests to service classes and SLO targets.
         """
         self._policy = policy or ServicePolicy()
         self._model = model
@@ -64,10 +64,10 @@ class Preparer:
         self._prefix_block_size = prefix_block_size
 
     async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
-        """Check the body against the model and tokenise it; `record` learns what is asked for.
+        """Check the body against the model and tokenize it; its settings are noted in `record`.
 
         Raises:
-            GatewayError: if a field does not fit the model, or a prompt not the context.
+            GatewayError: if a field does not fit the model, or a prompt exceeds the context.
         """
         _note(record, body, self._model.name)
         self._check(body, record)
@@ -78,8 +78,8 @@ class Preparer:
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
         prompt_tokens = sum(map(len, prompts))
-        told = isinstance(body, CompletionRequest) and bool(body.echo)
-        logprobs = logprob_options(body, told, body.choices * prompt_tokens)
+        echoed = isinstance(body, CompletionRequest) and bool(body.echo)
+        logprobs = logprob_options(body, echoed, body.choices * prompt_tokens)
         check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
         sampling = replace(sampling, grammar=await self._grammar(body, record, where))
         echoes = [await self._echo(body, *prompt) for prompt in enumerate(prompts)]
@@ -94,6 +94,7 @@ class Preparer:
             choices = [replace(choice, chat=form) for choice in choices]
         if len(choices) > 1:
             choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
+        # Prompt log probabilities need the whole prompt to run, so a cached prefix does not help.
         if (block_size := self._prefix_block_size()) and not logprobs.runs_prompt:
             choices = await self._with_prefixes(choices, block_size)
         record.prompt_tokens = prompt_tokens
@@ -107,30 +108,30 @@ class Preparer:
         )
 
     def service_of(self, body: GenerationRequest, record: RequestRecord) -> Service:
-        """What the request is promised. Raises BadRequest, as in ServicePolicy."""
+        """The request's class and SLO targets. Raises BadRequest as `ServicePolicy.service_of`."""
         return self._policy.service_of(body, record.promise, record.principal.owner)
 
     async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
-        """The tokens of the body's first prompt; nothing is generated.
+        """The tokens of the body's first prompt, without generating.
 
         Raises:
-            GatewayError: if the model is another one, or the prompt far longer than its context.
+            GatewayError: if the model is not served, or the prompt far exceeds its context.
         """
         self._check(body, record)
-        found = await self._encoded(body, TRUNCATED_CONTEXTS * self.max_model_len())
-        return found[0]
+        prompts = await self._encoded(body, TRUNCATED_CONTEXTS * self.max_model_len())
+        return prompts[0]
 
     async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
-        """The text of tokens of the model by that name, special ones included.
+        """The text of tokens of `model`, including special tokens.
 
         Raises:
-            GatewayError: if the model is another one, or does not have a token.
+            GatewayError: if the model is not served, or a token is outside its vocabulary.
         """
         self._check_model(model, record)
         if len(token_ids) > TEXT_TOKENS_MAX:
             raise BadRequest(
-                f"there are {len(token_ids)} tokens, but {TEXT_TOKENS_MAX} are the most; send fewer"
-                " at once",
+                f"'tokens' has {len(token_ids)} tokens, but the limit is {TEXT_TOKENS_MAX}; send"
+                " fewer per request",
                 param="tokens",
             )
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
@@ -152,35 +153,35 @@ class Preparer:
         check_ids(body, self._model.vocab_size)
 
     async def _prompts(self, body: GenerationRequest) -> list[tuple[int, ...]]:
-        """Token ids of each prompt; long texts are tokenised in a thread."""
+        """Token ids of each prompt; long texts are tokenized in a thread."""
         context = self.max_model_len()
         if body.truncate_prompt_tokens is None:
             return await self._encoded(body, context)
         tokens_max = TRUNCATED_CONTEXTS * context
         try:
-            found = await self._encoded(body, tokens_max)
+            prompts = await self._encoded(body, tokens_max)
         except ContextExceeded as error:
             raise ContextExceeded(
-                f"a prompt may have {tokens_max} tokens before it is cut; shorten it",
+                f"a prompt may have at most {tokens_max} tokens before truncation; shorten it",
                 param=error.param,
             ) from None
-        return [_truncated(body, prompt_ids, context) for prompt_ids in found]
+        return [_truncated(body, prompt_ids, context) for prompt_ids in prompts]
 
     async def _encoded(self, body: GenerationRequest, tokens_max: int) -> list[tuple[int, ...]]:
         match body:
             case ChatRequest():
                 size = sum(message.size for message in body.messages)
-                # Their descriptions and schemas become part of the prompt.
+                # Descriptions and schemas of the tools become part of the prompt.
                 size += INLINE_SIZE * len(body.tools)
                 return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
             case CompletionRequest():
-                # Many small ones take as long as a large one.
+                # Many small prompts take as long as a large prompt.
                 size = sum(map(len, body.prompt))
                 return [
                     await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
                     for prompt in body.prompt
                 ]
-        raise TypeError(f"no prompt is made of {type(body).__name__}")
+        raise TypeError(f"{type(body).__name__} has no prompt")
 
     def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
         chat = self._model.chat
@@ -205,7 +206,7 @@ class Preparer:
         return prompt
 
     def _thinking(self, prompt_ids: tuple[int, ...]) -> Thinking:
-        """Where a chat's output begins."""
+        """Whether a chat's output starts inside, before or after its reasoning."""
         if self._model.chat is None:
             return Thinking.OVER
         end = self._model.tokenizer.decode(prompt_ids[-MARK_TOKENS:], skip_special_tokens=False)
@@ -214,7 +215,11 @@ class Preparer:
     async def _grammar(
         self, body: GenerationRequest, record: RequestRecord, where: Thinking
     ) -> Grammar | None:
-        """The checked grammar of the whole output; raises GatewayError."""
+        """The checked grammar of the whole output, including reasoning and tool calls.
+
+        Raises:
+            GatewayError: if the grammar is invalid or cannot be checked now.
+        """
         answer = body.structure
         if answer is not None:
             checked = await self._checker.check(answer, record.guest)
@@ -228,14 +233,15 @@ class Preparer:
         return (await self._checker.check(whole, record.guest)).grammar
 
     async def _sampling(self, body: GenerationRequest) -> Sampling:
-        """The sampling of first choices."""
-        words: tuple[tuple[int, ...], ...] = ()
+        """The sampling parameters of the first choice of each prompt."""
+        bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
-            words = await self._pool.run(
+            # Each word is tokenized twice: with and without a space before it.
+            bad_words = await self._pool.run(
                 partial(bad_word_ids, body.bad_words, self._model.tokenizer),
                 2 * sum(map(len, body.bad_words)),
             )
-        return sampling_of(body, self._model.defaults, words)
+        return sampling_of(body, self._model.defaults, bad_words)
 
     def _choices(
         self,
@@ -247,7 +253,7 @@ class Preparer:
         logprobs: LogprobOptions,
         service: Service,
     ) -> list[PreparedChoice]:
-        """The choices of a prompt, which differ in their seeds; `echo` is its shown text."""
+        """The choices of a prompt, which differ only in seed; `echo` is the echoed prompt text."""
         eos_ids = self._model.eos_ids
         stop_ids = frozenset(body.stop_token_ids or ())
         if not body.ignore_eos:
@@ -281,21 +287,22 @@ class Preparer:
     async def _with_prefixes(
         self, choices: list[PreparedChoice], block_size: int
     ) -> list[PreparedChoice]:
-        """The choices with what the scheduler is told of their prompts; each is hashed once."""
-        told, latest = list[PreparedChoice](), choices[0]
+        """The choices with block hashes of their prompts, for the scheduler's prefix ranking."""
+        hashed, latest = list[PreparedChoice](), choices[0]
         for choice in choices:
             request, prefix = choice.request, latest.prefix
-            if not told or request.prompt_ids is not latest.request.prompt_ids:
+            # Choices of the same prompt share the hashes: hash each prompt once.
+            if not hashed or request.prompt_ids is not latest.request.prompt_ids:
                 ids, salt = request.prompt_ids, request.cache_salt
                 prefix = await self._pool.run(
                     partial(prompt_prefix, ids, salt, block_size), len(ids) // HASHED_A_STEP
                 )
             latest = replace(choice, prefix=prefix)
-            told.append(latest)
-        return told
+            hashed.append(latest)
+        return hashed
 
     async def _echo(self, body: GenerationRequest, number: int, prompt_ids: tuple[int, ...]) -> str:
-        """The text of prompt `number` if it is echoed; of a truncated prompt, what is left."""
+        """The text of prompt `number` if it is echoed, after truncation."""
         if not isinstance(body, CompletionRequest) or not body.echo:
             return ""
         prompt = body.prompt[number]
@@ -308,10 +315,15 @@ class Preparer:
     def _limits(
         self, body: GenerationRequest, prompt_tokens: int, stop_ids: frozenset[int]
     ) -> Limits:
-        """The limits that fit into the context; raises BadRequest where they do not."""
+        """Token limits and stop tokens of a request.
+
+        Raises:
+            BadRequest: if the prompt is empty, or `min_tokens` exceeds the output limit.
+            ContextExceeded: if prompt and output exceed the context.
+        """
         context = self.max_model_len()
         if prompt_tokens == 0:
-            raise BadRequest("the prompt has no tokens; send some text", param="prompt")
+            raise BadRequest("the prompt is empty; send some text", param="prompt")
         where = "messages" if isinstance(body, ChatRequest) else "prompt"
         wanted = body.output_limit() or 1
         if prompt_tokens + wanted > context:
@@ -329,7 +341,7 @@ class Preparer:
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
             raise BadRequest(
-                f"'min_tokens' {min_tokens} is above the {max_tokens} tokens that it may have;"
+                f"'min_tokens' is {min_tokens}, but the output is limited to {max_tokens} tokens;"
                 " lower it or raise 'max_tokens'",
                 param="min_tokens",
             )
@@ -339,9 +351,9 @@ class Preparer:
 def _truncated(
     body: GenerationRequest, prompt_ids: tuple[int, ...], context: int
 ) -> tuple[int, ...]:
-    """The prompt, truncated if the client asks for that and the prompt is too long."""
+    """The prompt, cut to `truncate_prompt_tokens`; -1 leaves room for the output."""
     keep = body.truncate_prompt_tokens
-    assert keep is not None, "it is to be cut"
+    assert keep is not None, "the client asked for truncation"
     if keep == -1:
         room = body.output_limit()
         keep = max(1, context - (COMPLETION_TOKENS if room is None else max(1, room)))
@@ -349,7 +361,7 @@ def _truncated(
 
 
 def _seeded(first: PreparedChoice, choice: int) -> PreparedChoice:
-    """Choice `choice` of a prompt whose first choice is `first`."""
+    """Choice number `choice` of a prompt, with its own seed; `first` is choice 0."""
     if choice == 0:
         return first
     sampling = first.request.sampling
@@ -358,19 +370,22 @@ def _seeded(first: PreparedChoice, choice: int) -> PreparedChoice:
 
 
 def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
-    """`choice` with an id of its own among several choices."""
+    """`choice` with its own request id in the cluster: the response id and `index`."""
     request = choice.request
     request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
     return replace(choice, request=request)
 
 
 def _coalesced(body: GenerationRequest, service: Service) -> bool:
-    """Whether tokens may come late: nobody watches them, and no text among them ends the output."""
+    """Whether a worker may send many tokens at once.
+
+    True for batch requests that neither stream nor stop at a string, which the gateway must detect.
+    """
     return not (service.online or body.stream or body.stop)
 
 
 def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
-    """Note the settings of the request in its record; no text is noted."""
+    """Note the settings of the request in its record, never its texts."""
     prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
     choices = prompts * body.choices
     settings = {
@@ -385,4 +400,4 @@ def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
     record.model = model
     record.settings = {name: value for name, value in settings.items() if value is not None}
     if body.request_id is not None:
-        record.rename(body.request_id)
+        record.note_client_id(body.request_id)

@@ -1,4 +1,4 @@
-"""Prepared requests: what clients ask, ready for the cluster, in one form for every door."""
+"""Prepared requests: tokenized and checked, in the same form for every API."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,17 @@ from services.gateway.tools.format import ChatForm
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """One choice of an answer: the request for a worker, and what becomes of its tokens.
+    """A choice of a response: the request for a worker, and how to render its tokens.
 
-    `eos_ids` are the stop tokens that are the model's and not the client's; `n` is how many choices
-    its prompt has. With `include_stop` the text ends with what stopped it. `echo` is what the text
-    begins with; `chat` how that of a chat is read, None if all of it is content. A choice that is
-    `prompt_only` shows none of its output: its client wants none, but a worker makes at least one
-    token. `prompt_top` of the likeliest tokens are told beside each of
-    the prompt's; None: as many as beside those of the output. `prefix` is what the scheduler is
-    told of the prompt. The tokens of one that is `coalesced` may come many at a time.
+    `eos_ids`: stop tokens of the model that the client did not list itself.
+    `n`: number of choices of the prompt.
+    `include_stop`: keep the stop string or stop token in the text.
+    `echo`: text before the output, for echoed prompts.
+    `prompt_only`: hide the output; the client wants none, but a worker makes at least a token.
+    `prompt_top`: likeliest tokens per prompt token in the response; None: as for output tokens.
+    `chat`: how to parse the text of a chat; None: all text is content.
+    `prefix`: block hashes of the prompt, for the scheduler.
+    `coalesced`: the worker may send many tokens at once.
     """
 
     request: Request
@@ -38,17 +40,16 @@ class PreparedChoice:
 
     @property
     def request_id(self) -> str:
-        """Unique in the cluster."""
+        """The request's id at scheduler and workers, unique in the cluster."""
         return self.request.request_id
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """Checked, tokenised, with every default filled in.
+    """A checked and tokenized request, with all defaults filled in.
 
     `created` is in seconds of Unix time; `model` is the name that the client used. `choices` are
-    those of the first prompt, then those of the next. `prompt_tokens` counts each prompt once,
-    however many choices it has.
+    ordered by prompt. `prompt_tokens` counts each prompt once, however many choices it has.
     """
 
     response_id: str

@@ -1,4 +1,4 @@
-"""Times and counts of one choice of a request, observed as they come and when it is over."""
+"""Observes latencies and token counts of a choice in the gateway's metrics."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from services.gateway.vocabulary.errors import GatewayError
 
 
 class RequestMeter:
-    """The meter of one choice; `measured` makes it."""
+    """Metrics of a choice; `measured` creates it."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RequestMeter:
         self.reason: FinishReason | None = None
 
     def tokens(self, count: int, now_s: float) -> bool:
-        """`count` tokens have come together; returns whether there were some before."""
+        """Observe `count` tokens that came at `now_s`; returns False for the first tokens."""
         begun = self._first_s is not None
         self._histograms.by_class.tokens.total += count
         if begun:
@@ -50,7 +50,7 @@ class RequestMeter:
         return begun
 
     def finish(self, reason: FinishReason) -> None:
-        """All tokens have come."""
+        """Observe the end of a choice that finished; sets `reason`."""
         histograms, request = self._histograms, self._choice.request
         histograms.latency.observe(self._last_s - self._arrived_s)
         if self._first_s is not None and self._tokens > 1:
@@ -66,13 +66,14 @@ class RequestMeter:
         self.reason = reason
 
     def fail(self) -> None:
-        """The request has failed; without a token it has missed its first one's target."""
+        """Observe a failure."""
+        # A request that fails before its first token has missed its TTFT target.
         if self._first_s is None:
             self._note_ttft(math.inf)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the choice as inflight while the body runs."""
+        """Count the choice as in flight inside the `with` block."""
         with self._of_class.inflight.track_inprogress():
             yield
 
@@ -82,14 +83,14 @@ class RequestMeter:
             self._of_class.slo["ttft"].note(seconds, target_s)
 
     def _observe_phases(self) -> None:
-        """Where the time went, as far as the workers told it with their last events."""
+        """Observe queue, prefill and decode times that the workers reported."""
         histograms, record = self._histograms, self._record
-        told = [stay.times for stay in record.stays if stay.times is not None]
-        histograms.queue.observe(record.queue_s + sum(times.wait_s for times in told))
-        # One that ends at a stop string ends before its worker has told.
-        if told and record.stays[-1].times is not None:
-            prefill_s = sum(times.prefill_s for times in told)
-            decode_s = sum(times.decode_s for times in told)
+        reported = [segment.times for segment in record.segments if segment.times is not None]
+        histograms.queue.observe(record.queue_s + sum(times.wait_s for times in reported))
+        # A choice that ends at a stop string is aborted before its worker reports times.
+        if reported and record.segments[-1].times is not None:
+            prefill_s = sum(times.prefill_s for times in reported)
+            decode_s = sum(times.decode_s for times in reported)
             histograms.prefill.observe(prefill_s)
             histograms.decode.observe(decode_s)
             histograms.inference.observe(prefill_s + decode_s)
@@ -99,7 +100,7 @@ class RequestMeter:
 def measured(
     histograms: RequestHistograms, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
 ) -> Iterator[RequestMeter]:
-    """Count how `choice` ended when the body is left: finished, failed, or given up."""
+    """Meter `choice` in the `with` block; on exit, count it as finished, failed or aborted."""
     meter = RequestMeter(histograms, choice, record, arrived_s)
     ended = "abort"
     try:

@@ -1,4 +1,4 @@
-"""Requests that run at this gateway and can be cancelled, and recent ids that clients chose."""
+"""Running requests of this gateway, for cancellation, and recent `request_id`s of clients."""
 
 import contextlib
 import os
@@ -18,18 +18,19 @@ REMEMBERED_MAX = 100_000
 REMEMBER_S = 600.0
 
 Key = tuple[str, str]
-"""Owner and id: an owner can neither cancel nor block requests of other owners."""
+"""Owner and id, so that an owner can neither cancel nor block requests of other owners."""
 
 
 class RunningRequests:
-    """What runs, by each of its ids: its response's, the one in its body, the one in a header.
+    """Running requests by each of their ids: response id, body field and header.
 
-    The two that clients give differ in one thing. The field `request_id` is good once: it is
-    refused for `REMEMBER_S` from its request's beginning, so that a request that is sent twice runs
-    once; unless no token came of it, since then it can be sent again. The oldest of more than
-    `REMEMBERED_MAX` ids are forgotten earlier. Other gateways do not know them. The header
-    `x-request-id` is good for many, since proxies and agents send one id with every request that
-    they make for one of their own.
+    The body field `request_id` may be used once: a second request with it is refused for
+    `REMEMBER_S` from the start of the first, so that a request sent twice runs once. If the first
+    produced no token, the id may be used again at once. At most `REMEMBERED_MAX` ids are kept; the
+    oldest are dropped first. Gateways do not share them.
+
+    The header `x-request-id` may be reused, because proxies and agents send the same id with all
+    requests that they make on behalf of a request of their own.
     """
 
     def __init__(
@@ -38,44 +39,46 @@ class RunningRequests:
         self._remembered_max = remembered_max
         self._now_s = now_s
         self._running: dict[Key, list[Interruption]] = {}
-        # When requests with chosen ids began, in that order.
+        # Start times of requests with a `request_id` in their body, oldest first.
         self._began_s: dict[Key, float] = {}
-        self._claimed: set[Key] = set()
+        self._claimed: set[Key] = set()  # of these, the running requests
 
     @contextlib.contextmanager
     def entered(
         self, record: RequestRecord, chosen_id: str | None, interruption: Interruption
     ) -> Iterator[None]:
-        """Count a request in, and out at the end; it is interrupted when it is cancelled.
+        """Register a request inside the `with` block; `interruption` fires if it is cancelled.
+
+        `chosen_id`: the field `request_id` of its body.
 
         Raises:
-            DuplicateRequest: if its client chose the id for another one a short time ago.
+            DuplicateRequest: if its owner used `chosen_id` for another request recently.
         """
         owner = record.principal.owner
-        # Until its body has been read, what it is called is its header's id.
+        # `record.request_id` is the header's id here: `chosen_id` is noted there later.
         ids = {record.response_id, record.request_id}
         if chosen_id is None:
-            with self._listed([(owner, one) for one in ids], interruption):
+            with self._registered([(owner, request_id) for request_id in ids], interruption):
                 yield
             return
         ids.add(chosen_id)
         with (
             self._claim((owner, chosen_id), record),
-            self._listed([(owner, one) for one in ids], interruption),
+            self._registered([(owner, request_id) for request_id in ids], interruption),
         ):
             yield
 
     def cancel(self, owner: str, request_id: str) -> bool:
-        """End the requests of an owner that have this id; returns whether there was one here."""
-        found = self._running.get((owner, request_id), ())
-        for interruption in found:
+        """Cancel the requests of `owner` with this id; returns whether any was running here."""
+        matches = self._running.get((owner, request_id), ())
+        for interruption in matches:
             interruption.interrupt(
                 CancelledByClient("the request was cancelled; send it again for another answer")
             )
-        return bool(found)
+        return bool(matches)
 
     @contextlib.contextmanager
-    def _listed(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
+    def _registered(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
         for key in keys:
             self._running.setdefault(key, []).append(interruption)
         try:
@@ -89,13 +92,13 @@ class RunningRequests:
 
     @contextlib.contextmanager
     def _claim(self, key: Key, record: RequestRecord) -> Iterator[None]:
-        """Hold a chosen id while its request runs, and remember it if tokens came."""
+        """Reserve a `request_id` while its request runs; keep it afterwards if there was output."""
         now_s = self._now_s()
         self._forget(now_s)
         if key in self._began_s or key in self._claimed:
             raise DuplicateRequest(
                 "a request with this 'request_id' was sent less than"
-                f" {REMEMBER_S / 60:g} minutes ago; choose another id for another request",
+                f" {REMEMBER_S / 60:g} minutes ago; use a new id for each request",
                 param="request_id",
             )
         self._began_s[key] = now_s
@@ -108,7 +111,7 @@ class RunningRequests:
                 self._began_s.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
-        """Drop ids that are too old, and the oldest ones if there are too many."""
+        """Drop expired ids, and the oldest ids beyond the limit."""
         while self._began_s:
             key, began_s = next(iter(self._began_s.items()))
             if now_s - began_s < REMEMBER_S and len(self._began_s) < self._remembered_max:
@@ -121,7 +124,7 @@ PEER_SERVICE = "tideserve.gateway.v1.GatewayPeerService"
 
 
 class PeerServicer(peer_pb2_grpc.GatewayPeerServiceServicer):
-    """Ends requests for other gateways, which have authenticated the caller."""
+    """Cancels requests on behalf of other gateways, which have authenticated the client."""
 
     def __init__(self, running: RunningRequests) -> None:
         self._running = running
@@ -131,14 +134,14 @@ class PeerServicer(peer_pb2_grpc.GatewayPeerServiceServicer):
         request: peer_pb2.EndRequestRequest,
         context: grpc.aio.ServicerContext[peer_pb2.EndRequestRequest, peer_pb2.EndRequestResponse],
     ) -> peer_pb2.EndRequestResponse:
-        found = self._running.cancel(request.owner, request.request_id)
-        return peer_pb2.EndRequestResponse(found=found)
+        cancelled = self._running.cancel(request.owner, request.request_id)
+        return peer_pb2.EndRequestResponse(found=cancelled)
 
 
 def internal_server(
     host: str, port: int, ready: Callable[[], bool], transport: Transport, running: RunningRequests
 ) -> Server:
-    """A server, not started yet; `ready` tells whether the cluster accepts requests."""
+    """The gateway's server for other services, not started; `ready` reports its readiness."""
     process = ProcessServicer("gateway", lambda: (os.getpid(),), ready)
     server = Server(
         host,

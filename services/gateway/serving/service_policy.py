@@ -1,4 +1,4 @@
-"""What a request is promised: from a body's fields, known headers and the configuration."""
+"""Service class and SLO targets of a request, from its body, headers and the configuration."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 PROMISE_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
-"""Headers, and names of gRPC metadata, that say the same as the fields `slo` and `slo_class`."""
+"""HTTP headers and gRPC metadata keys, equivalent to the fields `slo` and `slo_class`."""
 
 _TIERS = {
     "priority": ServiceClass.INTERACTIVE,
@@ -30,7 +30,7 @@ _TIERS = {
 
 @dataclass(frozen=True, slots=True)
 class ServicePolicy:
-    """The one place that makes promises of what clients ask for and operators configure."""
+    """Maps request fields and operator configuration to a `Service`: class and SLO targets."""
 
     targets: Mapping[ServiceClass, ClassTargets] = field(default_factory=lambda: DEFAULT_TARGETS)
     default_class: ServiceClass = ServiceClass.STANDARD
@@ -38,12 +38,12 @@ class ServicePolicy:
     def service_of(
         self, body: GenerationRequest, headers: Mapping[str, str], tenant: str = ""
     ) -> Service:
-        """The promise of a request; `headers` by the names of `PROMISE_HEADERS`.
+        """The class and targets of a request; `headers` has keys of `PROMISE_HEADERS`.
 
-        Each target is the request's own, else that of its class.
+        A target of the request overrides that of its class.
 
         Raises:
-            BadRequest: if two places name different classes, or a target is none.
+            BadRequest: if two fields name different classes, or a target is invalid.
         """
         slo = body.slo
         ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
@@ -52,7 +52,7 @@ class ServicePolicy:
         named = _classes(body, headers)
         service_class = next(iter(named.values()), None)
         if service_class is None:
-            # Somebody waits for a request with targets, whatever the default is.
+            # Targets imply an online request, so a default of `batch` does not apply.
             batch = self.default_class is ServiceClass.BATCH
             service_class = ServiceClass.STANDARD if own and batch else self.default_class
         if service_class is ServiceClass.BATCH and own:
@@ -73,18 +73,22 @@ def _seconds(target_ms: float | None) -> float | None:
 
 
 def _targets_of_batch(class_place: str, headers: Mapping[str, str]) -> BadRequest:
-    """Says which place names the class and which a target."""
+    """The error for a batch request with SLO targets; names both fields."""
     places = [name for name in (TTFT_HEADER, TPOT_HEADER) if name in headers]
     target = places[0] if places else "slo"
     return BadRequest(
-        f"'{class_place}' makes the request one of class 'batch', which has no targets; leave"
-        f" '{target}' out, or '{class_place}'",
+        f"'{class_place}' puts the request into class 'batch', which has no SLO targets; remove"
+        f" '{target}' or '{class_place}'",
         param=target,
     )
 
 
 def _classes(body: GenerationRequest, headers: Mapping[str, str]) -> dict[str, ServiceClass]:
-    """The class that the request names, by where it does; BadRequest if two places differ."""
+    """The classes that the request names, by field.
+
+    Raises:
+        BadRequest: if two fields name different classes, or a header has an unknown class.
+    """
     named: dict[str, ServiceClass] = {}
     if (tier := _TIERS.get(body.service_tier or "")) is not None:
         named["service_tier"] = tier
@@ -92,30 +96,30 @@ def _classes(body: GenerationRequest, headers: Mapping[str, str]) -> dict[str, S
         named["priority"] = ServiceClass.INTERACTIVE if body.priority < 0 else ServiceClass.BATCH
     if body.slo_class is not None:
         named["slo_class"] = ServiceClass(body.slo_class)
-    if (told := headers.get(OBJECTIVE_HEADER)) is not None:
+    if (objective := headers.get(OBJECTIVE_HEADER)) is not None:
         try:
-            named[OBJECTIVE_HEADER] = ServiceClass(told)
+            named[OBJECTIVE_HEADER] = ServiceClass(objective)
         except ValueError:
             raise BadRequest(
                 f"'{OBJECTIVE_HEADER}' must be one of {', '.join(ServiceClass)}; correct it",
                 param=OBJECTIVE_HEADER,
             ) from None
     if len(set(named.values())) > 1:
-        said = " and ".join(f"'{name}' class '{value}'" for name, value in named.items())
-        raise BadRequest(f"{said} differ; name one class", param=next(iter(named)))
+        fields = " and ".join(f"'{name}' class '{value}'" for name, value in named.items())
+        raise BadRequest(f"{fields} differ; name a single class", param=next(iter(named)))
     return named
 
 
 def _target(headers: Mapping[str, str], name: str) -> float | None:
-    if (told := headers.get(name)) is None:
+    if (text := headers.get(name)) is None:
         return None
     try:
-        number = float(told)
+        number = float(text)
     except ValueError:
         number = math.nan
     if not 1 <= number <= TARGET_MS_MAX:
         raise BadRequest(
-            f"'{name}' must be a number of milliseconds from 1 to {TARGET_MS_MAX}; correct it",
+            f"'{name}' must be 1 to {TARGET_MS_MAX} milliseconds; correct it",
             param=name,
         )
     return number

@@ -1,10 +1,11 @@
-"""How every door serves a request: read, prepare, generate, write, in this order.
+"""Serves a request for every API: read, prepare, generate, write.
 
-Theory of operation. A door (HTTP, gRPC) turns what came into a body of `services.gateway.api`, and
-gives a `Writer` of its own form. `RequestServing.entered` counts the request from before its body
-is read; `RequestServing.respond` prepares it, has the cluster generate, and hands every piece to
-the writer. A request ends early when its client goes away, stalls or cancels, when time is up, or
-when the gateway must end; then generation is withdrawn or aborted, wherever it is.
+Theory of operation. An API server (HTTP, gRPC) parses a request into a body of
+`services.gateway.api` and passes a `Writer` for its response format. `RequestServing.entered`
+counts the request from before its body is read. `RequestServing.respond` prepares the request,
+generates on the cluster, and passes each piece of output to the writer. A request ends early when
+its client disconnects, stalls or cancels, when it times out, or when the gateway shuts down; it is
+then withdrawn from the scheduler's queue or aborted at its worker.
 """
 
 import asyncio
@@ -38,25 +39,25 @@ from services.gateway.vocabulary.errors import (
 
 
 class Writer(Protocol):
-    """Writes one response in the form of its door."""
+    """Writes a response in the format of its API."""
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """Learn what is answered; nothing is sent yet."""
+        """Note the request; nothing is sent yet."""
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        """Take new output of choice `index`; the choices may take turns."""
+        """Write new output of choice `index`; pieces of several choices may interleave."""
 
     async def finish(self, usage: Usage) -> None:
-        """All choices have ended."""
+        """End the response after all choices have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestServing:
-    """What every door uses to serve requests; times in seconds.
+    """Serves requests of all APIs.
 
-    `answers`: those that requests with a key may get once more. `refuse_unknown`: whether unknown
-    fields of a body are errors. Requests of class `batch` may take `batch_timeout_s`, for waiting
-    and running together, all others `request_timeout_s`.
+    `answers`: kept responses of requests with an idempotency key. `refuse_unknown`: reject unknown
+    fields of a body. `request_timeout_s` limits queueing plus running in seconds; for class `batch`
+    the limit is `batch_timeout_s`. A client that reads nothing for `client_stall_s` is cut off.
     """
 
     preparer: Preparer
@@ -73,14 +74,14 @@ class RequestServing:
 
     @property
     def longest_s(self) -> float:
-        """Seconds that a request of any class may take."""
+        """The longest time limit of any class, in seconds."""
         return max(self.request_timeout_s, self.batch_timeout_s)
 
     @contextlib.contextmanager
     def entered(self, record: RequestRecord, answered: bool = False) -> Iterator[BodyLease]:
-        """Count a request in from before its body is read, and out at the end.
+        """Count a request inside the `with` block; enter it before the body is read.
 
-        `answered`: it is likely to need no answer of its own, and does not count for its owner.
+        `answered`: a kept response probably exists, so the owner's quota is not charged yet.
 
         Raises:
             GatewayError: if the gateway is full, or the owner's quota is used up.
@@ -90,10 +91,10 @@ class RequestServing:
             yield lease
 
     def classify(self, body: GenerationRequest, record: RequestRecord) -> ServiceClass:
-        """Note the class of a request whose body has been read, and count its place for it.
+        """Note the class of a request whose body has been read, and count it for that class.
 
         Raises:
-            GatewayError: if the class cannot be, or the gateway takes no more requests of it now.
+            GatewayError: if the class is invalid, or the gateway is full for it.
         """
         record.service_class = self.preparer.service_of(body, record).service_class
         if record.place is not None:
@@ -102,7 +103,7 @@ class RequestServing:
 
     @contextlib.contextmanager
     def charged(self, record: RequestRecord) -> Iterator[None]:
-        """Count a request for its owner, unless it is counted already.
+        """Charge a request to its owner's quota, unless it is charged already.
 
         Raises:
             OverQuota: if the owner's quota is used up.
@@ -124,19 +125,19 @@ class RequestServing:
         hang_up: Coroutine[Any, Any, None] | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        """Serve one request.
+        """Serve a request.
 
-        `client`: the receiver, if it is to be cut when it takes nothing. `hang_up` runs
-        meanwhile, and raises ClientGone. `timeout_s`: how long its client waits, if that is less
-        than a request may take.
+        `client`: the receiver, if it must be cut off when it stalls. `hang_up` runs alongside and
+        raises ClientGone when the client disconnects. `timeout_s`: the client's own deadline.
 
         Raises:
-            GatewayError, ClientGone: one of them, whichever ended it.
+            GatewayError: if the request failed.
+            ClientGone: if the client disconnected or stalled.
         """
         chosen_id = body.value.request_id
         try:
             async with asyncio.TaskGroup() as tasks:
-                # First, so that the coroutine is awaited even if the request does not begin.
+                # Start it first, so that the coroutine is awaited even if the request fails early.
                 guard = None if hang_up is None else tasks.create_task(hang_up)
                 with (
                     Interruption() as interruption,
@@ -150,6 +151,7 @@ class RequestServing:
                 if guard is not None:
                     guard.cancel()
         except BaseExceptionGroup as group:
+            # Report a disconnect only if nothing but request errors happened beside it.
             gone, others = group.split(ClientGone)
             if gone is not None and (others is None or first_gateway_error(others) is not None):
                 raise ClientGone from None
@@ -160,10 +162,10 @@ class RequestServing:
     def _limit(
         self, interruption: Interruption, service_class: ServiceClass, timeout_s: float
     ) -> None:
-        """Interrupt when time is up."""
+        """Interrupt the request at its time limit or its client's deadline."""
         batch = service_class is ServiceClass.BATCH
         own_s = self.batch_timeout_s if batch else self.request_timeout_s
-        message = "the request took too long; ask for fewer tokens"
+        message = "the request timed out; request fewer tokens"
         late: GatewayError = Expired(message)
         if timeout_s < own_s:
             late = ClientDeadline(message)
@@ -177,11 +179,11 @@ class RequestServing:
         writer: Writer,
     ) -> None:
         prepared = await self.preparer.prepare(body.take(), record)
-        # Nobody has the body any more, and what fits into the context is small beside those that
-        # do not.
+        # The body is no longer referenced, and prompts that fit the context are small compared to
+        # rejected ones.
         lease.release()
         if record.quota is not None:
-            outputs_max = [one.request.limits.max_tokens for one in prepared.choices]
+            outputs_max = [choice.request.limits.max_tokens for choice in prepared.choices]
             record.quota.reserve(prepared.prompt_tokens, outputs_max)
         self.metrics.prompt_in(prepared.prompt_tokens)
         writer.begin(prepared)
@@ -201,7 +203,7 @@ class RequestServing:
                     _note_piece(record, piece)
                     await writer.piece(index, piece)
 
-        # A choice alone as well: each token resumes its task, which should not reach far.
+        # Use a task even for a single choice: it keeps the await chain per token short.
         async with asyncio.TaskGroup() as tasks:
             for index, choice in enumerate(prepared.choices):
                 tasks.create_task(run(index, choice))
@@ -216,7 +218,7 @@ def _watched(
 def _usage(prepared: PreparedRequest, record: RequestRecord) -> Usage:
     firsts = record.choices[:: prepared.choices[0].n]
     cached_tokens = sum(choice.cached_tokens for choice in firsts)
-    # No worker is trusted to know more of the prompts than there is.
+    # Never report more cached tokens than prompt tokens, whatever a worker claims.
     return Usage(
         prepared.prompt_tokens, record.output_tokens, min(cached_tokens, prepared.prompt_tokens)
     )

@@ -1,11 +1,11 @@
-"""The engine process of a worker whose model vLLM runs: `PYTHON -P THIS_FILE --socket ADDRESS`.
+"""Engine process of a worker that runs vLLM: `PYTHON -P THIS_FILE --socket ADDRESS`.
 
-It runs in vLLM's own virtual environment, in which our packages are found behind all others, so
-that none of ours stands in for one of vLLM's. The servicer process starts it, writes the
-configuration to its standard input, and it ends with the servicer.
+The servicer process starts it in vLLM's own virtual environment and writes the configuration to
+its standard input. The engine process ends with the servicer. tideserve's packages are last on
+`sys.path`, so that none of them shadows a package of vLLM.
 
-vLLM computes in processes that it starts from here. Each of them imports this file under the name
-`__mp_main__`, and ends with the process that started it: a killed engine leaves nothing behind.
+vLLM computes in child processes. Each of them imports this file as `__mp_main__` and ends with its
+parent, so a killed engine leaves no process behind.
 """
 
 import sys
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Load the model, tell the servicer, serve."""
+    """Load the model, report it to the servicer, serve."""
     parser = argparse.ArgumentParser(prog="tideserve-vllm-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 async def serve(config: WorkerConfig, address: str) -> None:
-    """Open vLLM and serve the servicer at `address` until vLLM dies: the process ends with it."""
+    """Open vLLM and serve the servicer at `address` until vLLM dies; then end the process."""
     from services.worker.vllm_engine.async_llm import open_engine
 
     context = zmq.asyncio.Context.instance()
@@ -81,7 +81,7 @@ async def serve(config: WorkerConfig, address: str) -> None:
         await VllmAdapter(config.worker_id, config.planner.max_waiting, opened, socket).run()
     except* opened.dead as group:
         log.error("vLLM's engine has died: %s", group.exceptions[0])
-        # At once: nothing of vLLM is left to be ended in order.
+        # Exit immediately: vLLM is dead, so an orderly shutdown could hang.
         os._exit(EXIT_DEAD)
 
 

@@ -1,7 +1,7 @@
-"""Our engine's frames on the one side, vLLM's `AsyncLLM` on the other.
+"""Adapts vLLM's `AsyncLLM` to the frames between servicer and engine.
 
-vLLM plans, runs and preempts; here requests are handed over, and their tokens told in one frame for
-all that came together. Groups of several never come about: what asks for one is refused.
+vLLM schedules, runs and preempts requests. The adapter submits requests and sends the tokens of a
+step in a single frame. It refuses to merge, so a vLLM worker always forms a group of its own.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from services.worker.vllm_engine.running import StepStats, VllmRequest, VllmRequ
 log = logging.getLogger(__name__)
 
 SEED_BITS = 63
-"""vLLM takes signed seeds."""
+"""vLLM's seeds are signed 64-bit integers."""
 _GRAMMAR_KEYS = {
     GrammarKind.JSON_SCHEMA: "json",
     GrammarKind.REGEX: "regex",
@@ -47,42 +47,41 @@ _GRAMMAR_KEYS = {
 
 
 class CannotServe(ValueError):
-    """vLLM cannot do what a request asks for; one sentence of cause and remedy."""
+    """vLLM cannot serve a request; the message has cause and remedy."""
 
 
 def parameters_of(request: Request) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams`; a grammar as those of its `StructuredOutputsParams`.
+    """Arguments of vLLM's `SamplingParams`; a grammar as those of `StructuredOutputsParams`.
 
-    Stop tokens are ours alone: the model's own end-of-sequence tokens are among them if they shall
-    end the request. Text is the gateway's, so nothing is detokenised.
-
-    vLLM takes the output that a request came with for a part of the prompt. So presence and
-    frequency penalties do not count it, and draws begin anew.
+    A resumed request's output is part of the prompt for vLLM. So presence and frequency penalties
+    do not count it, and random draws start over.
 
     Raises:
-        CannotServe: for sequences of forbidden tokens: vLLM takes words and tokenises them itself.
-            For a grammar of a request that comes with output: vLLM cannot begin in its middle.
+        CannotServe: for `bad_words`, because vLLM tokenizes words itself; or for a resumed request
+            with a grammar, because vLLM cannot start in the middle of it.
     """
     if request.sampling.bad_words:
         raise CannotServe(
-            "bad_words does not work where vLLM runs the model; use logit_bias with -100 for tokens"
-            " that must not come"
+            "bad_words is not supported with the vLLM engine; use logit_bias -100 for tokens to"
+            " exclude"
         )
     if request.output_ids and request.sampling.grammar is not None:
         raise CannotServe(
-            "vLLM cannot go on with an answer in the middle of a grammar; send the request again"
+            "vLLM cannot resume a response in the middle of a grammar; retry the request"
         )
     return {
         **_sampling(request.sampling),
         **_limits(request.limits, len(request.output_ids)),
         **_logprobs(request.logprobs),
+        # The gateway lists end-of-sequence tokens among the stop tokens if they end the request.
         "ignore_eos": True,
+        # The gateway detokenizes.
         "detokenize": False,
     }
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -92,19 +91,19 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
     }
     if sampling.temperature:
-        found["seed"] = sampling.seed % (1 << SEED_BITS)
+        arguments["seed"] = sampling.seed % (1 << SEED_BITS)
     if sampling.logit_bias:
-        found["logit_bias"] = dict(sampling.logit_bias)
+        arguments["logit_bias"] = dict(sampling.logit_bias)
     if sampling.allowed_token_ids:
-        found["allowed_token_ids"] = list(sampling.allowed_token_ids)
+        arguments["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.grammar is not None:
         grammar = sampling.grammar
-        found["structured_outputs"] = {_GRAMMAR_KEYS[grammar.kind]: grammar.text}
-    return found
+        arguments["structured_outputs"] = {_GRAMMAR_KEYS[grammar.kind]: grammar.text}
+    return arguments
 
 
 def _limits(limits: Limits, output: int) -> dict[str, Any]:
-    """The limits of a request that has so much output."""
+    """The limits of a request that already has `output` tokens of output."""
     return {
         "max_tokens": limits.max_tokens - output,
         "min_tokens": max(0, limits.min_tokens - output),
@@ -116,15 +115,15 @@ def _logprobs(options: LogprobOptions) -> dict[str, Any]:
     return {"logprobs": options.output, "prompt_logprobs": options.prompt}
 
 
-ASK_S = 0.5
-"""How often vLLM is asked for a sign of life, which is also a heartbeat for the servicer."""
+LIVENESS_POLL_S = 0.5
+"""Interval of liveness checks of vLLM, and of heartbeats to the servicer."""
 SILENT_AFTER_S = 3.0
-"""Once vLLM has not answered for so long, the servicer is told nothing, so that it notices."""
-CANNOT_MERGE = "vLLM runs the model here, and cannot run a part of its layers; leave it out"
+"""If vLLM has not replied for this long, no heartbeats are sent, so that the servicer notices."""
+CANNOT_MERGE = "the worker runs vLLM, which cannot run a subset of the layers; leave it out"
 
 
 class AsyncEngine(Protocol):
-    """What is used of vLLM's `AsyncLLM`. `is_paused` is answered by the process that computes."""
+    """The part of vLLM's `AsyncLLM` that is used; its engine core replies to `is_paused`."""
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
@@ -135,21 +134,16 @@ class AsyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """A loaded vLLM engine, with its statistics and exception types.
-
-    `stats` is renewed after each of its steps. `to_params` makes its sampling parameters. An error
-    of `invalid` says that a request cannot be served, one of `transient` that it failed, one of
-    `dead` that vLLM is. `by_priority`: it starts requests by their priorities.
-    """
+    """A loaded vLLM engine, with its statistics and exception types."""
 
     engine: AsyncEngine
     facts: EngineReady
-    stats: StepStats
-    to_params: Callable[[Mapping[str, Any]], Any]
-    invalid: tuple[type[Exception], ...]
-    transient: tuple[type[Exception], ...]
-    dead: tuple[type[Exception], ...]
-    by_priority: bool = False
+    stats: StepStats  # updated after each step
+    to_params: Callable[[Mapping[str, Any]], Any]  # makes vLLM's sampling parameters
+    invalid: tuple[type[Exception], ...]  # errors of requests that cannot be served
+    transient: tuple[type[Exception], ...]  # errors of requests that may be retried
+    dead: tuple[type[Exception], ...]  # errors that mean that vLLM is dead
+    by_priority: bool = False  # vLLM's scheduling policy is `priority`
 
 
 class Socket(Protocol):
@@ -161,7 +155,7 @@ class Socket(Protocol):
 
 
 class VllmAdapter:
-    """Serves the frames of one servicer until it is cancelled or vLLM fails."""
+    """Serves the frames of its servicer until it is cancelled or vLLM fails."""
 
     def __init__(
         self,
@@ -186,7 +180,7 @@ class VllmAdapter:
         )
         self._epoch = 0
         self._answered_s = now_s()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._prepared: list[Prepared] = []
         self._received: list[str] = []
         self._tokens: list[EmitToken] = []
@@ -194,16 +188,16 @@ class VllmAdapter:
         self._times: dict[str, RequestTimes] = {}
 
     async def run(self) -> None:
-        """Serve. Raises what vLLM raises when it is dead, in an exception group."""
+        """Serve until cancelled; raises an exception group with a `dead` error if vLLM dies."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._take(tasks))
-            tasks.create_task(self._ask())
-            tasks.create_task(self._tell())
+            tasks.create_task(self._receive(tasks))
+            tasks.create_task(self._poll_liveness())
+            tasks.create_task(self._send_progress())
 
-    async def _take(self, tasks: asyncio.TaskGroup) -> None:
+    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._handle(to_engine_decoder.decode(await self._socket.recv()), tasks)
-            self._news.set()
+            self._changed.set()
 
     def _handle(self, frame: ToEngine, tasks: asyncio.TaskGroup) -> None:
         match frame:
@@ -234,20 +228,19 @@ class VllmAdapter:
             entry.task = tasks.create_task(self._serve(entry))
 
     def _drop(self, entry: VllmRequest | None) -> None:
-        """Have vLLM abort a request: it does so when what reads the output is cancelled."""
+        """Abort a request: vLLM aborts it when the task that reads its output is cancelled."""
         if entry is None or not self._requests.remove(entry):
             return
-        # The same id may come again; it shall not get these.
+        # A later start may have the same id: it must not get tokens of this start.
         request_id = entry.request.request_id
         self._tokens = [token for token in self._tokens if token.request_id != request_id]
         if entry.task is not None:
             entry.task.cancel()
 
     async def _serve(self, entry: VllmRequest) -> None:
-        """Have vLLM run a request. Whatever goes wrong ends this one alone, unless vLLM is dead."""
+        """Run a request in vLLM. An error ends only this request, unless vLLM is dead."""
         request = entry.request
-        # vLLM's `TokensInput`: nothing is left to be rendered.
-        # Output that another worker made is a part of the prompt here.
+        # A resumed request's output becomes part of the prompt, as `TokensInput`.
         token_ids = [*request.prompt_ids, *request.output_ids]
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids}
         if request.cache_salt:
@@ -255,8 +248,8 @@ class VllmAdapter:
         reader = OutputReader(request)
         try:
             params = self._to_params(parameters_of(request))
-            # Closed, it has vLLM abort a request that has not ended.
             priority = priority_of(request.service)
+            # Closing the generator early makes vLLM abort the request.
             async with aclosing(
                 self._engine.generate(prompt, params, request.request_id, priority=priority)
             ) as outputs:
@@ -272,7 +265,7 @@ class VllmAdapter:
             )
             self._refuse(entry, _failed(request, str(error)))
         except Exception:
-            log.exception("request %s failed in vLLM, unexpectedly", request.request_id)
+            log.exception("request %s failed in vLLM with an unexpected error", request.request_id)
             self._refuse(entry, _failed(request))
 
     def _note(self, entry: VllmRequest, tokens: list[EmitToken], output: VllmOutput) -> None:
@@ -284,29 +277,29 @@ class VllmAdapter:
             if times is not None:
                 self._times[entry.request.request_id] = times
         self._tokens += tokens
-        self._news.set()
+        self._changed.set()
 
     def _refuse(self, entry: VllmRequest, refusal: RefuseRequest) -> None:
         if self._requests.remove(entry):
             self._refusals.append(refusal)
-            self._news.set()
+            self._changed.set()
 
-    async def _ask(self) -> None:
-        """Ask vLLM for a sign of life, and give back what it has no room for."""
+    async def _poll_liveness(self) -> None:
+        """Check that vLLM responds, and return requests to the scheduler that it cannot start."""
         while True:
             await self._engine.is_paused()
             self._answered_s = self._now_s()
             for entry in self._requests.overdue(self._answered_s):
                 self._drop(entry)
                 self._refusals.append(returned(entry.request.request_id))
-            self._news.set()
-            await asyncio.sleep(ASK_S)
+            self._changed.set()
+            await asyncio.sleep(LIVENESS_POLL_S)
 
-    async def _tell(self) -> None:
+    async def _send_progress(self) -> None:
         while True:
-            await self._news.wait()
-            # Readers of the other requests of a step run before this goes on.
-            self._news.clear()
+            await self._changed.wait()
+            # The readers of a step's other requests have run by now: their tokens share the frame.
+            self._changed.clear()
             if self._now_s() - self._answered_s > SILENT_AFTER_S:
                 continue
             prepared, self._prepared = self._prepared, []
@@ -318,7 +311,7 @@ class VllmAdapter:
         await self._socket.send(encode(frame))
 
     def _progress(self) -> Progress:
-        """What has come since the last one."""
+        """The frame with everything since the last frame."""
         report = EngineReport(
             self._requests.load(), self._epoch, parameter_bytes=self._facts.parameter_bytes
         )
@@ -329,5 +322,5 @@ class VllmAdapter:
 
 def _failed(request: Request, why: str = "") -> RefuseRequest:
     reason = f" ({why})" if why else ""
-    message = f"vLLM failed with the request{reason}; try again"
+    message = f"the request failed in vLLM{reason}; retry"
     return RefuseRequest(request.request_id, message, retryable=True)

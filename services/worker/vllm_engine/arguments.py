@@ -1,4 +1,4 @@
-"""A worker's configuration in the words of vLLM's engine arguments (0.32). Pure: no vLLM here."""
+"""Maps a worker's configuration to vLLM's engine arguments (0.32). Pure: does not import vLLM."""
 
 from typing import Any
 
@@ -6,16 +6,13 @@ from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 
 RANK_MAX = 2**20
-"""Ranks beyond it are alike: no rank takes a request out of its class."""
+"""Ranks are clamped to this, so that no rank moves a request past another class."""
 FIT_MODEL_LEN = -1
-"""vLLM's word for the longest sequence that its KV cache holds."""
+"""vLLM's value for the longest sequence that fits its KV cache."""
 
 
 def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
-    """What a configuration says of vLLM's `AsyncEngineArgs`, with `room_bytes` of KV.
-
-    The cache of prefixes is never forced on: vLLM knows which models cannot have one.
-    """
+    """Arguments of vLLM's `AsyncEngineArgs`, with `room_bytes` of KV cache."""
     planner = config.planner
     return {
         "model": str(config.model_dir),
@@ -25,13 +22,14 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         "kv_cache_memory_bytes": room_bytes,
         "max_num_seqs": planner.max_running,
         "max_num_batched_tokens": planner.max_batch_tokens,
+        # Never force prefix caching on: vLLM knows which models do not support it.
         "enable_prefix_caching": None if planner.prefix_caching else False,
         "scheduling_policy": "priority" if planner.scheduling.knows_classes else "fcfs",
     }
 
 
 def priority_of(service: Service) -> int:
-    """vLLM's priority of a request, which counts only with the policy `priority`; smaller first."""
+    """vLLM's priority of a request, lowest first; used only with the policy `priority`."""
     return 3 * RANK_MAX * list(ServiceClass).index(service.service_class) + max(
         -RANK_MAX, min(service.rank, RANK_MAX)
     )

@@ -1,7 +1,7 @@
-"""vLLM itself (0.32): opened with a worker's configuration. The only module that imports it.
+"""Opens vLLM (0.32) with a worker's configuration. The only module that imports vLLM.
 
-`AsyncLLM` and `SamplingParams` are its public API. The numbers of a step are not: they are read in
-`StepStats.note` alone.
+`AsyncLLM` and `SamplingParams` are public API of vLLM. Step statistics are not; only
+`StepStats.note` reads them.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from services.worker.vllm_engine.running import StepStats
 
 VERSION = "0.32"
 NULL_BLOCKS = 1
-"""vLLM keeps one block empty."""
+"""Blocks that vLLM reserves as the null block."""
 
 
 class VllmUnusable(WorkerError):
@@ -34,22 +34,22 @@ class VllmUnusable(WorkerError):
 
 
 def open_engine(config: WorkerConfig) -> OpenedEngine:
-    """Load the model; returns when it can serve, which takes a minute or more.
+    """Load the model; returns when it can serve, after a minute or more.
 
     Raises:
-        WorkerError: if the version is another one, or vLLM refuses the model or a setting.
+        WorkerError: if vLLM's version is not `VERSION`, or vLLM rejects the model or a setting.
     """
     if not vllm.__version__.startswith(f"{VERSION}."):
         raise VllmUnusable(
-            f"vLLM {vllm.__version__} is installed, but {VERSION} is needed; run `tideserve engine"
-            " install vllm`"
+            f"vLLM {vllm.__version__} is installed, but {VERSION} is required; run `tideserve"
+            " engine install vllm`"
         )
     parameters = parameter_bytes(config.model_dir, config.dtype)
     room_bytes = kv_bytes(config.memory_bytes, parameters)
     try:
         settings = _arguments(config, room_bytes).create_engine_config()
     except ValueError as error:
-        raise VllmUnusable(f"vLLM refuses the model or a setting: {error}") from error
+        raise VllmUnusable(f"vLLM rejected the model or a setting: {error}") from error
     context_tokens = settings.model_config.max_model_len
     stats = StepStats()
     engine = AsyncLLM.from_vllm_config(
@@ -71,20 +71,20 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
 
 
 def to_params(arguments: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's parameters; raises VLLMClientError."""
-    found = dict(arguments)
-    grammar = found.pop("structured_outputs", None)
+    """vLLM's sampling parameters; raises VLLMClientError if they are invalid."""
+    parameters = dict(arguments)
+    grammar = parameters.pop("structured_outputs", None)
     if grammar is not None:
-        found["structured_outputs"] = StructuredOutputsParams(**grammar)
-    return SamplingParams(output_kind=RequestOutputKind.DELTA, **found)
+        parameters["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, **parameters)
 
 
 def _arguments(config: WorkerConfig, room_bytes: int) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         **arguments_of(config, room_bytes),
-        # Stop tokens and sampling are the gateway's, not those of the model's folder.
+        # The gateway applies the model's generation_config.json itself.
         generation_config="vllm",
-        # Grammars are in the dialect of llguidance.
+        # The gateway checks grammars with llguidance, so vLLM must use the same dialect.
         structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
         trust_remote_code=False,
         disable_log_stats=True,
@@ -98,7 +98,7 @@ def _facts(
     room_bytes: int,
     context_tokens: int,
 ) -> EngineReady:
-    """What it has loaded. Without addresses of lanes, the worker never merges."""
+    """Facts of the loaded model. They have no transfer addresses, so the worker never merges."""
     cache = settings.cache_config
     blocks = (cache.num_gpu_blocks or 0) - NULL_BLOCKS
     longest = settings.model_config.max_model_len
@@ -116,7 +116,7 @@ def _facts(
 
 
 class _StepLogger(StatLoggerBase):
-    """Notes what vLLM tells after a step."""
+    """Passes vLLM's statistics of a step to `StepStats`."""
 
     def __init__(self, stats: StepStats) -> None:
         self._stats = stats
@@ -131,4 +131,4 @@ class _StepLogger(StatLoggerBase):
         self._stats.note(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
-        """Told by the facts."""
+        """Log nothing: `EngineReady` has these facts."""

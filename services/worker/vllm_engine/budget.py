@@ -1,4 +1,4 @@
-"""What of a worker's memory is KV cache with vLLM: all but the parameters."""
+"""KV cache size of a worker that runs vLLM: its memory less the parameters."""
 
 from math import prod
 from pathlib import Path
@@ -7,27 +7,27 @@ from services.common.safetensors_header import DAMAGED, read_header
 from services.worker.errors import BudgetTooSmall, ModelError
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-"""Bytes of a value, by the dtype in which a worker serves."""
+"""Bytes per value, by the worker's `dtype`."""
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
-"""Types that are converted when they are loaded; others, those of quantised weights, stay."""
+"""File types that are converted to `dtype` on loading; quantized types are kept."""
 _MIB = 1 << 20
 LEAST_KV_BYTES = 16 * _MIB
 
 
 def parameter_bytes(model_dir: Path, dtype: str) -> int:
-    """Bytes of the parameters as they are served.
+    """Bytes of the parameters once loaded as `dtype`.
 
     Raises:
         ModelError: if the folder has no weights, or they cannot be read.
     """
     paths = sorted(model_dir.glob("*.safetensors"))
     if not paths:
-        raise ModelError(f"{model_dir} has no *.safetensors weights; give a folder that has them")
+        raise ModelError(f"{model_dir} has no *.safetensors weights; choose a folder with weights")
     return sum(_bytes_in(path, DTYPE_BYTES[dtype]) for path in paths)
 
 
 def kv_bytes(memory_bytes: int, parameters: int) -> int:
-    """Bytes that remain for KV. Raises BudgetTooSmall if that is next to nothing."""
+    """Bytes that remain for KV; raises BudgetTooSmall below `LEAST_KV_BYTES`."""
     remaining = memory_bytes - parameters
     if remaining < LEAST_KV_BYTES:
         raise BudgetTooSmall(
@@ -48,4 +48,4 @@ def _bytes_in(path: Path, float_bytes: int) -> int:
             for entry in read_header(path).tensors.values()
         )
     except DAMAGED as error:
-        raise ModelError(f"{path} is no file of safetensors; download it again") from error
+        raise ModelError(f"{path} is not a valid safetensors file; download it again") from error

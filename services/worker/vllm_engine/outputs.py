@@ -1,4 +1,4 @@
-"""vLLM's outputs of a request (0.32) as our tokens. Pure: vLLM is not imported."""
+"""Converts vLLM's outputs of a request (0.32) to `EmitToken`s. Pure: does not import vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,14 +12,14 @@ _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class Logprob(Protocol):
-    """How likely a token was; `rank` counts from 1."""
+    """A token's log probability; `rank` counts from 1."""
 
     logprob: float
     rank: int | None
 
 
 class Completion(Protocol):
-    """New tokens of a request's one output; `logprobs` has an entry for each, if asked for."""
+    """New tokens of a request's only output; `logprobs`, if requested, has an entry for each."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob]] | None
@@ -27,7 +27,7 @@ class Completion(Protocol):
 
 
 class RequestMoments(Protocol):
-    """Moments of a request, in seconds on the clock of vLLM's engine; 0 before they come."""
+    """Timestamps of a request, in seconds on the clock of vLLM's engine; 0 if not reached yet."""
 
     queued_ts: float
     scheduled_ts: float
@@ -36,9 +36,9 @@ class RequestMoments(Protocol):
 
 
 class VllmOutput(Protocol):
-    """A `RequestOutput` that has what is new. Prompt log probabilities come once, all together.
+    """A `RequestOutput` with the new tokens. All prompt log probabilities come in a single output.
 
-    `num_cached_tokens` of the prompt were in vLLM's cache of prefixes when the request started.
+    `num_cached_tokens`: prompt tokens that vLLM found in its prefix cache.
     """
 
     outputs: Sequence[Completion]
@@ -49,11 +49,11 @@ class VllmOutput(Protocol):
 
 
 class RequestFailed(Exception):
-    """vLLM ended a request for another reason than a limit or a stop token."""
+    """vLLM ended a request for a reason other than a limit or a stop token."""
 
 
 class OutputReader:
-    """Numbers the tokens of one request, after those that it came with."""
+    """Numbers the output tokens of a request, after the output that it resumes from."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -62,12 +62,12 @@ class OutputReader:
         self.emitted = len(request.output_ids)
 
     def read(self, output: VllmOutput) -> list[EmitToken]:
-        """The tokens of an output; the last of a finished request says why it ended.
+        """The tokens of an output; the last token of a finished request has its finish reason.
 
-        The first token of a request tells how many of its prompt's were cached.
+        The first token of a request also has the number of cached prompt tokens.
 
         Raises:
-            RequestFailed: if it ended otherwise.
+            RequestFailed: if the request ended for another reason than a limit or a stop token.
         """
         (completion,) = output.outputs
         self._cached_tokens = output.num_cached_tokens or 0
@@ -75,7 +75,7 @@ class OutputReader:
             self._prompt_rows = self._prompt(output.prompt_logprobs)
         reason = completion.finish_reason
         if reason is not None and (reason not in _FINISHED or not completion.token_ids):
-            raise RequestFailed(f"it ended with '{reason}'")
+            raise RequestFailed(f"finish reason '{reason}'")
         last = len(completion.token_ids) - 1
         return [
             self._token(completion, offset, _FINISHED.get(reason or "") if offset == last else None)
@@ -94,7 +94,7 @@ class OutputReader:
         return EmitToken(self._request.request_id, index, token_id, ended, own, rows, cached)
 
     def _prompt(self, rows: Sequence[Mapping[int, Logprob] | None]) -> LogprobRows | None:
-        """One row for each prompt token but the first, of which vLLM tells none."""
+        """A row for each prompt token but the first, for which vLLM has no log probability."""
         top, prompt = self._request.logprobs.prompt, self._request.prompt_ids
         if top is None:
             return None
@@ -102,16 +102,16 @@ class OutputReader:
         return packed(top, [_row(token_id, row or {}, top) for token_id, row in known])
 
 
-def _row(token_id: int, found: Mapping[int, Logprob], top: int) -> TokenLogprobs:
-    """vLLM tells a token's own beside the best, among which it may be."""
-    best = sorted(found.items(), key=lambda item: (-item[1].logprob, item[0]))[:top]
-    own = found[token_id]
-    pairs = tuple((other, one.logprob) for other, one in best)
+def _row(token_id: int, logprobs: Mapping[int, Logprob], top: int) -> TokenLogprobs:
+    # vLLM returns the token itself beside the `top` likeliest, and it may be among them.
+    best = sorted(logprobs.items(), key=lambda item: (-item[1].logprob, item[0]))[:top]
+    own = logprobs[token_id]
+    pairs = tuple((other, logprob.logprob) for other, logprob in best)
     return TokenLogprobs(own.logprob, own.rank or 1, pairs)
 
 
 def times_of(metrics: RequestMoments | None) -> RequestTimes | None:
-    """Where a request's time went; vLLM does not tell when it was preempted."""
+    """The request's wait, prefill and decode times; vLLM does not report preemption times."""
     if metrics is None:
         return None
     return RequestTimes(

@@ -1,7 +1,7 @@
-"""The requests that vLLM has, and the load that they make.
+"""Tracks the requests in vLLM and derives the worker's load from them.
 
-vLLM tells after each of its steps how many run and wait and how much KV is in use. What has come
-since then is counted here: a request that was just handed over waits.
+After each step vLLM reports its numbers of running and waiting requests and its KV usage. Requests
+submitted since that step are counted here as waiting.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from services.core.request import Request, admission_blocks, blocks_for
 from services.worker.vllm_engine.arguments import priority_of
 
 STEPS_TO_START = 3
-"""Steps that end after a request came until the last one's numbers count it for certain: vLLM may
-plan one while another runs."""
+"""Steps that must end after a request arrived until vLLM's numbers certainly include it: vLLM may
+schedule a step while another runs."""
 
 
 class PrefixLookups(Protocol):
-    """Prompt tokens of requests that started in a step after a look into the cache; hits of them.
+    """Prompt tokens looked up in the prefix cache in a step, and hits among them.
 
-    Requests that were preempted and start again are not among them.
+    Requests that restart after a preemption are not counted.
     """
 
     queries: int
@@ -29,7 +29,7 @@ class PrefixLookups(Protocol):
 
 
 class SchedulerNumbers(Protocol):
-    """What is read of vLLM's `SchedulerStats`, which come once a step."""
+    """The fields used of vLLM's `SchedulerStats`, which come once per step."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -38,14 +38,14 @@ class SchedulerNumbers(Protocol):
 
 
 class IterationNumbers(Protocol):
-    """What is read of vLLM's `IterationStats`, which come with outputs."""
+    """The fields used of vLLM's `IterationStats`, which come with outputs."""
 
     num_preempted_reqs: int
 
 
 @dataclass(slots=True)
 class StepStats:
-    """What vLLM told after its last step; `kv_usage` in [0, 1], the totals since it started."""
+    """vLLM's statistics after its last step; `kv_usage` in [0, 1], totals since the start."""
 
     steps: int = 0
     running: int = 0
@@ -56,7 +56,7 @@ class StepStats:
     prefix_hits_total: int = 0
 
     def note(self, scheduler: SchedulerNumbers | None, iteration: IterationNumbers | None) -> None:
-        """Take in what vLLM told of a step; its outputs may come in several parts."""
+        """Update from a step's statistics; a step's outputs may come in several parts."""
         if iteration is not None:
             self.preemptions_total += iteration.num_preempted_reqs
         if scheduler is not None:
@@ -70,61 +70,58 @@ class StepStats:
 
 @dataclass(slots=True, eq=False)
 class VllmRequest:
-    """A request that vLLM has; `steps` had ended when it came."""
+    """A request in vLLM."""
 
     request: Request
-    since_s: float
-    steps: int
-    emitted: int = 0
-    task: "asyncio.Task[None] | None" = None
+    since_s: float  # when it was submitted
+    steps: int  # steps that had ended then
+    emitted: int = 0  # output tokens so far
+    task: "asyncio.Task[None] | None" = None  # reads its output
 
     @property
     def tokens(self) -> int:
-        """Prompt and output so far."""
+        """Prompt and output tokens so far."""
         return self.prompt_tokens + self.emitted
 
     @property
     def prompt_tokens(self) -> int:
-        """What is a prompt to vLLM: output that another worker made, too."""
+        """Tokens of the prompt that vLLM got, including output of earlier workers."""
         return len(self.request.prompt_ids) + len(self.request.output_ids)
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is of the class `batch`."""
+        """Whether the request is of the class `batch`."""
         return not self.request.service.online
 
 
 @dataclass(slots=True)
 class VllmRequests:
-    """The requests of one engine with `blocks` KV blocks of `block_size` tokens.
-
-    `by_priority`: vLLM starts them by `priority_of`, else as they come.
-    """
+    """The requests of an engine with `blocks` KV blocks of `block_size` tokens."""
 
     blocks: int
     block_size: int
     stats: StepStats
-    by_priority: bool = False
+    by_priority: bool = False  # vLLM starts requests by `priority_of`, else in order of arrival
     _by_id: dict[str, VllmRequest] = field(default_factory=dict)  # in order of arrival
-    _prompt_tokens: int = 0
-    _processed_online: int = 0
-    _processed_batch: int = 0
+    _prompt_tokens: int = 0  # of all requests with a first token
+    _processed_online: int = 0  # tokens computed for online requests
+    _processed_batch: int = 0  # tokens computed for batch requests
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
     def add(self, request: Request, now_s: float) -> VllmRequest:
-        """A request was handed over."""
+        """Add a request that is being submitted to vLLM."""
         entry = VllmRequest(request, now_s, self.stats.steps)
         self._by_id[request.request_id] = entry
         return entry
 
     def get(self, request_id: str) -> VllmRequest | None:
-        """The request of that id."""
+        """The request with this id."""
         return self._by_id.get(request_id)
 
     def emit(self, entry: VllmRequest, count: int, cached_tokens: int = 0) -> None:
-        """Output tokens of it came; with the first ones its prompt has run, but what was cached."""
+        """Note `count` output tokens of a request; the first tokens also count its prompt."""
         processed = count
         if count and not entry.emitted and not entry.request.output_ids:
             self._prompt_tokens += len(entry.request.prompt_ids)
@@ -136,14 +133,16 @@ class VllmRequests:
             self._processed_online += processed
 
     def remove(self, entry: VllmRequest) -> bool:
-        """It is over; False if it was removed before. Another of its id stays."""
+        """Remove a request; returns False if it was removed before."""
+        # A later request may have the same id.
         if self._by_id.get(entry.request.request_id) is not entry:
             return False
         del self._by_id[entry.request.request_id]
         return True
 
     def waiting(self) -> list[VllmRequest]:
-        """Requests without KV, as far as is known: the last in the order in which vLLM starts."""
+        """Requests that are presumably queued in vLLM, in the order in which vLLM starts them."""
+        # vLLM reports only how many requests run: assume that the last in its order wait.
         unstarted = [entry for entry in self._by_id.values() if not entry.emitted]
         if self.by_priority:
             unstarted.sort(key=lambda entry: priority_of(entry.request.service))
@@ -151,40 +150,41 @@ class VllmRequests:
         return unstarted[len(unstarted) - count :]
 
     def overdue(self, now_s: float) -> list[VllmRequest]:
-        """Requests that may go back and have waited too long while vLLM had no room for them."""
-        told = min(self.stats.waiting, len(self._by_id))
+        """Returnable requests that have been queued in vLLM for `RETURN_AFTER_S` or longer."""
+        queued = min(self.stats.waiting, len(self._by_id))
         return [
             entry
-            for entry in self.waiting()[-told:]
-            if told
+            for entry in self.waiting()[-queued:]
+            if queued
             and entry.request.returnable
             and entry.since_s + RETURN_AFTER_S <= now_s
             and entry.steps + STEPS_TO_START <= self.stats.steps
         ]
 
     def load(self) -> Load:
-        """The load now. A block is in use if vLLM says so and a request may have it.
+        """The load now.
 
-        vLLM tells nothing while nothing runs: what it told last may be of requests that are gone.
-        Nor does it tell before the first token how far a prompt is and what of it was cached: until
-        then the whole prompt is to be prefilled. What vLLM recomputes it does not tell: that is 0.
+        Whole prompts count as tokens to prefill until their first token, because vLLM does not
+        report partial prefills or cache hits earlier. Recomputed tokens are not reported either: 0.
         """
         waiting = self.waiting()
         queued = set(waiting)
         started = [entry for entry in self._by_id.values() if entry not in queued]
-        held = {entry: blocks_for(entry.tokens + 1, self.block_size) for entry in started}
-        told = round(self.stats.kv_usage * self.blocks)
+        blocks = {entry: blocks_for(entry.tokens + 1, self.block_size) for entry in started}
+        # vLLM reports nothing while it is idle, so its last KV usage may belong to requests that
+        # have ended: bound it by what the present requests can hold.
+        reported = round(self.stats.kv_usage * self.blocks)
         return Load(
             running=len(started),
             waiting=len(waiting),
-            kv_blocks_free=self.blocks - min(told, sum(held.values()), self.blocks),
+            kv_blocks_free=self.blocks - min(reported, sum(blocks.values()), self.blocks),
             kv_blocks_wanted=sum(map(self._wanted, waiting)),
             preemptions_total=self.stats.preemptions_total,
             kv_blocks_total=self.blocks,
             prompt_tokens_total=self._prompt_tokens,
             batch_running=sum(entry.is_batch for entry in started),
             batch_waiting=sum(entry.is_batch for entry in waiting),
-            kv_blocks_batch=sum(count for entry, count in held.items() if entry.is_batch),
+            kv_blocks_batch=sum(count for entry, count in blocks.items() if entry.is_batch),
             prefill_tokens=sum(
                 entry.prompt_tokens for entry in self._by_id.values() if not entry.emitted
             ),

@@ -38,17 +38,17 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"engine": "vllm"}, "needs 'engine_python': run `tideserve engine install vllm`"),
-        ({"engine_python": "/p"}, "'engine_python' is for `engine: vllm`"),
-        ({**VLLM, "dtype": "float64"}, "vLLM does not compute in; choose bfloat16 or float32"),
+        ({"engine": "vllm"}, "requires 'engine_python': run `tideserve engine install vllm`"),
+        ({"engine_python": "/p"}, "'engine_python' requires `engine: vllm`"),
+        ({**VLLM, "dtype": "float64"}, "vLLM does not support; choose bfloat16 or float32"),
         ({**VLLM, "load_format": "dummy"}, "'load_format' is dummy"),
-        ({**VLLM, "paced": "A100-14B"}, "'paced' is for tideserve's own engine"),
-        ({**VLLM, "chunk_bytes": "2MiB"}, "'chunk_bytes' is for tideserve's own engine"),
-        ({**VLLM, "event_log": "/log"}, "'event_log' is for tideserve's own engine"),
+        ({**VLLM, "paced": "A100-14B"}, "'paced' has no effect with vLLM"),
+        ({**VLLM, "chunk_bytes": "2MiB"}, "'chunk_bytes' has no effect with vLLM"),
+        ({**VLLM, "event_log": "/log"}, "'event_log' has no effect with vLLM"),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
-        ({"packing": True}, "'packing' does nothing with `scheduling: fcfs`; take it out, or set"),
-        ({"scheduling": "bros", "adaptive_slots": True}, "'adaptive_slots' does nothing with"),
-        ({"scheduling": "priority", "victims": "slack"}, "'victims' does nothing with"),
+        ({"packing": True}, "'packing' has no effect with `scheduling: fcfs`; remove it, or set"),
+        ({"scheduling": "bros", "adaptive_slots": True}, "'adaptive_slots' has no effect with"),
+        ({"scheduling": "priority", "victims": "slack"}, "'victims' has no effect with"),
     ],
 )
 def test_what_cannot_be_together_is_one_sentence(fields: dict[str, Any], said: str) -> None:

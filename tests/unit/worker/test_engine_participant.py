@@ -43,7 +43,7 @@ MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
 class RecordingEngine:
     told: list[object] = field(default_factory=list)
     error: str = ""
-    lifeless_s: float = 0.0
+    heartbeat_age_s: float = 0.0
 
     async def apply(self, configuration: ApplyConfiguration) -> None:
         self.told.append(configuration)
@@ -198,6 +198,6 @@ async def test_a_degraded_group_serves_nothing(
 
 async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
-    bench.engine.lifeless_s = UNHEARD_S + 1
+    bench.engine.heartbeat_age_s = UNHEARD_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")
-    assert bench.given_up == ["the engine of the worker does not answer; try again"]
+    assert bench.given_up == ["the engine of the worker does not respond; retry"]

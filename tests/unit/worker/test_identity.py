@@ -8,7 +8,7 @@ import pytest
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
 from services.worker.config import WorkerConfig
-from services.worker.identity import settled
+from services.worker.identity import completed_config
 
 
 def config(**fields: object) -> WorkerConfig:
@@ -17,7 +17,7 @@ def config(**fields: object) -> WorkerConfig:
 
 
 def test_its_name_is_that_of_the_host_and_its_folder_ends_with_it() -> None:
-    with settled(config()) as found:
+    with completed_config(config()) as found:
         assert found.worker_id == socket.gethostname()
         assert found.run_dir is not None
         assert found.run_dir.stat().st_mode & 0o777 == 0o700
@@ -27,19 +27,22 @@ def test_its_name_is_that_of_the_host_and_its_folder_ends_with_it() -> None:
 
 def test_the_folder_ends_with_a_worker_that_fails(tmp_path: Path) -> None:
     folders = []
-    with pytest.raises(ZeroDivisionError), settled(config()) as found:
+    with pytest.raises(ZeroDivisionError), completed_config(config()) as found:
         folders.append(found.run_dir)
         raise ZeroDivisionError
     assert folders[0] is not None and not folders[0].exists()
 
 
 def test_what_is_configured_stays(tmp_path: Path) -> None:
-    with settled(config(worker_id="w-1.a", run_dir=str(tmp_path))) as found:
+    with completed_config(config(worker_id="w-1.a", run_dir=str(tmp_path))) as found:
         assert (found.worker_id, found.run_dir) == ("w-1.a", tmp_path)
     assert tmp_path.exists()
 
 
 @pytest.mark.parametrize("name", ["a/b", " ", "-a", "ä", "a" * 254])
 def test_a_name_that_cannot_be_in_a_key_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="'worker_id' is"), settled(config(worker_id=name)):
+    with (
+        pytest.raises(ConfigError, match="'worker_id' is"),
+        completed_config(config(worker_id=name)),
+    ):
         pass

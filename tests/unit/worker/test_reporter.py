@@ -113,7 +113,7 @@ async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
     async with asyncio.timeout(DEADLINE_S):
         report = (await following).load
     assert list(report.received_request_ids) == ["request"]
-    beside = busy.load_beside()
+    beside = busy.load_for_gateways()
     assert (beside.number, list(beside.received_request_ids)) == (3, ["request"])
 
 
@@ -186,7 +186,7 @@ async def test_an_engine_that_answers_again_is_reported_at_once() -> None:
     await asyncio.sleep(0.001)
     engine.responsive = True
     assert (
-        memory_news(cast(Any, still)._memory_told, cast(Any, still)._memory()) is ReportNews.MAJOR
+        memory_news(cast(Any, still)._memory_sent, cast(Any, still)._memory()) is ReportNews.MAJOR
     )
     still.note_change()
     async with asyncio.timeout(DEADLINE_S):

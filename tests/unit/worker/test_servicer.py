@@ -10,11 +10,11 @@ import pytest
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason, Request
-from services.worker.arrivals import ATTACH_TIMEOUT_S
-from services.worker.gathering import AGE_MAX_S
 from services.worker.group_view import Place
+from services.worker.handovers import ATTACH_TIMEOUT_S
 from services.worker.ipc import AdoptedRequest, EngineReady, MovedRequest, Progress, RequestTimes
 from services.worker.servicer import WorkerServicer
+from services.worker.token_coalescer import AGE_MAX_S
 from tests.support.waiting import eventually
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
@@ -371,7 +371,7 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
     assert bench.servicer.active == 1
     await call.write(attach("kept", 0))
     (event,) = await read(call)
-    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "given up" in event.message
+    assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH and "was aborted" in event.message
     bench.now_s = 2 * ATTACH_TIMEOUT_S
     await bench.servicer.sweep()
     (event,) = await read(call)

@@ -210,5 +210,5 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     start = make_start(prompt_ids=[1] * most, logprobs=options)
     to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)
     start = make_start(prompt_ids=[1] * (most + 1), logprobs=options)
-    with pytest.raises(InvalidStart, match=f"more than {PROMPT_LOGPROBS_MAX} numbers"):
+    with pytest.raises(InvalidStart, match=f"exceed {PROMPT_LOGPROBS_MAX} numbers"):
         to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)

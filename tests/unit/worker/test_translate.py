@@ -7,7 +7,7 @@ from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.planner.refusal import given_back, known_already, queue_full, returned
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
-from services.worker.arrivals import Arrivals
+from services.worker.handovers import Handovers
 from services.worker.ipc import (
     AdoptedRequest,
     MovedRequest,
@@ -61,9 +61,9 @@ def test_a_gateway_learns_why_a_request_has_no_place_here(
     assert event.kv_lost == kv_lost
 
 
-def arrivals(known: LogprobRows | None, emitted: int) -> Arrivals[None]:
+def handovers(known: LogprobRows | None, emitted: int) -> Handovers[None]:
     """A request that came with so many tokens, rows of the last of them, and its prompt's."""
-    made: Arrivals[None] = Arrivals()
+    made: Handovers[None] = Handovers()
     ids = [50 + index for index in range(emitted)]
     prompt = PROMPT if emitted else None
     assert made.adopt(AdoptedRequest("a", "g", 8, ids, known, prompt), 0.0)
@@ -77,7 +77,7 @@ def rows(first: int, end: int) -> LogprobRows:
 @pytest.mark.parametrize("emitted", [0, 1, 4])
 @pytest.mark.parametrize("from_index", [0, 1, 4, 6])
 def test_an_attached_reader_gets_every_row_once(emitted: int, from_index: int) -> None:
-    kept = arrivals(rows(0, emitted) if emitted else None, emitted)
+    kept = handovers(rows(0, emitted) if emitted else None, emitted)
     for index in range(emitted, 6):
         kept.add_token(token(index))
     arrival = kept.forget("a")
@@ -89,7 +89,7 @@ def test_an_attached_reader_gets_every_row_once(emitted: int, from_index: int) -
 
 
 def test_tokens_whose_rows_were_too_many_have_an_event_of_their_own() -> None:
-    kept = arrivals(rows(2, 4), 4)
+    kept = handovers(rows(2, 4), 4)
     kept.add_token(token(4))
     kept.end(MovedRequest("a", "w1", "w1:1", "h", 9, 5))
     arrival = kept.forget("a")
@@ -104,7 +104,7 @@ def test_tokens_whose_rows_were_too_many_have_an_event_of_their_own() -> None:
 
 
 def test_a_prompts_rows_come_with_its_first_token_after_a_move() -> None:
-    kept = arrivals(None, 0)
+    kept = handovers(None, 0)
     kept.add_token(token(0))
     arrival = kept.forget("a")
     assert arrival is not None
@@ -113,7 +113,7 @@ def test_a_prompts_rows_come_with_its_first_token_after_a_move() -> None:
 
 
 def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
-    kept: Arrivals[None] = Arrivals()
+    kept: Handovers[None] = Handovers()
     kept.adopt(AdoptedRequest("a", "g", 8, [50]), 0.0)
     kept.add_token(EmitToken("a", 1, 51, FinishReason.STOP))
     arrival = kept.forget("a")

@@ -20,8 +20,8 @@ def apply(
     logprobs: Sequence[TokenLogprobs] = (),
 ) -> int:
     """Have the journal take an event."""
-    ids, told = tuple(token_ids), tuple(logprobs)
-    return journal.apply(TokenEvent("r", first_index, ids, finish, message, logprobs=told))
+    ids, rows = tuple(token_ids), tuple(logprobs)
+    return journal.apply(TokenEvent("r", first_index, ids, finish, message, logprobs=rows))
 
 
 @given(
@@ -49,7 +49,7 @@ def test_duplicates_in_any_order_change_nothing(
 def test_a_gap_is_an_error_and_changes_nothing(first_index: int) -> None:
     journal = Journal(10)
     apply(journal, 0, [7])
-    with pytest.raises(JournalError, match="1 was next"):
+    with pytest.raises(JournalError, match="1 was expected"):
         apply(journal, first_index, [8])
     assert journal.token_ids == [7]
 
@@ -78,30 +78,30 @@ def test_the_message_of_the_end_is_kept() -> None:
 
 def test_log_probabilities_stay_with_their_tokens() -> None:
     journal = Journal(9)
-    told = [TokenLogprobs(-float(i), i) for i in range(4)]
-    apply(journal, 0, [5, 6], logprobs=told[:2])
-    apply(journal, 1, [6, 7, 8], logprobs=told[1:])
-    assert (journal.token_ids, journal.logprobs) == ([5, 6, 7, 8], told)
+    rows = [TokenLogprobs(-float(i), i) for i in range(4)]
+    apply(journal, 0, [5, 6], logprobs=rows[:2])
+    apply(journal, 1, [6, 7, 8], logprobs=rows[1:])
+    assert (journal.token_ids, journal.logprobs) == ([5, 6, 7, 8], rows)
 
 
-@pytest.mark.parametrize("told", [0, 1, 3])
-def test_tokens_of_which_only_some_have_log_probabilities_are_an_error(told: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_tokens_of_which_only_some_have_log_probabilities_are_an_error(rows: int) -> None:
     journal = Journal(9)
     some = [TokenLogprobs(-1.0, 1)] * 3
     apply(journal, 0, [5], logprobs=some[:1])
     with pytest.raises(JournalError):
-        apply(journal, 1, [6, 7], logprobs=some[:told])
+        apply(journal, 1, [6, 7], logprobs=some[:rows])
     assert (journal.token_ids, journal.logprobs) == ([5], some[:1])
 
 
 def test_log_probabilities_are_taken_once() -> None:
-    told = [TokenLogprobs(-float(i), 1) for i in range(4)]
+    rows = [TokenLogprobs(-float(i), 1) for i in range(4)]
     journal = Journal(10)
-    apply(journal, 0, [5, 6], logprobs=told[:2])
-    assert list(journal.take_logprobs()) == told[:2]
+    apply(journal, 0, [5, 6], logprobs=rows[:2])
+    assert list(journal.take_logprobs()) == rows[:2]
     assert list(journal.take_logprobs()) == []
     # As a worker tells them again that has taken over.
-    apply(journal, 1, [6, 7, 8], logprobs=told[1:])
-    assert list(journal.take_logprobs()) == told[2:]
+    apply(journal, 1, [6, 7, 8], logprobs=rows[1:])
+    assert list(journal.take_logprobs()) == rows[2:]
     with pytest.raises(JournalError, match="only some"):
         apply(journal, 4, [9])

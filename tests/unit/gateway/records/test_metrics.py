@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from services.core.request import FinishReason, Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.request_record import ChoiceRecord, Stay
+from services.gateway.records.request_record import ChoiceRecord, WorkerSegment
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import measured
 from services.gateway.vocabulary.errors import (
@@ -46,14 +46,14 @@ class World:
         request = replace(REQUEST, arrival_s=now_s, service=service)
         prepared = replace(CHOICE, request=request)
         with measured(self.metrics.requests, prepared, choice, now_s) as meter:
-            choice.stays.append(Stay("w0", "g", 1, 104.0))
+            choice.segments.append(WorkerSegment("w0", "g", 1, 104.0))
             now_s += 4
             for number, count in enumerate(bursts):
                 now_s += 1
                 assert meter.tokens(count, now_s) == (number > 0)
             if ending is not None:
                 raise ending
-            choice.stays[-1].times = self.times
+            choice.segments[-1].times = self.times
             meter.finish(FinishReason.STOP)
 
 

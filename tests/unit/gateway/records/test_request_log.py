@@ -7,7 +7,12 @@ import pytest
 
 from services.common.logging import FIELDS
 from services.gateway.records.request_log import REFUSALS_PER_S, RequestLog, fields_of
-from services.gateway.records.request_record import RequestMove, RequestRecord, Stay, new_record
+from services.gateway.records.request_record import (
+    RequestMove,
+    RequestRecord,
+    WorkerSegment,
+    new_record,
+)
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, Unauthorized
 from services.gateway.vocabulary.message import Moved
 
@@ -22,7 +27,7 @@ def served() -> RequestRecord:
     record.finish_reasons.append("stop")
     choice = record.add_choice()
     choice.queued_s += [(10.1, 10.3), (10.35, 10.4)]
-    choice.stays += [Stay("w0", "g", 1, 10.3), Stay("w1", "g", 2, 11.0)]
+    choice.segments += [WorkerSegment("w0", "g", 1, 10.3), WorkerSegment("w1", "g", 2, 11.0)]
     choice.moves.append(RequestMove(11.0, "w0", Moved("w1", "w1:1", "g", 2)))
     return record
 

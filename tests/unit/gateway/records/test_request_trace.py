@@ -4,8 +4,13 @@ import pytest
 
 from services.common import genai
 from services.common.tracing import Span, SpanLink, TraceContext, Tracer
-from services.gateway.records.request_record import RequestMove, RequestRecord, Stay, new_record
-from services.gateway.records.request_trace import request_span, tell
+from services.gateway.records.request_record import (
+    RequestMove,
+    RequestRecord,
+    WorkerSegment,
+    new_record,
+)
+from services.gateway.records.request_trace import export_trace, request_span
 from services.gateway.vocabulary.errors import BadRequest, EngineFailed
 from services.gateway.vocabulary.message import Moved, WorkerTimes
 from tests.support.kept_traces import KeptTraces
@@ -24,9 +29,9 @@ def chat() -> RequestRecord:
     record.finish_reasons.append("length")
     choice = record.add_choice()
     choice.queued_s.append((10.02, 10.5))
-    first = Stay("w0", "g0", 1, 10.5, 11.5, 10.9, WorkerTimes(0.1, 0.3, 0.6, (0.7,)))
-    second = Stay("w1", "g1", 2, 11.5, 13.0, None, WorkerTimes(0.5, 0.0, 1.0))
-    choice.stays += [first, second]
+    first = WorkerSegment("w0", "g0", 1, 10.5, 11.5, 10.9, WorkerTimes(0.1, 0.3, 0.6, (0.7,)))
+    second = WorkerSegment("w1", "g1", 2, 11.5, 13.0, None, WorkerTimes(0.5, 0.0, 1.0))
+    choice.segments += [first, second]
     link = SpanLink(CHANGE, {genai.GROUP: "g1", genai.EPOCH: 2})
     choice.moves.append(RequestMove(11.5, "w0", Moved("w1", "w1:1", "g1", 2), link))
     return record
@@ -98,8 +103,8 @@ def test_events_say_when_it_was_preempted_and_moved_and_the_link_why() -> None:
 
 def test_without_the_workers_times_the_gateways_do() -> None:
     record = chat()
-    for stay in record.choices[0].stays:
-        stay.times = None
+    for segment in record.choices[0].segments:
+        segment.times = None
     root = request_span(record)
     assert times(root)[3:] == [
         ("prefill", 10.5, 10.9),
@@ -112,7 +117,7 @@ def test_without_the_workers_times_the_gateways_do() -> None:
 def test_one_token_has_all_spans() -> None:
     record = chat()
     choice = record.choices[0]
-    choice.stays = [Stay("w0", "g0", 1, 10.5, 10.9, 10.9, WorkerTimes(0.1, 0.3, 0.0))]
+    choice.segments = [WorkerSegment("w0", "g0", 1, 10.5, 10.9, 10.9, WorkerTimes(0.1, 0.3, 0.0))]
     assert [name for name, _, _ in times(request_span(record))][2:] == [
         "queue",
         "wait",
@@ -139,7 +144,7 @@ def test_what_is_not_sampled_is_told_if_it_failed(
     record.context, record.status = tracer.begin(), 200
     if failure is not None:
         record.fail(failure)
-    tell(tracer, record)
+    export_trace(tracer, record)
     assert bool(sink.traces) == told
 
 

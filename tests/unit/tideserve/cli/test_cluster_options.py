@@ -161,7 +161,7 @@ def test_a_torch_for_cpus_alone_is_told_at_once(
     path = tmp_path / "cluster.yaml"
     path.write_text(config)
     monkeypatch.setattr(cluster_options, "version", lambda _name: "2.13.0+cpu")
-    with pytest.raises(ConfigError, match=r"torch 2.13.0\+cpu, which computes on CPUs alone"):
+    with pytest.raises(ConfigError, match=r"torch 2.13.0\+cpu is a CPU-only build"):
         read_options(path, {})
     read_options(path, {"engine": "vllm"})
     monkeypatch.setattr(cluster_options, "version", lambda _name: "2.13.0")

@@ -152,8 +152,8 @@ async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -
     await eventually(lambda: len(refusals(adapter)) == 2)
     assert all(refusal.retryable and not refusal.returned for refusal in refusals(adapter))
     assert {refusal.request_id: refusal.message for refusal in refusals(adapter)} == {
-        "a": "vLLM failed with the request; try again",
-        "b": "vLLM failed with the request (it ended with 'error'); try again",
+        "a": "the request failed in vLLM; retry",
+        "b": "the request failed in vLLM (finish reason 'error'); retry",
     }
     assert [token.request_id for token in tokens(adapter)] == ["a"]
 

@@ -20,7 +20,7 @@ def test_a_folder_without_weights_and_a_damaged_file_are_told(tmp_path: Path) ->
     with pytest.raises(ModelError, match=r"has no .*safetensors weights"):
         parameter_bytes(tmp_path, "float32")
     (tmp_path / "model.safetensors").write_bytes(b"junk")
-    with pytest.raises(ModelError, match="is no file of safetensors"):
+    with pytest.raises(ModelError, match="is not a valid safetensors file"):
         parameter_bytes(tmp_path, "float32")
 
 

@@ -61,7 +61,7 @@ def test_log_probabilities_are_asked_for() -> None:
 
 
 def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
-    with pytest.raises(CannotServe, match=r"bad_words does not work .* use logit_bias"):
+    with pytest.raises(CannotServe, match=r"bad_words is not supported .* use logit_bias"):
         told(bad_words=((1, 2),))
 
 

@@ -1,8 +1,8 @@
-"""How a worker leaves: first the others learn to do without it, then its own requests end.
+"""Graceful shutdown of a worker: leave its group first, then let its own requests finish.
 
-A worker in a group of several asks to be taken out, by its registration, and waits for the split.
-Without a memory manager no split comes; requests that run now may end meanwhile. A change that the
-worker agreed to is waited for as well. Afterwards it agrees to no change.
+A member of a merged group requests a split by registering as draining, and waits for it. It also
+waits for a group change that it has prepared, then refuses further changes. Without a memory
+manager no split happens, but running requests may still finish within the drain time.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
 
 UNUSED_S = 1.0
-"""A member that was unused for so long may leave; longer than an engine's heartbeat."""
+"""A member may leave once it was unused for this long; longer than the heartbeat interval."""
 
 log = logging.getLogger(__name__)
 
 
-class Departure:
-    """Waits until a worker may go."""
+class WorkerDrain:
+    """Waits until a worker may shut down."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Departure:
         registration: Registration,
         record: record_pb2.WorkerRecord,
     ) -> None:
-        """`record` is what `registration` says until the worker leaves."""
+        """`record` is the record in `registration` before the worker drains."""
         self._engine = engine
         self._groups = groups
         self._member = member
@@ -46,22 +46,24 @@ class Departure:
         self._progressed = asyncio.Event()
 
     def note_progress(self) -> None:
-        """The engine has spoken, which it does several times a second."""
+        """Note a frame of the engine, which sends several per second."""
         self._progressed.set()
 
-    async def part(self, deadline_s: float) -> None:
-        """Return when no other worker needs this one, at `deadline_s` at the latest."""
+    async def leave_group(self, deadline_s: float) -> None:
+        """Return when no other worker needs this worker, at `deadline_s` at the latest."""
         if self._is_shared or self._is_needed:
-            await self._be_taken_out(deadline_s)
+            await self._wait_for_split(deadline_s)
         self._member.refuse_all()
 
     async def end_requests(self, deadline_s: float) -> None:
-        """Return when no request runs, at `deadline_s` at the latest."""
+        """Return when no request runs here, at `deadline_s` at the latest."""
         try:
             async with timeout(deadline_s - monotonic_s()):
                 await self._requests.wait_idle()
         except TimeoutError:
-            log.warning("%d requests are cut off by the drain time", self._requests.active)
+            log.warning(
+                "%d requests are cut off at the end of the drain time", self._requests.active
+            )
 
     @property
     def _is_shared(self) -> bool:
@@ -72,8 +74,8 @@ class Departure:
         preparing, active = self._member.preparing, self._requests.active
         return preparing or is_needed(self._engine.report, self._groups.place, active)
 
-    async def _be_taken_out(self, deadline_s: float) -> None:
-        log.info("asks to be taken out of its group")
+    async def _wait_for_split(self, deadline_s: float) -> None:
+        log.info("draining: requesting removal from the group")
         leaving = record_pb2.WorkerRecord()
         leaving.CopyFrom(self._record)
         leaving.draining = True
@@ -82,15 +84,15 @@ class Departure:
             async with timeout(deadline_s - monotonic_s()):
                 await self._unused()
         except TimeoutError:
-            log.warning("requests of other workers need this worker still")
+            log.warning("drain time is over, but requests of other workers still need this worker")
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _unused(self) -> None:
-        """Return when it is not needed; in a group of several when it was not for a while."""
+        """Return when the worker is not needed; in a merged group, not for `UNUSED_S`."""
         needed_s = monotonic_s()
-        # The engine tells within a heartbeat what it has not told yet.
+        # The wait covers work that the engine reports only with its next heartbeat.
         while self._is_needed or (self._is_shared and monotonic_s() - needed_s < UNUSED_S):
             if self._is_needed:
                 needed_s = monotonic_s()
@@ -99,13 +101,13 @@ class Departure:
 
 
 def is_needed(report: EngineReport, place: Place | None, active: int) -> bool:
-    """Whether requests of other workers would be lost without this one, as far as is known.
+    """Whether requests would be lost if this worker left now, as far as it knows.
 
-    `place` is the worker's by the records; `active` requests of gateways are open here.
+    `place` is the worker's group in the records; `active` is the number of open requests here.
     """
     if place is None:
         return False
-    # Until the change is over, other leaders get sequences and KV from here.
+    # Until a group change is over, other leaders fetch sequences and KV from this worker.
     if report.epoch < place.epoch or report.unsettled:
         return True
     used = report.load.kv_blocks_free < report.load.kv_blocks_total

@@ -1,4 +1,4 @@
-"""A worker's end of one gateway's stream."""
+"""A worker's end of a gateway's stream."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ import grpc.aio
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
-# Engine steps that a gateway may lag behind before its stream is cut.
+# Messages (engine steps) that a gateway may lag behind before its stream is cut.
 OUTBOX_MAX = 4096
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
 @dataclass(eq=False, slots=True)
-class Link:
-    """One gateway's stream: what is to be sent, and the requests that it carries."""
+class GatewayStream:
+    """A gateway's stream: its queued messages, and the requests on it."""
 
     outbox: asyncio.Queue[pb.GenerateResponse] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_MAX)
@@ -25,13 +25,13 @@ class Link:
     overflowed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def post(self, events: list[pb.RequestEvent], load: load_pb2.WorkerLoad | None = None) -> None:
-        """Queue one message; a gateway that lags too far loses its stream."""
+        """Queue a message; sets `overflowed` if the gateway lags too far behind."""
         try:
             self.outbox.put_nowait(pb.GenerateResponse(events=events, load=load))
         except asyncio.QueueFull:
             self.overflowed.set()
 
     async def write_all(self, context: Context) -> None:
-        """Send what is queued until cancelled."""
+        """Send queued messages until cancelled."""
         while True:
             await context.write(await self.outbox.get())

@@ -10,7 +10,7 @@ import pytest
 from services.common.errors import StoreError
 from services.core.report import EngineReport, Load
 from services.worker import serving
-from services.worker.serving import SILENCE_MAX_S, Stranding
+from services.worker.serving import SILENCE_MAX_S, StrandedGroupWatch
 from tests.support.waiting import eventually
 
 LOST = "the connection to worker-1 is lost"
@@ -34,7 +34,7 @@ class World:
         self.now_s = 0.0
         self.told = 0
         self.records = Records(answers)
-        self.watch = Stranding(cast(Any, self.records), self._note)
+        self.watch = StrandedGroupWatch(cast(Any, self.records), self._note)
 
     def _note(self) -> None:
         self.told += 1

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from services.worker.gathering import AGE_MAX_S, TOKENS_MAX, Gathering
+from services.worker.token_coalescer import AGE_MAX_S, TOKENS_MAX, TokenCoalescer
 from tideserve.worker.v1 import worker_pb2 as pb
 
 
@@ -18,17 +18,17 @@ def token(index: int, request_id: str = "a", **more) -> pb.RequestEvent:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
-    random, gathering, now_s = Random(seed), Gathering(), 0.0
-    gathering.begin("a")
+    random, coalescer, now_s = Random(seed), TokenCoalescer(), 0.0
+    coalescer.begin("a")
     count = random.randrange(1, 3 * TOKENS_MAX)
     sent: list[pb.RequestEvent] = []
     for index in range(count):
         reason = pb.FINISH_REASON_STOP if index == count - 1 else pb.FINISH_REASON_UNSPECIFIED
-        sent += gathering.add(token(index, finish_reason=reason), now_s)
+        sent += coalescer.add(token(index, finish_reason=reason), now_s)
         now_s += random.choice((0.0, 0.01, AGE_MAX_S / 3))
-        sent += gathering.due(now_s)
+        sent += coalescer.due(now_s)
         if random.random() < 0.02:
-            sent += gathering.take("a")
+            sent += coalescer.take("a")
     assert [one for event in sent for one in event.token_ids] == list(range(count))
     assert [one.logprob for event in sent for one in event.logprobs] == [-i for i in range(count)]
     for event, later in pairwise(sent):
@@ -39,24 +39,24 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
 
 
 def test_the_first_event_keeps_what_stands_there_and_the_last_brings_the_times() -> None:
-    gathering = Gathering()
-    gathering.begin("a")
+    coalescer = TokenCoalescer()
+    coalescer.begin("a")
     first = token(0, cached_tokens=3, prompt_logprobs=[pb.TokenLogprobs(logprob=-7)])
-    assert gathering.add(first, 0.0) == []
+    assert coalescer.add(first, 0.0) == []
     last = token(1, finish_reason=pb.FINISH_REASON_STOP, times=pb.RequestTimes(wait_s=2))
-    (event,) = gathering.add(last, 0.0)
+    (event,) = coalescer.add(last, 0.0)
     assert (event.cached_tokens, event.times.wait_s, len(event.prompt_logprobs)) == (3, 2, 1)
 
 
 def test_others_are_sent_at_once_and_old_ones_by_age() -> None:
-    gathering = Gathering()
-    gathering.begin("a")
-    gathering.begin("b")
-    assert gathering.add(token(0, "c"), 0.0) == [token(0, "c")]
-    assert gathering.add(token(0, "a"), 0.0) == []
-    assert gathering.add(token(0, "b"), 0.5) == []
-    assert gathering.due(AGE_MAX_S - 0.1) == []
-    assert [event.request_id for event in gathering.due(AGE_MAX_S)] == ["a"]
-    gathering.drop("b")
-    assert gathering.due(9.0) == [] == gathering.take("b")
-    assert gathering.add(token(1, "b"), 9.0) == [token(1, "b")]
+    coalescer = TokenCoalescer()
+    coalescer.begin("a")
+    coalescer.begin("b")
+    assert coalescer.add(token(0, "c"), 0.0) == [token(0, "c")]
+    assert coalescer.add(token(0, "a"), 0.0) == []
+    assert coalescer.add(token(0, "b"), 0.5) == []
+    assert coalescer.due(AGE_MAX_S - 0.1) == []
+    assert [event.request_id for event in coalescer.due(AGE_MAX_S)] == ["a"]
+    coalescer.drop("b")
+    assert coalescer.due(9.0) == [] == coalescer.take("b")
+    assert coalescer.add(token(1, "b"), 9.0) == [token(1, "b")]

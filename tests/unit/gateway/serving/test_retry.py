@@ -7,13 +7,13 @@ import pytest
 from services.core.ask import Ask, Assignment
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
-from services.gateway.serving.attempts import (
-    DIED_LAPSE,
-    EMPTY_MAX,
+from services.gateway.serving.retry import (
+    DEATHS_FORGOTTEN_AFTER,
+    FRUITLESS_MAX,
     LOST_MAX,
-    Attempts,
-    asked_again,
+    RetryState,
     resumed,
+    retry_ask,
 )
 from services.gateway.vocabulary.errors import (
     EngineFailed,
@@ -30,7 +30,7 @@ REQUEST = Request("r", (5, 6, 7), Sampling(seed=8), Limits(9, 2), 0.0)
 
 
 def test_before_a_token_a_request_may_lose_two_workers() -> None:
-    attempts = Attempts(resumes=False)
+    attempts = RetryState(resumes=False)
     for _ in range(LOST_MAX - 1):
         attempts.fail(LOST, 0, 9)
     attempts.fail(StaleEpoch(), 0, 9)
@@ -40,12 +40,12 @@ def test_before_a_token_a_request_may_lose_two_workers() -> None:
 
 def test_a_full_worker_ends_only_a_request_that_has_not_run() -> None:
     with pytest.raises(QueueFull):
-        Attempts(resumes=True).fail(QueueFull("full"), 0, 9)
-    Attempts(resumes=True).fail(QueueFull("full"), 2, 9)
+        RetryState(resumes=True).fail(QueueFull("full"), 0, 9)
+    RetryState(resumes=True).fail(QueueFull("full"), 2, 9)
 
 
 def test_losses_count_in_a_row_without_a_token() -> None:
-    attempts = Attempts(resumes=True)
+    attempts = RetryState(resumes=True)
     for output in (1, 2, 3):
         for _ in range(LOST_MAX):
             attempts.fail(LOST, output, 9)
@@ -55,15 +55,15 @@ def test_losses_count_in_a_row_without_a_token() -> None:
 
 @pytest.mark.parametrize("output", [0, 4])
 def test_groups_that_keep_changing_end_a_request(output: int) -> None:
-    attempts = Attempts(resumes=True)
-    for _ in range(EMPTY_MAX - (output == 0)):
+    attempts = RetryState(resumes=True)
+    for _ in range(FRUITLESS_MAX - (output == 0)):
         attempts.fail(StaleEpoch(), output, 9)
     with pytest.raises(ServiceUnavailable):
         attempts.fail(Returned(), output, 9)
 
 
 def test_engines_that_die_count_in_all() -> None:
-    attempts = Attempts(resumes=True)
+    attempts = RetryState(resumes=True)
     for output in (3, 5):
         assert not attempts.alone
         attempts.fail(DIED, output, 9)
@@ -74,24 +74,24 @@ def test_engines_that_die_count_in_all() -> None:
 
 
 def test_deaths_lapse_with_the_tokens_after_them() -> None:
-    attempts = Attempts(resumes=True)
+    attempts = RetryState(resumes=True)
     for number in range(9):
-        attempts.fail(DIED, 1 + number * DIED_LAPSE, 99 * DIED_LAPSE)
+        attempts.fail(DIED, 1 + number * DEATHS_FORGOTTEN_AFTER, 99 * DEATHS_FORGOTTEN_AFTER)
         assert not attempts.alone
-    attempts.fail(DIED, 8 * DIED_LAPSE + 2, 99 * DIED_LAPSE)
+    attempts.fail(DIED, 8 * DEATHS_FORGOTTEN_AFTER + 2, 99 * DEATHS_FORGOTTEN_AFTER)
     assert attempts.alone
 
 
 def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
     """One that dies with its servicer does not tell of its engine."""
-    attempts = Attempts(resumes=True)
+    attempts = RetryState(resumes=True)
     with pytest.raises(EngineKilled):
         for output in range(1, 20):
             attempts.fail(LOST, output, 99)
 
 
 def test_a_worker_that_gives_a_request_back_is_not_lost() -> None:
-    attempts = Attempts(resumes=True)
+    attempts = RetryState(resumes=True)
     for _ in range(LOST_MAX - 1):
         attempts.fail(LOST, 3, 9)
     for _ in range(LOST_MAX + 1):
@@ -109,12 +109,12 @@ def test_what_has_begun_ends_where_nothing_is_resumed(
     failure: WorkerLost | StaleEpoch | Returned, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        Attempts(resumes=False).fail(failure, 1, 9)
+        RetryState(resumes=False).fail(failure, 1, 9)
 
 
 def test_nothing_is_left_of_a_request_with_all_its_tokens() -> None:
     with pytest.raises(WorkerLost):
-        Attempts(resumes=True).fail(LOST, 9, 9)
+        RetryState(resumes=True).fail(LOST, 9, 9)
 
 
 def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
@@ -127,10 +127,10 @@ def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
     assert later.logprobs == LogprobOptions(output=2, prompt=None)
 
     ask = Ask("r", "m", 3, 9)
-    again = asked_again(ask, request, 2, PLACE, LOST, 4.0)
+    again = retry_ask(ask, request, 2, PLACE, LOST, 4.0)
     assert (again.prompt_tokens, again.max_tokens, again.resumed) == (5, 7, True)
     assert again.failed is not None and not again.failed.returned
-    unbegun = asked_again(ask, request, 0, PLACE, Returned(), 4.0)
+    unbegun = retry_ask(ask, request, 0, PLACE, Returned(), 4.0)
     assert (unbegun.prompt_tokens, unbegun.max_tokens, unbegun.resumed) == (3, 9, False)
     assert unbegun.failed is not None and unbegun.failed.returned
     assert unbegun.excused_s == 0.0, "it had no room, so it still waits in the line"
@@ -141,13 +141,13 @@ def test_the_deadline_of_one_that_a_worker_has_failed_counts_from_then(
     loss: WorkerLost | KvLost,
 ) -> None:
     """Though it has no token: it had a place, and its wait in the line was over."""
-    ask = asked_again(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss, 4.0)
+    ask = retry_ask(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss, 4.0)
     assert (ask.prompt_tokens, ask.max_tokens, ask.resumed) == (3, 9, False)
     assert ask.failed is not None and ask.failed.returned == isinstance(loss, KvLost)
     assert ask.excused_s == 4.0
-    assert asked_again(ask, REQUEST, 0, PLACE, StaleEpoch(), 7.0).excused_s == 4.0
-    assert asked_again(ask, REQUEST, 0, PLACE, loss, 9.0).excused_s == 9.0
-    attempts = Attempts(resumes=True)
+    assert retry_ask(ask, REQUEST, 0, PLACE, StaleEpoch(), 7.0).excused_s == 4.0
+    assert retry_ask(ask, REQUEST, 0, PLACE, loss, 9.0).excused_s == 9.0
+    attempts = RetryState(resumes=True)
     attempts.fail(loss, 0, 9)
     attempts.fail(QueueFull("full"), 0, 9)  # elsewhere there may be room
     with pytest.raises(QueueFull):
@@ -157,8 +157,8 @@ def test_the_deadline_of_one_that_a_worker_has_failed_counts_from_then(
 
 def test_a_worker_that_was_never_reached_has_not_failed_a_request() -> None:
     unreached = WorkerLost("refused", reached=False)
-    assert asked_again(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, unreached, 4.0).excused_s == 0.0
-    attempts = Attempts(resumes=True)
+    assert retry_ask(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, unreached, 4.0).excused_s == 0.0
+    attempts = RetryState(resumes=True)
     attempts.fail(unreached, 0, 9)
     with pytest.raises(QueueFull):
         attempts.fail(QueueFull("full"), 0, 9)

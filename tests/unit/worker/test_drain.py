@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from services.core.report import EngineReport, Load
-from services.worker.departure import is_needed
+from services.worker.drain import is_needed
 from services.worker.group_view import Place
 
 IDLE = EngineReport(Load(0, 0, 10, 0, kv_blocks_total=10), epoch=4)

@@ -1,0 +1,140 @@
+"""Decides whether a request that failed at a worker is retried, and builds the retry. Pure."""
+
+from dataclasses import dataclass, replace
+
+from services.core.ask import Ask, Assignment, FailedAssignment
+from services.core.request import Request
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
+from services.gateway.records.request_record import WorkerSegment
+from services.gateway.vocabulary.errors import (
+    EngineFailed,
+    EngineKilled,
+    QueueFull,
+    ServiceUnavailable,
+    WorkerLost,
+)
+
+# Most starts in a row without a new token. Groups change rarely, so more indicate a fault.
+FRUITLESS_MAX = 10
+# Most workers that a request may lose in a row without a new token.
+LOST_MAX = 3
+# Most engines that may die while they run a request; the last attempt runs alone in its group. A
+# lost worker counts as a fraction of a death: its engine or only its network may have failed.
+DIED_MAX = 3
+LOST_SHARE = 0.25
+# After this many further tokens, the request is not blamed for earlier deaths.
+DEATHS_FORGOTTEN_AFTER = 1000
+
+Failure = StaleEpoch | Returned | WorkerLost | QueueFull
+
+
+@dataclass(slots=True)
+class RetryState:
+    """Failed starts of a request; `resumes`: retry elsewhere after the first token too."""
+
+    resumes: bool
+    _output: int = 0
+    _fruitless: int = 0  # starts in a row without a new token
+    _lost: int = 0  # of these, the starts that ended with a lost or full worker
+    _engine_deaths: float = 0.0  # recent deaths of engines that ran the request
+    _died_at_token: int = 0  # output tokens at the last death
+    _lost_worker: bool = False  # a worker has failed, or lost the request's KV
+
+    @property
+    def alone(self) -> bool:
+        """Whether the request must run alone in its group, because it may crash engines."""
+        return self._engine_deaths >= DIED_MAX - 1
+
+    def fail(self, failure: Failure, output: int, tokens_max: int) -> None:
+        """Record a failed start after `output` of at most `tokens_max` tokens.
+
+        Returns normally if the request may be retried.
+
+        Raises:
+            GatewayError: if the request has failed for good.
+        """
+        if output > self._output:
+            self._output, self._fruitless, self._lost = output, 0, 0
+        else:
+            self._fruitless += 1
+            self._lost += isinstance(failure, (WorkerLost, QueueFull))
+        self._lost_worker = self._lost_worker or _is_loss(failure)
+        if isinstance(failure, WorkerLost):
+            self._note_loss(failure.engine_died, output)
+        if self._engine_deaths >= DIED_MAX:
+            raise EngineKilled(
+                "several engines crashed while running this request, which may be the cause; do not"
+                " retry it, and report its id to the operator"
+            )
+        if not output:
+            # Nothing was delivered, so the request may start over even if it cannot be resumed.
+            self._check_no_output(failure)
+        elif not self.resumes or output >= tokens_max or self._lost >= LOST_MAX:
+            raise _resume_error(failure)
+        if self._fruitless >= FRUITLESS_MAX:
+            raise ServiceUnavailable("the worker groups keep changing; retry shortly")
+
+    def _note_loss(self, engine_died: bool, output: int) -> None:
+        # The request ran well for long since then, so it did not cause the earlier deaths.
+        if output - self._died_at_token >= DEATHS_FORGOTTEN_AFTER:
+            self._engine_deaths = 0.0
+        self._died_at_token = output
+        self._engine_deaths += 1.0 if engine_died else LOST_SHARE
+
+    def _check_no_output(self, failure: Failure) -> None:
+        # A full worker means overload, which the client must learn of. But a request that has lost
+        # a worker was admitted before, so it may look for room elsewhere.
+        full = isinstance(failure, QueueFull) and not self._lost_worker
+        if full or self._lost >= LOST_MAX:
+            raise failure
+
+
+def _is_loss(failure: Failure) -> bool:
+    """Whether the worker that ran the request has failed or has lost its KV."""
+    return isinstance(failure, KvLost) or (isinstance(failure, WorkerLost) and failure.reached)
+
+
+def _resume_error(failure: Failure) -> Exception:
+    """The error for a request that has output and cannot be resumed."""
+    match failure:
+        case StaleEpoch():
+            return EngineFailed("the worker's group changed while the request ran; retry")
+        case Returned():
+            return EngineFailed("the worker dropped the request after its first token; retry")
+        case _:
+            return failure
+
+
+def retry_ask(
+    ask: Ask,
+    request: Request,
+    output: int,
+    place: Assignment | WorkerSegment,
+    failure: Failure,
+    since_s: float,
+    alone: bool = False,
+) -> Ask:
+    """The scheduler ask that retries a request whose start at `place` failed after `output` tokens.
+
+    It keeps the request id, so that the request keeps its position in the queue. `since_s` is the
+    request's age. Time before a worker failed is excused from the queueing deadline.
+    """
+    returned = isinstance(failure, Returned)
+    return replace(
+        ask,
+        prompt_tokens=len(request.prompt_ids) + output,
+        max_tokens=request.limits.max_tokens - output,
+        failed=FailedAssignment(place.group_id, place.epoch, returned),
+        resumed=output > 0,
+        excused_s=since_s if _is_loss(failure) else ask.excused_s,
+        alone=alone,
+    )
+
+
+def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
+    """The request that resumes on another worker after the output `token_ids`."""
+    if not token_ids:
+        return request
+    # The prompt's log probabilities came with the first output token.
+    logprobs = replace(request.logprobs, prompt=None)
+    return replace(request, output_ids=token_ids, logprobs=logprobs)
