@@ -129,7 +129,7 @@ class _Gateway:
             config.api_key,
             config.admin_key,
             config.api_keys_file,
-            changed=lambda ring: self._metrics.quotas.limit_owners(ring.limited()),
+            changed=lambda ring: self._metrics.quotas.limit_owners(ring.limits_by_owner()),
         )
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from services.common.etcd import Store
 from services.core.quota.limits import QuotaLimits
 from services.gateway import app as gateway_app
-from services.gateway.http.front_door import OPEN_ROUTES
+from services.gateway.http.request_middleware import OPEN_ROUTES
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
 from tideserve.cli.keys import add_key
 from tideserve.client import AsyncClient

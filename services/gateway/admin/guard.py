@@ -15,7 +15,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.logging import request_ids
 from services.gateway.http.errors import error_response
-from services.gateway.http.front_door import authorization_of, check_size, endpoint_of
+from services.gateway.http.request_middleware import authorization_of, check_size, endpoint_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.request_log import RequestLog
 from services.gateway.records.request_record import SCOPE_KEY, RequestRecord, new_record
@@ -38,7 +38,7 @@ SECURITY_HEADERS = {
 }
 
 
-class Guard:
+class AdminGuard:
     """ASGI middleware around the admin application."""
 
     def __init__(

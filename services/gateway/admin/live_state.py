@@ -48,7 +48,7 @@ def sentence(row: Mapping[str, Any]) -> str:
 WINDOW_S = 2.0
 
 
-class Pulse:
+class RateWindow:
     """Tokens a second and time to first token over the last `WINDOW_S`.
 
     It is told at most some times a second, so that it keeps few looks.
@@ -99,7 +99,7 @@ class LiveState:
         self._cluster = cluster
         self._probe = probe
         self._metrics = metrics
-        self._pulse = Pulse()
+        self._pulse = RateWindow()
         self._services: list[dict[str, Any]] = []
         self._services_s = -SERVICES_PERIOD_S
 

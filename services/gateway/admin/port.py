@@ -15,7 +15,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.metrics_server import CONTENT_TYPE
 from services.gateway.admin.feed import Feed
-from services.gateway.admin.guard import Guard
+from services.gateway.admin.guard import AdminGuard
 from services.gateway.admin.live_state import LiveState
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
@@ -54,13 +54,13 @@ def build(
     feed: Feed,
     metrics: Metrics,
 ) -> ASGIApp:
-    """All routes for operators behind the guard; for `host` and `names` see Guard."""
+    """All routes for operators behind the guard; for `host` and `names` see AdminGuard."""
     app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(_page())
     app.include_router(_state(cluster, feed, metrics))
     app.include_router(_groups(group_client))
-    return Guard(app, host, names, keys, frozenset(PAGE))
+    return AdminGuard(app, host, names, keys, frozenset(PAGE))
 
 
 def _page() -> APIRouter:
@@ -153,27 +153,27 @@ def _event(step: GroupStep) -> bytes:
 
 
 RETRY_S = 1.0
-TELL_EVERY_S = 60.0
+LOG_INTERVAL_S = 60.0
 
 
-async def kept_up(work: Callable[[], Awaitable[None]], name: str) -> None:
+async def restart_on_failure(work: Callable[[], Awaitable[None]], name: str) -> None:
     """Do `work` to its end; whatever it raises, it begins again after `RETRY_S` seconds.
 
-    The failure is logged, at most once in `TELL_EVERY_S` seconds.
+    The failure is logged, at most once in `LOG_INTERVAL_S` seconds.
     """
-    told_s = -TELL_EVERY_S
+    told_s = -LOG_INTERVAL_S
     while True:
         try:
             await work()
             return
         except Exception:
-            if monotonic_s() - told_s >= TELL_EVERY_S:
+            if monotonic_s() - told_s >= LOG_INTERVAL_S:
                 told_s = monotonic_s()
                 log.exception("%s has failed and begins again; clients are served on", name)
         await asyncio.sleep(RETRY_S)
 
 
-async def kept_apart(work: Awaitable[None], name: str) -> None:
+async def log_failure(work: Awaitable[None], name: str) -> None:
     """Do `work` to its end; whatever it raises is logged, and the caller goes on."""
     try:
         await work
@@ -200,7 +200,7 @@ class AdminPort:
         names: str,
         keep_alive_s: float,
     ) -> None:
-        """`host` and `names`: see Guard. `tls` is that of the public port; a loopback `host`
+        """`host` and `names`: see AdminGuard. `tls` is that of the public port; a loopback `host`
         does without.
         """
         self._feed = Feed(LiveState(model, cluster, probe, metrics).look)
@@ -210,11 +210,11 @@ class AdminPort:
     async def run(self, listener: socket.socket) -> None:
         """Serve until `close`, which ends the feeds of all viewers; never fails."""
         log.info("listening for operators on %s:%d", *listener.getsockname()[:2])
-        await kept_apart(self._serve(listener), "the port for operators")
+        await log_failure(self._serve(listener), "the port for operators")
 
     async def _serve(self, listener: socket.socket) -> None:
         async with asyncio.TaskGroup() as tasks:
-            feed = tasks.create_task(kept_up(self._feed.run, "the live page's feed"))
+            feed = tasks.create_task(restart_on_failure(self._feed.run, "the live page's feed"))
             await self._http.serve([listener])
             feed.cancel()
 

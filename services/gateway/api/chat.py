@@ -241,7 +241,7 @@ _QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class BodyFields:
     """The fields of a dialect's body.
 
     `own` are those that it translates. `names` tells what it calls fields of the chat, and `absent`

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.api.chat import ChatRequest, Vocabulary
+from services.gateway.api.chat import BodyFields, ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
@@ -211,7 +211,7 @@ class MessagesRequest(CountTokensRequest):
         return fields if self.stop_sequences is None else fields | {"stop": self.stop_sequences}
 
 
-VOCABULARY = Vocabulary(
+FIELDS = BodyFields(
     own=frozenset(MessagesRequest.model_fields),
     policy=Policy(
         limits=("max_tokens",),
@@ -275,9 +275,9 @@ def parse_count(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> Cha
 def _parse(
     kind: type[CountTokensRequest], data: Mapping[str, Any], unknown: UnknownFields
 ) -> ChatRequest:
-    own, rest = VOCABULARY.split(data, unknown)
+    own, rest = FIELDS.split(data, unknown)
     fields = validated(kind, own).chat()
-    return VOCABULARY.chat(rest | fields, unknown)
+    return FIELDS.chat(rest | fields, unknown)
 
 
 def _chat_messages(body: CountTokensRequest) -> list[Chat]:

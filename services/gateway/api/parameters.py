@@ -8,7 +8,7 @@ from typing import Any
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 UNKNOWN_PARAMETER = "unknown_parameter"
-NAMES_TOLD = 8
+NAMES_SHOWN = 8
 """Unknown fields that a warning names."""
 NAME_CHARS = 64
 LIMITS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
@@ -111,16 +111,16 @@ class UnknownFields:
         if self._refuse:
             where = f" in '{inside}'" if inside else ""
             raise BadRequest(
-                f"unknown parameter '{shown(name)}'{where}{_meant(name, known)};"
+                f"unknown parameter '{shown(name)}'{where}{_suggestion(name, known)};"
                 " correct its name or leave it out",
                 param=inside or shown(name),
                 code=UNKNOWN_PARAMETER,
             )
         self._count += 1
-        if len(self._names) < NAMES_TOLD:
+        if len(self._names) < NAMES_SHOWN:
             path = f"{inside}.{name}" if inside else name
             told = "".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS])
-            self._names.append(told + _meant(name, known))
+            self._names.append(told + _suggestion(name, known))
 
     def keep(self, data: Mapping[str, Any], known: Collection[str], inside: str) -> dict[str, Any]:
         """The fields of the object `inside` that are known."""
@@ -178,7 +178,7 @@ def _check_limit(name: str, data: Mapping[str, Any], policy: Policy) -> None:
         )
 
 
-def _meant(name: str, known: Collection[str]) -> str:
+def _suggestion(name: str, known: Collection[str]) -> str:
     """The known name that an unknown one is similar to, in words."""
     similar = get_close_matches(name[:NAME_CHARS].lower(), known, n=1, cutoff=_SIMILAR)
     return f" (did you mean '{similar[0]}'?)" if similar else ""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.api.chat import ChatRequest, Vocabulary
+from services.gateway.api.chat import BodyFields, ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
@@ -180,7 +180,7 @@ class ResponsesRequest(Strict):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-VOCABULARY = Vocabulary(
+FIELDS = BodyFields(
     own=frozenset(ResponsesRequest.model_fields),
     policy=Policy(
         limits=("max_output_tokens",),
@@ -252,7 +252,7 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
         BadRequest: if a field is wrong.
     """
     unknown = UnknownFields(refuse_unknown)
-    own, rest = VOCABULARY.split(data, unknown)
+    own, rest = FIELDS.split(data, unknown)
     body = validated(ResponsesRequest, own)
     text = {"format": {"type": "text"}}
     if isinstance(given := own.get("text"), dict):
@@ -271,7 +271,7 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
         "truncation": body.truncation or "disabled",
         **written,
     }
-    chat = VOCABULARY.chat(rest | body.chat(), unknown)
+    chat = FIELDS.chat(rest | body.chat(), unknown)
     return PreparedResponse(repeated, sum(map(len, map(bytes, written.values()))), chat)
 
 

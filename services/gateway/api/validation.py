@@ -10,7 +10,7 @@ from services.gateway.api.parameters import shown
 from services.gateway.vocabulary.errors import BadRequest
 
 M = TypeVar("M", bound=BaseModel)
-FIELDS_TOLD = 12
+FIELDS_SHOWN = 12
 """An object with more fields is not told whole to whoever sends another one."""
 
 
@@ -63,4 +63,4 @@ def _fields(kind: type[BaseModel], path: Sequence[int | str]) -> Sequence[str]:
         if len(models) != 1:
             return ()
         (kind,) = models
-    return tuple(kind.model_fields) if path and len(kind.model_fields) <= FIELDS_TOLD else ()
+    return tuple(kind.model_fields) if path and len(kind.model_fields) <= FIELDS_SHOWN else ()

@@ -10,7 +10,7 @@ from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_afte
 from services.gateway.vocabulary.errors import QueueFull
 
 
-class Turnover:
+class RetryEstimator:
     """Counts the requests that left and the requests that were refused lately.
 
     Refused clients come again, so they are told to wait until as many requests have left.
@@ -56,7 +56,7 @@ class BodyBudget:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._turnover = Turnover()
+        self._retry = RetryEstimator()
         self.bytes_held = 0
 
     @contextlib.contextmanager
@@ -75,14 +75,14 @@ class BodyBudget:
             raise QueueFull(
                 f"the gateway is reading {self.bytes_held} bytes of request bodies already; "
                 "send the request again later",
-                retry_after_s=self._turnover.refuse(),
+                retry_after_s=self._retry.refuse(),
             )
         self.bytes_held += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
         """Count bytes out."""
         if size_bytes:
-            self._turnover.leave()
+            self._retry.leave()
         self.bytes_held -= size_bytes
 
 

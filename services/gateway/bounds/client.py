@@ -9,7 +9,7 @@ from services.gateway.bounds.interruption import Interruption
 
 M = TypeVar("M")
 
-LOOKS = 4
+CHECKS_PER_STALL = 4
 """Looks at a client within `stall_s`; it is cut off at most one interval between looks late."""
 
 
@@ -48,14 +48,14 @@ class WatchedClient(Generic[M]):
         One timer for the whole response: a timeout around every send would cost as much as the
         send itself.
         """
-        loop, pause_s = asyncio.get_running_loop(), self._stall_s / LOOKS
+        loop, pause_s = asyncio.get_running_loop(), self._stall_s / CHECKS_PER_STALL
         timer: asyncio.TimerHandle
 
         def look(stalled: int, waited: bool, seen: int) -> None:
             nonlocal timer
             # No send has ended since the last look; the sends that wait now may be others.
             stalled = stalled + 1 if waited and self._done == seen else 0
-            if stalled == LOOKS:
+            if stalled == CHECKS_PER_STALL:
                 interruption.interrupt(ClientGone())
             else:
                 timer = loop.call_later(pause_s, look, stalled, self._waiting > 0, self._done)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from services.common.timeouts import timeout
 from services.core.service import ServiceClass
-from services.gateway.bounds.body_budget import Turnover
+from services.gateway.bounds.body_budget import RetryEstimator
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
@@ -45,7 +45,7 @@ class Drain:
         self._batch_max = inflight_max if batch_inflight_max is None else batch_inflight_max
         self._empty = asyncio.Event()
         self._empty.set()
-        self._turnover, self._batch_turnover = Turnover(), Turnover()
+        self._retry, self._batch_retry = RetryEstimator(), RetryEstimator()
         self.inflight = self.batch_inflight = 0
         # Load balancers are told to send nothing here any more.
         self.leaving = False
@@ -73,7 +73,7 @@ class Drain:
         if self.inflight >= self._inflight_max:
             raise QueueFull(
                 f"the gateway has {self.inflight} requests already; try again later",
-                retry_after_s=self._turnover.refuse(),
+                retry_after_s=self._retry.refuse(),
             )
         self.inflight += 1
         self._empty.clear()
@@ -82,10 +82,10 @@ class Drain:
             yield place
         finally:
             self.inflight -= 1
-            self._turnover.leave()
+            self._retry.leave()
             if place.batch:
                 self.batch_inflight -= 1
-                self._batch_turnover.leave()
+                self._batch_retry.leave()
             if self.inflight == 0:
                 self._empty.set()
 
@@ -95,7 +95,7 @@ class Drain:
             raise QueueFull(
                 f"the gateway has {self.batch_inflight} requests of class 'batch' already; try"
                 " again later",
-                retry_after_s=self._batch_turnover.refuse(),
+                retry_after_s=self._batch_retry.refuse(),
             )
         self.batch_inflight += 1
 

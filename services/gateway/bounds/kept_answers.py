@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from services.common.clock import monotonic_s
-from services.gateway.bounds.answer import SharedAnswer
+from services.gateway.bounds.shared_response import SharedResponse
 from services.gateway.vocabulary.errors import KeyReused
 
 M = TypeVar("M")
@@ -28,16 +28,16 @@ class KeptAnswers(Generic[M]):
         bytes_max: int,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`keep_s`: from the end of an answer; `grace_s`: see `SharedAnswer`."""
+        """`keep_s`: from the end of an answer; `grace_s`: see `SharedResponse`."""
         self._keep_s = keep_s
         self._grace_s = grace_s
         self._answers_max = answers_max
         self._bytes_max = bytes_max
         self._now_s = now_s
-        self._answers: dict[Hashable, SharedAnswer[M]] = {}
-        self._names: dict[SharedAnswer[M], Hashable] = {}
+        self._answers: dict[Hashable, SharedResponse[M]] = {}
+        self._names: dict[SharedResponse[M], Hashable] = {}
         # When answers ended, in that order.
-        self._ended_s: dict[SharedAnswer[M], float] = {}
+        self._ended_s: dict[SharedResponse[M], float] = {}
         self.bytes_held = 0
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class KeptAnswers(Generic[M]):
 
     def claim(
         self, name: Hashable, digest: bytes, response_id: str
-    ) -> tuple[SharedAnswer[M], bool]:
+    ) -> tuple[SharedResponse[M], bool]:
         """The answer of that name, and whether it is new: then the caller makes it.
 
         `digest` is that of the request, `response_id` that of its answer if it is new.
@@ -70,36 +70,36 @@ class KeptAnswers(Generic[M]):
         return found, False
 
     def has_room(self, size_bytes: int) -> bool:
-        """See `Keeper`."""
+        """See `ResponseCache`."""
         while self.bytes_held + size_bytes > self._bytes_max:
             if not self._forget_oldest():
                 return False
         return True
 
     def count(self, size_bytes: int) -> None:
-        """See `Keeper`."""
+        """See `ResponseCache`."""
         self.bytes_held += size_bytes
 
-    def ended(self, answer: SharedAnswer[M]) -> None:
-        """See `Keeper`."""
+    def ended(self, answer: SharedResponse[M]) -> None:
+        """See `ResponseCache`."""
         self._ended_s[answer] = self._now_s()
 
-    def forget(self, answer: SharedAnswer[M]) -> None:
-        """See `Keeper`."""
+    def forget(self, answer: SharedResponse[M]) -> None:
+        """See `ResponseCache`."""
         if answer in self._names:
             del self._answers[self._names.pop(answer)]
             self._ended_s.pop(answer, None)
             self.bytes_held -= NAME_BYTES
 
-    def _begin(self, name: Hashable, digest: bytes, response_id: str) -> SharedAnswer[M]:
-        answer: SharedAnswer[M] = SharedAnswer(self, digest, response_id, self._grace_s)
+    def _begin(self, name: Hashable, digest: bytes, response_id: str) -> SharedResponse[M]:
+        answer: SharedResponse[M] = SharedResponse(self, digest, response_id, self._grace_s)
         room = self.has_room(NAME_BYTES)
         if room and (len(self._answers) < self._answers_max or self._forget_oldest()):
             self._answers[name] = answer
             self._names[answer] = name
             self.bytes_held += NAME_BYTES
         else:
-            answer.let_go()
+            answer.evict()
         return answer
 
     def _expire(self) -> None:
@@ -113,5 +113,5 @@ class KeptAnswers(Generic[M]):
         oldest = next(iter(self._ended_s), None)
         if oldest is None:
             return False
-        oldest.let_go()
+        oldest.evict()
         return True

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.grpc.lobby import Lobby, address_of
+from services.gateway.grpc.call_limits import CallLimits, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.text.tokenizer import TextPool
@@ -43,7 +43,7 @@ class Call:
         context: Context,
         record: RequestRecord,
         stall_s: float,
-        lobby: Lobby,
+        limits: CallLimits,
         identify: Callable[[], Principal],
     ) -> None:
         """`stall_s`: how long the client may take nothing; `identify`: its principal now, by its
@@ -54,7 +54,7 @@ class Call:
         record.address = address_of(context.peer())
         self.client: WatchedClient[Message] = WatchedClient(self._write, stall_s)
         self.identify = identify
-        self.lobby = lobby
+        self.limits = limits
         self.guest = record.guest
         # Held until the message is there, or the call over: gRPC reads on until then.
         self._unread = contextlib.AsyncExitStack()
@@ -101,7 +101,7 @@ class Call:
             QueueFull: if its client has many such calls.
             BadRequest: if it has none.
         """
-        await self._unread.enter_async_context(self.lobby.waiting(self.guest))
+        await self._unread.enter_async_context(self.limits.waiting(self.guest))
         data = await self.read(MESSAGE_TIMEOUT_S)
         await self._unread.aclose()
         if data is None:

@@ -14,7 +14,7 @@ from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
-from services.gateway.grpc.unknown import decoded_known
+from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, MessageStreamWriter
 from services.gateway.model.served_model import ServedModel
 from services.gateway.serving.canceller import Canceller

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2
 from services.common.health import WATCHERS_MAX, HealthServicer, TooManyWatchers
 from services.gateway.bounds.line import Line
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
+from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.interceptors import Method
-from services.gateway.grpc.lobby import Lobby
 from services.gateway.vocabulary.errors import (
     BadRequest,
     BodyTooLarge,
@@ -44,7 +44,7 @@ class _Probes:
 
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
-        self._lobby = Lobby(READING_MAX, MESSAGE_TIMEOUT_S)
+        self._limits = CallLimits(READING_MAX, MESSAGE_TIMEOUT_S)
         self._watches = Line(WATCHING_MAX, WATCHERS_MAX)
 
     async def check(self, call: Call) -> None:
@@ -81,7 +81,7 @@ class _Probes:
 
     async def _read(self, call: Call, kind: type[M]) -> M:
         """The call's message. Raises GatewayError if it is none."""
-        async with self._lobby.waiting(call.guest):
+        async with self._limits.waiting(call.guest):
             data = await call.read(MESSAGE_TIMEOUT_S)
         if data is None:
             raise BadRequest("the call has no message; send one")

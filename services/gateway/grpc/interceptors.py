@@ -20,8 +20,8 @@ from google.rpc import status_pb2
 from services.common.logging import request_ids
 from services.gateway.bounds.client import ClientGone
 from services.gateway.grpc.call import Call, Context
+from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.errors import abort, status_of
-from services.gateway.grpc.lobby import Lobby
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.principal import Principal
 from services.gateway.records.metrics import Metrics
@@ -43,7 +43,7 @@ class Method:
     open: bool = False
 
 
-class GrpcFrontDoor(grpc.aio.ServerInterceptor):
+class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Answers all calls."""
 
     def __init__(
@@ -60,8 +60,8 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         self._reception = reception
         self._metrics = metrics
         self._stall_s = stall_s
-        self._lobby = Lobby()
-        metrics.count_calls(self._lobby.lines)
+        self._limits = CallLimits()
+        metrics.count_calls(self._limits.lines)
 
     async def intercept_service(
         self,
@@ -76,7 +76,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         record.promise = {
             name: value for name in PROMISE_HEADERS if isinstance(value := metadata.get(name), str)
         }
-        identify = partial(self._keys.principal, _shown_key(metadata))
+        identify = partial(self._keys.principal, _authorization(metadata))
         refusal = self._refusal(method, identify, record)
         traced = refusal is None and method is not None and not method.open
         self._reception.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
@@ -107,7 +107,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         requests: Any,
         context: Context,
     ) -> None:
-        call = Call(context, record, self._stall_s, self._lobby, identify)
+        call = Call(context, record, self._stall_s, self._limits, identify)
         failure: tuple[status_pb2.Status, GatewayError] | None = None
         probe = method is not None and method.open
         told = refusal is not None or (method is not None and method.single and not probe)
@@ -138,7 +138,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
             raise refusal
         assert method is not None, "calls of no method are refused"
         if not method.open:
-            self._lobby.check(call.guest)
+            self._limits.check(call.guest)
         try:
             await method.run(call)
         except (GatewayError, ClientGone):
@@ -170,7 +170,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         """
         with contextlib.ExitStack() as stack:
             if call.unread_bytes:
-                stack.enter_context(self._lobby.parked(call.guest, call.unread_bytes))
+                stack.enter_context(self._limits.parked(call.guest, call.unread_bytes))
             await abort(context, status, error, call.metadata())
 
     async def _park(self, call: Call, context: Context) -> None:
@@ -178,7 +178,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
 
         gRPC cannot end it from this side. Its request is over; what stays is a message.
         """
-        with self._lobby.parked(call.guest, call.unread_bytes):
+        with self._limits.parked(call.guest, call.unread_bytes):
             await context.abort(grpc.StatusCode.CANCELLED, "the client takes nothing any more")
 
     def _hang_up(self, call: Call, counted: bool) -> None:
@@ -188,7 +188,7 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
             self._metrics.stream_failed("client_gone")
 
 
-def _shown_key(metadata: Mapping[str, str | bytes]) -> str | None:
+def _authorization(metadata: Mapping[str, str | bytes]) -> str | None:
     """The key of a call, from either of the two headers that HTTP has for it."""
     given, key = metadata.get("authorization"), metadata.get("x-api-key")
     if given is None and isinstance(key, str):

@@ -21,7 +21,7 @@ from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
 from services.gateway.grpc.errors import status_of
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.kserve_translate import Inference
-from services.gateway.grpc.unknown import decoded_known
+from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.reception import Reception
@@ -155,7 +155,7 @@ class KserveService:
     async def ModelStreamInfer(self, call: Call) -> None:
         try:
             with (
-                call.lobby.stream(call.guest),
+                call.limits.stream(call.guest),
                 Interruption() as interruption,
                 call.client.watched(interruption),
             ):

@@ -21,7 +21,7 @@ from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
-from services.gateway.grpc.interceptors import GrpcFrontDoor, Method
+from services.gateway.grpc.interceptors import Method, RequestInterceptor
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.reception import Reception
 from services.gateway.serving.serving import RequestServing
@@ -68,7 +68,7 @@ class PublicServer:
         self,
         host: str,
         port: int,
-        door: GrpcFrontDoor,
+        door: RequestInterceptor,
         longest_call_s: float,
         tls: CertificateSource | None = None,
     ) -> None:
@@ -111,7 +111,7 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
 
     async def reflect(call: Call) -> None:
         # A caller that asks nothing for a while is done.
-        with call.lobby.stream(call.guest), contextlib.suppress(BodyTimeout):
+        with call.limits.stream(call.guest), contextlib.suppress(BodyTimeout):
             while (data := await call.read(IDLE_S)) is not None:
                 request = decoded(reflection_pb2.ServerReflectionRequest, data)
                 for answer in servicer.ServerReflectionInfo(iter((request,)), None):
@@ -124,7 +124,7 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
 GRACE_S = 2.0
 
 
-class Offer(Protocol):
+class MethodProvider(Protocol):
     """A service."""
 
     def methods(self) -> dict[str, Method]:
@@ -136,7 +136,7 @@ class GrpcPort:
 
     def __init__(
         self,
-        parts: Sequence[Offer],
+        parts: Sequence[MethodProvider],
         serving: RequestServing,
         probe: ReadinessProbe,
         keys: KeyRing,
@@ -157,7 +157,7 @@ class GrpcPort:
         self._server = PublicServer(
             host,
             port,
-            GrpcFrontDoor(methods, keys, reception, serving.metrics, serving.client_stall_s),
+            RequestInterceptor(methods, keys, reception, serving.metrics, serving.client_stall_s),
             longest_call_s=serving.longest_s,
             tls=tls,
         )

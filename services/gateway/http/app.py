@@ -14,7 +14,7 @@ from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http import messages, openai, operations, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
-from services.gateway.http.front_door import HttpFrontDoor
+from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.reception import Reception
@@ -26,7 +26,7 @@ from services.gateway.text.tokenizer import TextPool
 _CLOSE = (b"connection", b"close")
 
 
-class Parting:
+class CloseWhenDraining:
     """ASGI middleware: once the gateway leaves, every answer is the last one on its connection.
 
     A kept-alive connection would bring requests long after the platform has taken this gateway
@@ -51,7 +51,7 @@ class Parting:
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class Direct:
+class DirectDispatch:
     """Calls the endpoints that generate, and passes all other requests to the application.
 
     These read their bodies and answer their errors themselves, and nothing is injected into them.
@@ -110,5 +110,5 @@ def build(
     )
     for router in routers:
         app.include_router(router)
-    door = HttpFrontDoor(Direct(app, routers), keys, reception)
-    return Parting(with_cors(door, cors_origins), serving.drain)
+    door = RequestMiddleware(DirectDispatch(app, routers), keys, reception)
+    return CloseWhenDraining(with_cors(door, cors_origins), serving.drain)

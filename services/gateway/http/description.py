@@ -34,7 +34,7 @@ _KEY = {
 }
 
 
-def takes(
+def describe_body(
     kind: type[BaseModel],
     policy: Policy | None = None,
     passed_on: Collection[str] = (),

@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from services.gateway.api.responses import FIELDS as RESPONSES
 from services.gateway.api.responses import PATH as RESPONSES_PATH
-from services.gateway.api.responses import VOCABULARY as RESPONSES
 from services.gateway.http import messages_error
 from services.gateway.records.request_record import record_of
 from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, NoSuchRoute

@@ -14,19 +14,19 @@ from services.core.service import ServiceClass
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.messages import (
-    VOCABULARY,
+    FIELDS,
     CountTokensRequest,
     MessagesRequest,
     parse_count,
     parse_messages,
 )
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import SCHEMA, error_body
 from services.gateway.http.response import GenerationResponse
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.http.tokens import AnsweredResponse, Content
+from services.gateway.http.tokens import ComputedResponse, Content
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
@@ -69,13 +69,13 @@ class MessagesDialect:
         return MessageStream(client)
 
 
-class MessageAnswer:
+class MessageBuilder:
     """The message so far, and the events that tell how it grows. Pure."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
-        self._blocks: list[_WrittenBlock] = []
-        self._open: _WrittenBlock | None = None
+        self._blocks: list[_ContentBlock] = []
+        self._open: _ContentBlock | None = None
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
@@ -128,7 +128,7 @@ class MessageAnswer:
     def _grow(self, kind: str, text: str) -> list[Event]:
         events = []
         if self._open is None or self._open.kind != kind:
-            events += self._start(_WrittenBlock(len(self._blocks), kind, _EMPTY[kind]))
+            events += self._start(_ContentBlock(len(self._blocks), kind, _EMPTY[kind]))
         assert self._open is not None
         return [*events, self._open.grow(text)]
 
@@ -136,13 +136,13 @@ class MessageAnswer:
         events = []
         if delta.id:
             fields = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-            events += self._start(_WrittenBlock(len(self._blocks), "tool_use", fields))
+            events += self._start(_ContentBlock(len(self._blocks), "tool_use", fields))
         assert self._open is not None, "a call goes on until it has ended"
         if delta.arguments:
             events.append(self._open.grow(delta.arguments))
         return events + (self._close() if delta.ended else [])
 
-    def _start(self, block: "_WrittenBlock") -> list[Event]:
+    def _start(self, block: "_ContentBlock") -> list[Event]:
         events = self._close()
         self._blocks.append(block)
         self._open = block
@@ -165,7 +165,7 @@ def _usage_body(usage: Usage) -> dict[str, int]:
     }
 
 
-class _WrittenBlock:
+class _ContentBlock:
     """One block of a message: `empty` and the text, or the JSON, that came since."""
 
     def __init__(self, index: int, kind: str, empty: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class WholeMessage:
         self._client = client
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer = MessageAnswer(prepared)
+        self._answer = MessageBuilder(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         self._answer.push(piece)
@@ -233,7 +233,7 @@ class MessageStream:
         self._channel = EventChannel(client)
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer = MessageAnswer(prepared)
+        self._answer = MessageBuilder(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         events = [] if self._client.started else [self._answer.begin()]
@@ -246,19 +246,19 @@ class MessageStream:
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
-        await self._channel.send_farewell(typed_event(error_body(error)), timeout_s)
+        await self._channel.send_final(typed_event(error_body(error)), timeout_s)
 
 
 def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1/messages")
     strict = serving.refuse_unknown
-    described = partial(takes, error=SCHEMA)
+    described = partial(describe_body, error=SCHEMA)
 
     @routes.post(
         "",
         response_class=JSONResponse,
-        openapi_extra=described(MessagesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+        openapi_extra=described(MessagesRequest, FIELDS.policy, FIELDS.passed_on),
     )
     async def messages(request: Request) -> Response:
         """The assistant's next message."""
@@ -276,6 +276,6 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
             return lambda: {"input_tokens": len(ids)}, 1
 
         parse = partial(parse_count, refuse_unknown=strict)
-        return AnsweredResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, answer)
 
     return routes

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.gateway.api.messages import THREAD, VOCABULARY
+from services.gateway.api.messages import FIELDS, THREAD
 from services.gateway.vocabulary.errors import GatewayError
 
 PATH = "/v1/messages"
@@ -37,7 +37,7 @@ def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, 
     kind = _KINDS.get(error.status)
     if kind is None:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    message, param = VOCABULARY.renamed(error)
+    message, param = FIELDS.renamed(error)
     told: dict[str, Any] = {"type": kind, "message": message}
     if param == THREAD:
         # Clients must send the whole conversation themselves.

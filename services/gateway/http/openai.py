@@ -15,9 +15,9 @@ from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.api.completion import CompletionRequest, parse_completion
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION
-from services.gateway.api.responses import VOCABULARY, ResponsesRequest, parse_responses
+from services.gateway.api.responses import FIELDS, ResponsesRequest, parse_responses
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import StreamWriter, send_body
 from services.gateway.http.format import (
     ChatFormat,
@@ -105,7 +105,9 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     texts = model.tokenizer.texts
 
     @routes.post(
-        "/chat/completions", response_class=JSONResponse, openapi_extra=takes(ChatRequest, CHAT)
+        "/chat/completions",
+        response_class=JSONResponse,
+        openapi_extra=describe_body(ChatRequest, CHAT),
     )
     async def chat_completions(request: Request) -> Response:
         """The assistant's next message."""
@@ -116,7 +118,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     @routes.post(
         "/completions",
         response_class=JSONResponse,
-        openapi_extra=takes(CompletionRequest, COMPLETION),
+        openapi_extra=describe_body(CompletionRequest, COMPLETION),
     )
     async def completions(request: Request) -> Response:
         """The text that follows a prompt."""
@@ -146,7 +148,7 @@ def _add_responses(
     @routes.post(
         "/responses",
         response_class=JSONResponse,
-        openapi_extra=takes(ResponsesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+        openapi_extra=describe_body(ResponsesRequest, FIELDS.policy, FIELDS.passed_on),
     )
     async def responses(request: Request) -> Response:
         """What follows in a conversation, of which nothing is stored."""

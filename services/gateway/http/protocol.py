@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.vocabulary.errors import BodyTimeout, GatewayError, HeadersTooLarge
 
 HEADER_TIMEOUT_S = 10.0
@@ -46,12 +46,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # Requests that others follow: uvicorn does not tell them that the client is gone.
-        self._overtaken: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
+        self._superseded: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        for cycle in self._overtaken:
+        for cycle in self._superseded:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -138,7 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.pipeline:
-            self._overtaken.append(before)
+            self._superseded.append(before)
             # Waiting bytes are bounded here, and only a reader sees that the client is gone.
             self.flow.resume_reading()
 
@@ -207,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = True
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()
-            self.cycle = self._overtaken.pop()
+            self.cycle = self._superseded.pop()
         if self._answering and not self.cycle.more_body:
             self.cycle.keep_alive = False
         else:

@@ -13,7 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.json_object import parse_object
-from services.gateway.bounds.answer import AnswerReader, SharedAnswer
 from services.gateway.bounds.body_budget import (
     BODY_BYTES_MAX,
     BODY_BYTES_PER_ITEM,
@@ -21,6 +20,7 @@ from services.gateway.bounds.body_budget import (
     TakenOnce,
 )
 from services.gateway.bounds.client import ClientGone, WatchedClient
+from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
 from services.gateway.http.dialect import Dialect, hang_up, present
 from services.gateway.http.errors import error_response
 from services.gateway.records.request_record import RequestRecord, record_of
@@ -95,7 +95,7 @@ _MESSAGE_BYTES = 256
 """About what a message takes beside its body."""
 
 
-def name_of(scope: Scope) -> Hashable | None:
+def idempotency_key_of(scope: Scope) -> Hashable | None:
     """What the request's answer is kept by; None for a request without an Idempotency-Key.
 
     draft-ietf-httpapi-idempotency-key-header, with 409 for 422. The key is good for the bearers of
@@ -117,7 +117,7 @@ def name_of(scope: Scope) -> Hashable | None:
     return principal.owner, principal.models, scope["path"], keys[0].strip(b'"')
 
 
-def sink_of(answer: SharedAnswer[Message], record: RequestRecord) -> WatchedClient[Message]:
+def response_sink(answer: SharedResponse[Message], record: RequestRecord) -> WatchedClient[Message]:
     """Takes the answer for its readers. `record` is that of the request which is answered."""
 
     async def put(message: Message) -> None:
@@ -131,8 +131,8 @@ def sink_of(answer: SharedAnswer[Message], record: RequestRecord) -> WatchedClie
 
 
 async def send_answer(
-    answer: SharedAnswer[Message],
-    reader: AnswerReader[Message],
+    answer: SharedResponse[Message],
+    reader: ResponseReader[Message],
     record: RequestRecord,
     client: WatchedClient[Message],
 ) -> None:
@@ -151,7 +151,7 @@ async def send_answer(
 
 
 # How long a broken stream waits for its client to take the error event.
-FAREWELL_S = 1.0
+ERROR_EVENT_TIMEOUT_S = 1.0
 _PROMISE_HEADERS = frozenset(name.encode() for name in PROMISE_HEADERS)
 
 
@@ -183,7 +183,7 @@ class GenerationResponse(Response):
         record.promise = _promise(scope)
         client = WatchedClient(send, serving.client_stall_s)
         try:
-            name = name_of(scope)
+            name = idempotency_key_of(scope)
             answered = name is not None and name in serving.answers
             with serving.entered(record, answered) as lease:
                 body, digest = await self._read(lease, keyed=name is not None)
@@ -254,13 +254,13 @@ class GenerationResponse(Response):
             record.fail(error)
             # A whole response that breaks off is shorter than its header says.
             if stream is not None:
-                await stream.fail(error, FAREWELL_S)
+                await stream.fail(error, ERROR_EVENT_TIMEOUT_S)
             return False
         return True
 
     async def _run(
         self,
-        answer: SharedAnswer[Message],
+        answer: SharedResponse[Message],
         body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
@@ -268,10 +268,10 @@ class GenerationResponse(Response):
         """Make an answer for all who read it."""
         whole = False
         error: GatewayError | None = GatewayError("internal error of the gateway; try again")
-        sink = sink_of(answer, record)
+        sink = response_sink(answer, record)
         try:
             with self._serving.charged(record):
-                whole = await self._make(body, record, lease, sink, None, answer.deserted())
+                whole = await self._make(body, record, lease, sink, None, answer.abandoned())
         except GatewayError as failure:
             error = failure
         except ClientGone:
@@ -281,7 +281,7 @@ class GenerationResponse(Response):
 
     async def _share(
         self,
-        answer: SharedAnswer[Message],
+        answer: SharedResponse[Message],
         run: Coroutine[Any, Any, None] | None,
         record: RequestRecord,
         client: WatchedClient[Message],
@@ -294,7 +294,7 @@ class GenerationResponse(Response):
             ClientGone: if this client went away, or took nothing any more.
         """
         # By then the answer has ended, and has told its readers why.
-        limit_s = self._serving.longest_s + FAREWELL_S
+        limit_s = self._serving.longest_s + ERROR_EVENT_TIMEOUT_S
         gone = False
         async with asyncio.TaskGroup() as tasks:
             with answer.reading() as reader:

@@ -8,7 +8,7 @@ from starlette.types import Message
 from services.common.clock import unix_s
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.api.responses import VOCABULARY, PreparedResponse
+from services.gateway.api.responses import FIELDS, PreparedResponse
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.format import TIERS
@@ -40,13 +40,13 @@ class ResponsesDialect:
         return asked.chat
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        return WholeResponse(client, ResponseAnswer(self._repeated, body, self._logprobs))
+        return WholeResponse(client, ResponseBuilder(self._repeated, body, self._logprobs))
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        return ResponseStream(client, ResponseAnswer(self._repeated, body, self._logprobs))
+        return ResponseStream(client, ResponseBuilder(self._repeated, body, self._logprobs))
 
 
-class ResponseAnswer:
+class ResponseBuilder:
     """The response so far, and the events that tell how it grows."""
 
     def __init__(
@@ -85,7 +85,7 @@ class ResponseAnswer:
 
     def fail(self, error: GatewayError) -> list[Event]:
         """The events of a response that breaks off."""
-        message, param = VOCABULARY.renamed(error)
+        message, param = FIELDS.renamed(error)
         failed = {
             **self._in_progress(),
             "status": "failed",
@@ -153,7 +153,7 @@ def _failure(error: GatewayError) -> str:
 class WholeResponse:
     """Sends a response when it is complete; a Writer."""
 
-    def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
+    def __init__(self, client: WatchedClient[Message], answer: ResponseBuilder) -> None:
         self._client = client
         self._answer = answer
 
@@ -170,7 +170,7 @@ class WholeResponse:
 class ResponseStream:
     """Sends a response in events; the first output starts it; a StreamWriter."""
 
-    def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
+    def __init__(self, client: WatchedClient[Message], answer: ResponseBuilder) -> None:
         self._client = client
         self._channel = EventChannel(client)
         self._answer = answer
@@ -190,4 +190,4 @@ class ResponseStream:
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
         events = self._answer.fail(error)
-        await self._channel.send_farewell(b"".join(map(typed_event, events)), timeout_s)
+        await self._channel.send_final(b"".join(map(typed_event, events)), timeout_s)

@@ -52,7 +52,7 @@ class EventChannel:
             {"type": "http.response.body", "body": events, "more_body": not last}
         )
 
-    async def send_farewell(self, events: bytes, timeout_s: float) -> None:
+    async def send_final(self, events: bytes, timeout_s: float) -> None:
         """End the response; a client that does not take the events in that time learns nothing."""
         with contextlib.suppress(TimeoutError):
             async with timeout(timeout_s):
@@ -128,7 +128,7 @@ class EventStream:
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
         """End the response with an error event and without the closing mark."""
-        await self._channel.send_farewell(event(error.body()), timeout_s)
+        await self._channel.send_final(event(error.body()), timeout_s)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._around([choice])

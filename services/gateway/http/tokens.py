@@ -22,7 +22,7 @@ from services.gateway.api.tokens import (
 )
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import present, send_body
 from services.gateway.http.response import read_body
 from services.gateway.model.served_model import ServedModel
@@ -39,7 +39,9 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     routes = APIRouter()
     strict = serving.refuse_unknown
 
-    @routes.post("/tokenize", response_class=JSONResponse, openapi_extra=takes(TokenizeRequest))
+    @routes.post(
+        "/tokenize", response_class=JSONResponse, openapi_extra=describe_body(TokenizeRequest)
+    )
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt, or of a chat through the model's template."""
 
@@ -59,9 +61,11 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
             return content, len(ids)
 
         parse = partial(parse_tokenize, served=model.name, refuse_unknown=strict)
-        return AnsweredResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, answer)
 
-    @routes.post("/detokenize", response_class=JSONResponse, openapi_extra=takes(DetokenizeRequest))
+    @routes.post(
+        "/detokenize", response_class=JSONResponse, openapi_extra=describe_body(DetokenizeRequest)
+    )
     async def detokenize(request: Request) -> Response:
         """The text of tokens, special ones included."""
 
@@ -71,12 +75,12 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
         parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
-        return AnsweredResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, answer)
 
     return routes
 
 
-class AnsweredResponse(Response, Generic[T]):
+class ComputedResponse(Response, Generic[T]):
     """A response that nobody generates, counted as a request until its client has taken it."""
 
     def __init__(

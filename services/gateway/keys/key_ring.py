@@ -142,7 +142,7 @@ class KeyRing:
         """Whether there is a file of keys; only then can owners have limits."""
         return self._source is not None
 
-    def limited(self) -> dict[tuple[str, Limit], int]:
+    def limits_by_owner(self) -> dict[tuple[str, Limit], int]:
         """The limits of each owner that has some."""
         return {
             (one.owner, limit): value

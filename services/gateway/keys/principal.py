@@ -17,7 +17,7 @@ class Principal:
     key_id: str = ""
 
     @property
-    def operates(self) -> bool:
+    def is_operator(self) -> bool:
         """Whether the bearer may see figures of all owners, such as metrics."""
         return self.admin or not self.owner
 

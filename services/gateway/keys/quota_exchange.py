@@ -14,14 +14,14 @@ from services.core.quota.demand import Wish
 from services.core.quota.state import QuotaState, Told
 from tideserve.common.v1 import record_pb2
 
-TELL_S = 1.0
+EXCHANGE_INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
 _WISH = Codec(Wish, record_pb2.QuotaWish)
 
 
 class QuotaExchange:
-    """Writes and reads reports every `TELL_S`. While etcd cannot be reached the shares stay.
+    """Writes and reads reports every `EXCHANGE_INTERVAL_S`. While etcd cannot be reached the shares stay.
 
     `sharing` says whether it can.
     """
@@ -55,7 +55,7 @@ class QuotaExchange:
                 self._fail(error)
             else:
                 self._succeed()
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
 
     async def withdraw(self) -> None:
         """Delete this gateway's report: the others take its shares. Call after `run` has ended."""

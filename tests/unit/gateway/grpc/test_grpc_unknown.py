@@ -4,7 +4,7 @@ import pytest
 from google.protobuf.message import Message
 
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.grpc.unknown import LOOKED_AT_MAX, decoded_known
+from services.gateway.grpc.unknown_fields import LOOKED_AT_MAX, decoded_known
 from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 

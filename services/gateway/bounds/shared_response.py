@@ -11,7 +11,7 @@ from services.gateway.vocabulary.errors import GatewayError
 M = TypeVar("M")
 
 
-class Keeper(Protocol[M]):
+class ResponseCache(Protocol[M]):
     """Bounds the bytes of all answers, and knows the kept ones."""
 
     def has_room(self, size_bytes: int) -> bool:
@@ -20,14 +20,14 @@ class Keeper(Protocol[M]):
     def count(self, size_bytes: int) -> None:
         """Answers hold so many bytes more, or less."""
 
-    def ended(self, answer: "SharedAnswer[M]") -> None:
+    def ended(self, answer: "SharedResponse[M]") -> None:
         """The answer is whole."""
 
-    def forget(self, answer: "SharedAnswer[M]") -> None:
+    def forget(self, answer: "SharedResponse[M]") -> None:
         """Nobody else can find the answer from now on."""
 
 
-class SharedAnswer(Generic[M]):
+class SharedResponse(Generic[M]):
     """The messages of one answer, in order.
 
     Theory of operation. While it is *kept*, every message stays, and readers may join. Once it is
@@ -36,7 +36,9 @@ class SharedAnswer(Generic[M]):
     reader for the time of grace; then whoever makes it is told to stop.
     """
 
-    def __init__(self, keeper: Keeper[M], digest: bytes, response_id: str, grace_s: float) -> None:
+    def __init__(
+        self, keeper: ResponseCache[M], digest: bytes, response_id: str, grace_s: float
+    ) -> None:
         """`digest` is that of the request, `response_id` names the answer.
 
         `grace_s`: seconds without a reader after which nobody shall make it any more.
@@ -54,16 +56,16 @@ class SharedAnswer(Generic[M]):
         self._messages: list[tuple[M, int]] = []
         # Messages before those that are held.
         self._passed = 0
-        self._readers: list[AnswerReader[M]] = []
+        self._readers: list[ResponseReader[M]] = []
         self._more = asyncio.Event()
         self._taken = asyncio.Event()
-        self._deserted = asyncio.Event()
+        self._abandoned = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     async def put(self, message: M, size_bytes: int, last: bool = False) -> None:
         """Add a message; returns when there is room for the next one. None follows the `last`."""
         if self._kept and not self._keeper.has_room(size_bytes):
-            self.let_go()
+            self.evict()
         self._keeper.count(size_bytes)
         self._messages.append((message, size_bytes))
         self._over = last
@@ -81,27 +83,27 @@ class SharedAnswer(Generic[M]):
         if whole and self._kept:
             self._keeper.ended(self)
         else:
-            self.let_go()
+            self.evict()
         self._look()
         _wake(self._more)
 
-    def let_go(self) -> None:
+    def evict(self) -> None:
         """Let nobody join any more, and hold no more than what readers have yet to take."""
         self._kept = False
         self._keeper.forget(self)
         self._trim()
         self._look()
 
-    async def deserted(self) -> None:
+    async def abandoned(self) -> None:
         """Raise ClientGone when nobody reads it and nobody is expected to."""
-        await self._deserted.wait()
+        await self._abandoned.wait()
         raise ClientGone
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator["AnswerReader[M]"]:
+    def reading(self) -> Iterator["ResponseReader[M]"]:
         """A reader of it, from the beginning."""
         assert not self._passed, "it could not be found any more"
-        reader = AnswerReader(self)
+        reader = ResponseReader(self)
         self._readers.append(reader)
         self._look()
         try:
@@ -137,18 +139,18 @@ class SharedAnswer(Generic[M]):
             self._timer.cancel()
             self._timer = None
         if self._readers or self._over:
-            self._deserted.clear()
+            self._abandoned.clear()
             return
         if self._kept:
-            self._timer = asyncio.get_running_loop().call_later(self._grace_s, self.let_go)
+            self._timer = asyncio.get_running_loop().call_later(self._grace_s, self.evict)
         else:
-            self._deserted.set()
+            self._abandoned.set()
 
 
-class AnswerReader(Generic[M]):
+class ResponseReader(Generic[M]):
     """One reader of an answer, at message `index`."""
 
-    def __init__(self, answer: SharedAnswer[M]) -> None:
+    def __init__(self, answer: SharedResponse[M]) -> None:
         self.index = 0
         self._answer = answer
 

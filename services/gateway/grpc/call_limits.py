@@ -35,7 +35,7 @@ def address_of(peer: str) -> str:
     return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
-class Lobby:
+class CallLimits:
     """The lines of a door."""
 
     def __init__(self, reading_max: int = READING_MAX, turn_timeout_s: float = TURN_TIMEOUT_S):

@@ -28,7 +28,7 @@ OPERATORS_ROUTES = frozenset({"/metrics"})
 log = logging.getLogger(__name__)
 
 
-class HttpFrontDoor:
+class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, reception: Reception) -> None:
@@ -85,7 +85,7 @@ class HttpFrontDoor:
             check_size(scope)
             if path not in OPEN_ROUTES:
                 record.principal = self._keys.principal(authorization_of(scope))
-                if path in OPERATORS_ROUTES and not record.principal.operates:
+                if path in OPERATORS_ROUTES and not record.principal.is_operator:
                     raise Forbidden("metrics tell of all owners; use an admin key")
         except GatewayError as error:
             return error
