@@ -1,4 +1,4 @@
-"""Answers to requests with an Idempotency-Key, for those that send the request once more."""
+"""Cache of responses to requests with an Idempotency-Key, replayed to repeated requests."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -10,14 +10,14 @@ from services.gateway.vocabulary.errors import KeyReused
 M = TypeVar("M")
 
 NAME_BYTES = 1024
-"""About what an answer takes beside its messages."""
+"""Approximate overhead of an entry in bytes, without its messages."""
 
 
 class KeptAnswers(Generic[M]):
-    """Answers that run, and those that ended lately, by a name that has the owner in it.
+    """Running and recently completed responses, by idempotency key and owner.
 
-    Bounded in number, bytes and time: the answer that ended first is forgotten first. If nothing
-    but answers that run is left, one that finds no room is not kept.
+    Bounded in number, bytes and time. Evicts the response that completed first. Running responses
+    are never evicted for others: if only such are left, a response without room is not cached.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class KeptAnswers(Generic[M]):
         bytes_max: int,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`keep_s`: from the end of an answer; `grace_s`: see `SharedResponse`."""
+        """`keep_s`: lifetime from the end of a response; `grace_s`: see `SharedResponse`."""
         self._keep_s = keep_s
         self._grace_s = grace_s
         self._answers_max = answers_max
@@ -36,7 +36,7 @@ class KeptAnswers(Generic[M]):
         self._now_s = now_s
         self._answers: dict[Hashable, SharedResponse[M]] = {}
         self._names: dict[SharedResponse[M], Hashable] = {}
-        # When answers ended, in that order.
+        # Completion times, in order of completion.
         self._ended_s: dict[SharedResponse[M], float] = {}
         self.bytes_held = 0
 
@@ -44,30 +44,30 @@ class KeptAnswers(Generic[M]):
         return len(self._answers)
 
     def __contains__(self, name: Hashable) -> bool:
-        """Whether there is an answer of that name."""
+        """Whether the key has a response."""
         self._expire()
         return name in self._answers
 
     def claim(
         self, name: Hashable, digest: bytes, response_id: str
     ) -> tuple[SharedResponse[M], bool]:
-        """The answer of that name, and whether it is new: then the caller makes it.
+        """The response of a key, and whether it is new: then the caller produces it.
 
-        `digest` is that of the request, `response_id` that of its answer if it is new.
+        `digest`: of the request body. `response_id`: for a new response.
 
         Raises:
-            KeyReused: if the name is that of another request.
+            KeyReused: if the key belongs to a request with another body.
         """
         self._expire()
-        found = self._answers.get(name)
-        if found is None:
+        cached = self._answers.get(name)
+        if cached is None:
             return self._begin(name, digest, response_id), True
-        if found.digest != digest:
+        if cached.digest != digest:
             raise KeyReused(
-                "this Idempotency-Key came with another body before; send that one again, or"
-                " choose another key for another request"
+                "this Idempotency-Key was used with another request body; repeat that body, or"
+                " choose a new key"
             )
-        return found, False
+        return cached, False
 
     def has_room(self, size_bytes: int) -> bool:
         """See `ResponseCache`."""
@@ -103,13 +103,13 @@ class KeptAnswers(Generic[M]):
         return answer
 
     def _expire(self) -> None:
-        """Forget answers that ended long ago."""
+        """Evict responses that completed at least `keep_s` ago."""
         now_s = self._now_s()
         while self._ended_s and now_s - next(iter(self._ended_s.values())) >= self._keep_s:
             self._forget_oldest()
 
     def _forget_oldest(self) -> bool:
-        """Forget the answer that ended first; returns whether there was one."""
+        """Evict the response that completed first; return False if there is none."""
         oldest = next(iter(self._ended_s), None)
         if oldest is None:
             return False

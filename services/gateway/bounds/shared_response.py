@@ -1,4 +1,4 @@
-"""One answer that several readers take, each from its beginning, while it is made or afterwards."""
+"""A response that several readers share: each reads it from the beginning, live or replayed."""
 
 import asyncio
 import contextlib
@@ -12,49 +12,47 @@ M = TypeVar("M")
 
 
 class ResponseCache(Protocol[M]):
-    """Bounds the bytes of all answers, and knows the kept ones."""
+    """Bounds the bytes of all responses, and holds the cached ones."""
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether answers may hold so many bytes more; others may be forgotten for it."""
+        """Make room for `size_bytes` by evicting others; return whether that succeeded."""
 
     def count(self, size_bytes: int) -> None:
-        """Answers hold so many bytes more, or less."""
+        """Add `size_bytes` to the bytes held; negative: subtract."""
 
     def ended(self, answer: "SharedResponse[M]") -> None:
-        """The answer is whole."""
+        """Note that the response is complete."""
 
     def forget(self, answer: "SharedResponse[M]") -> None:
-        """Nobody else can find the answer from now on."""
+        """Remove the response from the cache."""
 
 
 class SharedResponse(Generic[M]):
-    """The messages of one answer, in order.
+    """The messages of a response, in order.
 
-    Theory of operation. While it is *kept*, every message stays, and readers may join. Once it is
-    let go, nobody joins: it holds what its slowest reader has yet to take, and whoever makes it
-    waits for its readers. It is let go when there is no room, when it fails, and when it has had no
-    reader for the time of grace; then whoever makes it is told to stop.
+    Theory of operation. While the response is *cached*, every message stays and readers may join.
+    After eviction no reader joins: the response holds the messages that its slowest reader has not
+    taken, and the producer waits for the readers (back-pressure). A response is evicted when the
+    cache has no room, when it fails, and when it had no reader for the grace period; in the last
+    case the producer is cancelled as well.
     """
 
     def __init__(
         self, keeper: ResponseCache[M], digest: bytes, response_id: str, grace_s: float
     ) -> None:
-        """`digest` is that of the request, `response_id` names the answer.
-
-        `grace_s`: seconds without a reader after which nobody shall make it any more.
-        """
+        """`digest`: of the request body. `grace_s`: seconds without a reader before eviction."""
         self.digest = digest
         self.response_id = response_id
-        # For every reader beside the messages; ASCII sentences.
+        # ASCII sentences that every reader sends as headers.
         self.warnings: tuple[str, ...] = ()
-        # Why nothing has come, for readers whose client has been told nothing.
+        # The failure of a response that has not begun; its readers answer with it.
         self.error: GatewayError | None = None
         self._keeper = keeper
         self._grace_s = grace_s
         self._kept = True
         self._over = False
         self._messages: list[tuple[M, int]] = []
-        # Messages before those that are held.
+        # Number of messages dropped from the front of `_messages`.
         self._passed = 0
         self._readers: list[ResponseReader[M]] = []
         self._more = asyncio.Event()
@@ -63,7 +61,7 @@ class SharedResponse(Generic[M]):
         self._timer: asyncio.TimerHandle | None = None
 
     async def put(self, message: M, size_bytes: int, last: bool = False) -> None:
-        """Add a message; returns when there is room for the next one. None follows the `last`."""
+        """Add a message; return when the next may follow. `last`: none follows."""
         if self._kept and not self._keeper.has_room(size_bytes):
             self.evict()
         self._keeper.count(size_bytes)
@@ -71,50 +69,51 @@ class SharedResponse(Generic[M]):
         self._over = last
         _wake(self._more)
         self._trim()
+        # An uncached response applies back-pressure: the slowest reader sets the pace.
         while self._messages and not self._kept:
             await self._taken.wait()
 
     def end(self, whole: bool, error: GatewayError | None = None) -> None:
-        """Nobody makes it any more. Only a `whole` answer stays kept.
+        """End the production. Only a `whole` (complete) response stays cached.
 
-        `error`: why, for readers of an answer that has not begun.
+        `error`: the cause, for readers of a response that has not begun.
         """
         self._over, self.error = True, error
         if whole and self._kept:
             self._keeper.ended(self)
         else:
             self.evict()
-        self._look()
+        self._update_grace()
         _wake(self._more)
 
     def evict(self) -> None:
-        """Let nobody join any more, and hold no more than what readers have yet to take."""
+        """Accept no further readers, and keep only the messages that readers have yet to take."""
         self._kept = False
         self._keeper.forget(self)
         self._trim()
-        self._look()
+        self._update_grace()
 
     async def abandoned(self) -> None:
-        """Raise ClientGone when nobody reads it and nobody is expected to."""
+        """Raise ClientGone once the response has no reader and can get none."""
         await self._abandoned.wait()
         raise ClientGone
 
     @contextlib.contextmanager
     def reading(self) -> Iterator["ResponseReader[M]"]:
-        """A reader of it, from the beginning."""
-        assert not self._passed, "it could not be found any more"
+        """A reader that starts at the first message."""
+        assert not self._passed, "an evicted response accepts no reader"
         reader = ResponseReader(self)
         self._readers.append(reader)
-        self._look()
+        self._update_grace()
         try:
             yield reader
         finally:
             self._readers.remove(reader)
             self._trim()
-            self._look()
+            self._update_grace()
 
     async def message(self, index: int) -> M | None:
-        """Message `index`, when it is there; None if there are fewer. All before it are taken."""
+        """Wait for message `index`; None if the response has fewer. Frees the ones before it."""
         self._trim()
         while index == self._passed + len(self._messages):
             if self._over:
@@ -123,7 +122,7 @@ class SharedResponse(Generic[M]):
         return self._messages[index - self._passed][0]
 
     def _trim(self) -> None:
-        """Drop what all readers have taken, unless it is kept."""
+        """Drop the messages that all readers have taken, unless the response is cached."""
         if self._kept:
             return
         end = self._passed + len(self._messages)
@@ -133,8 +132,8 @@ class SharedResponse(Generic[M]):
         self._passed += taken
         _wake(self._taken)
 
-    def _look(self) -> None:
-        """Begin or end the time of grace."""
+    def _update_grace(self) -> None:
+        """Start or stop the grace timer, by the number of readers."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -148,20 +147,20 @@ class SharedResponse(Generic[M]):
 
 
 class ResponseReader(Generic[M]):
-    """One reader of an answer, at message `index`."""
+    """A reader of a response; `index` is its next message."""
 
     def __init__(self, answer: SharedResponse[M]) -> None:
         self.index = 0
         self._answer = answer
 
     async def next(self) -> M | None:
-        """The next message, None at the end; the one before has been taken then."""
+        """Wait for the next message; None at the end. Confirms the message before it."""
         message = await self._answer.message(self.index)
         self.index += 1
         return message
 
 
 def _wake(event: asyncio.Event) -> None:
-    """Let all go on that wait now."""
+    """Wake all current waiters."""
     event.set()
     event.clear()

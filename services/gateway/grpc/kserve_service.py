@@ -202,7 +202,7 @@ class KserveService:
             raise refusal
 
     async def _drained(self) -> None:
-        await self._serving.drain.began.wait()
+        await self._serving.drain.draining_started.wait()
 
     async def _answer(self, call: Call, principal: Principal, asked: "_StreamedMessage") -> None:
         """Answer one request of a stream, which is told like a call of its own."""
