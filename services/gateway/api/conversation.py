@@ -98,7 +98,7 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
         elif name in Message.model_fields:
             kept[name] = value
         elif name not in _HARMLESS:
-            unknown.meet(name, PARAM, Message.model_fields)
+            unknown.note(name, PARAM, Message.model_fields)
     if kept.get("role") == "function":
         raise NotSupported(
             "messages of role 'function' are not supported; use role 'tool'", param=PARAM

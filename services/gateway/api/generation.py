@@ -283,7 +283,7 @@ def validated_generation(kind: type[R], fields: dict[str, Any], unknown: Unknown
     """A request with the warnings of `unknown`; raises BadRequest if a field is wrong."""
     if isinstance(options := fields.get("stream_options"), dict):
         known = StreamOptions.model_fields
-        fields["stream_options"] = unknown.keep(options, known, "stream_options")
+        fields["stream_options"] = unknown.keep_known(options, known, "stream_options")
     body = validated(kind, fields)
     body._warnings = unknown.warnings
     return body

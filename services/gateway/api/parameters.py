@@ -102,7 +102,7 @@ class UnknownFields:
         self._names: list[str] = []
         self._count = 0
 
-    def meet(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
+    def note(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
         """`name` is unknown in the object `inside`, which has the fields `known`.
 
         Raises:
@@ -122,11 +122,11 @@ class UnknownFields:
             told = "".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS])
             self._names.append(told + _suggestion(name, known))
 
-    def keep(self, data: Mapping[str, Any], known: Collection[str], inside: str) -> dict[str, Any]:
+    def keep_known(self, data: Mapping[str, Any], known: Collection[str], inside: str) -> dict[str, Any]:
         """The fields of the object `inside` that are known."""
         for name in data:
             if name not in known:
-                self.meet(name, inside, known)
+                self.note(name, inside, known)
         return {name: value for name, value in data.items() if name in known}
 
     @property
@@ -160,7 +160,7 @@ def known_fields(
                 )
         elif name not in policy.ignored:
             _check_limit(name, data, policy)
-            unknown.meet(name, known=fields)
+            unknown.note(name, known=fields)
     return kept
 
 

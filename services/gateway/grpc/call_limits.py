@@ -1,8 +1,7 @@
-"""Calls that are no requests, bounded for each guest so that none fills the door.
+"""Per-client limits of gRPC calls that occupy no request slot.
 
-A call costs its client nothing while it sends no message, or takes none. gRPC's server lets a
-stalled call go only when its client does, so what stays is counted here, by
-guest; see RequestRecord.
+A call costs its client nothing while it neither sends nor reads a message, and gRPC's server cannot
+end a stalled call. So stalled calls are counted by client (`guest`, see RequestRecord).
 """
 
 import asyncio
@@ -16,27 +15,27 @@ from services.gateway.bounds.line import Line
 from services.gateway.vocabulary.errors import QueueFull
 
 WAITING_MAX = 2048
-"""Most calls of one guest while their message has not come."""
+"""Maximum calls per client that wait for their message."""
 READING_MAX = 32
-"""Most of these calls whose message is read; each may fill gRPC's memory with a message."""
+"""Maximum waiting calls per client whose message gRPC reads into memory at a time."""
 STREAMS_MAX = 32
-"""Streams of requests that one guest may have open; each is read at all times, see above."""
+"""Maximum open streams of requests per client; gRPC reads each of them at all times."""
 PARKED_MAX = 64
-"""Calls of one guest that have ended for all but their client, which takes nothing."""
+"""Maximum parked calls per client: completed calls whose client does not read the response."""
 PARKED_BYTES = 256 * 2**10
-"""A message of so many bytes that nobody takes counts as one more call."""
+"""Unread bytes that count as another parked call."""
 ALL_MAX = 8192
-"""Most calls of each kind of all guests together; a guest that has none still gets one."""
+"""Maximum calls of each kind, all clients together; each client may always have a single call."""
 TURN_TIMEOUT_S = 30.0
 
 
 def address_of(peer: str) -> str:
-    """The address of a peer as gRPC has it, such as ipv4:192.0.2.1:5000, in HTTP's form."""
+    """The address in gRPC's notation of a peer, such as ipv4:192.0.2.1:5000."""
     return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
 class CallLimits:
-    """The lines of a door."""
+    """The limits of waiting calls, open streams and parked calls."""
 
     def __init__(self, reading_max: int = READING_MAX, turn_timeout_s: float = TURN_TIMEOUT_S):
         self._waiting = Line(WAITING_MAX, ALL_MAX)
@@ -44,55 +43,53 @@ class CallLimits:
         self._parked = Line(PARKED_MAX, ALL_MAX)
         self._reading_max = reading_max
         self._turn_timeout_s = turn_timeout_s
-        # While anybody holds one.
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        # By client: slots for reading messages; entries vanish with their last holder.
+        self._read_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @property
-    def lines(self) -> Mapping[str, Line]:
-        """By what the calls in them do."""
+    def by_kind(self) -> Mapping[str, Line]:
+        """The limits by the kind of call, for metrics."""
         return {"waiting": self._waiting, "streams": self._streams, "parked": self._parked}
 
     def check(self, guest: str) -> None:
-        """Raise QueueFull if too many of the guest's calls are parked."""
+        """Raise QueueFull if the client has too many parked calls."""
         if self._parked.full(guest):
-            raise QueueFull(
-                "too many of your calls take nothing of what they were sent; read or cancel them"
-            )
+            raise QueueFull("too many of your calls have unread responses; read or cancel them")
 
     @contextlib.asynccontextmanager
     async def waiting(self, guest: str) -> AsyncIterator[None]:
-        """Count a call in while its message is to come; begins when it may be read.
+        """Count a call that waits for its message; enters once the message may be read.
 
         Raises:
-            QueueFull: if too many of its guest's calls wait already, or for too long.
+            QueueFull: if the client has too many waiting calls, or got no read slot in time.
         """
         if self._waiting.full(guest):
-            raise QueueFull("too many of your calls have sent no message yet; try again later")
-        turns = self._turns.setdefault(guest, asyncio.Semaphore(self._reading_max))
+            raise QueueFull("too many of your calls have sent no message yet; retry later")
+        slots = self._read_slots.setdefault(guest, asyncio.Semaphore(self._reading_max))
         with self._waiting.entered(guest):
             try:
                 async with timeout(self._turn_timeout_s):
-                    await turns.acquire()
+                    await slots.acquire()
             except TimeoutError:
                 raise QueueFull(
-                    "calls of yours that send no message are in the way of this one; end them"
+                    "other calls of yours that send no message block this call; end them"
                 ) from None
             try:
                 yield
             finally:
-                turns.release()
+                slots.release()
 
     @contextlib.contextmanager
     def stream(self, guest: str) -> Iterator[None]:
-        """Count a stream of requests in, and out at the end. Raises QueueFull."""
+        """Count an open stream of requests. Raises QueueFull."""
         if self._streams.full(guest):
-            raise QueueFull("you have many streams open already; one takes many requests")
+            raise QueueFull("you have too many open streams; send more requests on each stream")
         with self._streams.entered(guest):
             yield
 
     def parked(self, guest: str, unread_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Count a call in that only its client can end, and out at the end.
+        """Count a parked call, which only its client can end.
 
-        `unread_bytes`: of what was sent and is not taken.
+        `unread_bytes`: bytes that were sent and that the client has not read.
         """
         return self._parked.entered(guest, 1 + unread_bytes // PARKED_BYTES)
