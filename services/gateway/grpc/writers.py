@@ -43,8 +43,9 @@ class _WholeWriter:
         self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
-        outputs = self._outputs.all
-        size = sum(numbers_in(output.logprobs, output.prompt_logprobs) for output in outputs)
+        size = sum(
+            numbers_in(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
+        )
         answer = await self._pool.run(partial(self._answer, usage), size)
         await self._call.client.send(answer)
 

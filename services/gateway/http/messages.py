@@ -1,4 +1,4 @@
-"""The JSON of Anthropic's Messages API, streamed and whole."""
+"""The JSON of Anthropic's Messages API, streamed and complete."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 INVALID_INPUT = "INVALID_JSON"
-"""Key of arguments that are no JSON."""
+"""Key for tool arguments that are not valid JSON."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
 _SERVICE_TIERS = {
     ServiceClass.INTERACTIVE: "priority",
@@ -56,7 +56,7 @@ _DELTAS = {
 
 
 class MessagesDialect:
-    """/v1/messages; a Dialect."""
+    """The Dialect of /v1/messages."""
 
     def __init__(self, parse: Callable[[dict[str, Any]], GenerationRequest]) -> None:
         self.parse = parse
@@ -70,7 +70,7 @@ class MessagesDialect:
 
 
 class MessageBuilder:
-    """The message so far, and the events that tell how it grows. Pure."""
+    """Builds a message and its stream events from output pieces. Pure."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
@@ -84,22 +84,22 @@ class MessageBuilder:
         return {"type": "message_start", "message": self.message(self._no_output)}
 
     def push(self, piece: OutputPiece) -> list[Event]:
-        """The events of new output."""
-        said, events = piece.said, list[Event]()
-        if said.reasoning:
-            events += self._grow("thinking", said.reasoning)
-        if said.content:
-            events += self._grow("text", said.content)
-        for call in said.tool_calls:
+        """Add output; return its events."""
+        delta, events = piece.said, list[Event]()
+        if delta.reasoning:
+            events += self._grow("thinking", delta.reasoning)
+        if delta.content:
+            events += self._grow("text", delta.content)
+        for call in delta.tool_calls:
             events += self._call(call)
-        if said.finish_reason is not None:
-            self._stop_reason = _STOP_REASONS[said.finish_reason]
+        if delta.finish_reason is not None:
+            self._stop_reason = _STOP_REASONS[delta.finish_reason]
             if isinstance(piece.stop_reason, str):
                 self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
         return events
 
     def end(self, usage: Usage) -> list[Event]:
-        """The last events, when all output has been pushed."""
+        """The last events, after all output."""
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         return [
             *self._close(),
@@ -108,7 +108,7 @@ class MessageBuilder:
         ]
 
     def message(self, usage: Usage) -> dict[str, Any]:
-        """The message as it is now."""
+        """The message with the output so far."""
         return {
             "id": self._prepared.response_id,
             "type": "message",
@@ -137,7 +137,7 @@ class MessageBuilder:
         if delta.id:
             fields = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
             events += self._start(_ContentBlock(len(self._blocks), "tool_use", fields))
-        assert self._open is not None, "a call goes on until it has ended"
+        assert self._open is not None, "a call's block stays open until the call ends"
         if delta.arguments:
             events.append(self._open.grow(delta.arguments))
         return events + (self._close() if delta.ended else [])
@@ -156,7 +156,7 @@ class MessageBuilder:
 
 
 def _usage_body(usage: Usage) -> dict[str, int]:
-    """Tokens that were read from a cache are none of the input tokens here."""
+    """Anthropic's usage object, whose input tokens exclude cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -166,7 +166,7 @@ def _usage_body(usage: Usage) -> dict[str, int]:
 
 
 class _ContentBlock:
-    """One block of a message: `empty` and the text, or the JSON, that came since."""
+    """A content block: the `empty` block, and the text or JSON added since."""
 
     def __init__(self, index: int, kind: str, empty: dict[str, Any]) -> None:
         self.index = index
@@ -175,33 +175,33 @@ class _ContentBlock:
         self._texts: list[str] = []
 
     def opening(self) -> Event:
-        """The event of its beginning."""
+        """The event that starts the block."""
         return {"type": "content_block_start", "index": self.index, "content_block": self._empty}
 
     def grow(self, text: str) -> Event:
-        """The event of further text or JSON of the block."""
+        """Add text or JSON; return its event."""
         self._texts.append(text)
         kind, field = _DELTAS[self.kind]
         delta = {"type": kind, field: text}
         return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
     def whole(self) -> dict[str, Any]:
-        """The block as it is."""
+        """The block with its content so far."""
         text = "".join(self._texts)
         value = _input(text) if self.kind == "tool_use" else text
         return self._empty | {"input" if self.kind == "tool_use" else self.kind: value}
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
-    """The arguments of a call as the model wrote them, in which numbers are not touched.
+    """The arguments of a tool call as the model wrote them, without conversion of numbers.
 
-    Of a call that was cut short they are no JSON. Then they are text under the key that Anthropic's
-    documentation of fine-grained tool streaming has for that.
+    Arguments of a truncated call are not valid JSON: they become text under `INVALID_INPUT`, as in
+    Anthropic's documentation of fine-grained tool streaming.
     """
     if not arguments:
         return {}
     try:
-        # Numbers may be longer than Python reads.
+        # Only validate; integers may exceed the length that Python converts.
         json.loads(arguments, parse_int=str)
     except ValueError:
         return {INVALID_INPUT: arguments}
@@ -209,7 +209,7 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
 
 
 class WholeMessage:
-    """Sends a message when it is complete; a Writer."""
+    """A Writer that sends the message once it is complete."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
@@ -226,7 +226,7 @@ class WholeMessage:
 
 
 class MessageStream:
-    """Sends a message in events; the first output starts the response; a StreamWriter."""
+    """A StreamWriter that sends the message as events; the first output starts the response."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
@@ -261,7 +261,7 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
         openapi_extra=described(MessagesRequest, FIELDS.policy, FIELDS.passed_on),
     )
     async def messages(request: Request) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         parse = partial(parse_messages, refuse_unknown=strict)
         return GenerationResponse(serving, pool, request, MessagesDialect(parse))
 
@@ -269,7 +269,7 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
         "/count_tokens", response_class=JSONResponse, openapi_extra=described(CountTokensRequest)
     )
     async def count_tokens(request: Request) -> Response:
-        """How many input tokens a message would have."""
+        """Count the input tokens of a message."""
 
         async def answer(body: ChatRequest) -> tuple[Content, int]:
             ids = await serving.preparer.token_ids(body, record_of(request.scope))

@@ -1,4 +1,4 @@
-"""Routes that turn texts and tokens into each other, as vLLM has them."""
+"""The routes /tokenize and /detokenize, compatible with vLLM."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -43,11 +43,11 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
         "/tokenize", response_class=JSONResponse, openapi_extra=describe_body(TokenizeRequest)
     )
     async def tokenize(request: Request) -> Response:
-        """The tokens of a prompt, or of a chat through the model's template."""
+        """Tokenise a prompt, or a chat with the model's template."""
 
-        async def answer(asked: Tokenize) -> tuple[Content, int]:
+        async def answer(body: Tokenize) -> tuple[Content, int]:
             entry = model.tokenizer.entry
-            ids = await serving.preparer.token_ids(asked.body, record_of(request.scope))
+            ids = await serving.preparer.token_ids(body.body, record_of(request.scope))
             max_model_len = serving.preparer.max_model_len()
 
             def content() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
                     "count": len(ids),
                     "max_model_len": max_model_len,
                     "tokens": ids,
-                    "token_strs": list(map(entry, ids)) if asked.entries else None,
+                    "token_strs": list(map(entry, ids)) if body.entries else None,
                 }
 
             return content, len(ids)
@@ -67,11 +67,11 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
         "/detokenize", response_class=JSONResponse, openapi_extra=describe_body(DetokenizeRequest)
     )
     async def detokenize(request: Request) -> Response:
-        """The text of tokens, special ones included."""
+        """Convert tokens to text, special tokens included."""
 
-        async def answer(asked: Detokenize) -> tuple[Content, int]:
+        async def answer(body: Detokenize) -> tuple[Content, int]:
             record = record_of(request.scope)
-            text = await serving.preparer.text_of(asked.model, asked.token_ids, record)
+            text = await serving.preparer.text_of(body.model, body.token_ids, record)
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
         parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
@@ -81,7 +81,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
 
 
 class ComputedResponse(Response, Generic[T]):
-    """A response that nobody generates, counted as a request until its client has taken it."""
+    """A response without generation; it occupies a request slot until its client has read it."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ComputedResponse(Response, Generic[T]):
         parse: Callable[[dict[str, Any]], T],
         answer: Callable[[T], Awaitable[tuple[Content, int]]],
     ) -> None:
-        """`answer` tells what makes the response, and about how many tokens or words are in it."""
+        """`answer` returns a builder of the response and its approximate size in tokens."""
         super().__init__()
         self._serving = serving
         self._pool = pool
@@ -100,16 +100,16 @@ class ComputedResponse(Response, Generic[T]):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request. Raises GatewayError before anything is sent."""
+        """Serve the request. Raises GatewayError before the response begins."""
         record = record_of(scope)
         client = WatchedClient(send, self._serving.client_stall_s)
         try:
             with self._serving.entered(record) as lease:
-                asked = await read_body(
+                body = await read_body(
                     self._request, lease, self._pool, lambda data: self._parse(parse_object(data))
                 )
-                record.warnings += asked.warnings
-                content, size = await self._answer(asked)
+                record.warnings += body.warnings
+                content, size = await self._answer(body)
                 data = await self._pool.run(lambda: msgspec.json.encode(content()), size)
                 async with present(client, receive):
                     await send_body(client, data)
