@@ -186,7 +186,7 @@ TENSOR = kpb.ModelInferRequest.InferInputTensor(
     contents=kpb.InferTensorContents(bytes_contents=[b"hi"]),
 )
 INFERENCE = kpb.ModelInferRequest(model_name="m", inputs=[TENSOR])
-REFUSED = "this key may not use the model 'm'; ask for one that may"
+REFUSED = "this key may not use the model 'm'; request another key"
 NO, FINE = Gets("PERMISSION_DENIED"), Gets("OK")
 FOREIGN: dict[str, tuple[Message, Gets]] = {
     f"{GATEWAY}Chat": (CHAT, NO),

@@ -139,7 +139,7 @@ class UnknownFields:
             return ()
         more = self._count - len(self._names)
         names = ", ".join(self._names) + (f" and {more} more" if more else "")
-        return (f"unknown fields were ignored: {names}",)
+        return (f"ignored unknown fields: {names}",)
 
 
 def known_fields(

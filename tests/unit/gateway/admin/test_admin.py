@@ -131,7 +131,7 @@ def test_a_port_for_the_network_needs_a_key() -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
         assert config(admin_host=host, admin_port=1).admin_key is None
     for host in ("0.0.0.0", "::", "10.1.1.1", "gateway"):
-        with pytest.raises(ConfigError, match=f"{host} would be open .* set 'admin_key_file'"):
+        with pytest.raises(ConfigError, match=f"{host} would be exposed .* set 'admin_key_file'"):
             config(admin_host=host, admin_port=1)
         assert config(admin_host=host, admin_port=1, admin_key=KEY).admin_key == KEY
         config(admin_host=host, admin_port=1, api_keys_file=Path("keys.jsonl"))
@@ -173,12 +173,12 @@ DECISION = {
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "need 3,300 tokens of KV; there is room for 2,048"),
-        ({"cause": "manual", "group_ids": ["g", "h"]}, "asked for it: g, h merge"),
+        ({}, "need 3,300 tokens of KV cache, the threshold is 2,048"),
+        ({"cause": "manual", "group_ids": ["g", "h"]}, "Manual merge: g, h merge"),
         ({"action": "restore", "cause": "relief", "group_ids": ["g"]}, "2,048: g splits"),
-        ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is leaving"),
-        ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "asked for it: g splits"),
-        ({"action": "exhausted"}, "need 900 tokens of KV more than there is"),
+        ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is draining"),
+        ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "Manual split: g splits"),
+        ({"action": "exhausted"}, "need 900 more tokens of KV cache"),
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
     ],
 )
@@ -239,7 +239,7 @@ async def test_viewers_are_limited_and_leave() -> None:
     with ExitStack() as stack:
         for _ in range(VIEWERS_MAX):
             stack.enter_context(feed.viewer())
-        with pytest.raises(ServiceUnavailable, match="32 viewers watch already"):
+        with pytest.raises(ServiceUnavailable, match="already has 32 viewers"):
             stack.enter_context(feed.viewer())
     with feed.viewer() as frames:
         assert await anext(frames) == HEARTBEAT

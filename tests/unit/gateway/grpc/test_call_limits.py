@@ -76,7 +76,7 @@ def test_what_nobody_takes_counts_by_its_bytes() -> None:
     with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
         room.check("a")
         with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
-            with pytest.raises(QueueFull, match="take nothing"):
+            with pytest.raises(QueueFull, match="unread responses"):
                 room.check("a")
             room.check("b")
     room.check("a")
@@ -91,7 +91,7 @@ async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(QueueFull, match="streams"), room.stream("a"):
             pass
     with room.parked("a"):
-        with pytest.raises(QueueFull, match="take nothing"):
+        with pytest.raises(QueueFull, match="unread responses"):
             room.check("a")
         room.check("b")
     async with room.waiting("a"):

@@ -59,5 +59,5 @@ async def test_only_a_browsers_question_passes_without_a_key() -> None:
     "wrong", ["app.example", "https://app.example/", "https://*.example", "null", "file://x"]
 )
 def test_what_is_no_origin_is_refused(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="is no origin"):
+    with pytest.raises(ConfigError, match="is not an origin"):
         origins_of(f"{PAGE},{wrong}")

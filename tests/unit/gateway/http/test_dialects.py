@@ -19,7 +19,7 @@ from services.gateway.api.messages import (
     parse_messages,
 )
 from services.gateway.api.responses import ResponsesRequest, parse_responses
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.messages import MessageBuilder
 from services.gateway.http.response_items import Items
 from services.gateway.serving.output import OutputPiece, Usage
@@ -33,7 +33,7 @@ BODIES = 4000
 
 def schema_of(kind: Any, vocabulary: BodyFields) -> dict[str, Any]:
     """What the description says of a body."""
-    described = takes(kind, vocabulary.policy, vocabulary.passed_on)
+    described = describe_body(kind, vocabulary.policy, vocabulary.passed_on)
     schema: dict[str, Any] = described["requestBody"]["content"]["application/json"]["schema"]
     return schema
 
@@ -196,7 +196,7 @@ def test_text_stands_between_calls() -> None:
     items = Items(None)
     for piece in pieces:
         items.push(piece)
-    told = items.told("completed")
+    told = items.written("completed")
     assert [item["type"] for item in told] == ["function_call", "message", "function_call"]
     assert [item.get("arguments") for item in told] == ["{}", None, "{}"]
     assert {item["status"] for item in told} == {"completed"}

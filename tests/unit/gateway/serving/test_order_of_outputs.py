@@ -101,7 +101,7 @@ def response(pieces: Iterable[OutputPiece]) -> Any:
     items = Items(None)
     for piece in pieces:
         items.push(piece)
-    return [{**item, "id": ""} for item in items.told("completed")]
+    return [{**item, "id": ""} for item in items.written("completed")]
 
 
 @pytest.mark.parametrize("form", ToolFormat)
