@@ -208,11 +208,13 @@ class _Gateway:
 
     async def _leave(self, server: Server, operators: AdminPort | None) -> None:
         """Stop accepting requests; wait for the running requests until the drain deadline."""
+        # First fail all health checks, so that load balancers stop routing here.
         server.drain()
         if self._grpc is not None:
             self._grpc.leave()
         await self._drain.leave(self._config.drain_delay_s)
         log.info("draining %d requests", self._drain.inflight)
+        # gRPC calls get extra time to send the errors of requests that the drain cancels.
         if self._grpc is not None:
             self._grpc.refuse(self._config.drain_timeout_s + GRACE_S)
         await self._drain.drain(self._config.drain_timeout_s)

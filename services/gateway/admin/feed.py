@@ -88,6 +88,7 @@ class Feed:
             yield frame or HEARTBEAT
 
     def _publish(self, frame: bytes) -> None:
+        # Send changes only; heartbeats keep the connections alive.
         if frame == self._frame:
             return
         self._frame = frame

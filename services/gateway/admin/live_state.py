@@ -37,6 +37,7 @@ def sentence(row: Mapping[str, Any]) -> str:
     """Describe a decision and its cause; `row` has the fields of Decision in memmgr.proto."""
     action, cause = row["action"], row["cause"]
     wanted = row["demand_tokens"] + row["forecast_tokens"]
+    # A merge below the threshold serves requests that wait at full groups.
     if (action, cause) == ("merge", "overload") and wanted <= row["threshold_tokens"]:
         text = SENTENCES["merge of full groups"]
     else:

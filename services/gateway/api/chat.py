@@ -148,6 +148,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
+        # Equal values are fine: some clients send both names.
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise BadRequest(
@@ -173,6 +174,7 @@ class ChatRequest(GenerationRequest):
             return
         if not self.tools and choice.mode is CallMode.REQUIRED:
             raise BadRequest("'tool_choice' needs 'tools'; send tools", param="tool_choice")
+        # A tool that was not sent could never be called.
         absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
         if absent:
             raise BadRequest(
@@ -229,6 +231,7 @@ def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
     """Like `parse_chat`; adds to the fields in `unknown`."""
     fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
+        # Count first, so that the work per message is bounded.
         check_count(messages)
         fields["messages"] = [plain_message(message, unknown) for message in messages]
     return validated_generation(ChatRequest, fields, unknown)

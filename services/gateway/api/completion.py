@@ -43,6 +43,7 @@ class CompletionRequest(GenerationRequest):
             raise BadRequest(
                 "'max_tokens' 0 needs 'echo': true; send 'echo', or at least 1", param="max_tokens"
             )
+        # Each choice is admitted and scheduled separately, so bound them per request.
         if len(self.prompt) * self.choices > CHOICES_MAX:
             raise BadRequest(
                 f"'n' {self.choices} with {len(self.prompt)} prompts exceeds {CHOICES_MAX} choices;"

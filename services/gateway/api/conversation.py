@@ -37,6 +37,7 @@ class CalledFunction(_Part):
 
     def parsed(self) -> Any:
         """The arguments for templates: an object, or the text if it is not a JSON object."""
+        # Keep invalid JSON: a truncated call of an earlier turn must not fail the request.
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -120,6 +121,7 @@ def check_conversation(messages: Sequence[Message]) -> None:
             raise _invalid("'tool_calls' are only valid in messages of role 'assistant'; omit them")
         if message.content is None and not message.tool_calls:
             raise _invalid(f"a message of role '{message.role}' has no content; send text")
+        # After the check: a result must follow its call.
         called.update(call.id for call in message.tool_calls or ())
 
 
@@ -152,6 +154,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message, names: Mapping[str, str]) -> dict[str, Any]:
+    # Templates only know the older role "system".
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": message.content or ""}
     if message.tool_call_id is not None:

@@ -68,6 +68,7 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         token_id = _token_id(key)
         if token_id is None or token_id in biases:
             raise refusal("must have unique token ids as keys, such as '42'")
+        # `type`, not isinstance: a bool is an int.
         if type(bias) not in (int, float) or not -BIAS_MAX <= bias <= BIAS_MAX:
             raise refusal(f"must have numbers of -{BIAS_MAX} to {BIAS_MAX} as values")
         biases[token_id] = float(bias)
@@ -75,6 +76,7 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _token_id(key: Any) -> int | None:
+    # At most ten digits, the length of INT32_MAX: bounds the conversion.
     if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10:
         key = int(key)
     return key if type(key) is int and 0 <= key <= INT32_MAX else None

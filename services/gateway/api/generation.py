@@ -218,6 +218,7 @@ class GenerationRequest(Strict):
                 f"'best_of' {self.best_of} differs from 'n' {self.choices}; omit it",
                 param="best_of",
             )
+        # As in vLLM, which refuses the combination as well.
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest(
                 "'prompt_logprobs' is not supported in a stream; omit it, or do not stream",
@@ -228,6 +229,7 @@ class GenerationRequest(Strict):
                 "'truncate_prompt_tokens' 0 leaves no prompt; send the tokens to keep, or -1",
                 param="truncate_prompt_tokens",
             )
+        # Old and new names of the same option count as a conflict as well.
         if len(self._structures()) > 1:
             names = " and ".join(f"'{structure.param}'" for structure in self._structures())
             raise BadRequest(f"{names} conflict; send only one", param=self._structures()[1].param)
@@ -289,6 +291,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 def validated_generation(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:
     """Validate a request and set its warnings from `unknown`. Raises BadRequest."""
+    # Treat unknown fields of nested options like those of the body.
     if isinstance(options := fields.get("stream_options"), dict):
         known = StreamOptions.model_fields
         fields["stream_options"] = unknown.keep_known(options, known, "stream_options")

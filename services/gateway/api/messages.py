@@ -177,6 +177,7 @@ class CountTokensRequest(Strict):
     def chat(self) -> Chat:
         """The fields of the equivalent chat."""
         fields: Chat = {"model": self.model, "messages": _chat_messages(self)}
+        # Prefill: the model continues a final message of the assistant.
         if self.messages[-1].role == "assistant":
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools is not None:
@@ -310,11 +311,13 @@ def _user_messages(message: MessageParam) -> Iterable[Chat]:
         if not isinstance(block, ToolResult):
             texts.append(_text(block, "user"))
             continue
+        # Preserve the order of text and results: a result ends the text before it.
         if texts:
             yield {"role": "user", "content": _joined(texts)}
             texts = []
         content = _joined(block.content or ())
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    # Results alone need no further message of role user.
     if texts or not message.content:
         yield {"role": "user", "content": _joined(texts)}
 

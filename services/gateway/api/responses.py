@@ -174,6 +174,7 @@ class ResponsesRequest(Strict):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
+        # `verbosity` is not a chat field: the chat's policy refuses unsupported values.
         if self.text is not None:
             fields["response_format"] = _response_format(self.text.format)
             fields["verbosity"] = self.text.verbosity
@@ -265,6 +266,7 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
         "tool_choice": own.get("tool_choice") or "auto",
         "tools": own.get("tools") or [],
     }
+    # Serialise now, so that the parsed body can be freed before the generation.
     written = {name: _written(value, name) for name, value in long.items()}
     echoed = {
         "max_output_tokens": body.max_output_tokens,
@@ -280,6 +282,7 @@ def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat
     messages: list[Chat] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    # Merge consecutive items of the assistant: templates expect a message per turn.
     turn = _Turn()
     for item in items:
         if turn.takes(item):

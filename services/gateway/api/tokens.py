@@ -93,6 +93,7 @@ def parse_tokenize(
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("send either 'prompt' or 'messages', not both", param="prompt")
     shared = {"model": request.model or served, "add_special_tokens": request.add_special_tokens}
+    # Parse as a generation request, so that the prompt is built exactly as for generation.
     if request.prompt is not None:
         body: GenerationRequest = parse_completion(shared | {"prompt": request.prompt})
     else:

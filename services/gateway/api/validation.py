@@ -25,6 +25,7 @@ def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
+        # Report only the first error, and never quote the input.
         first = error.errors(include_url=False, include_input=False)[0]
         where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
         complaint = _complaint(first, where, _fields(kind, first["loc"][:-1]))
@@ -60,6 +61,7 @@ def _fields(kind: type[BaseModel], path: Sequence[int | str]) -> Sequence[str]:
         field = kind.model_fields.get(str(part))
         inner = () if field is None else (field.annotation, *get_args(field.annotation))
         models = [arg for arg in inner if isinstance(arg, type) and issubclass(arg, BaseModel)]
+        # Unions and lists of models have no single set of fields.
         if len(models) != 1:
             return ()
         (kind,) = models

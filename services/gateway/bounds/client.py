@@ -10,7 +10,7 @@ from services.gateway.bounds.interruption import Interruption
 M = TypeVar("M")
 
 CHECKS_PER_STALL = 4
-"""Checks of a client within `stall_s`: detection is late by at most one check interval."""
+"""Checks of a client within `stall_s`: detection is late by at most a check interval."""
 
 
 class ClientGone(Exception):
@@ -18,7 +18,7 @@ class ClientGone(Exception):
 
 
 class WatchedClient(Generic[M]):
-    """One client. `send` sends a message of type M and waits for room in the send buffer."""
+    """A client. `send` sends a message of type M and waits for room in the send buffer."""
 
     def __init__(self, send: Callable[[M], Awaitable[None]], stall_s: float) -> None:
         """`stall_s`: seconds that the client may go without reading."""
@@ -41,7 +41,7 @@ class WatchedClient(Generic[M]):
     @contextlib.contextmanager
     def watched(self, interruption: Interruption) -> Iterator[None]:
         """Cancel the block with ClientGone when sends wait and none completes for `stall_s`."""
-        # One timer for the whole response: a timeout around every send would cost as much as the
+        # A single timer for the whole response: a timeout around every send would cost as much as the
         # send itself.
         loop, pause_s = asyncio.get_running_loop(), self._stall_s / CHECKS_PER_STALL
         timer: asyncio.TimerHandle

@@ -87,6 +87,7 @@ class Call:
             BodyTimeout: if the message does not arrive in time.
         """
         reading = self._operation(self._context.read())
+        # `wait`, not `wait_for`: a timeout must not cancel gRPC's read.
         await asyncio.wait({reading}, timeout=timeout_s)
         if not reading.done():
             raise BodyTimeout(f"no message arrived within {timeout_s:g} s")

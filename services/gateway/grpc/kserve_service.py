@@ -196,6 +196,7 @@ class KserveService:
             running.add(task)
             task.add_done_callback(running.discard)
             task.add_done_callback(lambda _: slots.release())
+        # Stop reading, but complete the requests that are running.
         for waiting in (reading, drained):
             waiting.cancel()
         if running:
@@ -346,6 +347,7 @@ class _StreamWriter:
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         reason = piece.finish_reason
+        # Skip tokens of incomplete text: the response has no token ids.
         if piece.text or reason is not None:
             final = reason is not None
             answer = translate.response_of(

@@ -196,6 +196,7 @@ def _sampling(text: str | None, parameters: Mapping[str, pb.InferParameter]) -> 
     }
     if text is not None:
         given |= parse_object(text, "'sampling_parameters'", "sampling_parameters")
+    # These have a place of their own in the request; a second value would be ambiguous.
     for name in given.keys() & _ENDPOINT:
         raise BadRequest(f"'{name}' is not a sampling parameter; send it as an input", param=name)
     return {name: _typed(name, value) for name, value in given.items()}

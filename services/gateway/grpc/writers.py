@@ -136,6 +136,7 @@ class MessageStreamWriter:
             message = self._message(index, piece)
         self._sent[index] += len(piece.token_ids)
         self._running -= piece.finish_reason is not None
+        # Hold back the final message of the last choice for the usage.
         if self._running == 0:
             self._last = message
         else:
@@ -160,6 +161,7 @@ class MessageStreamWriter:
 
     async def _send(self, message: Any) -> None:
         async with self._turn:
+            # Id, time and model go out with the first message only.
             if self._head:
                 message.MergeFrom(self._kind(**self._head))
                 self._head = {}

@@ -85,6 +85,7 @@ def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
         return [_inlined(child, definitions) for child in node]
     if not isinstance(node, dict):
         return node
+    # Drop discriminators, whose mappings refer to the definitions.
     node = {name: child for name, child in node.items() if name != "discriminator"}
     if isinstance(reference := node.get("$ref"), str):
         del node["$ref"]

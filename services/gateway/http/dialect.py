@@ -92,6 +92,7 @@ async def present(
                 yield
             guard.cancel()
     except BaseExceptionGroup as group:
+        # Unwrap the task group's exception: callers expect a plain ClientGone.
         if group.subgroup(ClientGone) is not None:
             raise ClientGone from None
         raise

@@ -22,8 +22,10 @@ def error_response(
 ) -> Response:
     """The response for an error, with Retry-After if a retry may succeed."""
     all_headers = dict(headers or {})
+    # At least 1: Retry-After has whole seconds, and 0 would invite an immediate retry.
     if error.retry_after_s is not None:
         all_headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    # RFC 9110 requires the header with 401.
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
     return Response(

@@ -253,6 +253,7 @@ class CompletionFormat:
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+        # `logprobs` with `echo` and `prompt_logprobs` may request different numbers of top tokens.
         if self._prompt_top is not None:
             notes = with_top(output.prompt_logprobs, self._prompt_top)
             written["prompt_logprobs"] = self._logprobs.prompt(notes)

@@ -94,6 +94,7 @@ class MessageBuilder:
             events += self._call(call)
         if delta.finish_reason is not None:
             self._stop_reason = _STOP_REASONS[delta.finish_reason]
+            # Anthropic's API reports a stop string as a reason of its own.
             if isinstance(piece.stop_reason, str):
                 self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
         return events

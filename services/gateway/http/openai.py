@@ -198,6 +198,7 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
     @routes.get("/models/{model_id:path}", response_class=JSONResponse)
     async def get_model(request: Request, model_id: str) -> Response:
         """Describe a model that the key may use."""
+        # Forbidden models look unknown: a key only reveals the models that it may use.
         if model_id not in allowed(request):
             raise NoSuchModel(
                 f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",

@@ -62,6 +62,7 @@ def _check_headers(request: Request) -> None:
         )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("compressed bodies are not supported; send it uncompressed")
+    # Refuse early by the announced length; `_read` checks the actual bytes.
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > BODY_BYTES_MAX:
         _too_large()
@@ -113,6 +114,7 @@ def idempotency_key_of(scope: Scope) -> Hashable | None:
             " characters, quoted if it has spaces; send a UUID, for example",
             code="invalid_idempotency_key",
         )
+    # Keys of an owner with different models must not see each other's responses.
     principal = record_of(scope).principal
     return principal.owner, principal.models, scope["path"], keys[0].strip(b'"')
 
@@ -275,6 +277,7 @@ class GenerationResponse(Response):
         except ClientGone:
             error = None
         finally:
+            # Readers of a started response receive its error event instead.
             answer.end(whole, None if sink.started else error)
 
     async def _send_shared(
@@ -293,6 +296,7 @@ class GenerationResponse(Response):
         """
         # The producer ends by then and reports the cause to the readers.
         limit_s = self._serving.longest_s + ERROR_EVENT_TIMEOUT_S
+        # Raise outside the task group: an exception inside would cancel the producer.
         gone = False
         async with asyncio.TaskGroup() as tasks:
             with answer.reading() as reader:

@@ -34,6 +34,7 @@ class Items:
             self._notes += self._logprobs.chat(piece.logprobs)["content"]
         if delta.reasoning:
             events += self._grow(_Reasoning, delta.reasoning)
+            # Reasoning items have no log probabilities.
             self._notes.clear()
         if delta.content:
             events += self._grow(_Text, delta.content)

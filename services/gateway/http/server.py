@@ -52,6 +52,7 @@ class ServerTls:
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # uvicorn does not support HTTP/2.
         context.set_alpn_protocols(["http/1.1"])
         context.load_cert_chain(self._cert, self._key)
         return context

@@ -22,6 +22,7 @@ _NO_CHOICES = b'"choices":[]'
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
+    # nginx would buffer the stream.
     (b"x-accel-buffering", b"no"),
 )
 

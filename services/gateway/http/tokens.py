@@ -110,6 +110,7 @@ class ComputedResponse(Response, Generic[T]):
                 )
                 record.warnings += body.warnings
                 content, size = await self._answer(body)
+                # In the pool: building a long response would block the event loop.
                 data = await self._pool.run(lambda: msgspec.json.encode(content()), size)
                 async with present(client, receive):
                     await send_body(client, data)
