@@ -41,8 +41,7 @@ class WatchedClient(Generic[M]):
     @contextlib.contextmanager
     def watched(self, interruption: Interruption) -> Iterator[None]:
         """Cancel the block with ClientGone when sends wait and none completes for `stall_s`."""
-        # A single timer for the whole response: a timeout around every send would cost as much as the
-        # send itself.
+        # A single timer for the whole response: a timeout per send would cost as much as the send.
         loop, pause_s = asyncio.get_running_loop(), self._stall_s / CHECKS_PER_STALL
         timer: asyncio.TimerHandle
 
