@@ -20,45 +20,47 @@ _STRING_REST = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+){0,4096}+("?)', re.DOTALL)
 
 
 def parse_object(
-    text: bytes | bytearray | str, what: str = "the body", param: str | None = None
+    text: bytes | bytearray | str, source: str = "the body", param: str | None = None
 ) -> dict[str, Any]:
     """Parse a JSON object; duplicate keys, NaN and Infinity are errors.
 
-    `what` and `param` name the text in errors.
+    `source` and `param` name the text in errors.
 
     Raises:
         BadRequest: if the text is not a single valid object.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
-        if _has_many(decoded):
+        if _is_too_complex(decoded):
             raise BadRequest(
-                f"{what} has more than {VALUES_MAX} values, or {PARTS_MAX} objects, lists and"
+                f"{source} has more than {VALUES_MAX} values, or {PARTS_MAX} objects, lists and"
                 " strings; send less per request",
                 param=param,
             )
         data = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError:
-        raise BadRequest(f"{what} is not valid UTF-8; encode it as UTF-8", param=param) from None
+        raise BadRequest(f"{source} is not valid UTF-8; encode it as UTF-8", param=param) from None
     except json.JSONDecodeError as error:
         raise BadRequest(
-            f"{what} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno};"
+            f"{source} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno};"
             " correct it there",
             param=param,
         ) from None
     except ValueError:
         # Python refuses to convert integers of thousands of digits.
-        raise BadRequest(f"{what} has a number that is too long; shorten it", param=param) from None
+        raise BadRequest(
+            f"{source} has a number that is too long; shorten it", param=param
+        ) from None
     except RecursionError:
-        raise BadRequest(f"{what} is nested too deeply; flatten it", param=param) from None
+        raise BadRequest(f"{source} is nested too deeply; flatten it", param=param) from None
     if not isinstance(data, dict):
         raise BadRequest(
-            f"{what} must be a JSON object; put the parameters into {{ }}", param=param
+            f"{source} must be a JSON object; put the parameters into {{ }}", param=param
         )
     return data
 
 
-def _has_many(text: str) -> bool:
+def _is_too_complex(text: str) -> bool:
     """Whether the text has too many values or parts."""
     # A cheap upper bound, which counts inside strings as well; it settles all but long texts.
     values, parts = _counts(text)

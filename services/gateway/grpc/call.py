@@ -58,8 +58,8 @@ class Call:
         self.guest = record.guest
         # Counts the call as waiting until its message is here or the call ends: gRPC keeps reading.
         self._unread = contextlib.AsyncExitStack()
-        self._headed = False
-        self._turn = asyncio.Lock()
+        self._metadata_sent = False
+        self._write_lock = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
         # Bytes of the message in flight.
         self.unread_bytes = 0
@@ -132,19 +132,19 @@ class Call:
         data = message.SerializeToString()
         # Serialise the writes of a stream's requests. A cancelled request's write keeps the lock
         # until it completes, since gRPC writes on.
-        await self._turn.acquire()
+        await self._write_lock.acquire()
         self.unread_bytes = len(data)
-        writing = self._operation(self._write_headed(data))
+        writing = self._operation(self._write_with_metadata(data))
         writing.add_done_callback(self._written)
         await asyncio.shield(writing)
 
     def _written(self, writing: "asyncio.Task[None]") -> None:
         self.unread_bytes = 0
-        self._turn.release()
+        self._write_lock.release()
 
-    async def _write_headed(self, data: bytes) -> None:
-        if not self._headed:
-            self._headed = True
+    async def _write_with_metadata(self, data: bytes) -> None:
+        if not self._metadata_sent:
+            self._metadata_sent = True
             await self._context.send_initial_metadata(self.metadata())
         await self._context.write(data)
 

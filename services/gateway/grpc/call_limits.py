@@ -26,7 +26,7 @@ PARKED_BYTES = 256 * 2**10
 """Unread bytes that count as another parked call."""
 ALL_MAX = 8192
 """Maximum calls of each kind, all clients together; each client may always have a single call."""
-TURN_TIMEOUT_S = 30.0
+READ_SLOT_TIMEOUT_S = 30.0
 
 
 def address_of(peer: str) -> str:
@@ -37,12 +37,12 @@ def address_of(peer: str) -> str:
 class CallLimits:
     """The limits of waiting calls, open streams and parked calls."""
 
-    def __init__(self, reading_max: int = READING_MAX, turn_timeout_s: float = TURN_TIMEOUT_S):
+    def __init__(self, reading_max: int = READING_MAX, slot_timeout_s: float = READ_SLOT_TIMEOUT_S):
         self._waiting = Line(WAITING_MAX, ALL_MAX)
         self._streams = Line(STREAMS_MAX, ALL_MAX)
         self._parked = Line(PARKED_MAX, ALL_MAX)
         self._reading_max = reading_max
-        self._turn_timeout_s = turn_timeout_s
+        self._slot_timeout_s = slot_timeout_s
         # By client: slots for reading messages; entries vanish with their last holder.
         self._read_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -68,7 +68,7 @@ class CallLimits:
         slots = self._read_slots.setdefault(guest, asyncio.Semaphore(self._reading_max))
         with self._waiting.entered(guest):
             try:
-                async with timeout(self._turn_timeout_s):
+                async with timeout(self._slot_timeout_s):
                     await slots.acquire()
             except TimeoutError:
                 raise QueueFull(

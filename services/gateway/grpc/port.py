@@ -68,13 +68,15 @@ class PublicServer:
         self,
         host: str,
         port: int,
-        door: RequestInterceptor,
+        interceptor: RequestInterceptor,
         longest_call_s: float,
         tls: CertificateSource | None = None,
     ) -> None:
         """`tls`: the server's certificate, and a CA if clients need certificates; None: no TLS."""
         self._host, self._port, self._tls = host, port, tls
-        self._grpc = grpc.aio.server(interceptors=(door,), options=server_options(longest_call_s))
+        self._grpc = grpc.aio.server(
+            interceptors=(interceptor,), options=server_options(longest_call_s)
+        )
 
     async def start(self) -> str:
         """Bind and serve; return the address (host:port).

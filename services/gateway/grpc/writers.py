@@ -121,7 +121,7 @@ class MessageStreamWriter:
         self._sent: list[int] = []
         self._running = 0
         self._last: Any = None
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
 
     def begin(self, prepared: PreparedRequest) -> None:
         self._head = _head(prepared)
@@ -160,7 +160,7 @@ class MessageStreamWriter:
         await self._send(self._last)
 
     async def _send(self, message: Any) -> None:
-        async with self._turn:
+        async with self._write_lock:
             # Id, time and model go out with the first message only.
             if self._head:
                 message.MergeFrom(self._kind(**self._head))

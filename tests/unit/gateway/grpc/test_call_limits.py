@@ -47,7 +47,7 @@ def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:
 
 
 async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> None:
-    room = CallLimits(reading_max=2, turn_timeout_s=0.05)
+    room = CallLimits(reading_max=2, slot_timeout_s=0.05)
     async with room.waiting("a"), room.waiting("a"):
         with pytest.raises(QueueFull, match="send no message"):
             async with room.waiting("a"):
@@ -59,7 +59,7 @@ async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> Non
 
 
 async def test_calls_begin_when_their_turn_comes() -> None:
-    room = CallLimits(reading_max=1, turn_timeout_s=60)
+    room = CallLimits(reading_max=1, slot_timeout_s=60)
     began: list[int] = []
 
     async def call(number: int) -> None:
