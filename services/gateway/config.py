@@ -59,8 +59,8 @@ class GatewayConfig(ServiceConfig):
     )
     public_grpc_ca_file: Path | None = option(
         None,
-        "CA of client certificates; gRPC clients must then present a certificate. unset: they need"
-        " none. The server uses the HTTPS certificate.",
+        "CA of client certificates: gRPC clients must present a certificate that it signed; unset:"
+        " they need none. The server uses the HTTPS certificate.",
     )
     public_grpc_reflection: bool = option(
         True, "Whether to serve gRPC server reflection, for tools such as grpcurl."
