@@ -136,7 +136,7 @@ async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_cou
                     await stub.ListModels(pb.ListModelsRequest(), timeout=TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     assert error.code() is grpc.StatusCode.UNAVAILABLE
-                    return "take nothing" in str(error.details())
+                    return "unread responses" in str(error.details())
                 return False
 
             assert await refused()
