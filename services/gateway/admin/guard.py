@@ -107,7 +107,7 @@ class AdminGuard:
         record.principal = self._keys.operator(authorization_of(scope))
         # CSRF: a page of another origin cannot set the header without a preflight.
         if scope["method"] not in OPEN_METHODS and headers.get(ADMIN_HEADER) != "1":
-            raise Forbidden(f"requests with side effects need the header '{ADMIN_HEADER}: 1'; send it")
+            raise Forbidden(f"this request needs the header '{ADMIN_HEADER}: 1'; send it")
 
     def _is_known_host(self, host: str) -> bool:
         """Whether a Host header may name this port. IP addresses cannot be rebound by DNS."""
