@@ -1,1 +1,1 @@
-"""The front door: OpenAI-compatible HTTP in, token streams from the workers out."""
+"""The gateway: serves clients over HTTP and gRPC, and streams tokens from the workers."""

@@ -1,4 +1,4 @@
-"""Wires the gateway together and runs it from start to drain."""
+"""Assembles the gateway and runs it from start to drain."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
 
-# Answers kept for repeated requests, those of running requests included; the oldest go first.
+# Maximum responses in the idempotency cache, running ones included.
 KEPT_ANSWERS_MAX = 10_000
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,12 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """Run the gateway until `stop`, then drain.
 
     Raises:
-        ServiceError: if the configuration, the model folder, the port or etcd is not usable.
+        ServiceError: if the configuration, the model folder, a port or etcd is not usable.
     """
     record = StreamRecord(open_event_log(config.event_log, "gateway", {}))
     store = open_store(config)
     with contextlib.ExitStack() as sockets:
+        # Bind first: a port in use should fail before the model loads.
         listener = sockets.enter_context(bind(config.host, config.port, config.client_stall_s))
         admin = None
         if config.admin_port is not None:
@@ -85,7 +86,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 
 def open_model(config: GatewayConfig) -> ServedModel:
-    """The model that the gateway serves. Raises ConfigError."""
+    """Load the served model's metadata and tokenizer. Raises ConfigError."""
     aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
     own_defaults = config.generation_config == "auto"
     model = load_model(
@@ -97,12 +98,12 @@ def open_model(config: GatewayConfig) -> ServedModel:
         reasoning_format=config.reasoning_format,
     )
     if model.defaults != PLAIN_DEFAULTS:
-        log.info("what clients leave out is as generation_config.json has it: %s", model.defaults)
+        log.info("sampling defaults from generation_config.json: %s", model.defaults)
     return model
 
 
 class _Gateway:
-    """The parts and how they hang together."""
+    """The components of the gateway and their wiring."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _Gateway:
             config.api_key,
             config.admin_key,
             config.api_keys_file,
-            changed=lambda ring: self._metrics.quotas.limit_owners(ring.limited()),
+            changed=lambda ring: self._metrics.quotas.limit_owners(ring.limits_by_owner()),
         )
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
@@ -158,7 +159,7 @@ class _Gateway:
     async def run(
         self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
     ) -> None:
-        """Serve clients, and operators at `admin`, until `stop`; drain, deregister."""
+        """Serve clients, and operators on `admin`, until `stop`; then drain and deregister."""
         config = self._config
         server = internal_server(
             config.grpc_host,
@@ -167,6 +168,7 @@ class _Gateway:
             self._transport,
             self._running,
         )
+        # Start the servers before the registration publishes this gateway's address.
         await server.start()
         if self._grpc is not None:
             await self._grpc.start()
@@ -205,15 +207,18 @@ class _Gateway:
             await server.stop(grace_s=0.5)
 
     async def _leave(self, server: Server, operators: AdminPort | None) -> None:
-        """Take no new requests; wait until the running ones have ended or their time is up."""
+        """Stop accepting requests; wait for the running requests until the drain deadline."""
+        # First fail all health checks, so that load balancers stop routing here.
         server.drain()
         if self._grpc is not None:
             self._grpc.leave()
         await self._drain.leave(self._config.drain_delay_s)
         log.info("draining %d requests", self._drain.inflight)
+        # gRPC calls get extra time to send the errors of requests that the drain cancels.
         if self._grpc is not None:
             self._grpc.refuse(self._config.drain_timeout_s + GRACE_S)
         await self._drain.drain(self._config.drain_timeout_s)
+        # Close the admin port last: operators can watch the drain.
         if operators is not None:
             operators.close()
 
@@ -251,6 +256,7 @@ class _Gateway:
         )
 
     def _prefix_block_size(self) -> int:
+        # 0: hash no prefixes unless the scheduler ranks workers by cached prefixes.
         heartbeat = self._admission.heartbeat
         wanted = heartbeat is not None and heartbeat.wants_prefixes
         return self._view.block_size if wanted else 0
@@ -350,7 +356,7 @@ class _Gateway:
         return metrics
 
     def _expose(self) -> None:
-        """Connect metrics with parts that are made after the metrics."""
+        """Connect the metrics with components that are created after them."""
         self._metrics.keys_refused.set_function(lambda: self._keys.failing)
         self._metrics.keys_digest.set_function(lambda: self._keys.digest)
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)

@@ -71,7 +71,7 @@ async def test_too_many_viewers_are_told(case: Case, monkeypatch: pytest.MonkeyP
         await anext(states(response))
         refused = await case.admin.get(EVENTS)
         assert refused.status_code == 503
-        assert "watch already; close a page" in refused.json()["error"]["message"]
+        assert "viewers; close a page" in refused.json()["error"]["message"]
 
     async def free_again() -> bool:
         async with case.admin.stream("GET", EVENTS) as again:
@@ -86,7 +86,7 @@ async def test_what_was_public_is_there_only(case: Case) -> None:
         bare = {"x-tideserve-admin": ""}
         assert (await case.admin.post(path, json={}, headers=bare)).status_code == 403
         assert (await case.admin.post(path, json={})).status_code == 503, "a fake memory manager"
-    for path in ("/", "/page.js", "/draw.js", "/feed.js", "/words.js", "/page.css", "/icon.svg"):
+    for path in ("/", "/page.js", "/draw.js", "/feed.js", "/text.js", "/page.css", "/icon.svg"):
         answer = await case.admin.get(path)
         assert answer.status_code == 200
         assert "default-src 'none'" in answer.headers["content-security-policy"]

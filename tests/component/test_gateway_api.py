@@ -240,7 +240,7 @@ async def test_http_errors_have_openai_bodies(
             "correct it there",
         ),
         (b"", "the body is not valid JSON: Expecting value at line 1 column 1; correct it there"),
-        (b"[]", "the body must be one JSON object; put the parameters into { }"),
+        (b"[]", "the body must be a JSON object; put the parameters into { }"),
         (b'{"model": "\xff"}', "the body is not valid UTF-8; encode it as UTF-8"),
     ],
 )

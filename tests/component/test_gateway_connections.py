@@ -11,14 +11,14 @@ import pytest
 from starlette.types import Scope
 
 from services.gateway.config import GatewayConfig
-from services.gateway.http import front_door, protocol
-from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.http import protocol, request_middleware
 from services.gateway.http.protocol import (
     INCOMPLETE_BYTES_MAX,
     PIPELINED_BYTES_MAX,
     PIPELINED_MAX,
     BoundedProtocol,
 )
+from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX
 from tests.support.gateway import TIMEOUT_S, Case
 from tests.support.waiting import eventually
 
@@ -217,17 +217,17 @@ async def test_an_offer_to_upgrade_is_answered_in_http_1(case: Case) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1, "its body was taken for a request"
 
 
-async def test_few_more_headers_are_kept_than_the_front_door_lets_in(
+async def test_few_more_headers_are_kept_than_the_middleware_lets_in(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, seen = front_door.check_size, list[tuple[int, int]]()
+    check, seen = request_middleware.check_size, list[tuple[int, int]]()
 
     def noted(scope: Scope) -> None:
         headers = scope["headers"]
         seen.append((len(headers), sum(len(name) + len(value) for name, value in headers)))
         check(scope)
 
-    monkeypatch.setattr(front_door, "check_size", noted)
+    monkeypatch.setattr(request_middleware, "check_size", noted)
     for line in (b"x:\r\n", b"x: " + b"y" * 1000 + b"\r\n"):
         lines = line * (INCOMPLETE_BYTES_MAX // len(line) - 10)
         async with connection(case, LIVE[:-2] + lines + b"\r\n" + LIVE) as (reader, _):

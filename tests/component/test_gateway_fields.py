@@ -195,7 +195,7 @@ async def test_nul_in_a_prompt_is_text(case: Case) -> None:
 async def test_unknown_fields_are_told_in_a_header(case: Case) -> None:
     answer = await case.chat(odd=1, max_tokens=1, user="u")
     assert answer.status_code == 200
-    assert answer.headers["warning"] == '299 tideserve "unknown and ignored: odd"'
+    assert answer.headers["warning"] == '299 tideserve "ignored unknown fields: odd"'
     assert "warning" not in (await case.chat(max_tokens=1)).headers
     stream = await case.chat(odd=1, max_tokens=1, stream=True)
     assert stream.headers["warning"] == answer.headers["warning"]

@@ -10,8 +10,8 @@ import pytest
 
 from services.common.etcd import Store
 from services.gateway.grpc import call as call_module
-from services.gateway.grpc import lobby
-from services.gateway.grpc.lobby import READING_MAX
+from services.gateway.grpc import call_limits
+from services.gateway.grpc.call_limits import READING_MAX
 from tests.support.gateway import TIMEOUT_S, gateway_case
 from tests.support.waiting import eventually
 from tideserve.gateway.v1 import gateway_pb2 as pb
@@ -106,7 +106,7 @@ async def test_calls_that_stall_in_their_message_end_and_are_in_nobodys_way(
 async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_counted(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lobby, "PARKED_MAX", 1)
+    monkeypatch.setattr(call_limits, "PARKED_MAX", 1)
     async with gateway_case(store, tmp_path / "model") as case:
 
         async def told() -> bool:
@@ -136,7 +136,7 @@ async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_cou
                     await stub.ListModels(pb.ListModelsRequest(), timeout=TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     assert error.code() is grpc.StatusCode.UNAVAILABLE
-                    return "take nothing" in str(error.details())
+                    return "unread responses" in str(error.details())
                 return False
 
             assert await refused()

@@ -264,6 +264,6 @@ async def test_streams_without_requests_end(
     worker.go.set()
     answer = await call.read()
     assert texts_of(answer.infer_response) == [TEXT[:8]], "one that runs is waited for"
-    with pytest.raises(grpc.aio.AioRpcError, match="no request came") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="no request arrived") as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

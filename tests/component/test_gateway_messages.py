@@ -172,7 +172,7 @@ async def test_unknown_fields_are_told_or_refused(store: Store, tmp_path: Path) 
     async with gateway_case(store, tmp_path / "model") as case:
         answer = await send(case, **fields, speed="fast", cache_control={"type": "ephemeral"})
         assert answer.status_code == 200
-        assert answer.headers["warning"] == '299 tideserve "unknown and ignored: odd, n, stop"'
+        assert answer.headers["warning"] == '299 tideserve "ignored unknown fields: odd, n, stop"'
         assert answer.json()["content"] == [{"type": "text", "text": TEXT[:8]}]
     async with gateway_case(store, tmp_path / "model", unknown_fields="refuse") as case:
         for name, value in fields.items():

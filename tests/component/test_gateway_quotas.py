@@ -93,7 +93,7 @@ async def test_requests_beyond_the_limit_are_told_when_to_come_again(
     assert 20 <= int(refused.headers["retry-after"]) <= 30
     error = refused.json()["error"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
-    assert "alice may send 2 requests in a minute" in error["message"]
+    assert "alice has reached its limit of 2 requests per minute" in error["message"]
     # Before anything of it is read, and looking around costs nothing.
     broken = await case.http.post("/v1/completions", content=b"{", headers=alice.headers)
     assert broken.status_code == 429

@@ -316,7 +316,7 @@ async def test_what_would_be_stored_is_not_there(case: Case) -> None:
 async def test_unknown_fields_are_told(case: Case) -> None:
     answer = await send(case, odd=1, n=2, messages=[])
     assert answer.status_code == 200
-    assert answer.headers["warning"] == '299 tideserve "unknown and ignored: odd, n, messages"'
+    assert answer.headers["warning"] == '299 tideserve "ignored unknown fields: odd, n, messages"'
 
 
 async def test_a_full_cluster(case: Case) -> None:
@@ -371,6 +371,6 @@ async def test_metrics_and_description(case: Case) -> None:
 
 
 async def test_embeddings_are_refused(case: Case) -> None:
-    with pytest.raises(openai.BadRequestError, match="does not make embeddings") as caught:
+    with pytest.raises(openai.BadRequestError, match="does not support embeddings") as caught:
         await case.openai.embeddings.create(model="m", input="hi")
     assert caught.value.code == "unsupported"

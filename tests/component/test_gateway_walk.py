@@ -20,7 +20,7 @@ from starlette.routing import Route
 from services.common.etcd import Store
 from services.core.quota.limits import QuotaLimits
 from services.gateway import app as gateway_app
-from services.gateway.http.front_door import OPEN_ROUTES
+from services.gateway.http.request_middleware import OPEN_ROUTES
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
 from tideserve.cli.keys import add_key
 from tideserve.client import AsyncClient
@@ -186,7 +186,7 @@ TENSOR = kpb.ModelInferRequest.InferInputTensor(
     contents=kpb.InferTensorContents(bytes_contents=[b"hi"]),
 )
 INFERENCE = kpb.ModelInferRequest(model_name="m", inputs=[TENSOR])
-REFUSED = "this key may not use the model 'm'; ask for one that may"
+REFUSED = "this key may not use the model 'm'; request another key"
 NO, FINE = Gets("PERMISSION_DENIED"), Gets("OK")
 FOREIGN: dict[str, tuple[Message, Gets]] = {
     f"{GATEWAY}Chat": (CHAT, NO),

@@ -87,7 +87,7 @@ async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_p
         await page.until("document.querySelector('#progress').className === 'stable'")
         assert "layers 0–1 of 4" in await page.text(".tank")
         assert "w0 and w1 share one model" in await page.text("#headline")
-        assert "Somebody asked for it" in await page.text("#decisions")
+        assert "Manual merge" in await page.text("#decisions")
 
         await focus_on(page, "Split group-w0")
         await page.press("Enter")
@@ -120,9 +120,7 @@ async def test_nothing_opens_without_the_key(store: Store, tmp_path: Path) -> No
         assert await page.evaluate("document.querySelector('#main').hidden")
         await page.type("a wrong key")
         await page.press("Enter")
-        await page.until(
-            "document.querySelector('#login-said').innerText.includes('not the right')"
-        )
+        await page.until("document.querySelector('#login-message').innerText.includes('not valid')")
         await page.type(KEY)
         await page.press("Enter")
         await page.until(f"{TANKS}.length === 2 && {LIVE}")

@@ -169,7 +169,7 @@ def check_answers(method: str, answers: list[bytes], data: list[bytes]) -> None:
         told = [kserve.ModelStreamInferResponse.FromString(one) for one in answers]
         finals = [one.infer_response.parameters["triton_final_response"].bool_param for one in told]
         assert sum(finals) == len(data)
-        assert all(one.error_message != "internal error of the gateway; try again" for one in told)
+        assert all(one.error_message != "internal error of the gateway; retry" for one in told)
     elif method in (f"{GATEWAY}StreamChat", f"{GATEWAY}StreamComplete"):
         kind: Any = pb.StreamChatResponse if "Chat" in method else pb.StreamCompleteResponse
         pieces = [kind.FromString(one) for one in answers]

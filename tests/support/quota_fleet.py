@@ -12,7 +12,7 @@ from services.core.quota.owner_use import OwnerUse, Reservation
 from services.core.quota.state import QuotaState, Told
 
 OWNER = "alice"
-TELL_S = 1.0
+EXCHANGE_INTERVAL_S = 1.0
 LEASE_S = 10
 WINDOW_S = 60.0
 
@@ -44,7 +44,7 @@ class Fleet:
         self.states[name] = QuotaState()
         self.table[name] = Told(0, {})
         self._exchange(name)
-        self.at(self.now_s + self.rng.random() * TELL_S, lambda: self._tick(name))
+        self.at(self.now_s + self.rng.random() * EXCHANGE_INTERVAL_S, lambda: self._tick(name))
         self._next_request(name, rates)
 
     def die(self, name: str) -> None:
@@ -62,7 +62,9 @@ class Fleet:
         if name in self.states:
             self._exchange(name)
             # As late as a round trip to etcd may make it.
-            self.at(self.now_s + TELL_S + 0.2 * self.rng.random(), lambda: self._tick(name))
+            self.at(
+                self.now_s + EXCHANGE_INTERVAL_S + 0.2 * self.rng.random(), lambda: self._tick(name)
+            )
 
     def _exchange(self, name: str) -> None:
         state, now_s = self.states[name], self.now_s

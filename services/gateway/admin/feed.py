@@ -1,4 +1,4 @@
-"""The live feed: one producer, shared by all viewers; without viewers nothing is asked."""
+"""The live feed: a single producer for all viewers, idle without viewers."""
 
 import asyncio
 import contextlib
@@ -12,60 +12,60 @@ from services.common.timeouts import wait_set
 from services.gateway.vocabulary.errors import ServiceUnavailable
 
 PERIOD_S = 0.25
-# Workers whose state is sent in a second; larger clusters are shown less often.
+# Maximum worker states sent per second: larger clusters are polled less often.
 WORKERS_PER_S = 400
 HEARTBEAT_S = 2.0
 VIEWERS_MAX = 32
 RETRY_AFTER_S = 30.0
-HEARTBEAT = b": the feed lives\n\n"
+HEARTBEAT = b": heartbeat\n\n"
 
 
 class _Viewer:
-    """Sees the newest state only, so that nothing piles up for a slow viewer."""
+    """Holds only the newest state, so that a slow viewer builds up no backlog."""
 
     def __init__(self) -> None:
         self.frame: bytes | None = None
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
 
 
 class Feed:
-    """Looks at the cluster four times a second while there are viewers."""
+    """Polls the cluster's state four times a second while there are viewers."""
 
-    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        self._look = look
+    def __init__(self, poll: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._poll = poll
         self._viewers: set[_Viewer] = set()
         self._wanted = asyncio.Event()
         self._frame: bytes | None = None
         self._closed = False
 
     async def run(self) -> None:
-        """Produce until cancelled."""
+        """Poll and publish until cancelled."""
         while True:
             await self._wanted.wait()
             began_s = monotonic_s()
-            state = await self._look()
+            state = await self._poll()
             self._publish(b"data: " + msgspec.json.encode(state) + b"\n\n")
             period_s = max(PERIOD_S, len(state["workers"]) / WORKERS_PER_S)
             await asyncio.sleep(max(0.0, began_s + period_s - monotonic_s()))
 
     def close(self) -> None:
-        """End all streams; there are no new ones."""
+        """End all streams and refuse new viewers."""
         self._closed = True
         for viewer in self._viewers:
-            viewer.news.set()
+            viewer.changed.set()
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[AsyncIterator[bytes]]:
-        """The feed of one viewer, as server-sent events, while the context lasts.
+        """The feed of a viewer as server-sent events, while the context lasts.
 
         Raises:
-            ServiceUnavailable: if there are too many, or the gateway stops.
+            ServiceUnavailable: if there are too many viewers, or the gateway stops.
         """
         if self._closed or len(self._viewers) >= VIEWERS_MAX:
             raise ServiceUnavailable(
-                "this gateway is shutting down; open the page of another"
+                "this gateway is shutting down; open the page of another gateway"
                 if self._closed
-                else f"{VIEWERS_MAX} viewers watch already; close a page and try again",
+                else f"the feed already has {VIEWERS_MAX} viewers; close a page and retry",
                 retry_after_s=RETRY_AFTER_S,
             )
         viewer = _Viewer()
@@ -80,17 +80,18 @@ class Feed:
                 self._frame = None
 
     async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
-        # A later page gets the state at once, without a change.
+        # Send the last state at once: a new viewer must not wait for a change.
         yield self._frame or HEARTBEAT
         while not self._closed:
-            await wait_set(viewer.news, HEARTBEAT_S)
+            await wait_set(viewer.changed, HEARTBEAT_S)
             frame, viewer.frame = viewer.frame, None
             yield frame or HEARTBEAT
 
     def _publish(self, frame: bytes) -> None:
+        # Send changes only; heartbeats keep the connections alive.
         if frame == self._frame:
             return
         self._frame = frame
         for viewer in self._viewers:
             viewer.frame = frame
-            viewer.news.set()
+            viewer.changed.set()

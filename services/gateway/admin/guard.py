@@ -1,9 +1,9 @@
-"""The checks that every request to the admin port passes first.
+"""The checks of every request to the admin port: DNS rebinding, CSRF, authentication.
 
-Browsers carry requests of any website to any address that they reach, this machine's own included.
-So a request must name a host that is ours (a name that an attacker points at 127.0.0.1 is not),
-must not come from a page of another origin, and what changes something needs a header that no
-foreign page can set without asking first, which is never allowed.
+Browsers send requests of any website to any address that they can reach, localhost included. So a
+request must name a known host (against DNS rebinding) and must not come from another origin.
+Requests with side effects also need a header that pages of other origins can only send after a CORS
+preflight, which this port never grants.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.logging import request_ids
 from services.gateway.http.errors import error_response
-from services.gateway.http.front_door import authorization_of, check_size, endpoint_of
+from services.gateway.http.request_middleware import authorization_of, check_size, endpoint_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.request_log import RequestLog
 from services.gateway.records.request_record import SCOPE_KEY, RequestRecord, new_record
@@ -38,15 +38,15 @@ SECURITY_HEADERS = {
 }
 
 
-class Guard:
+class AdminGuard:
     """ASGI middleware around the admin application."""
 
     def __init__(
         self, app: ASGIApp, host: str, names: str, keys: KeyRing, open_paths: frozenset[str]
     ) -> None:
-        """`host`: where the port listens; `names`: of it, separated by commas.
+        """`host`: the listening address. `names`: further host names, separated by commas.
 
-        `open_paths` need no key: they are the page itself, into which a person puts the key.
+        `open_paths` need no key: the files of the page with the login form.
         """
         self._app = app
         self._only_loopback = is_loopback(host)
@@ -57,7 +57,7 @@ class Guard:
         self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it here."""
+        """Forward the request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -83,7 +83,7 @@ class Guard:
                 record.fail(error)
             finally:
                 record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
-                # Programs poll several times a second; only changes are logged.
+                # Log only changes and errors: programs poll several times a second.
                 if scope["method"] not in OPEN_METHODS or record.status >= ERRORS:
                     self._log.write(record)
 
@@ -91,10 +91,11 @@ class Guard:
         check_size(scope)
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._is_ours(host):
+        # DNS rebinding: the browser sends the attacker's host name, which is not in the list.
+        if not self._is_known_host(host):
             raise Forbidden(
-                f"the admin port is not known as {host[:64]!a}; use its address, or add the name to"
-                " 'admin_names'"
+                f"the host name {host[:64]!a} is not allowed on the admin port; use its address, or"
+                " add the name to 'admin_names'"
             )
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
@@ -104,11 +105,12 @@ class Guard:
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Forbidden("pages of another site may not use the admin port; open its own page")
         record.principal = self._keys.operator(authorization_of(scope))
+        # CSRF: a page of another origin cannot set the header without a preflight.
         if scope["method"] not in OPEN_METHODS and headers.get(ADMIN_HEADER) != "1":
-            raise Forbidden(f"what changes something needs the header '{ADMIN_HEADER}: 1'; send it")
+            raise Forbidden(f"this request needs the header '{ADMIN_HEADER}: 1'; send it")
 
-    def _is_ours(self, host: str) -> bool:
-        """Whether a Host header names this port; any number is safe, as nobody can rebind it."""
+    def _is_known_host(self, host: str) -> bool:
+        """Whether a Host header may name this port. IP addresses cannot be rebound by DNS."""
         name = host_name(host)
         if name in self._names:
             return True
@@ -120,7 +122,7 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """The host of a Host header, without port and brackets, in small letters."""
+    """The host of a Host header in lower case, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

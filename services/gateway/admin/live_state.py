@@ -1,4 +1,4 @@
-"""What the live page shows at one moment."""
+"""The state that the live page shows."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,34 +9,35 @@ from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.records.metrics import EndpointTotals, Metrics
 
-# By action and cause, or by action alone; `wanted` is what the threshold is compared with.
+# By action and cause, or by action alone. `wanted`: demand plus forecast.
 SENTENCES = {
-    "merge manual": "Somebody asked for it: {names} merge into one group.",
+    "merge manual": "Manual merge: {names} merge into a single group.",
     "merge": (
-        "Requests need {wanted:,} tokens of KV; there is room for {threshold_tokens:,}."
-        " Groups merge and drop layers that both hold."
+        "Requests need {wanted:,} tokens of KV cache, the threshold is {threshold_tokens:,}."
+        " Groups merge and drop duplicate layers."
     ),
     "merge of full groups": (
-        "Requests at full groups need {stuck_tokens:,} tokens of KV more than these hold."
-        " Groups merge and drop layers that both hold."
+        "Requests at full groups need {stuck_tokens:,} more tokens of KV cache than these groups"
+        " have. Groups merge and drop duplicate layers."
     ),
-    "restore manual": "Somebody asked for it: {names} splits, and its parameters come back.",
-    "restore draining": "A worker of {names} is leaving, so the group splits.",
+    "restore manual": "Manual split: {names} splits and restores its parameters.",
+    "restore draining": "A worker of {names} is draining, so the group splits.",
     "restore": (
-        "Demand fell to {wanted:,} tokens of KV, below {threshold_tokens:,}: {names} splits, and"
-        " its parameters come back."
+        "Demand fell to {wanted:,} tokens of KV cache, below the threshold of"
+        " {threshold_tokens:,}: {names} splits and restores its parameters."
     ),
     "exhausted": (
-        "Requests need {needed_tokens:,} tokens of KV more than there is, whatever groups merge."
+        "Requests need {needed_tokens:,} more tokens of KV cache than any merge can provide."
         " Add workers."
     ),
 }
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """What was decided and why; `row` has the names of Decision in memmgr.proto."""
+    """Describe a decision and its cause; `row` has the fields of Decision in memmgr.proto."""
     action, cause = row["action"], row["cause"]
     wanted = row["demand_tokens"] + row["forecast_tokens"]
+    # A merge below the threshold serves requests that wait at full groups.
     if (action, cause) == ("merge", "overload") and wanted <= row["threshold_tokens"]:
         text = SENTENCES["merge of full groups"]
     else:
@@ -48,49 +49,47 @@ def sentence(row: Mapping[str, Any]) -> str:
 WINDOW_S = 2.0
 
 
-class Pulse:
-    """Tokens a second and time to first token over the last `WINDOW_S`.
-
-    It is told at most some times a second, so that it keeps few looks.
-    """
+class RateWindow:
+    """Tokens per second and time to first token over a sliding window of `WINDOW_S`."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, EndpointTotals]] = deque(maxlen=64)
+        # Bounded: the feed takes a few samples per second.
+        self._samples: deque[tuple[float, EndpointTotals]] = deque(maxlen=64)
 
     def note(self, now_s: float, totals: EndpointTotals) -> None:
-        """What the counters show at `now_s`."""
-        self._looks.append((now_s, totals))
-        while len(self._looks) > 2 and now_s - self._looks[1][0] >= WINDOW_S:
-            self._looks.popleft()
+        """Add a sample of the counters."""
+        self._samples.append((now_s, totals))
+        while len(self._samples) > 2 and now_s - self._samples[1][0] >= WINDOW_S:
+            self._samples.popleft()
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second; 0 before the second look."""
+        """Output tokens per second; 0 before the second sample."""
         (began_s, first), (now_s, last) = self._ends()
         elapsed_s = now_s - began_s
         return (last.output_tokens - first.output_tokens) / elapsed_s if elapsed_s > 0 else 0.0
 
     @property
     def ttft_s(self) -> float | None:
-        """Mean time to first token of the requests that got theirs; None if none did."""
+        """Mean time to first token in the window, in seconds; None without first tokens."""
         (_, first), (_, last) = self._ends()
         count = last.first_tokens - first.first_tokens
         return (last.first_tokens_s - first.first_tokens_s) / count if count else None
 
     def _ends(self) -> tuple[tuple[float, EndpointTotals], tuple[float, EndpointTotals]]:
-        nothing = (0.0, EndpointTotals(0, 0, 0.0))
-        if not self._looks:
-            return nothing, nothing
-        return self._looks[0], self._looks[-1]
+        empty = (0.0, EndpointTotals(0, 0, 0.0))
+        if not self._samples:
+            return empty, empty
+        return self._samples[0], self._samples[-1]
 
 
-# Asking every process costs more than asking the memory manager.
+# Less often than the cluster's memory: this polls every process, not just the memory manager.
 SERVICES_PERIOD_S = 2.0
 DECISIONS_SHOWN = 12
 
 
 class LiveState:
-    """Gathers the cluster's memory at each look, and the services' state less often."""
+    """Collects the cluster's memory on each call, and the state of the services less often."""
 
     def __init__(
         self, model: str, cluster: ClusterClient, probe: ReadinessProbe, metrics: Metrics
@@ -99,18 +98,18 @@ class LiveState:
         self._cluster = cluster
         self._probe = probe
         self._metrics = metrics
-        self._pulse = Pulse()
+        self._rates = RateWindow()
         self._services: list[dict[str, Any]] = []
         self._services_s = -SERVICES_PERIOD_S
 
-    async def look(self) -> dict[str, Any]:
-        """The state of this moment; takes up to some seconds where services are silent."""
+    async def poll(self) -> dict[str, Any]:
+        """The current state; takes up to some seconds if services do not respond."""
         rows = self._cluster.rows(await self._cluster.cluster())
         now_s = monotonic_s()
         if now_s - self._services_s >= SERVICES_PERIOD_S:
             self._services_s = now_s
             self._services = await self._cluster.services()
-        self._pulse.note(monotonic_s(), self._metrics.totals())
+        self._rates.note(monotonic_s(), self._metrics.totals())
         decisions = [_decision(row) for row in rows["decisions"][-DECISIONS_SHOWN:]]
         return rows | {
             "model": self._model,
@@ -118,8 +117,8 @@ class LiveState:
             "decisions": decisions,
             "missing": list(self._probe.look().missing),
             "queued": self._probe.queued(),
-            "tokens_per_s": round(self._pulse.tokens_per_s, 1),
-            "ttft_s": self._pulse.ttft_s,
+            "tokens_per_s": round(self._rates.tokens_per_s, 1),
+            "ttft_s": self._rates.ttft_s,
         }
 
 

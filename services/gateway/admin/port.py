@@ -1,4 +1,4 @@
-"""The admin port: a server of its own beside the public one."""
+"""The admin port: a separate HTTP server for operators."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.metrics_server import CONTENT_TYPE
 from services.gateway.admin.feed import Feed
-from services.gateway.admin.guard import Guard
+from services.gateway.admin.guard import AdminGuard
 from services.gateway.admin.live_state import LiveState
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
@@ -35,7 +35,7 @@ PAGE = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/draw.js": ("draw.js", "text/javascript; charset=utf-8"),
-    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
+    "/text.js": ("text.js", "text/javascript; charset=utf-8"),
     "/feed.js": ("feed.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -54,17 +54,17 @@ def build(
     feed: Feed,
     metrics: Metrics,
 ) -> ASGIApp:
-    """All routes for operators behind the guard; for `host` and `names` see Guard."""
+    """The routes for operators behind the guard; `host` and `names`: see AdminGuard."""
     app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(_page())
     app.include_router(_state(cluster, feed, metrics))
     app.include_router(_groups(group_client))
-    return Guard(app, host, names, keys, frozenset(PAGE))
+    return AdminGuard(app, host, names, keys, frozenset(PAGE))
 
 
 def _page() -> APIRouter:
-    """The live page: files of this package, read once."""
+    """The live page: files of this package, loaded once."""
     routes = APIRouter()
     folder = files("services.gateway.admin") / "page"
     for path, (name, media_type) in PAGE.items():
@@ -84,55 +84,56 @@ def _state(cluster: ClusterClient, feed: Feed, metrics: Metrics) -> APIRouter:
 
     @routes.get("/tideserve/v1/status", response_class=JSONResponse)
     async def status() -> Response:
-        """Services, workers, groups and decisions."""
+        """The status of services, workers, groups and decisions."""
         return JSONResponse(await cluster.status())
 
     @routes.get("/tideserve/v1/events", response_class=StreamingResponse)
     async def events() -> Response:
-        """The same and rates as server-sent events, on change, at most four a second."""
+        """The status and rates as server-sent events: on change, at most four per second."""
         return _FeedResponse(feed)
 
     @routes.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
-        """The metrics of this gateway, also where they are not public."""
+        """The metrics of this gateway, also if they are not public."""
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return routes
 
 
 class _FeedResponse(Response):
-    """Watches the feed for as long as the response lasts."""
+    """A viewer of the feed for the duration of the response."""
 
     def __init__(self, feed: Feed) -> None:
         super().__init__()
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raise ServiceUnavailable, before anything is sent, if there are too many viewers."""
+        """Stream the feed. Raises ServiceUnavailable first if there are too many viewers."""
         headers = {name.decode(): value.decode() for name, value in HEADERS}
         with self._feed.viewer() as frames:
             await StreamingResponse(frames, headers=headers)(scope, receive, send)
 
 
 def _groups(groups: GroupClient) -> APIRouter:
-    """Merge and split groups by hand; the answers are server-sent events, one for every step."""
+    """Manual merge and split; each step is sent as a server-sent event."""
     routes = APIRouter()
 
     @routes.post("/tideserve/v1/groups/merge", response_class=StreamingResponse)
     async def merge(group: Names = []) -> Response:  # noqa: B006  # FastAPI copies it
-        """Merge the groups in the order given; all groups if none is."""
+        """Merge the given groups in order; default: all groups."""
         return await _streamed(groups.merge(group))
 
     @routes.post("/tideserve/v1/groups/split", response_class=StreamingResponse)
     async def split(group: Annotated[str | None, Query(max_length=256)] = None) -> Response:
-        """Split the group; the only merged one if none is given."""
+        """Split a group; default: the only merged group."""
         return await _streamed(groups.split(group))
 
     return routes
 
 
 async def _streamed(steps: AsyncIterator[GroupStep]) -> Response:
-    """The steps as they come; what is refused at once is an error with its status."""
+    """Stream the steps; a refused command is an error response with its status."""
+    # Wait for the first step, as the status can only be set before the response begins.
     first = await anext(steps)
     return StreamingResponse(_events(first, steps), media_type="text/event-stream")
 
@@ -153,38 +154,38 @@ def _event(step: GroupStep) -> bytes:
 
 
 RETRY_S = 1.0
-TELL_EVERY_S = 60.0
+LOG_INTERVAL_S = 60.0
 
 
-async def kept_up(work: Callable[[], Awaitable[None]], name: str) -> None:
-    """Do `work` to its end; whatever it raises, it begins again after `RETRY_S` seconds.
+async def restart_on_failure(work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Run `work`; after an exception log it and restart after `RETRY_S` seconds.
 
-    The failure is logged, at most once in `TELL_EVERY_S` seconds.
+    Logs at most once per `LOG_INTERVAL_S` seconds.
     """
-    told_s = -TELL_EVERY_S
+    logged_s = -LOG_INTERVAL_S
     while True:
         try:
             await work()
             return
         except Exception:
-            if monotonic_s() - told_s >= TELL_EVERY_S:
-                told_s = monotonic_s()
-                log.exception("%s has failed and begins again; clients are served on", name)
+            if monotonic_s() - logged_s >= LOG_INTERVAL_S:
+                logged_s = monotonic_s()
+                log.exception("%s failed and restarts; clients are not affected", name)
         await asyncio.sleep(RETRY_S)
 
 
-async def kept_apart(work: Awaitable[None], name: str) -> None:
-    """Do `work` to its end; whatever it raises is logged, and the caller goes on."""
+async def log_failure(work: Awaitable[None], name: str) -> None:
+    """Run `work`; log an exception instead of raising it."""
     try:
         await work
     except Exception:
         log.exception(
-            "%s has failed; clients are served on; restart this gateway to have it back", name
+            "%s failed; clients are not affected; restart this gateway to recover it", name
         )
 
 
 class AdminPort:
-    """Serves operators, also while the gateway drains."""
+    """The server for operators; it also serves while the gateway drains."""
 
     def __init__(
         self,
@@ -200,25 +201,23 @@ class AdminPort:
         names: str,
         keep_alive_s: float,
     ) -> None:
-        """`host` and `names`: see Guard. `tls` is that of the public port; a loopback `host`
-        does without.
-        """
-        self._feed = Feed(LiveState(model, cluster, probe, metrics).look)
+        """`host` and `names`: see AdminGuard. `tls`: of the public port, unused on loopback."""
+        self._feed = Feed(LiveState(model, cluster, probe, metrics).poll)
         app = build(host, names, keys, cluster, groups, self._feed, metrics)
         self._http = HttpServer(app, None if is_loopback(host) else tls, keep_alive_s)
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until `close`, which ends the feeds of all viewers; never fails."""
-        log.info("listening for operators on %s:%d", *listener.getsockname()[:2])
-        await kept_apart(self._serve(listener), "the port for operators")
+        """Serve until `close`, which also ends all feeds. Logs failures instead of raising."""
+        log.info("admin port listening on %s:%d", *listener.getsockname()[:2])
+        await log_failure(self._serve(listener), "the admin port")
 
     async def _serve(self, listener: socket.socket) -> None:
         async with asyncio.TaskGroup() as tasks:
-            feed = tasks.create_task(kept_up(self._feed.run, "the live page's feed"))
+            feed = tasks.create_task(restart_on_failure(self._feed.run, "the live page's feed"))
             await self._http.serve([listener])
             feed.cancel()
 
     def close(self) -> None:
-        """End `run` within seconds."""
+        """Stop `run` within seconds."""
         self._feed.close()
         self._http.stop()

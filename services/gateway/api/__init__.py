@@ -1,1 +1,1 @@
-"""What clients may send, whichever door it comes through."""
+"""Request bodies: fields, defaults and checks, shared by the HTTP and gRPC APIs."""

@@ -1,4 +1,4 @@
-"""Bodies of chats."""
+"""The body of chats, and the conversion of other APIs' bodies to it."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ VARIABLES: Mapping[str, type] = {
     "thinking_budget": int,
     "tools_in_user_message": bool,
 }
-"""Names in templates that clients may set, and the types of their values."""
+"""Template variables that clients may set, and their types."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", str: f"up to {TEXT_CHARS_MAX} characters"}
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 
@@ -52,15 +52,15 @@ def _parse(value: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise refusal("must be an object")
-    for name, item in value.items():
+    for name, setting in value.items():
         kind = VARIABLES.get(name)
         if kind is None:
             known = ", ".join(VARIABLES)
-            raise refusal(f"may have {known}; '{shown(name)}' is none of them")
-        fits = type(item) is kind and (kind is not str or _is_short(str(item)))
-        if item is not None and not fits:
+            raise refusal(f"must not have '{shown(name)}'; the variables are {known}")
+        fits = type(setting) is kind and (kind is not str or _is_short(str(setting)))
+        if setting is not None and not fits:
             raise refusal(f"must have {_TYPE_NAMES[kind]} as '{name}'")
-    return {name: item for name, item in value.items() if item is not None}
+    return {name: setting for name, setting in value.items() if setting is not None}
 
 
 def _is_short(value: str) -> bool:
@@ -90,18 +90,16 @@ TemplateVariables = Annotated[
 def template_variables(
     given: Mapping[str, Any], enable_thinking: bool | None, effort: str | None
 ) -> dict[str, Any]:
-    """All that is told to the template; what is `given` by name holds.
-
-    An effort of "none" is no thinking, by the names that models have for it.
-    """
-    told: dict[str, Any] = {}
+    """The variables of the template; those `given` by name take precedence."""
+    variables: dict[str, Any] = {}
     if effort is not None:
-        told["reasoning_effort"] = effort
+        variables["reasoning_effort"] = effort
+    # Models name the switch differently: set both names.
     if effort == "none":
-        told |= {"enable_thinking": False, "thinking": False}
+        variables |= {"enable_thinking": False, "thinking": False}
     if enable_thinking is not None:
-        told |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
-    return {**told, **given}
+        variables |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
+    return {**variables, **given}
 
 
 class ChatRequest(GenerationRequest):
@@ -110,50 +108,51 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
     ] = Field(
-        description="Of the roles system, developer, user and assistant; text, or text parts,"
-        " which are joined."
+        description="Messages of the roles system, developer, user, assistant and tool; content is"
+        " text, or text parts, which are joined."
     )
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Most output tokens; left out: what the context allows."
+        None, description="Maximum output tokens. Default: what the context allows."
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="The newer name of max_tokens."
     )
-    logprobs: bool | None = Field(None, description="Of the raw logits, of each output token.")
+    logprobs: bool | None = Field(
+        None, description="Whether to return log probabilities of the output tokens (raw logits)."
+    )
     top_logprobs: Top | None = Field(
-        None, description="So many of the most likely tokens beside each; needs logprobs."
+        None, description="Number of most likely tokens per output token; needs logprobs."
     )
     add_generation_prompt: bool | None = Field(
-        None, description="false leaves out what begins the assistant's answer."
+        None, description="false omits the start of the assistant's message from the prompt."
     )
     continue_final_message: bool | None = Field(
         None,
-        description="The output goes on with the last message; needs add_generation_prompt false.",
+        description="The output continues the last message; needs add_generation_prompt false.",
     )
     tools: Tools = Field((), description="Functions that the model may call; see agents.md.")
     tool_choice: Choice = Field(
         None, description="none, auto (the default), required, or the function to call."
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="false: a forced call is a single one, as that of a named function is."
+        None, description="false: at most a single forced call, as with a named function."
     )
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="Told to the template; none: no thinking, where the template can."
+        None, description="Passed to the template. none: no thinking, if the template supports it."
     )
-    enable_thinking: bool | None = Field(None, description="Told to the template.")
-    include_reasoning: bool | None = Field(
-        None, description="false: what is thought before the answer is not sent."
-    )
+    enable_thinking: bool | None = Field(None, description="Passed to the template.")
+    include_reasoning: bool | None = Field(None, description="false: the reasoning is not sent.")
     chat_template_kwargs: TemplateVariables = Field(
-        {}, description=f"Told to the template: {', '.join(VARIABLES)}."
+        {}, description=f"Passed to the template: {', '.join(VARIABLES)}."
     )
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
+        # Equal values are fine: some clients send both names.
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise BadRequest(
-                "'max_tokens' and 'max_completion_tokens' differ; send one of them",
+                "'max_tokens' and 'max_completion_tokens' differ; send only one",
                 param="max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
@@ -174,11 +173,12 @@ class ChatRequest(GenerationRequest):
         if choice is None or choice.mode is CallMode.NONE:
             return
         if not self.tools and choice.mode is CallMode.REQUIRED:
-            raise BadRequest("'tool_choice' needs 'tools'; send some", param="tool_choice")
+            raise BadRequest("'tool_choice' needs 'tools'; send tools", param="tool_choice")
+        # A tool that was not sent could never be called.
         absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
         if absent:
             raise BadRequest(
-                f"'tool_choice' names '{min(absent)}', which is none of the 'tools'; send it, too",
+                f"'tool_choice' names '{min(absent)}', which is not in 'tools'; add it to 'tools'",
                 param="tool_choice",
             )
 
@@ -191,7 +191,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def call_mode(self) -> CallMode:
-        """Whether tools are called."""
+        """The effective mode of `tool_choice`."""
         if not self.tools:
             return CallMode.NONE
         return CallMode.AUTO if self.tool_choice is None else self.tool_choice.mode
@@ -206,31 +206,32 @@ class ChatRequest(GenerationRequest):
 
     @property
     def several_calls(self) -> bool:
-        """Whether a grammar of calls takes more than one."""
+        """Whether the grammar permits several calls."""
         single = self.tool_choice is not None and self.tool_choice.single
         return self.parallel_tool_calls is not False and not single
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template is told beside the messages."""
+        """The template's variables besides the messages."""
         return template_variables(
             self.chat_template_kwargs, self.enable_thinking, self.reasoning_effort
         )
 
 
 def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
-    """A chat request; unknown fields are refused, or noted in its warnings.
+    """Parse a chat request; unknown fields are refused, or noted in its warnings.
 
     Raises:
-        BadRequest: if a field is wrong.
+        BadRequest: if a field is invalid.
     """
     return chat_of(data, UnknownFields(refuse_unknown))
 
 
 def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
-    """See `parse_chat`; `unknown` may have met some already."""
+    """Like `parse_chat`; adds to the fields in `unknown`."""
     fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
+        # Count first, so that the work per message is bounded.
         check_count(messages)
         fields["messages"] = [plain_message(message, unknown) for message in messages]
     return validated_generation(ChatRequest, fields, unknown)
@@ -241,11 +242,12 @@ _QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The fields of a dialect's body.
+class BodyFields:
+    """The fields of another API's body, which is converted to a chat.
 
-    `own` are those that it translates. `names` tells what it calls fields of the chat, and `absent`
-    are fields of the chat that it has under no name: both are unknown by their names of the chat.
+    `own`: fields that the conversion translates. `names`: chat fields that the API names
+    differently, with its names. `absent`: chat fields that the API lacks. The chat's names of both
+    are unknown fields in the API.
     """
 
     own: frozenset[str]
@@ -255,13 +257,13 @@ class Vocabulary:
 
     @property
     def passed_on(self) -> frozenset[str]:
-        """Fields of the chat that the dialect has under the same name."""
+        """Chat fields with the same name in the API."""
         return frozenset(ChatRequest.model_fields) - self.names.keys() - self.absent - self.own
 
     def split(
         self, data: Mapping[str, Any], unknown: UnknownFields
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Its own fields, and those of the chat; without what asks for nothing.
+        """Split a body into the API's own fields and chat fields, without ignored fields.
 
         Raises:
             BadRequest: see `known_fields`.
@@ -271,27 +273,27 @@ class Vocabulary:
         return own, {name: value for name, value in known.items() if name not in own}
 
     def chat(self, fields: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
-        """The chat that a body stands for; errors are told by the names that the client used.
+        """Parse the converted fields as a chat. Errors have the API's field names.
 
         Raises:
-            BadRequest: if a field is wrong.
+            BadRequest: if a field is invalid.
         """
         try:
             return chat_of(fields, unknown)
         except BadRequest as error:
-            # Where inside of a field it is wrong is left out: the dialect has other places.
-            message = _QUOTED_PLACE.sub(self._exchanged, error.message)
+            # Omit the position within a field: it differs in the API's body.
+            message = _QUOTED_PLACE.sub(self._api_name, error.message)
             param = error.param and self.names.get(error.param.partition(".")[0], error.param)
             raise type(error)(message, param=param, code=error.code) from None
 
     def renamed(self, error: GatewayError) -> tuple[str, str | None]:
-        """Message and field of an error from the chat's checks, by the client's names."""
+        """Translate the field names in an error of the chat: (message, param)."""
         if error.code == UNKNOWN_PARAMETER:
-            # The name that the client used was the wrong one.
+            # The error quotes the client's own field name.
             return error.message, error.param
-        message = _QUOTED_NAME.sub(self._exchanged, error.message)
+        message = _QUOTED_NAME.sub(self._api_name, error.message)
         return message, error.param and self.names.get(error.param, error.param)
 
-    def _exchanged(self, match: re.Match[str]) -> str:
+    def _api_name(self, match: re.Match[str]) -> str:
         name = self.names.get(match[1])
         return match[0] if name is None else f"'{name}'"

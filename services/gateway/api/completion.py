@@ -1,4 +1,4 @@
-"""Bodies of completions."""
+"""The body of completions."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -17,34 +17,37 @@ from services.gateway.api.prompts import Prompts
 from services.gateway.vocabulary.errors import BadRequest
 
 COMPLETION_TOKENS = 16
-"""Output tokens of a completion that does not say how many."""
+"""Default of max_tokens."""
 
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Prompts = Field(description="Texts or lists of token ids, mixed too.")
+    prompt: Prompts = Field(description="Text, token ids, or a list of these.")
     max_tokens: Tokens | None = Field(
         None,
-        description=f"Most output tokens; left out: {COMPLETION_TOKENS}. 0 needs echo.",
+        description=f"Maximum output tokens. Default: {COMPLETION_TOKENS}. 0 needs echo.",
     )
     logprobs: Top | None = Field(
-        None, description="Of the raw logits, with so many of the most likely tokens beside each."
+        None,
+        description="Return log probabilities (raw logits), with this number of most likely tokens"
+        " per token.",
     )
     echo: bool | None = Field(
-        None, description="The text begins with the prompt, log probabilities too."
+        None, description="The text and the log probabilities start with the prompt."
     )
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest(
-                "'max_tokens' 0 needs 'echo': true; ask for one token or more", param="max_tokens"
+                "'max_tokens' 0 needs 'echo': true; send 'echo', or at least 1", param="max_tokens"
             )
+        # Each choice is admitted and scheduled separately, so bound them per request.
         if len(self.prompt) * self.choices > CHOICES_MAX:
             raise BadRequest(
-                f"'n' {self.choices} of {len(self.prompt)} prompts makes more than {CHOICES_MAX}"
-                " choices; send several requests",
+                f"'n' {self.choices} with {len(self.prompt)} prompts exceeds {CHOICES_MAX} choices;"
+                " send several requests",
                 param="n",
             )
         return self
@@ -55,11 +58,11 @@ class CompletionRequest(GenerationRequest):
 
 
 def parse_completion(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> CompletionRequest:
-    """A completion request; see `parse_chat`."""
+    """Parse a completion request; see `parse_chat`."""
     return completion_of(data, UnknownFields(refuse_unknown))
 
 
 def completion_of(data: Mapping[str, Any], unknown: UnknownFields) -> CompletionRequest:
-    """See `parse_completion` and `chat_of`."""
+    """Like `parse_completion`; adds to the fields in `unknown`."""
     fields = known_fields(data, CompletionRequest.model_fields, COMPLETION, unknown)
     return validated_generation(CompletionRequest, fields, unknown)

@@ -1,4 +1,4 @@
-"""The messages of a chat: their checks, and their form for templates."""
+"""The messages of a chat: checks, and conversion for chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,32 @@ from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 PARAM = "messages"
 MESSAGES_MAX = 4096
-"""Most messages of a chat."""
+"""Maximum messages of a chat."""
 MESSAGE_CHARS = 64
 """Cost of an empty message, in characters of text."""
 CALLS_MAX = 128
-"""Most calls in one message."""
+"""Maximum tool calls in a message."""
 
-# Fields without a meaning here; clients send back fields of earlier answers.
+# Ignored fields: clients echo fields of earlier responses.
 _HARMLESS = ("name",)
 _UNSUPPORTED = ("annotations", "audio", "function_call", "refusal")
 
 
 class _Part(BaseModel):
-    """A part of a message; unknown fields, which clients send back, are ignored."""
+    """A part of a message; ignores unknown fields, which clients echo from earlier responses."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 class CalledFunction(_Part):
-    """Name and arguments of a call; the latter are JSON, as the model wrote it."""
+    """The name and the arguments of a call; the arguments are JSON text of the model."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = "{}"
 
     def parsed(self) -> Any:
-        """The arguments as templates take them: an object, or the text if it is none."""
+        """The arguments for templates: an object, or the text if it is not a JSON object."""
+        # Keep invalid JSON: a truncated call of an earlier turn must not fail the request.
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -45,7 +46,7 @@ class CalledFunction(_Part):
 
 
 class ToolCall(_Part):
-    """A call that the model made."""
+    """A tool call of the model."""
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
@@ -53,39 +54,41 @@ class ToolCall(_Part):
 
 
 class Message(BaseModel):
-    """One message of a chat."""
+    """A message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = Field(None, description="It may lack beside tool_calls.")
+    content: Content | None = Field(None, description="Optional with tool_calls.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=CALLS_MAX)] | None = Field(
-        None, description="Of the assistant, as it was given them."
+        None, description="The assistant's calls, as in its response."
     )
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="The call that a message of role tool answers."
     )
-    reasoning: str | None = Field(None, description="Of the assistant; templates may show it.")
+    reasoning: str | None = Field(
+        None, description="The assistant's reasoning; some templates include it."
+    )
     reasoning_content: str | None = Field(None, description="The older name of reasoning.")
 
     @property
     def size(self) -> int:
-        """The approximate cost of the message in characters; every part costs some."""
+        """The approximate cost of the message in characters, with a fixed cost per part."""
         calls = sum(MESSAGE_CHARS + len(call.function.arguments) for call in self.tool_calls or ())
         reasoning = self.reasoning or self.reasoning_content or ""
         return MESSAGE_CHARS + len(self.content or "") + len(reasoning) + calls
 
 
 def check_count(messages: Sequence[Any]) -> None:
-    """Raise BadRequest if there are too many messages; call it before they are read."""
+    """Raise BadRequest if there are too many messages. Call it before parsing them."""
     if len(messages) > MESSAGES_MAX:
-        raise _wrong(
-            f"there are {len(messages)} messages, but {MESSAGES_MAX} are the most; send fewer"
+        raise _invalid(
+            f"the chat has {len(messages)} messages, the maximum is {MESSAGES_MAX}; send fewer"
         )
 
 
 def plain_message(message: Any, unknown: UnknownFields) -> Any:
-    """The message without fields that ask for nothing."""
+    """The message without ignored fields; raises NotSupported for unsupported fields."""
     if not isinstance(message, dict):
         return message
     kept = {}
@@ -93,12 +96,12 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
         if name in _UNSUPPORTED:
             if value not in (None, [], ""):
                 raise NotSupported(
-                    f"'{name}' in a message is not supported yet; leave it out", param=PARAM
+                    f"'{name}' in a message is not supported yet; omit it", param=PARAM
                 )
         elif name in Message.model_fields:
             kept[name] = value
         elif name not in _HARMLESS:
-            unknown.meet(name, PARAM, Message.model_fields)
+            unknown.note(name, PARAM, Message.model_fields)
     if kept.get("role") == "function":
         raise NotSupported(
             "messages of role 'function' are not supported; use role 'tool'", param=PARAM
@@ -107,55 +110,57 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise BadRequest if a message does not fit its role or the messages before it."""
+    """Raise BadRequest if a message does not match its role or the preceding messages."""
     called: set[str] = set()
     for message in messages:
         if message.role == "tool":
             _check_answer(message, called)
         elif message.tool_call_id is not None:
-            raise _wrong("'tool_call_id' stands in messages of role 'tool' only; leave it out")
+            raise _invalid("'tool_call_id' is only valid in messages of role 'tool'; omit it")
         if message.tool_calls and message.role != "assistant":
-            raise _wrong("'tool_calls' stand in messages of role 'assistant' only; leave them out")
+            raise _invalid("'tool_calls' are only valid in messages of role 'assistant'; omit them")
         if message.content is None and not message.tool_calls:
-            raise _wrong(f"a message of role '{message.role}' has no content; send some text")
+            raise _invalid(f"a message of role '{message.role}' has no content; send text")
+        # After the check: a result must follow its call.
         called.update(call.id for call in message.tool_calls or ())
 
 
 def _check_answer(message: Message, called: set[str]) -> None:
     if message.tool_call_id is None:
-        raise _wrong("a message of role 'tool' needs the 'tool_call_id' that it answers")
+        raise _invalid("a message of role 'tool' needs the 'tool_call_id' that it answers")
     if message.tool_call_id not in called:
-        raise _wrong(
-            f"'tool_call_id' {message.tool_call_id[:64]!a} is of no call in an earlier message;"
-            " send the assistant's message with its 'tool_calls', too"
+        raise _invalid(
+            f"'tool_call_id' {message.tool_call_id[:64]!a} matches no call in an earlier message;"
+            " include the assistant's message with its 'tool_calls'"
         )
 
 
-def _wrong(message: str) -> BadRequest:
+def _invalid(message: str) -> BadRequest:
     return BadRequest(message, param=PARAM)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as chat templates know them.
+    """The messages in the form of chat templates.
 
-    "developer" is what "system" used to be; arguments of calls are objects; answers of tools have
-    the names of the tools.
+    Converts the role "developer" to "system" and arguments to objects, and adds the tools' names to
+    their results.
     """
     names: dict[str, str] = {}
-    told = []
+    converted = []
     for message in messages:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
-        told.append(_template_message(message, names))
-    return told
+        converted.append(_template_message(message, names))
+    return converted
 
 
 def _template_message(message: Message, names: Mapping[str, str]) -> dict[str, Any]:
+    # Templates only know the older role "system".
     role = "system" if message.role == "developer" else message.role
-    told: dict[str, Any] = {"role": role, "content": message.content or ""}
+    fields: dict[str, Any] = {"role": role, "content": message.content or ""}
     if message.tool_call_id is not None:
-        told |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
+        fields |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
     if message.tool_calls:
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -164,5 +169,5 @@ def _template_message(message: Message, names: Mapping[str, str]) -> dict[str, A
             for call in message.tool_calls
         ]
     if reasoning := message.reasoning or message.reasoning_content:
-        told["reasoning_content"] = reasoning
-    return told
+        fields["reasoning_content"] = reasoning
+    return fields

@@ -1,4 +1,4 @@
-"""Types of the fields in request bodies: their checks, and how they are described."""
+"""Types of request fields: parsers and JSON schemas."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -13,19 +13,19 @@ INT64_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 256
 BAD_WORD_CHARS_MAX = 256
-# A client's own id matches this pattern: it is shown in headers and logs.
+# Restricted to safe characters: the client's id appears in headers and logs.
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:=@+/-]{1,128}$"
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 def refusal(message: str) -> PydanticCustomError:
-    """The error that a check raises; `message` says what the value must be."""
+    """The error for an invalid value; `message` completes a sentence about the field."""
     return PydanticCustomError("refused", "{why}", {"why": message})
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string that has a UTF-8 form; JSON escapes can make others."""
+    """Whether the value is a string with a UTF-8 encoding; JSON escapes permit others."""
     if not isinstance(value, str):
         return False
     try:
@@ -58,7 +58,7 @@ def _texts_schema(count_max: int, chars_max: int) -> dict[str, Any]:
 
 
 def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """By token id; JSON has its keys as text."""
+    """Parse a mapping from token ids, which are text in JSON, to biases."""
     if value is None:
         return ()
     if not isinstance(value, dict) or len(value) > LOGIT_BIAS_MAX:
@@ -67,7 +67,8 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     for key, bias in value.items():
         token_id = _token_id(key)
         if token_id is None or token_id in biases:
-            raise refusal("must have token ids as keys, each once, such as '42'")
+            raise refusal("must have unique token ids as keys, such as '42'")
+        # `type`, not isinstance: a bool is an int.
         if type(bias) not in (int, float) or not -BIAS_MAX <= bias <= BIAS_MAX:
             raise refusal(f"must have numbers of -{BIAS_MAX} to {BIAS_MAX} as values")
         biases[token_id] = float(bias)
@@ -75,6 +76,7 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _token_id(key: Any) -> int | None:
+    # At most ten digits, the length of INT32_MAX: bounds the conversion.
     if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10:
         key = int(key)
     return key if type(key) is int and 0 <= key <= INT32_MAX else None
@@ -114,7 +116,7 @@ LogitBias = Annotated[
 
 
 def token_ids(value: Sequence[Any]) -> tuple[int, ...] | None:
-    """The ids in a nonempty list of token ids; None if it is something else."""
-    if not value or not all(type(item) is int and 0 <= item <= INT32_MAX for item in value):
+    """The ids in a nonempty list of token ids; None for any other list."""
+    if not value or not all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
         return None
     return tuple(value)

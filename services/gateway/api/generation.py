@@ -1,4 +1,4 @@
-"""What every request for text has: strict types, checked ranges, the names of OpenAI."""
+"""The fields that all generation requests share, with OpenAI's and vLLM's names."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -34,13 +34,13 @@ from services.gateway.vocabulary.class_targets import TARGET_MS_MAX
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 N_MAX = 16
-"""Most choices of one prompt."""
+"""Maximum choices per prompt."""
 CHOICES_MAX = 128
-"""Most choices of one request, of all its prompts together."""
+"""Maximum choices per request, over all its prompts."""
 CHOICE_IDS_MAX = 2**20
-"""Most token ids that the choices of one request name together; each goes to a worker by itself."""
+"""Maximum token ids that a request's choices hold in total; each choice is sent separately."""
 NO_EFFECT = "x-no-effect"
-"""Marks fields in the schema that are checked and change nothing."""
+"""Schema mark of fields that are checked but have no effect."""
 TEMPERATURE_MAX = 2.0
 REPETITION_PENALTY_MAX = 2.0
 
@@ -53,137 +53,147 @@ Milliseconds = Annotated[float, Field(ge=1, le=TARGET_MS_MAX)]
 class StreamOptions(Strict):
     """Options of a streamed response."""
 
-    include_usage: bool | None = Field(None, description="Token counts in a last event.")
+    include_usage: bool | None = Field(None, description="Send token counts in a last event.")
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: token counts of its choice so far in every event."
+        None, description="With include_usage: token counts of the choice so far in every event."
     )
     include_obfuscation: bool | None = Field(
-        None, description="Nothing is padded.", json_schema_extra={NO_EFFECT: True}
+        None, description="No effect: events are not padded.", json_schema_extra={NO_EFFECT: True}
     )
 
 
 class Slo(Strict):
-    """Targets of a request."""
+    """Latency targets of a request."""
 
-    ttft_ms: Milliseconds | None = Field(None, description="Time to the first token.")
-    tpot_ms: Milliseconds | None = Field(None, description="Time between tokens.")
+    ttft_ms: Milliseconds | None = Field(None, description="Time to first token.")
+    tpot_ms: Milliseconds | None = Field(None, description="Time per output token.")
 
 
 class GenerationRequest(Strict):
-    """What both endpoints take. Fields that are null are as if they were left out."""
+    """The fields that chats and completions share. null means the default."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)] = Field(
         description="The served model's name or an alias."
     )
     n: Annotated[int, Field(ge=1, le=N_MAX)] | None = Field(
         None,
-        description=f"Choices of each prompt; of all prompts together at most {CHOICES_MAX}. With"
-        " a seed the first choice has it, the others have seeds that follow from it. All"
-        f" choices together name at most {CHOICE_IDS_MAX:,} tokens, each those of its prompt and of"
-        " logit_bias, bad_words and allowed_token_ids.",
+        description=f"Choices per prompt; at most {CHOICES_MAX} over all prompts. The first choice"
+        " uses the seed, the others use seeds derived from it. All choices together may have"
+        f" {CHOICE_IDS_MAX:,} tokens: for each choice those of its prompt, logit_bias, bad_words"
+        " and allowed_token_ids.",
     )
-    best_of: int | None = Field(None, description="Only if it equals n.")
-    stream: bool | None = Field(None, description="Server-sent events instead of one object.")
+    best_of: int | None = Field(None, description="Must equal n.")
+    stream: bool | None = Field(
+        None, description="Send server-sent events instead of a single object."
+    )
     stream_options: StreamOptions | None = Field(None, description="Needs stream.")
-    max_tokens: Tokens | None = Field(None, description="Most output tokens.")
-    min_tokens: Tokens | None = Field(None, description="Nothing stops the output before.")
-    ignore_eos: bool | None = Field(None, description="The model's own end does not end it.")
+    max_tokens: Tokens | None = Field(None, description="Maximum output tokens.")
+    min_tokens: Tokens | None = Field(
+        None, description="Minimum output tokens: no stop condition applies before."
+    )
+    ignore_eos: bool | None = Field(
+        None, description="Continue after the model's end-of-sequence token."
+    )
     temperature: Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)] | None = Field(
-        None, description="0 is greedy; left out: the model's generation_config.json, else 1."
+        None, description="0 is greedy. Default: the model's generation_config.json, else 1."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Left out: the model's generation_config.json, else 1."
+        None, description="Default: the model's generation_config.json, else 1."
     )
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
         None,
-        description="0 and -1 switch it off; at most the vocabulary. Left out: the model's"
-        " generation_config.json, else off.",
+        description="0 and -1 disable it; at most the vocabulary size. Default: the model's"
+        " generation_config.json, else disabled.",
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Left out: the model's generation_config.json, else 0."
+        None, description="Default: the model's generation_config.json, else 0."
     )
     presence_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
     frequency_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION_PENALTY_MAX)] | None = Field(
         None,
-        description="Counts prompt and output. Left out: the model's generation_config.json,"
+        description="Applies to prompt and output. Default: the model's generation_config.json,"
         " else 1.",
     )
-    logit_bias: LogitBias = Field((), description="Token ids below the vocabulary's size.")
+    logit_bias: LogitBias = Field(
+        (), description="Biases by token id; ids below the vocabulary size."
+    )
     bad_words: BadWords = Field(
-        (), description="Never in the output, with or without a blank before them."
+        (), description="Words that never appear in the output, with or without a space before."
     )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="Only these are chosen."
+        None, description="Only these tokens are sampled."
     )
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
         None, description="The same seed and model give the same output in float32 on CPU."
     )
-    stop: Stop = Field((), description="Ends the output before it.")
+    stop: Stop = Field((), description="Strings that end the output; not part of it.")
     stop_token_ids: (
         Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True)] | None
-    ) = Field(None, description="Each ends the output.")
+    ) = Field(None, description="Tokens that end the output.")
     include_stop_str_in_output: bool | None = Field(
-        None, description="The output ends with what stopped it."
+        None, description="The output includes the stop string or token."
     )
     skip_special_tokens: bool | None = Field(
-        None, description="false shows special tokens in the text."
+        None, description="false includes special tokens in the text."
     )
     add_special_tokens: bool | None = Field(
         None,
-        description="Whether the tokenizer adds its own to a text; left out: for prompts yes, for"
-        " chats no, whose template has them.",
+        description="Whether the tokenizer adds special tokens. Default: true for prompts, false"
+        " for chats, whose template has them.",
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
         None,
-        description="A longer prompt is cut to so many tokens, -1: to what fits. The text may have"
-        " four times the tokens of the context.",
+        description="Truncate the prompt to this number of tokens, -1: to what fits. The text may"
+        " have at most four times the tokens of the context.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where it is cut; left by default."
+        None, description="The side that is truncated. Default: left."
     )
     prompt_logprobs: Top | None = Field(
         None,
-        description="Of each prompt token, with so many of the most likely; not in streams. Of all"
-        f" choices together at most {PROMPT_LOGPROBS_MAX:,} numbers.",
+        description="Return log probabilities of the prompt tokens, with this number of most likely"
+        f" tokens; not in streams. At most {PROMPT_LOGPROBS_MAX:,} numbers over all choices.",
     )
-    return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids.")
+    return_token_ids: bool | None = Field(
+        None, description="Return prompt_token_ids and token_ids."
+    )
     return_tokens_as_token_ids: bool | None = Field(
-        None, description="Tokens of log probabilities look like token_id:42."
+        None, description="Log probabilities show tokens in the form token_id:42."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)] | None = Field(
         None,
-        description="Cached prefixes are shared only among requests with the same one.",
+        description="Only requests with the same salt share cached prefixes.",
     )
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = Field(
         None,
-        description="Good once in 10 minutes. Name of the request in logs and x-request-id, unless"
-        " that header comes in.",
+        description="Id of the request in logs and x-request-id, unless the request has that"
+        " header. Must be unique within 10 minutes.",
     )
     service_tier: Literal["auto", "default", "scale", "flex", "priority"] | None = Field(
         None,
         description="priority: class interactive, flex: batch, default and scale: standard;"
-        " auto names none. The answer tells the tier that was used.",
+        " auto: the default class. The response reports the tier used.",
     )
     priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(
         None,
-        description="Below 0: class interactive, above 0: batch; within a class, smaller is"
-        " earlier.",
+        description="Below 0: class interactive, above 0: batch. Within a class, lower values are"
+        " served earlier.",
     )
     slo_class: Literal["interactive", "standard", "batch"] | None = Field(
-        None, description="The class by name; see service-classes.md."
+        None, description="The service class; see service-classes.md."
     )
     slo: Slo | None = Field(
-        None, description="Targets in milliseconds, which override those of the class."
+        None, description="Latency targets in milliseconds; they override those of the class."
     )
 
     response_format: ResponseFormat = Field(
         None,
-        description="json_schema or json_object: the output follows it, text: it is free;"
-        " structural_tag is refused; see agents.md.",
+        description="json_schema or json_object: the output conforms to it; text: unconstrained;"
+        " structural_tag is refused. See agents.md.",
     )
     structured_outputs: StructuredOutputs = Field(
-        None, description="One of json, regex, choice, grammar (Lark or EBNF) and json_object."
+        None, description="Exactly one of json, regex, choice, grammar (Lark or EBNF), json_object."
     )
     guided_json: GuidedJson = Field(None, description="Older name of structured_outputs.json.")
     guided_regex: GuidedRegex = Field(None, description="Older name of structured_outputs.regex.")
@@ -200,61 +210,61 @@ class GenerationRequest(Strict):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise BadRequest(
-                "'stream_options' needs 'stream': true; leave one or the other",
+                "'stream_options' needs 'stream': true; omit it, or set 'stream'",
                 param="stream_options",
             )
         if self.best_of is not None and self.best_of != self.choices:
             raise NotSupported(
-                f"'best_of' {self.best_of} differs from 'n' {self.choices}; leave it out",
+                f"'best_of' {self.best_of} differs from 'n' {self.choices}; omit it",
                 param="best_of",
             )
+        # As in vLLM, which refuses the combination as well.
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest(
-                "'prompt_logprobs' are not told in a stream; leave one or the other",
+                "'prompt_logprobs' is not supported in a stream; omit it, or do not stream",
                 param="prompt_logprobs",
             )
         if self.truncate_prompt_tokens == 0:
             raise BadRequest(
-                "'truncate_prompt_tokens' 0 leaves no prompt; give the tokens to keep, or -1",
+                "'truncate_prompt_tokens' 0 leaves no prompt; send the tokens to keep, or -1",
                 param="truncate_prompt_tokens",
             )
+        # Old and new names of the same option count as a conflict as well.
         if len(self._structures()) > 1:
-            names = " and ".join(f"'{one.param}'" for one in self._structures())
-            raise BadRequest(
-                f"{names} ask for a form each; send one of them", param=self._structures()[1].param
-            )
+            names = " and ".join(f"'{structure.param}'" for structure in self._structures())
+            raise BadRequest(f"{names} conflict; send only one", param=self._structures()[1].param)
         limit = self.output_limit()
         if limit is not None and self.min_tokens is not None and self.min_tokens > limit:
             raise BadRequest(
-                f"'min_tokens' {self.min_tokens} is above 'max_tokens' {limit}; lower it",
+                f"'min_tokens' {self.min_tokens} exceeds 'max_tokens' {limit}; lower it",
                 param="min_tokens",
             )
         return self
 
     def output_limit(self) -> int | None:
-        """Most output tokens that the client wants; None if it does not say."""
+        """The client's limit of output tokens; None without a limit."""
         return self.max_tokens
 
     def _structures(self) -> list[Structure]:
-        asked = (
+        structures = (
             *(self.response_format, self.structured_outputs, self.guided_json),
             *(self.guided_regex, self.guided_choice, self.guided_grammar),
         )
-        return [one for one in asked if one is not None]
+        return [structure for structure in structures if structure is not None]
 
     @property
     def structure(self) -> Structure | None:
-        """The required form of the output, or of the answer in it."""
+        """The required structure of the output; with reasoning, of the answer after it."""
         return next(iter(self._structures()), None)
 
     @property
     def choices(self) -> int:
-        """Choices of each prompt."""
+        """Choices per prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def output_logprobs(self) -> int | None:
-        """How many alternatives are told beside each output token; None: no log probabilities."""
+        """Number of alternatives per output token; None: no log probabilities."""
         raise NotImplementedError
 
     @property
@@ -272,7 +282,7 @@ class GenerationRequest(Strict):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the client should know of fields that were ignored; ASCII sentences."""
+        """ASCII sentences about ignored fields, for the client."""
         return self._warnings
 
 
@@ -280,10 +290,11 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def validated_generation(kind: type[R], fields: dict[str, Any], unknown: UnknownFields) -> R:
-    """A request with the warnings of `unknown`; raises BadRequest if a field is wrong."""
+    """Validate a request and set its warnings from `unknown`. Raises BadRequest."""
+    # Treat unknown fields of nested options like those of the body.
     if isinstance(options := fields.get("stream_options"), dict):
         known = StreamOptions.model_fields
-        fields["stream_options"] = unknown.keep(options, known, "stream_options")
+        fields["stream_options"] = unknown.keep_known(options, known, "stream_options")
     body = validated(kind, fields)
     body._warnings = unknown.warnings
     return body

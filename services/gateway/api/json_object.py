@@ -1,7 +1,7 @@
-"""JSON objects from clients: strict, since what is ambiguous is a mistake.
+"""Strict parser of JSON objects from clients: ambiguous JSON is an error.
 
-Python reads a text in one go, which no other thread interrupts. So what would be millions of values
-is refused before that: a text may be long, but not of many small parts.
+`json.loads` holds the interpreter lock for the whole text. So texts with millions of values are
+refused before: a text may be long, but must not have many small parts.
 """
 
 import json
@@ -11,58 +11,58 @@ from typing import Any, NoReturn
 from services.gateway.vocabulary.errors import BadRequest
 
 VALUES_MAX = 2**20 + 2**16
-"""Values of one text: as many token ids as a request may name, and the rest."""
+"""Maximum values of a text: the token ids that a request may have, and a margin."""
 PARTS_MAX = 2**16
-"""Objects, lists, keys and other strings of one text, which cost ten times as much as a number."""
+"""Maximum objects, lists and strings of a text; each costs ten times as much as a number."""
 
-# The rest of a string, or some of it: no thread interrupts a match, so it ends after many escapes.
+# The rest of a string, or a part of it: a match holds the interpreter lock, so bound its escapes.
 _STRING_REST = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+){0,4096}+("?)', re.DOTALL)
 
 
 def parse_object(
-    text: bytes | bytearray | str, what: str = "the body", param: str | None = None
+    text: bytes | bytearray | str, source: str = "the body", param: str | None = None
 ) -> dict[str, Any]:
-    """The JSON object in `text`; a key given twice, NaN or Infinity is an error.
+    """Parse a JSON object; duplicate keys, NaN and Infinity are errors.
 
-    `what` and `param` name it in errors.
+    `source` and `param` name the text in errors.
 
     Raises:
-        BadRequest: if it is anything else than one object.
+        BadRequest: if the text is not a single valid object.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
-        if _has_many(decoded):
+        if _is_too_complex(decoded):
             raise BadRequest(
-                f"{what} has more than {VALUES_MAX} values, or {PARTS_MAX} objects, lists and"
-                " strings; send less at once",
+                f"{source} has more than {VALUES_MAX} values, or {PARTS_MAX} objects, lists and"
+                " strings; send less per request",
                 param=param,
             )
         data = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError:
-        raise BadRequest(f"{what} is not valid UTF-8; encode it as UTF-8", param=param) from None
+        raise BadRequest(f"{source} is not valid UTF-8; encode it as UTF-8", param=param) from None
     except json.JSONDecodeError as error:
         raise BadRequest(
-            f"{what} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno};"
+            f"{source} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno};"
             " correct it there",
             param=param,
         ) from None
     except ValueError:
-        # Integers of thousands of digits; Python refuses to convert them.
+        # Python refuses to convert integers of thousands of digits.
         raise BadRequest(
-            f"{what} holds a number that is too long; shorten it", param=param
+            f"{source} has a number that is too long; shorten it", param=param
         ) from None
     except RecursionError:
-        raise BadRequest(f"{what} is nested too deeply; flatten it", param=param) from None
+        raise BadRequest(f"{source} is nested too deeply; flatten it", param=param) from None
     if not isinstance(data, dict):
         raise BadRequest(
-            f"{what} must be one JSON object; put the parameters into {{ }}", param=param
+            f"{source} must be a JSON object; put the parameters into {{ }}", param=param
         )
     return data
 
 
-def _has_many(text: str) -> bool:
-    """Whether the text has more values or parts than allowed."""
-    # Cheap, and enough for all but long texts.
+def _is_too_complex(text: str) -> bool:
+    """Whether the text has too many values or parts."""
+    # A cheap upper bound, which counts inside strings as well; it settles all but long texts.
     values, parts = _counts(text)
     if values <= VALUES_MAX and parts + text.count('"') // 2 <= PARTS_MAX:
         return False
@@ -76,7 +76,7 @@ def _has_many(text: str) -> bool:
 
 
 def _string_end(text: str, at: int) -> int:
-    """Where a string ends of which the rest is at `at`, or the text if that breaks off before."""
+    """The end of the string whose content continues at `at`; the end of the text if unclosed."""
     while (rest := _STRING_REST.match(text, at)) is not None and rest.end() > at:
         at = rest.end()
         if rest[1]:
@@ -85,7 +85,7 @@ def _string_end(text: str, at: int) -> int:
 
 
 def _counts(text: str) -> tuple[int, int]:
-    """Values after the first one, and objects and lists, of a text in which no strings are."""
+    """The number of values after the first, and of objects and lists, in a text without strings."""
     return text.count(","), text.count("{") + text.count("[")
 
 
@@ -95,10 +95,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise BadRequest(f"the key {key[:64]!a} stands twice in one object", param=None)
+                raise BadRequest(f"an object has the duplicate key {key[:64]!a}", param=None)
             seen.add(key)
     return data
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise BadRequest(f"{name} is not JSON; send a finite number")
+    raise BadRequest(f"{name} is not valid JSON; send a finite number")

@@ -1,4 +1,4 @@
-"""Body of Anthropic's Messages API, and the chat that it stands for."""
+"""Body of Anthropic's Messages API and its conversion to a chat."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.api.chat import ChatRequest, Vocabulary
+from services.gateway.api.chat import BodyFields, ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
@@ -14,7 +14,7 @@ from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 Chat = dict[str, Any]
 THREAD = "thread"
-"""Clients may ask the server to keep a conversation."""
+"""The field of a conversation stored at the server, which is not supported."""
 _UNSERVED_BLOCKS = frozenset(
     {
         "bash_code_execution_tool_result",
@@ -36,33 +36,33 @@ _UNSERVED_BLOCKS = frozenset(
 
 
 class _Block(BaseModel):
-    """A part of a message; hints for caches and the like may stand in it, too."""
+    """A block of a message; ignores unknown fields, such as hints for caches."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
 
 class Text(_Block):
-    """Text."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(_Block):
-    """What the model thought in an earlier turn."""
+    """The model's reasoning in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinking(_Block):
-    """Thoughts in a form that only the server that wrote them can read."""
+    """Encrypted reasoning of another server; it is dropped."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUse(_Block):
-    """The model called a tool."""
+    """A tool call of the model."""
 
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
@@ -71,7 +71,7 @@ class ToolUse(_Block):
 
 
 def _blocks(value: Any) -> Any:
-    """A string is one block of text."""
+    """Convert a string to a text block; refuse unsupported blocks."""
     blocks = [{"type": "text", "text": value}] if isinstance(value, str) else value
     for block in blocks if isinstance(blocks, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
@@ -86,7 +86,7 @@ Texts = Annotated[list[Text], BeforeValidator(_blocks)]
 
 
 class ToolResult(_Block):
-    """What a tool answered."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
@@ -100,14 +100,14 @@ Blocks = Annotated[list[Block], BeforeValidator(_blocks)]
 
 
 class MessageParam(_Block):
-    """One message."""
+    """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
 class MessagesTool(_Block):
-    """A tool of the client."""
+    """A tool that runs at the client."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -117,7 +117,7 @@ class MessagesTool(_Block):
 
 
 class MessagesToolChoice(_Block):
-    """Whether tools are called, and which."""
+    """The choice of tools to call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -125,20 +125,20 @@ class MessagesToolChoice(_Block):
 
 
 class ThinkingConfig(_Block):
-    """Whether the model thinks before it answers."""
+    """The switch of reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class OutputFormat(_Block):
-    """The form of the text."""
+    """The schema of the output text."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(_Block):
-    """Form and effort of the answer."""
+    """The format and the reasoning effort of the output."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -149,30 +149,35 @@ def _tools(value: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
             raise NotSupported(
-                f"tools of type {kind[:64]!a} run on no server here; declare them with a name and"
-                " an 'input_schema', and run them yourself",
+                f"server tools of type {kind[:64]!a} are not supported; declare a tool with a name"
+                " and an 'input_schema', and run it at the client",
                 param="tools",
             )
     return value
 
 
 class CountTokensRequest(Strict):
-    """Body of /v1/messages/count_tokens: what of a message becomes its prompt."""
+    """Body of /v1/messages/count_tokens: the fields that affect the prompt."""
 
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MESSAGES_MAX)]
-    system: Texts | None = Field(None, description="The text before the first message.")
+    system: Texts | None = Field(None, description="System message before the first message.")
     tools: Annotated[list[MessagesTool], BeforeValidator(_tools)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = Field(
-        None, description="For models that can do without: disabled or not. Budgets are ignored."
+        None,
+        description="disabled switches reasoning off, if the model supports it; other types enable"
+        " it. Budgets are ignored.",
     )
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="As output_config.format.")
+    output_format: OutputFormat | None = Field(
+        None, description="Older name of output_config.format."
+    )
 
     def chat(self) -> Chat:
-        """The fields of the chat that it stands for."""
+        """The fields of the equivalent chat."""
         fields: Chat = {"model": self.model, "messages": _chat_messages(self)}
+        # Prefill: the model continues a final message of the assistant.
         if self.messages[-1].role == "assistant":
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools is not None:
@@ -194,14 +199,16 @@ class CountTokensRequest(Strict):
 class MessagesRequest(CountTokensRequest):
     """Body of /v1/messages."""
 
-    max_tokens: int = Field(description="Most output tokens, thoughts included.")
-    stop_sequences: list[str] | None = Field(None, description="Ends the output before it.")
+    max_tokens: int = Field(description="Maximum output tokens, reasoning included.")
+    stop_sequences: list[str] | None = Field(
+        None, description="Strings that end the output; not part of it."
+    )
     service_tier: (
         Literal["auto", "standard_only", "default", "scale", "flex", "priority"] | None
     ) = Field(
         None,
-        description="standard_only: class standard; the others as in a chat. The answer's usage"
-        " tells the tier that was used.",
+        description="standard_only: class standard; other values as in a chat. The usage in the"
+        " response reports the tier used.",
     )
 
     def chat(self) -> Chat:
@@ -211,29 +218,29 @@ class MessagesRequest(CountTokensRequest):
         return fields if self.stop_sequences is None else fields | {"stop": self.stop_sequences}
 
 
-VOCABULARY = Vocabulary(
+FIELDS = BodyFields(
     own=frozenset(MessagesRequest.model_fields),
     policy=Policy(
         limits=("max_tokens",),
         ignored={
             **CHAT.ignored,
-            "cache_control": "prefixes are cached by themselves",
-            "context_management": "the context is as it is sent",
-            "diagnostics": "what the prefix cache did is told only in usage",
-            "inference_geo": "the cluster is where it is",
-            "speed": "there is one",
+            "cache_control": "prefixes are cached automatically",
+            "context_management": "the server does not edit the context",
+            "diagnostics": "usage is the only report about the prefix cache",
+            "inference_geo": "a cluster has a single location",
+            "speed": "there is a single speed",
             "user_profile_id": "it is not used",
             "workspace_id": "it is not used",
         },
         refused={
             **CHAT.refused,
-            "container": RefusedField("no code is run"),
+            "container": RefusedField("the server runs no code"),
             "mcp_servers": RefusedField("tools run at the client", ([],)),
             THREAD: RefusedField("nothing is stored; send all messages"),
         },
     ),
     names={
-        # Others have other places there.
+        # Chat fields that this API names differently.
         "messages": "messages",
         "stop": "stop_sequences",
         "response_format": "output_config.format",
@@ -261,23 +268,24 @@ VOCABULARY = Vocabulary(
 
 
 def parse_messages(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
-    """The chat that a body of /v1/messages asks for; see `parse_chat`."""
+    """Parse a body of /v1/messages as a chat; see `parse_chat`."""
     return _parse(MessagesRequest, data, UnknownFields(refuse_unknown))
 
 
 def parse_count(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
-    """The chat whose tokens a body of /v1/messages/count_tokens wants counted."""
-    only_of_answers = MessagesRequest.model_fields.keys() - CountTokensRequest.model_fields.keys()
-    asked = {name: value for name, value in data.items() if name not in only_of_answers}
-    return _parse(CountTokensRequest, asked, UnknownFields(refuse_unknown))
+    """Parse a body of /v1/messages/count_tokens as a chat."""
+    # Ignore the fields that only affect the output.
+    output_fields = MessagesRequest.model_fields.keys() - CountTokensRequest.model_fields.keys()
+    fields = {name: value for name, value in data.items() if name not in output_fields}
+    return _parse(CountTokensRequest, fields, UnknownFields(refuse_unknown))
 
 
 def _parse(
     kind: type[CountTokensRequest], data: Mapping[str, Any], unknown: UnknownFields
 ) -> ChatRequest:
-    own, rest = VOCABULARY.split(data, unknown)
+    own, rest = FIELDS.split(data, unknown)
     fields = validated(kind, own).chat()
-    return VOCABULARY.chat(rest | fields, unknown)
+    return FIELDS.chat(rest | fields, unknown)
 
 
 def _chat_messages(body: CountTokensRequest) -> list[Chat]:
@@ -297,42 +305,45 @@ def _chat_messages(body: CountTokensRequest) -> list[Chat]:
 
 
 def _user_messages(message: MessageParam) -> Iterable[Chat]:
-    """Results of tools are messages of their own there."""
+    """The user's text, and each tool result as a separate message of role tool."""
     texts: list[Text] = []
     for block in message.content:
         if not isinstance(block, ToolResult):
             texts.append(_text(block, "user"))
             continue
+        # Preserve the order of text and results: a result ends the text before it.
         if texts:
             yield {"role": "user", "content": _joined(texts)}
             texts = []
         content = _joined(block.content or ())
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    # Results alone need no further message of role user.
     if texts or not message.content:
         yield {"role": "user", "content": _joined(texts)}
 
 
 def _assistant_message(message: MessageParam) -> Chat:
-    told: Chat = {"role": "assistant", "content": ""}
+    fields: Chat = {"role": "assistant", "content": ""}
     for block in message.content:
         match block:
             case Text():
-                told["content"] += block.text
+                fields["content"] += block.text
             case ThinkingBlock():
-                told["reasoning"] = told.get("reasoning", "") + block.thinking
+                fields["reasoning"] = fields.get("reasoning", "") + block.thinking
             case ToolUse():
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
                 call = {"id": block.id, "type": "function", "function": function}
-                told.setdefault("tool_calls", []).append(call)
+                fields.setdefault("tool_calls", []).append(call)
             case ToolResult():
+                # Raises: a result is invalid in this role.
                 _text(block, "assistant")
-    return told
+    return fields
 
 
 def _text(block: Block, role: str) -> Text:
     if not isinstance(block, Text):
         raise BadRequest(
-            f"blocks of type '{block.type}' stand in no message of role '{role}'; move it",
+            f"blocks of type '{block.type}' are invalid in messages of role '{role}'; move it",
             param="messages",
         )
     return block

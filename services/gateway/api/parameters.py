@@ -1,4 +1,4 @@
-"""Fields that the bodies of `requests` do not have: ignored, refused, or unknown."""
+"""Fields that are not part of a body's model: ignored, refused, or unknown."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,21 +8,21 @@ from typing import Any
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 UNKNOWN_PARAMETER = "unknown_parameter"
-NAMES_TOLD = 8
-"""Unknown fields that a warning names."""
+NAMES_SHOWN = 8
+"""Maximum unknown fields in a warning."""
 NAME_CHARS = 64
 LIMITS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
-"""What the dialects call the most output tokens."""
+"""The names of the output limit in the various APIs."""
 _SIMILAR = 0.8
-"""Names with at least this similarity (difflib's ratio) count as misspelt."""
+"""Minimum similarity (difflib's ratio) of a misspelt name."""
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """A known field that is not served. Of its values, null and the `neutral` ones ask for nothing.
+    """An unsupported field. null and the `neutral` values request nothing and are accepted.
 
-    `note`: why, or what to use instead; for people.
+    `note`: the reason, or an alternative, for error messages.
     """
 
     note: str
@@ -31,10 +31,10 @@ class RefusedField:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What becomes of the fields that an endpoint's body does not have; others are unknown.
+    """The fields that an endpoint ignores or refuses; further fields are unknown.
 
-    `ignored` are those that change nothing here, whatever their value, with the reason. `limits`
-    are the names that the most output tokens have here, the usual one first.
+    `ignored`: fields without effect, whatever their value, with the reason. `limits`: the
+    endpoint's names of the output limit, the preferred name first.
     """
 
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -43,26 +43,26 @@ class Policy:
 
 
 _IGNORED = {
-    "guided_decoding_backend": "there is one backend",
-    "guided_whitespace_pattern": "JSON is written without optional blanks",
-    "kv_transfer_params": "groups of workers see to it themselves",
+    "guided_decoding_backend": "there is a single backend",
+    "guided_whitespace_pattern": "JSON is written without optional whitespace",
+    "kv_transfer_params": "groups of workers transfer KV on their own",
     "metadata": "nothing is stored",
-    "mm_processor_kwargs": "there are no images",
+    "mm_processor_kwargs": "images are not supported",
     "nvext": "for another server",
-    "prompt_cache_key": "prefixes are cached without it; `cache_salt` divides them",
+    "prompt_cache_key": "prefixes are cached without it; `cache_salt` separates them",
     "prompt_cache_options": "prefixes are cached without it",
     "prompt_cache_retention": "a prefix stays cached while there is room",
     "safety_identifier": "it is not used",
-    "session_id": "a request goes where there is room",
+    "session_id": "the scheduler does not bind a session to a worker",
     "spaces_between_special_tokens": "a tokenizer of this kind adds none",
     "store": "nothing is stored",
-    "stream_interval": "tokens are sent as they come",
+    "stream_interval": "tokens are sent as they arrive",
     "user": "it is not used",
     "vllm_xargs": "for extensions of another server",
 }
 _REFUSED = {
     "length_penalty": RefusedField("no beam search", (1, 1.0)),
-    "logits_processors": RefusedField("no code of clients is run", ([],)),
+    "logits_processors": RefusedField("the server runs no code of clients", ([],)),
     "logprob_token_ids": RefusedField("use top_logprobs", ([],)),
     "prompt_embeds": RefusedField("prompts are text or token ids"),
     "repetition_detection": RefusedField("use the penalties"),
@@ -71,82 +71,85 @@ _REFUSED = {
 }
 CHAT = Policy(
     limits=("max_completion_tokens", "max_tokens"),
-    ignored=_IGNORED | {"media_io_kwargs": "there are no images"},
+    ignored=_IGNORED | {"media_io_kwargs": "images are not supported"},
     refused=_REFUSED
     | {
         "audio": RefusedField("text only"),
-        "chat_template": RefusedField("the template is the model's"),
+        "chat_template": RefusedField("only the model's template is used"),
         "documents": RefusedField("put them into a message", ([],)),
         "echo": RefusedField("use /v1/completions", (False,)),
         "function_call": RefusedField("use tool_choice", ("none",)),
         "functions": RefusedField("use tools", ([],)),
         "modalities": RefusedField("text only", (["text"],)),
-        "moderation": RefusedField("there is none"),
-        "prediction": RefusedField("there is no speculation by clients"),
-        "verbosity": RefusedField("say it in a message", ("medium",)),
-        "web_search_options": RefusedField("there is no search"),
+        "moderation": RefusedField("there is no moderation"),
+        "prediction": RefusedField("no speculative decoding from client text"),
+        "verbosity": RefusedField("ask for it in a message", ("medium",)),
+        "web_search_options": RefusedField("there is no web search"),
     },
 )
 COMPLETION = Policy(
     limits=("max_tokens",),
     ignored=_IGNORED,
-    refused=_REFUSED | {"suffix": RefusedField("no filling in between texts", ("",))},
+    refused=_REFUSED | {"suffix": RefusedField("no fill-in-the-middle", ("",))},
 )
 
 
 class UnknownFields:
-    """Unknown fields of a body: the first one is refused, or all are noted for a warning."""
+    """Collects unknown fields of a body for a warning, or refuses the first, if `refuse`."""
 
     def __init__(self, refuse: bool) -> None:
         self._refuse = refuse
         self._names: list[str] = []
         self._count = 0
 
-    def meet(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
-        """`name` is unknown in the object `inside`, which has the fields `known`.
+    def note(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
+        """Note the unknown field `name` of the object `inside`, whose fields are `known`.
 
         Raises:
-            BadRequest: where unknown fields are refused.
+            BadRequest: if unknown fields are refused.
         """
         if self._refuse:
             where = f" in '{inside}'" if inside else ""
             raise BadRequest(
-                f"unknown parameter '{shown(name)}'{where}{_meant(name, known)};"
-                " correct its name or leave it out",
+                f"unknown parameter '{shown(name)}'{where}{_suggestion(name, known)};"
+                " correct its name or omit it",
                 param=inside or shown(name),
                 code=UNKNOWN_PARAMETER,
             )
         self._count += 1
-        if len(self._names) < NAMES_TOLD:
+        if len(self._names) < NAMES_SHOWN:
             path = f"{inside}.{name}" if inside else name
-            told = "".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS])
-            self._names.append(told + _meant(name, known))
+            # Warnings are HTTP headers: replace all but plain characters.
+            safe = "".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS])
+            self._names.append(safe + _suggestion(name, known))
 
-    def keep(self, data: Mapping[str, Any], known: Collection[str], inside: str) -> dict[str, Any]:
-        """The fields of the object `inside` that are known."""
+    def keep_known(
+        self, data: Mapping[str, Any], known: Collection[str], inside: str
+    ) -> dict[str, Any]:
+        """The known fields of the object `inside`; notes the others."""
         for name in data:
             if name not in known:
-                self.meet(name, inside, known)
+                self.note(name, inside, known)
         return {name: value for name, value in data.items() if name in known}
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence that names the unknown fields, if there are any; ASCII, for a header."""
+        """An ASCII sentence that lists the unknown fields; empty without any."""
         if not self._count:
             return ()
         more = self._count - len(self._names)
         names = ", ".join(self._names) + (f" and {more} more" if more else "")
-        return (f"unknown and ignored: {names}",)
+        return (f"ignored unknown fields: {names}",)
 
 
 def known_fields(
     data: Mapping[str, Any], fields: Collection[str], policy: Policy, unknown: UnknownFields
 ) -> dict[str, Any]:
-    """`data` without the fields that ask for nothing here.
+    """The fields of `data` that the endpoint has; drops ignored fields and notes unknown ones.
 
     Raises:
-        NotSupported: if a field asks for something that is not served.
-        BadRequest: if a field is unknown and that is refused, or it is another dialect's limit.
+        NotSupported: if an unsupported field has a value that requests something.
+        BadRequest: if an unknown field is refused, or is another API's output limit.
     """
     kept = {}
     for name, value in data.items():
@@ -155,40 +158,38 @@ def known_fields(
         elif (refused := policy.refused.get(name)) is not None:
             if value is not None and not any(_same(value, none) for none in refused.neutral):
                 raise NotSupported(
-                    f"'{name}' with this value is not supported ({refused.note}); leave it out",
+                    f"'{name}' with this value is not supported ({refused.note}); omit it",
                     param=name,
                 )
         elif name not in policy.ignored:
             _check_limit(name, data, policy)
-            unknown.meet(name, known=fields)
+            unknown.note(name, known=fields)
     return kept
 
 
 def _check_limit(name: str, data: Mapping[str, Any], policy: Policy) -> None:
-    """Refuse another dialect's limit: ignored, the output would grow to what the context allows.
-
-    Some clients send every name that there is; beside the one of here others are only unknown.
-    """
+    """Refuse another API's output limit: ignored, the output would grow up to the context."""
+    # Some clients send all names; with a valid limit the others are merely unknown.
     missing = all(data.get(limit) is None for limit in policy.limits)
     if name in LIMITS and policy.limits and missing and data[name] is not None:
         raise BadRequest(
-            f"'{name}' is '{policy.limits[0]}' here; use that name",
+            f"'{name}' is called '{policy.limits[0]}' here; use that name",
             param=name,
             code=UNKNOWN_PARAMETER,
         )
 
 
-def _meant(name: str, known: Collection[str]) -> str:
-    """The known name that an unknown one is similar to, in words."""
+def _suggestion(name: str, known: Collection[str]) -> str:
+    """A hint at the known name that is similar to an unknown name; "" without any."""
     similar = get_close_matches(name[:NAME_CHARS].lower(), known, n=1, cutoff=_SIMILAR)
     return f" (did you mean '{similar[0]}'?)" if similar else ""
 
 
 def shown(name: str) -> str:
-    """A client's name, made safe for an error."""
+    """A client's field name, escaped and shortened for an error message."""
     return name[:NAME_CHARS].encode("ascii", "backslashreplace").decode()
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal and of one type: True is not 1."""
+    """Whether both are equal and of the same type: True is not 1."""
     return type(value) is type(other) and bool(value == other)

@@ -1,4 +1,4 @@
-"""What is said: prompts and the content of messages, their checks and how they are described."""
+"""Types of prompts and message contents: parsers and JSON schemas."""
 
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ _PARTS_UNSUPPORTED = ("image_url", "input_audio", "file", "refusal")
 
 
 def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """One prompt, or several that become choices."""
+    """Parse a prompt, or a list of prompts."""
     if isinstance(value, str):
         return (_text_prompt(value),)
     if not isinstance(value, list) or not value:
@@ -23,27 +23,28 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value[0], int):
         return (_token_prompt(value),)
     if len(value) > PROMPTS_MAX:
-        raise refusal(f"must hold at most {PROMPTS_MAX} prompts")
+        raise refusal(f"must have at most {PROMPTS_MAX} prompts")
     return tuple(
-        _token_prompt(item) if isinstance(item, list) else _text_prompt(item) for item in value
+        _token_prompt(prompt) if isinstance(prompt, list) else _text_prompt(prompt)
+        for prompt in value
     )
 
 
 def _text_prompt(value: Any) -> str:
     if not is_text(value) or not value:
-        raise refusal("must hold nonempty strings of valid Unicode")
+        raise refusal("must have nonempty strings of valid Unicode")
     return str(value)
 
 
 def _token_prompt(value: list[Any]) -> tuple[int, ...]:
     ids = token_ids(value)
     if ids is None:
-        raise refusal("must hold token ids: nonempty lists of integers from 0")
+        raise refusal("must have token ids: nonempty lists of integers from 0")
     return ids
 
 
 def _parse_content(value: Any) -> str:
-    """Plain text, or the text parts joined; what else a text part has is not looked at."""
+    """Parse text, or join text parts; ignores other fields of a text part."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
         raise refusal("must be a string or a nonempty list of text parts")
@@ -56,9 +57,9 @@ def _parse_content(value: Any) -> str:
                 param="messages",
             )
         if kind != "text" or "text" not in part:
-            raise refusal("must hold parts of the form {'type': 'text', 'text': …}")
+            raise refusal("must have parts of the form {'type': 'text', 'text': …}")
         if not is_text(part["text"]):
-            raise refusal("must hold valid Unicode")
+            raise refusal("must be valid Unicode")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -1,4 +1,4 @@
-"""Body of OpenAI's Responses API, and the chat that it stands for. Nothing is stored."""
+"""Body of OpenAI's Responses API and its conversion to a chat. The server stores nothing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.api.chat import ChatRequest, Vocabulary
+from services.gateway.api.chat import BodyFields, ChatRequest
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
 from services.gateway.api.validation import Strict, validated
@@ -20,7 +20,7 @@ _ITEMS = frozenset({"message", "reasoning", "function_call", "function_call_outp
 
 
 class _InputPart(BaseModel):
-    """A part of the input; unknown fields, which clients send back, are ignored."""
+    """A part of the input; ignores unknown fields, which clients echo from earlier responses."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -33,19 +33,19 @@ class TextPart(_InputPart):
 
 
 class RefusalPart(_InputPart):
-    """What a model said in the place of an answer."""
+    """A model's refusal to answer."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """The text."""
+        """The text of the refusal."""
         return self.refusal
 
 
 def _parts(value: Any) -> Any:
-    """A string is one part of text."""
+    """Convert a string to a text part; refuse unsupported parts."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     for part in parts if isinstance(parts, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
@@ -69,7 +69,7 @@ class MessageItem(_InputPart):
 
 
 class ReasoningItem(_InputPart):
-    """What the model thought in an earlier turn."""
+    """The model's reasoning in an earlier turn."""
 
     type: Literal["reasoning"]
     summary: Parts | None = None
@@ -77,7 +77,7 @@ class ReasoningItem(_InputPart):
 
 
 class CallItem(_InputPart):
-    """The model called a function."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -86,7 +86,7 @@ class CallItem(_InputPart):
 
 
 class OutputItem(_InputPart):
-    """What a function answered."""
+    """The output of a function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -94,7 +94,7 @@ class OutputItem(_InputPart):
 
 
 def _items(value: Any) -> Any:
-    """A string is one message of the user; an item without a type is a message."""
+    """Convert a string to a user message, and items without a type to messages."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     return [_typed(item) for item in value] if isinstance(value, list) else value
@@ -108,13 +108,13 @@ def _typed(item: Any) -> Any:
         return {**item, "type": "message"}
     if kind == "item_reference":
         raise NotSupported(
-            "nothing is stored that 'item_reference' could name; send the item itself",
+            "'item_reference' is not supported, as the server stores no items; send the item",
             param="input",
         )
     if isinstance(kind, str) and kind not in _ITEMS:
         raise NotSupported(
-            f"input items of type {kind[:64]!a} are not supported; send messages, and functions"
-            " with their outputs",
+            f"input items of type {kind[:64]!a} are not supported; send messages, function calls"
+            " and their outputs",
             param="input",
         )
     return item
@@ -124,14 +124,14 @@ Item = Annotated[MessageItem | ReasoningItem | CallItem | OutputItem, Field(disc
 
 
 class TextConfig(_InputPart):
-    """The form of the text."""
+    """The format of the output text."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ReasoningConfig(_InputPart):
-    """How much the model thinks before it answers."""
+    """The reasoning effort."""
 
     effort: str | None = None
 
@@ -143,25 +143,25 @@ class ResponsesRequest(Strict):
     input: Annotated[
         list[Item], BeforeValidator(_items), Field(min_length=1, max_length=MESSAGES_MAX)
     ]
-    instructions: str | None = Field(None, description="What comes before the input, of system.")
-    max_output_tokens: int | None = Field(None, description="Most output tokens.")
+    instructions: str | None = Field(None, description="System message before the input.")
+    max_output_tokens: int | None = Field(None, description="Maximum output tokens.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions of the client.")
     tool_choice: str | dict[str, Any] | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = Field(
-        None, description="Effort; what is thought is sent as it is, without a summary."
+        None, description="Effort. Reasoning is sent as text, never as a summary."
     )
     include: list[str] | None = Field(
-        None, description=f"{LOGPROBS}; others are of tools that are not served."
+        None, description=f"{LOGPROBS}; other values belong to unsupported tools."
     )
     top_logprobs: int | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: a prompt that is too long loses its beginning."
+        None, description="auto: a prompt that is too long is truncated at its beginning."
     )
-    metadata: dict[str, str] | None = Field(None, description="Comes back with the response.")
+    metadata: dict[str, str] | None = Field(None, description="Echoed in the response.")
 
     def chat(self) -> Chat:
-        """The fields of the chat that it stands for."""
+        """The fields of the equivalent chat."""
         fields: Chat = {
             "model": self.model,
             "messages": _chat_messages(self.instructions, self.input),
@@ -174,32 +174,33 @@ class ResponsesRequest(Strict):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
+        # `verbosity` is not a chat field: the chat's policy refuses unsupported values.
         if self.text is not None:
             fields["response_format"] = _response_format(self.text.format)
             fields["verbosity"] = self.text.verbosity
         return {name: value for name, value in fields.items() if value is not None}
 
 
-VOCABULARY = Vocabulary(
+FIELDS = BodyFields(
     own=frozenset(ResponsesRequest.model_fields),
     policy=Policy(
         limits=("max_output_tokens",),
         ignored={
             **CHAT.ignored,
-            "context_management": "the context is as it is sent",
+            "context_management": "the server does not edit the context",
             "max_tool_calls": "tools run at the client",
-            "stream_options": "nothing is padded",
+            "stream_options": "events are not padded",
         },
         refused={
             **CHAT.refused,
-            "background": RefusedField("a response comes with its request", (False,)),
-            "conversation": RefusedField("nothing is stored; send all of it as input"),
-            "previous_response_id": RefusedField("nothing is stored; send all of it as input"),
-            "prompt": RefusedField("no templates are stored"),
+            "background": RefusedField("a response is sent with its request only", (False,)),
+            "conversation": RefusedField("nothing is stored; send the whole input"),
+            "previous_response_id": RefusedField("nothing is stored; send the whole input"),
+            "prompt": RefusedField("no prompt templates are stored"),
         },
     ),
     names={
-        # Others have other places there.
+        # Chat fields that this API names differently.
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "max_tokens": "max_output_tokens",
@@ -224,35 +225,36 @@ VOCABULARY = Vocabulary(
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """`chat` is what is generated; `repeated` are fields of the body that the response repeats.
+    """The equivalent `chat`, and the fields of the body that the response `echoed` back.
 
-    Long parts are JSON already, `size_bytes` in all: as objects they would take much more.
+    Long fields are already serialised, `size_bytes` in total: as objects they would take much more
+    memory.
     """
 
-    repeated: Mapping[str, Any]
+    echoed: Mapping[str, Any]
     size_bytes: int
     chat: ChatRequest
 
 
 def _written(value: Any, param: str) -> msgspec.Raw:
-    """A field as the response repeats it; raises BadRequest if it cannot."""
+    """Serialise an echoed field. Raises BadRequest if it is not valid Unicode."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except UnicodeEncodeError:
         raise BadRequest(
-            f"'{param}' holds a lone surrogate, which is no character; send valid Unicode",
+            f"'{param}' has a lone surrogate, which is not a character; send valid Unicode",
             param=param,
         ) from None
 
 
 def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> PreparedResponse:
-    """What a body of /v1/responses asks for.
+    """Parse a body of /v1/responses.
 
     Raises:
-        BadRequest: if a field is wrong.
+        BadRequest: if a field is invalid.
     """
     unknown = UnknownFields(refuse_unknown)
-    own, rest = VOCABULARY.split(data, unknown)
+    own, rest = FIELDS.split(data, unknown)
     body = validated(ResponsesRequest, own)
     text = {"format": {"type": "text"}}
     if isinstance(given := own.get("text"), dict):
@@ -264,21 +266,23 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
         "tool_choice": own.get("tool_choice") or "auto",
         "tools": own.get("tools") or [],
     }
+    # Serialise now, so that the parsed body can be freed before the generation.
     written = {name: _written(value, name) for name, value in long.items()}
-    repeated = {
+    echoed = {
         "max_output_tokens": body.max_output_tokens,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
         **written,
     }
-    chat = VOCABULARY.chat(rest | body.chat(), unknown)
-    return PreparedResponse(repeated, sum(map(len, map(bytes, written.values()))), chat)
+    chat = FIELDS.chat(rest | body.chat(), unknown)
+    return PreparedResponse(echoed, sum(map(len, map(bytes, written.values()))), chat)
 
 
 def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat]:
     messages: list[Chat] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    # Merge consecutive items of the assistant: templates expect a message per turn.
     turn = _Turn()
     for item in items:
         if turn.takes(item):
@@ -297,7 +301,7 @@ def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat
 
 
 class _Turn:
-    """Items that together are one message of the assistant: thoughts, then text, then calls."""
+    """Items that form a single assistant message: reasoning, then text, then calls."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
@@ -305,7 +309,7 @@ class _Turn:
         self._calls: list[Chat] = []
 
     def takes(self, item: Item) -> bool:
-        """Whether the item is part of the same message, which then has it."""
+        """Add the item if it belongs to the same message; return whether it does."""
         match item:
             case ReasoningItem() if not (self._reasoning or self._content or self._calls):
                 self._reasoning = _joined(item.content or item.summary or ())
@@ -320,9 +324,9 @@ class _Turn:
         return True
 
     def messages(self) -> list[Chat]:
-        """The message, if there is any."""
+        """The message; empty for a turn without text and calls."""
         if self._content is None and not self._calls:
-            # Thoughts that led to nothing are of no use to the model.
+            # Drop reasoning without a result: it is of no use to the model.
             return []
         message: Chat = {"role": "assistant", "content": self._content}
         if self._calls:
@@ -337,7 +341,7 @@ def _joined(parts: Iterable[Part]) -> str:
 
 
 def _nested(tool: Chat) -> Chat:
-    """A function, or a choice of one, as the chat has it."""
+    """Convert a function, or a choice of a function, to the chat's nested form."""
     if tool.get("type") != "function":
         return tool
     return {"type": "function", "function": {n: v for n, v in tool.items() if n != "type"}}

@@ -1,4 +1,4 @@
-"""The fields that ask for a form of the output: how they are described and taken."""
+"""The fields for structured output: parsers and JSON schemas."""
 
 from functools import partial
 from typing import Annotated

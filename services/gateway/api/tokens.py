@@ -1,4 +1,4 @@
-"""What clients may send to have texts and tokens turned into each other."""
+"""Bodies of /tokenize and /detokenize."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from services.gateway.api.validation import validated
 from services.gateway.vocabulary.errors import BadRequest
 
 TEXT_TOKENS_MAX = 2**17
-"""Most tokens that are turned into text at once."""
+"""Maximum tokens of a detokenise request."""
 
-# Fields of chats that affect the prompt.
+# Chat fields that affect the prompt.
 _CHAT_FIELDS = (
     "messages",
     "add_generation_prompt",
@@ -35,7 +35,7 @@ class _Strict(BaseModel):
 
 
 class TokenizeRequest(_Strict):
-    """Body of /tokenize: a prompt, or a chat with the fields of chats that make its prompt."""
+    """Body of /tokenize: a prompt, or a chat with the fields that affect its prompt."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: str | None = None
@@ -52,16 +52,16 @@ class DetokenizeRequest(_Strict):
 
 
 class ReadBody(Protocol):
-    """A body that has been read."""
+    """A parsed body."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """ASCII sentences about fields that were ignored."""
+        """ASCII sentences about ignored fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """`body` is one whose prompt is wanted, `entries`: with those of the vocabulary."""
+    """Tokenise the prompt of `body`; `entries`: return the vocabulary entries as well."""
 
     body: GenerationRequest
     entries: bool
@@ -70,7 +70,7 @@ class Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class Detokenize:
-    """The text of the tokens of `model` is wanted."""
+    """Convert token ids of `model` to text."""
 
     model: str
     token_ids: Sequence[int]
@@ -80,36 +80,37 @@ class Detokenize:
 def parse_tokenize(
     data: Mapping[str, Any], served: str, *, refuse_unknown: bool = False
 ) -> Tokenize:
-    """The body of /tokenize; it is for the model `served` if it names none.
+    """Parse a body of /tokenize; `served` is the default model.
 
     Raises:
-        BadRequest: if a field is wrong.
+        BadRequest: if a field is invalid.
     """
     unknown = UnknownFields(refuse_unknown)
     names = (*TokenizeRequest.model_fields, *_CHAT_FIELDS)
     fields = known_fields(data, names, Policy(), unknown)
     own = {name: fields[name] for name in fields if name in TokenizeRequest.model_fields}
-    asked = validated(TokenizeRequest, own)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise BadRequest("send either 'prompt' or 'messages', and not both", param="prompt")
-    shared = {"model": asked.model or served, "add_special_tokens": asked.add_special_tokens}
-    if asked.prompt is not None:
-        body: GenerationRequest = parse_completion(shared | {"prompt": asked.prompt})
+    request = validated(TokenizeRequest, own)
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("send either 'prompt' or 'messages', not both", param="prompt")
+    shared = {"model": request.model or served, "add_special_tokens": request.add_special_tokens}
+    # Parse as a generation request, so that the prompt is built exactly as for generation.
+    if request.prompt is not None:
+        body: GenerationRequest = parse_completion(shared | {"prompt": request.prompt})
     else:
         chat = {name: fields[name] for name in fields if name in _CHAT_FIELDS}
         body = parse_chat(shared | chat, refuse_unknown=refuse_unknown)
-    return Tokenize(body, bool(asked.return_token_strs), unknown.warnings + body.warnings)
+    return Tokenize(body, bool(request.return_token_strs), unknown.warnings + body.warnings)
 
 
 def parse_detokenize(
     data: Mapping[str, Any], served: str, *, refuse_unknown: bool = False
 ) -> Detokenize:
-    """The body of /detokenize; it is for the model `served` if it names none.
+    """Parse a body of /detokenize; `served` is the default model.
 
     Raises:
-        BadRequest: if a field is wrong.
+        BadRequest: if a field is invalid.
     """
     unknown = UnknownFields(refuse_unknown)
     fields = known_fields(data, DetokenizeRequest.model_fields, Policy(), unknown)
-    asked = validated(DetokenizeRequest, fields)
-    return Detokenize(asked.model or served, asked.tokens, unknown.warnings)
+    request = validated(DetokenizeRequest, fields)
+    return Detokenize(request.model or served, request.tokens, unknown.warnings)

@@ -1,4 +1,4 @@
-"""The fields `tools` and `tool_choice`: their checks, and how they are described."""
+"""The fields `tools` and `tool_choice`: parsers and JSON schemas."""
 
 import re
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def _parse_tools(value: Any) -> tuple[Tool, ...]:
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise refusal(f"must have different names; '{twice}' stands twice")
+        raise refusal(f"must have unique names; '{twice}' is duplicate")
     return tools
 
 
@@ -35,8 +35,8 @@ def _parse_tool(value: Any) -> Tool:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind != "function":
         raise NotSupported(
-            f"tools of type {kind[:64]!a} are not supported yet; declare functions, and run them"
-            " yourself",
+            f"tools of type {kind[:64]!a} are not supported yet; declare functions and run them at"
+            " the client",
             param="tools",
         )
     function = value.get("function") if kind == "function" else None
@@ -58,7 +58,7 @@ def _parse_tool(value: Any) -> Tool:
 
 
 def _parse_choice(value: Any) -> ToolChoice | None:
-    """A mode, a function that must be called, or the functions that may be."""
+    """Parse a mode, a function that must be called, or a list of allowed functions."""
     if value is None:
         return None
     if isinstance(value, str) and value in _MODES:
@@ -91,7 +91,7 @@ def _function_name(value: Any) -> str:
 
 
 def _function_schema(**more: Any) -> dict[str, Any]:
-    """The schema of a function with a name and perhaps more."""
+    """The schema of a function with a name and further properties."""
     properties = {"name": {"type": "string", "pattern": NAME_PATTERN}, **more}
     function = {"type": "object", "required": ["name"], "properties": properties}
     return {

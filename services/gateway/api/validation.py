@@ -1,4 +1,4 @@
-"""Checked bodies: strict models, and one sentence for what is wrong."""
+"""Strict validation of bodies, with errors of a single sentence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -10,21 +10,22 @@ from services.gateway.api.parameters import shown
 from services.gateway.vocabulary.errors import BadRequest
 
 M = TypeVar("M", bound=BaseModel)
-FIELDS_TOLD = 12
-"""An object with more fields is not told whole to whoever sends another one."""
+FIELDS_SHOWN = 12
+"""Errors about an unknown field list the known fields of objects with at most this many."""
 
 
 class Strict(BaseModel):
-    """Checked types and ranges, without conversions; unknown fields are errors."""
+    """A model without type conversions; unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
-    """An object of the model `kind`; raises BadRequest that names the first wrong field."""
+    """Validate `fields` as a `kind`. Raises BadRequest about the first invalid field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
+        # Report only the first error, and never quote the input.
         first = error.errors(include_url=False, include_input=False)[0]
         where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
         complaint = _complaint(first, where, _fields(kind, first["loc"][:-1]))
@@ -32,35 +33,36 @@ def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
 
 
 def _complaint(error: ErrorDetails, where: str | None, known: Sequence[str]) -> str:
-    """What is wrong with the field, behind its name; `known`: those where it stands."""
+    """The predicate of the error sentence; `known`: the fields of the same object."""
     if error["type"] == "extra_forbidden" and known:
-        return f" is not a field; there are {', '.join(known)}"
+        return f" is not a field; the fields are {', '.join(known)}"
     return _remedy(error, where) or f": {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def _remedy(error: ErrorDetails, where: str | None) -> str | None:
-    """In our words; None where those of the check do."""
+    """A predicate of our own; None if pydantic's message suffices."""
     match error["type"]:
         case "model_type":
-            return " is not an object; send one in braces"
+            return " is not an object; send a JSON object"
         case "missing" if where == "model":
-            return " is missing; name the served model, which /v1/models lists"
+            return " is missing; send the name of a model that /v1/models lists"
         case "missing":
             return " is missing; send it"
         case "too_short":
-            return f" is too short; send a list of at least {error['ctx']['min_length']}"
+            return f" is too short; send at least {error['ctx']['min_length']}"
         case "too_long":
-            return f" is too long; send a list of at most {error['ctx']['max_length']}"
+            return f" is too long; send at most {error['ctx']['max_length']}"
     return None
 
 
 def _fields(kind: type[BaseModel], path: Sequence[int | str]) -> Sequence[str]:
-    """The fields of the object at `path`, if it is plain and has few."""
+    """The fields of the object at `path`; empty if it is not a plain model or has too many."""
     for part in path:
         field = kind.model_fields.get(str(part))
         inner = () if field is None else (field.annotation, *get_args(field.annotation))
-        models = [one for one in inner if isinstance(one, type) and issubclass(one, BaseModel)]
+        models = [arg for arg in inner if isinstance(arg, type) and issubclass(arg, BaseModel)]
+        # Unions and lists of models have no single set of fields.
         if len(models) != 1:
             return ()
         (kind,) = models
-    return tuple(kind.model_fields) if path and len(kind.model_fields) <= FIELDS_TOLD else ()
+    return tuple(kind.model_fields) if path and len(kind.model_fields) <= FIELDS_SHOWN else ()

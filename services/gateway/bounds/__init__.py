@@ -1,1 +1,1 @@
-"""How much the gateway takes at a time, and how requests are ended early."""
+"""Limits of the gateway: concurrency, memory, time, and the early end of requests."""

@@ -10,10 +10,11 @@ from services.core.scheduler.rate import RATE_WINDOW_S, DispatchRate, retry_afte
 from services.gateway.vocabulary.errors import QueueFull
 
 
-class Turnover:
-    """Counts the requests that left and the requests that were refused lately.
+class RetryEstimator:
+    """Estimates Retry-After from the recent rates of departures and refusals.
 
-    Refused clients come again, so they are told to wait until as many requests have left.
+    Refused clients queue up behind each other: each waits until as many requests have left as
+    were refused before it.
     """
 
     def __init__(self, now_s: Callable[[], float] = monotonic_s) -> None:
@@ -23,11 +24,11 @@ class Turnover:
         self._numbers = itertools.count()
 
     def leave(self) -> None:
-        """A request has left."""
+        """Count the departure of a request."""
         self._left.note(self._now_s())
 
     def refuse(self) -> float:
-        """Count a refused request; returns the seconds until a retry: 1 to 60, with jitter."""
+        """Count a refusal; return the seconds until the retry, 1 to 60 with jitter."""
         now_s = self._now_s()
         self._refused.note(now_s)
         ahead = max(1, round(self._refused.per_s(now_s) * RATE_WINDOW_S))
@@ -37,31 +38,31 @@ class Turnover:
 T = TypeVar("T")
 
 BODY_BYTES_MAX = 4 * 2**20
-"""Largest body of one request, at every door."""
+"""Largest request body in bytes, for HTTP and gRPC."""
 BODY_BYTES_PER_ITEM = 32
-"""Parsing is that much faster than the tokenising that the pool's sizes are made for."""
+"""Bytes of JSON per unit of `TextPool` sizes: parsing is that much faster than tokenising."""
 SMALL_BYTES = 8 * 2**10
-"""So much of each body is free, so that a few large ones never keep small ones out.
+"""Bytes of each body that are exempt, so that a few large bodies cannot block small ones.
 
-How many requests there are is bounded elsewhere, and with it what is free.
+`Drain` bounds the number of requests and thereby the sum of the exempt bytes.
 """
 
 
 class BodyBudget:
-    """What all requests together may hold of their bodies beyond the first `SMALL_BYTES` of each.
+    """Bounds the bytes of all request bodies beyond the first `SMALL_BYTES` of each.
 
-    Bytes count as they come and not as a header announces them, so that a client must send what it
-    blocks.
+    Bytes count on arrival, not by Content-Length: a client cannot reserve bytes without sending
+    them.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._turnover = Turnover()
+        self._retry = RetryEstimator()
         self.bytes_held = 0
 
     @contextlib.contextmanager
     def lease(self) -> Iterator["BodyLease"]:
-        """One request's share, given back at the end."""
+        """The share of a request, released at the end."""
         lease = BodyLease(self)
         try:
             yield lease
@@ -70,24 +71,23 @@ class BodyBudget:
             lease.release()
 
     def take(self, size_bytes: int) -> None:
-        """Count bytes in; raises QueueFull if they are too many."""
+        """Add bytes. Raises QueueFull if the budget is exhausted."""
         if self.bytes_held + size_bytes > self._bytes_max:
             raise QueueFull(
-                f"the gateway is reading {self.bytes_held} bytes of request bodies already; "
-                "send the request again later",
-                retry_after_s=self._turnover.refuse(),
+                f"the gateway already holds {self.bytes_held} bytes of request bodies; retry later",
+                retry_after_s=self._retry.refuse(),
             )
         self.bytes_held += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Count bytes out."""
+        """Subtract bytes."""
         if size_bytes:
-            self._turnover.leave()
+            self._retry.leave()
         self.bytes_held -= size_bytes
 
 
 class BodyLease:
-    """What one request holds of its body."""
+    """The part of the budget that a request holds."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -96,28 +96,28 @@ class BodyLease:
         self._kept_bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Count more of the body; raises QueueFull if the gateway holds too much already."""
+        """Count further bytes of the body. Raises QueueFull if the budget is exhausted."""
         self._size_bytes += size_bytes
         wanted_bytes = max(0, self._size_bytes - SMALL_BYTES)
         self._budget.take(wanted_bytes - self._held_bytes)
         self._held_bytes = wanted_bytes
 
     def keep(self, size_bytes: int) -> None:
-        """So much of the body is needed until its request is over."""
+        """Retain `size_bytes` of the body until the request ends."""
         self._kept_bytes = size_bytes
 
     def release(self) -> None:
-        """Hold no more than what is kept."""
+        """Give back all bytes but the retained ones."""
         held_bytes = min(self._held_bytes, max(0, self._kept_bytes - SMALL_BYTES))
         self._budget.give_back(self._held_bytes - held_bytes)
         self._held_bytes = held_bytes
 
 
 class TakenOnce(Generic[T]):
-    """What was parsed of a body, on its way to the code that needs it last.
+    """A parsed body that its last consumer takes out, which frees the memory early.
 
-    Its objects may take dozens of times the bytes that a lease counts, so code that passes them on
-    has to forget them.
+    The parsed objects may take dozens of times the bytes that the lease counts, so no frame further
+    up the stack may hold a reference to them.
     """
 
     def __init__(self, value: T) -> None:
@@ -125,11 +125,11 @@ class TakenOnce(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What was parsed; not to be kept."""
-        assert self._value is not None, "it was taken"
+        """The parsed body. The caller must not keep a reference."""
+        assert self._value is not None, "the parsed body was taken already"
         return self._value
 
     def take(self) -> T:
-        """What was parsed, which is then no longer here."""
+        """Remove and return the parsed body."""
         value, self._value = self.value, None
         return value

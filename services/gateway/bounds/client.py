@@ -1,4 +1,4 @@
-"""The sending side of a response, and whether its client still takes what is sent."""
+"""The sending side of a response, and the detection of stalled clients."""
 
 import asyncio
 import contextlib
@@ -9,19 +9,19 @@ from services.gateway.bounds.interruption import Interruption
 
 M = TypeVar("M")
 
-LOOKS = 4
-"""Looks at a client within `stall_s`; it is cut off at most one interval between looks late."""
+CHECKS_PER_STALL = 4
+"""Checks of a client within `stall_s`: detection is late by at most a check interval."""
 
 
 class ClientGone(Exception):
-    """The client hung up, or takes nothing any more."""
+    """The client disconnected or stopped reading."""
 
 
 class WatchedClient(Generic[M]):
-    """One client; `send` sends it a message of type M and waits until there is room."""
+    """A client. `send` sends a message of type M and waits for room in the send buffer."""
 
     def __init__(self, send: Callable[[M], Awaitable[None]], stall_s: float) -> None:
-        """`stall_s`: how long the client may accept nothing."""
+        """`stall_s`: seconds that the client may go without reading."""
         self._send = send
         self._stall_s = stall_s
         self._waiting = 0
@@ -29,10 +29,7 @@ class WatchedClient(Generic[M]):
         self.started = False
 
     async def send(self, message: M) -> None:
-        """Send a message when the client has taken enough that there is room for more.
-
-        Several may wait at once; they go out one after the other.
-        """
+        """Send a message once the send buffer has room. Concurrent sends go out in order."""
         self.started = True
         self._waiting += 1
         try:
@@ -43,24 +40,21 @@ class WatchedClient(Generic[M]):
 
     @contextlib.contextmanager
     def watched(self, interruption: Interruption) -> Iterator[None]:
-        """Interrupt with ClientGone when sends wait, and none ends for as long as it may stall.
-
-        One timer for the whole response: a timeout around every send would cost as much as the
-        send itself.
-        """
-        loop, pause_s = asyncio.get_running_loop(), self._stall_s / LOOKS
+        """Cancel the block with ClientGone when sends wait and none completes for `stall_s`."""
+        # A single timer for the whole response: a timeout per send would cost as much as the send.
+        loop, pause_s = asyncio.get_running_loop(), self._stall_s / CHECKS_PER_STALL
         timer: asyncio.TimerHandle
 
-        def look(stalled: int, waited: bool, seen: int) -> None:
+        def check(stalled: int, waited: bool, done_before: int) -> None:
             nonlocal timer
-            # No send has ended since the last look; the sends that wait now may be others.
-            stalled = stalled + 1 if waited and self._done == seen else 0
-            if stalled == LOOKS:
+            # Compare the completed sends: the waiting sends may have changed since the last check.
+            stalled = stalled + 1 if waited and self._done == done_before else 0
+            if stalled == CHECKS_PER_STALL:
                 interruption.interrupt(ClientGone())
             else:
-                timer = loop.call_later(pause_s, look, stalled, self._waiting > 0, self._done)
+                timer = loop.call_later(pause_s, check, stalled, self._waiting > 0, self._done)
 
-        timer = loop.call_later(pause_s, look, 0, False, 0)
+        timer = loop.call_later(pause_s, check, 0, False, 0)
         try:
             yield
         finally:

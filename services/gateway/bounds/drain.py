@@ -1,4 +1,4 @@
-"""Counting requests in and out, and ending them at shutdown."""
+"""Admission of requests by concurrency, and graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from services.common.timeouts import timeout
 from services.core.service import ServiceClass
-from services.gateway.bounds.body_budget import Turnover
+from services.gateway.bounds.body_budget import RetryEstimator
 from services.gateway.bounds.interruption import Interruption
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
 class RequestPlace:
-    """One request in the gateway, of which the class is known only once its body is read."""
+    """The slot of an in-flight request. Its service class is known once the body is read."""
 
     def __init__(self, drain: "Drain") -> None:
         self._drain = drain
         self.batch = False
 
     def hold(self, service_class: ServiceClass) -> None:
-        """Hold the place on as a request of this class.
+        """Set the request's service class.
 
         Raises:
-            QueueFull: if requests of class `batch` have as many places as they may have.
+            QueueFull: if requests of class `batch` occupy all slots that they may have.
         """
         if service_class is ServiceClass.BATCH and not self.batch:
             self._drain.take_batch()
@@ -30,50 +30,50 @@ class RequestPlace:
 
 
 class Drain:
-    """Admits requests to the gateway until it drains.
+    """Admits requests until the gateway drains.
 
-    At most `batch_inflight_max` of the `inflight_max` places are for requests of class `batch`,
-    which may wait for hours, so that they never keep online ones out.
+    Requests of class `batch` may wait for hours. They occupy at most `batch_inflight_max` of the
+    `inflight_max` slots, so that they cannot block online requests.
 
-    The gateway stops in two steps. First it says that it leaves, so that load balancers send
-    requests elsewhere, and still takes requests; then it drains.
+    Shutdown has two steps. First the gateway reports that it is leaving, so that load balancers
+    route requests elsewhere, and still accepts requests. Then it drains.
     """
 
     def __init__(self, inflight_max: int, batch_inflight_max: int | None = None) -> None:
-        """Without `batch_inflight_max` there is no bound for `batch` alone."""
+        """`batch_inflight_max` None: no separate limit for `batch`."""
         self._inflight_max = inflight_max
         self._batch_max = inflight_max if batch_inflight_max is None else batch_inflight_max
         self._empty = asyncio.Event()
         self._empty.set()
-        self._turnover, self._batch_turnover = Turnover(), Turnover()
+        self._retry, self._batch_retry = RetryEstimator(), RetryEstimator()
         self.inflight = self.batch_inflight = 0
-        # Load balancers are told to send nothing here any more.
+        # Whether readiness probes fail, so that load balancers send no more requests.
         self.leaving = False
-        # Set once no requests are taken any more.
-        self.began = asyncio.Event()
-        # These are interrupted when the time for draining is over; `_cut`: it is over.
+        # Set when the gateway stops accepting requests.
+        self.draining_started = asyncio.Event()
+        # Requests to cancel at the drain deadline; `_cut`: the deadline has passed.
         self._running: set[Interruption] = set()
         self._cut = False
 
     @property
     def draining(self) -> bool:
-        """Whether no requests are taken any more."""
-        return self.began.is_set()
+        """Whether new requests are refused."""
+        return self.draining_started.is_set()
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[RequestPlace]:
-        """Count one request in, and out at the end; its place is to be told its class.
+        """Occupy a slot while the block runs. Set the slot's class once it is known.
 
         Raises:
             ShuttingDown: if the gateway is shutting down.
-            QueueFull: if the gateway has as many requests as it takes.
+            QueueFull: if all slots are occupied.
         """
         if self.draining:
-            raise ShuttingDown("this gateway is shutting down; send the request again shortly")
+            raise ShuttingDown("this gateway is shutting down; retry shortly")
         if self.inflight >= self._inflight_max:
             raise QueueFull(
-                f"the gateway has {self.inflight} requests already; try again later",
-                retry_after_s=self._turnover.refuse(),
+                f"the gateway already serves {self.inflight} requests; retry later",
+                retry_after_s=self._retry.refuse(),
             )
         self.inflight += 1
         self._empty.clear()
@@ -82,26 +82,26 @@ class Drain:
             yield place
         finally:
             self.inflight -= 1
-            self._turnover.leave()
+            self._retry.leave()
             if place.batch:
                 self.batch_inflight -= 1
-                self._batch_turnover.leave()
+                self._batch_retry.leave()
             if self.inflight == 0:
                 self._empty.set()
 
     def take_batch(self) -> None:
-        """Count a request of class `batch`; its place counts it out. Raises QueueFull."""
+        """Count a request of class `batch`; its slot releases the count. Raises QueueFull."""
         if self.batch_inflight >= self._batch_max:
             raise QueueFull(
-                f"the gateway has {self.batch_inflight} requests of class 'batch' already; try"
-                " again later",
-                retry_after_s=self._batch_turnover.refuse(),
+                f"the gateway already serves {self.batch_inflight} requests of class 'batch';"
+                " retry later",
+                retry_after_s=self._batch_retry.refuse(),
             )
         self.batch_inflight += 1
 
     @contextlib.contextmanager
     def cuts(self, interruption: Interruption) -> Iterator[None]:
-        """Interrupt the block when the time for draining is over; raises if it is over already."""
+        """Cancel the block at the drain deadline. Raises ShuttingDown if it has passed."""
         if self._cut:
             raise _shut_down()
         self._running.add(interruption)
@@ -111,17 +111,18 @@ class Drain:
             self._running.discard(interruption)
 
     async def leave(self, delay_s: float) -> None:
-        """Say that this gateway leaves, and take requests for another `delay_s`."""
+        """Fail the readiness probes and accept requests for another `delay_s`."""
         self.leaving = True
         await asyncio.sleep(delay_s)
 
     async def drain(self, timeout_s: float, grace_s: float = 1.0) -> None:
-        """Refuse new requests; return when none is left, at the latest after both times.
+        """Refuse new requests and wait for the running ones.
 
-        After `timeout_s` the rest is told to end, and has `grace_s` to tell its clients.
+        Cancels the remaining requests after `timeout_s`; they have another `grace_s` to send the
+        error to their clients.
         """
         self.leaving = True
-        self.began.set()
+        self.draining_started.set()
         with contextlib.suppress(TimeoutError):
             async with timeout(timeout_s):
                 await self._empty.wait()
@@ -134,4 +135,4 @@ class Drain:
 
 
 def _shut_down() -> ShuttingDown:
-    return ShuttingDown("the gateway was shut down before the request ended; send it again")
+    return ShuttingDown("the gateway shut down before the request completed; retry")

@@ -1,4 +1,4 @@
-"""Ends a block of the current task from outside, with an error of the caller's choice."""
+"""A cancel scope that raises an error of the caller's choice."""
 
 import asyncio
 from types import TracebackType
@@ -7,10 +7,10 @@ from services.gateway.vocabulary.errors import GatewayError, first_gateway_error
 
 
 class Interruption:
-    """A block that others may end: ``with Interruption() as interruption: ...``.
+    """A block that other tasks may cancel: ``with Interruption() as interruption: ...``.
 
-    Unlike a guard in a task group it costs no task. It works as `asyncio.timeout` does: the task is
-    cancelled, and at the end of the block the cancellation becomes the error.
+    Works like `asyncio.timeout`: it cancels the task and converts the CancelledError into the given
+    error at the end of the block. Needs no guard task.
     """
 
     def __init__(self) -> None:
@@ -19,23 +19,20 @@ class Interruption:
         self._over = False
 
     def __enter__(self) -> "Interruption":
-        """Begin, within a task."""
+        """Enter the scope; only within a task."""
         task = asyncio.current_task()
-        assert task is not None, "only a task can be interrupted"
+        assert task is not None, "the scope needs a task"
         self._task, self._before = task, task.cancelling()
         return self
 
     def interrupt(self, error: Exception) -> None:
-        """End the block with `error`, from another task or a callback; only the first one counts.
-
-        Once the block is over it has no effect.
-        """
+        """Cancel the block; it raises `error`. Further calls, and calls after it, do nothing."""
         if self._error is None and not self._over:
             self._error = error
             self._task.cancel()
 
     def interrupt_after(self, delay_s: float, error: Exception) -> None:
-        """End the block with `error` after `delay_s`, unless it is over by then."""
+        """Cancel the block with `error` after `delay_s`."""
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(delay_s, self.interrupt, error))
 
@@ -45,7 +42,7 @@ class Interruption:
         raised: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Raise the error if it ended the block; a task that was also cancelled stays so."""
+        """Raise the error if it cancelled the block. A cancellation from outside has priority."""
         self._over = True
         for timer in self._timers:
             timer.cancel()
@@ -54,7 +51,7 @@ class Interruption:
         must_end = self._task.uncancel() > self._before
         if isinstance(raised, asyncio.CancelledError) and must_end:
             return
-        # Errors on the way out, caused by the interruption or not, say less than it does.
+        # Replace errors of the cleanup as well: they hide the cause of the cancellation.
         if isinstance(raised, asyncio.CancelledError | GatewayError) or (
             isinstance(raised, BaseExceptionGroup) and first_gateway_error(raised) is not None
         ):

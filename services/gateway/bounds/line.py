@@ -1,4 +1,4 @@
-"""Counts what each guest may have at a time, and all guests together."""
+"""Concurrency limits for each client and for all clients together."""
 
 import contextlib
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Line:
-    """Calls in one state, counted by guest."""
+    """Counts calls of one kind by client (`guest`: the key's owner, or an address)."""
 
     def __init__(self, each_max: int, all_max: int) -> None:
         self._each_max = each_max
@@ -16,17 +16,18 @@ class Line:
 
     @property
     def total(self) -> int:
-        """The count of all guests together."""
+        """The count of all clients together."""
         return self._all
 
     def full(self, guest: str) -> bool:
-        """Whether the guest may have no more; a guest that has none may always have one."""
+        """Whether the client is at its limit. A client without calls may always start a call."""
+        # Exempt the first call from the total: else a few clients could lock all others out.
         own = self._of.get(guest, 0)
         return own >= self._each_max or (own > 0 and self._all >= self._all_max)
 
     @contextlib.contextmanager
     def entered(self, guest: str, count: int = 1) -> Iterator[None]:
-        """Count `count` calls in, even if they are too many, and out at the end."""
+        """Count `count` calls while the block runs, even beyond the limit."""
         self._of[guest] += count
         self._all += count
         try:

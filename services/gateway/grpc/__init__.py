@@ -1,1 +1,1 @@
-"""The public gRPC door: the typed API of gateway.proto, and KServe's protocol."""
+"""The public gRPC port: the typed API of gateway.proto, and KServe's protocol."""

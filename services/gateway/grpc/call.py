@@ -1,4 +1,4 @@
-"""One gRPC call: what its client sends, and what is sent to it."""
+"""Reads and writes of a gRPC call."""
 
 import asyncio
 import contextlib
@@ -11,20 +11,20 @@ from google.protobuf.message import DecodeError, Message
 
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.grpc.lobby import Lobby, address_of
+from services.gateway.grpc.call_limits import CallLimits, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import BadRequest, BodyTimeout, BodyTooLarge
 
 MESSAGE_TIMEOUT_S = 5.0
-"""How long a call's message may take; clients send it with the call itself."""
+"""Timeout for a call's message; clients send it together with the call."""
 STREAM_IDLE_S = 300.0
-"""How long a stream of requests may have none."""
+"""Timeout for the next request on a stream of requests."""
 SMALL_BYTES_MAX = 64 * 2**10
-"""Longest message of calls that are no requests."""
+"""Largest message of calls that are not counted as requests."""
 
-# Messages are bytes here: they are parsed where it is known how large they are.
+# Messages are raw bytes: the callers parse them after a check of their size.
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Metadata = tuple[tuple[str, str], ...]
 T = TypeVar("T")
@@ -32,10 +32,10 @@ M = TypeVar("M", bound=Message)
 
 
 class Call:
-    """Reads and writes of one call.
+    """Reads and writes of a call.
 
-    Initial metadata goes out with the first message and not before: what a client has headers of
-    is never tried again by its library, however the call ends.
+    Sends the initial metadata together with the first message: once a client has received headers,
+    its library never retries the call, whatever the status.
     """
 
     def __init__(
@@ -43,116 +43,114 @@ class Call:
         context: Context,
         record: RequestRecord,
         stall_s: float,
-        lobby: Lobby,
+        limits: CallLimits,
         identify: Callable[[], Principal],
     ) -> None:
-        """`stall_s`: how long the client may take nothing; `identify`: its principal now, by its
-        key, which raises Unauthorized when the key is no longer known.
+        """`stall_s`: seconds that the client may go without reading. `identify` returns the
+        client's current principal; raises Unauthorized once its key is revoked.
         """
         self._context = context
         self.record = record
         record.address = address_of(context.peer())
         self.client: WatchedClient[Message] = WatchedClient(self._write, stall_s)
         self.identify = identify
-        self.lobby = lobby
+        self.limits = limits
         self.guest = record.guest
-        # Held until the message is there, or the call over: gRPC reads on until then.
+        # Counts the call as waiting until its message is here or the call ends: gRPC keeps reading.
         self._unread = contextlib.AsyncExitStack()
-        self._headed = False
-        self._turn = asyncio.Lock()
+        self._metadata_sent = False
+        self._write_lock = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
-        # Bytes of the message that is being written.
+        # Bytes of the message in flight.
         self.unread_bytes = 0
-        # Output tokens of the first choice that were sent.
+        # Output tokens of the first choice sent so far.
         self.tokens_sent = 0
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the client's deadline; infinite without one."""
+        """Seconds until the client's deadline; infinite without a deadline."""
         remaining_s = self._context.time_remaining()
         return math.inf if remaining_s is None else remaining_s
 
     def metadata(self) -> Metadata:
-        """What every answer tells beside its messages, failed or not."""
+        """Metadata of every response, failed or not: request id, rate limits, warnings."""
         record = self.record
         warnings = tuple(("warning", text) for text in record.told_warnings)
         return (("x-request-id", record.request_id), *record.limit_headers(), *warnings)
 
     async def read(self, timeout_s: float | None = None) -> bytes | None:
-        """The client's next message, None at its end.
+        """The client's next message; None at the end of its stream.
 
-        `timeout_s`: how long it may take; None: as long as the call.
+        `timeout_s` None: wait as long as the call lasts.
 
         Raises:
-            BodyTimeout: if it does not come in time.
+            BodyTimeout: if the message does not arrive in time.
         """
         reading = self._operation(self._context.read())
+        # `wait`, not `wait_for`: a timeout must not cancel gRPC's read.
         await asyncio.wait({reading}, timeout=timeout_s)
         if not reading.done():
-            raise BodyTimeout(f"no message came within {timeout_s:g} s")
+            raise BodyTimeout(f"no message arrived within {timeout_s:g} s")
         message: Any = reading.result()
         return message if isinstance(message, bytes) else None
 
     async def message(self) -> bytes:
-        """The one message of a call that has one; it counts as a request from then on.
+        """The message of a unary call. The call counts as waiting until the message arrives.
 
         Raises:
-            BodyTimeout: if it does not come in time.
-            QueueFull: if its client has many such calls.
-            BadRequest: if it has none.
+            BodyTimeout: if the message does not arrive in time.
+            QueueFull: if the client has too many waiting calls.
+            BadRequest: if the client sends no message.
         """
-        await self._unread.enter_async_context(self.lobby.waiting(self.guest))
+        await self._unread.enter_async_context(self.limits.waiting(self.guest))
         data = await self.read(MESSAGE_TIMEOUT_S)
         await self._unread.aclose()
         if data is None:
-            raise BadRequest("the call has no message; send one")
+            raise BadRequest("the call has no message; send a request message")
         return data
 
     async def close(self) -> None:
-        """The call is over for all but its client."""
+        """Release the waiting slot; the server's part of the call is complete."""
         await self._unread.aclose()
 
     async def read_small(self, kind: type[M]) -> M:
-        """The message of a call that asks for nothing that takes time or room.
+        """The message of a cheap call, such as a cancellation.
 
-        Such a call is no request: it is answered however many of those there are, since it may be
-        what ends one.
+        Such a call needs no request slot: it must work on a full gateway, as it may end a request.
 
         Raises:
-            GatewayError: whatever is wrong with it.
+            GatewayError: if the message is missing, late, too large or invalid.
         """
         data = await self.message()
         if len(data) > SMALL_BYTES_MAX:
             raise BodyTooLarge(
-                f"the message is larger than the limit of {SMALL_BYTES_MAX} bytes; shorten it"
+                f"the message exceeds the limit of {SMALL_BYTES_MAX} bytes; shorten it"
             )
         return decoded(kind, data)
 
     async def _write(self, message: Message) -> None:
         data = message.SerializeToString()
-        # A stream's requests write in turn. A write whose request gives up has its turn to its end.
-        await self._turn.acquire()
+        # Serialise the writes of a stream's requests. A cancelled request's write keeps the lock
+        # until it completes, since gRPC writes on.
+        await self._write_lock.acquire()
         self.unread_bytes = len(data)
-        writing = self._operation(self._write_headed(data))
+        writing = self._operation(self._write_with_metadata(data))
         writing.add_done_callback(self._written)
         await asyncio.shield(writing)
 
     def _written(self, writing: "asyncio.Task[None]") -> None:
         self.unread_bytes = 0
-        self._turn.release()
+        self._write_lock.release()
 
-    async def _write_headed(self, data: bytes) -> None:
-        if not self._headed:
-            self._headed = True
+    async def _write_with_metadata(self, data: bytes) -> None:
+        if not self._metadata_sent:
+            self._metadata_sent = True
             await self._context.send_initial_metadata(self.metadata())
         await self._context.write(data)
 
     def _operation(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """A task of its own, which ends with the call at the latest.
-
-        Nobody may cancel what gRPC has begun: its core would write into memory that the library has
-        given back by then.
-        """
+        """Run a gRPC operation in a task of its own, which ends with the call at the latest."""
+        # Never cancel a started operation: gRPC's core would write into freed memory.
         task = asyncio.ensure_future(work)
         self._operations.add(task)
         task.add_done_callback(self._end)
@@ -161,27 +159,27 @@ class Call:
     def _end(self, task: "asyncio.Task[Any]") -> None:
         self._operations.discard(task)
         if not task.cancelled():
-            # Nobody may be left to hear that the call is over; asyncio would complain about that.
+            # Retrieve the exception: asyncio logs exceptions that no task awaits.
             task.exception()
 
 
 async def parsed(data: bytes, parse: Callable[[bytes], T], lease: BodyLease, pool: TextPool) -> T:
-    """What `parse` makes of a message, whose bytes `lease` then holds.
+    """Charge a message to `lease` and parse it.
 
     Raises:
-        GatewayError: whatever is wrong with it.
+        GatewayError: if the budget is exhausted or the message is invalid.
     """
     lease.take(len(data))
     return await pool.run(lambda: parse(data), len(data) // BODY_BYTES_PER_ITEM)
 
 
 def decoded(kind: type[M], data: bytes) -> M:
-    """The message in `data`. Raises BadRequest."""
+    """Decode a message. Raises BadRequest."""
     try:
         return kind.FromString(data)
     except DecodeError:
         raise BadRequest(
-            f"the message is no {kind.DESCRIPTOR.full_name}; use the stubs of this server's"
-            " contract",
+            f"the message is not a valid {kind.DESCRIPTOR.full_name}; use the stubs of this"
+            " server's .proto files",
             code="undecodable",
         ) from None

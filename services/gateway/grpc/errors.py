@@ -21,7 +21,7 @@ DOMAIN = "tideserve"
 STREAM_LOST = "STREAM_LOST"
 PUSHBACK = "grpc-retry-pushback-ms"
 MESSAGE_BYTES_MAX = 1024
-"""Longest message. It is sent three times, percent-encoded and in base64, within 8 KiB."""
+"""Longest error message. The trailers repeat it three times, encoded, within 8 KiB."""
 
 TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     GatewayError: grpc.StatusCode.INTERNAL,
@@ -30,14 +30,14 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.NotSupported: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
     errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
-    # A method, or a whole feature, that is not served.
+    # An unknown method, or an unsupported feature.
     errors.NoSuchRoute: grpc.StatusCode.UNIMPLEMENTED,
     errors.MethodNotAllowed: grpc.StatusCode.UNIMPLEMENTED,
     errors.NoSuchModel: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.KeyReused: grpc.StatusCode.ALREADY_EXISTS,
     errors.BodyTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-    # gRPC itself gives this code to messages and metadata over its limits.
+    # gRPC itself uses this code for messages and metadata above its limits.
     errors.BodyTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.HeadersTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -53,13 +53,13 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.Expired: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.ClientDeadline: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""The code of each class, of exactly that class: a new one needs a row."""
+"""The code of each class, without inheritance: a new class needs its own row."""
 
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 
 
 def reason_of(error: GatewayError) -> str:
-    """Why, in one word for machines: the code of the HTTP API in capitals."""
+    """The machine-readable reason: the HTTP API's error code in upper case."""
     if error.code is not None:
         return error.code.upper()
     return "INVALID_REQUEST" if isinstance(error, errors.BadRequest) else "INTERNAL"
@@ -68,16 +68,15 @@ def reason_of(error: GatewayError) -> str:
 def status_of(
     error: GatewayError, request_id: str, next_index: int | None = None
 ) -> status_pb2.Status:
-    """The status of a call that failed.
+    """The status of a failed call.
 
-    `next_index`: number of output tokens of its first choice that the client has, once any tokens
-    are out. An error that could be tried again is then ABORTED, since a blind retry would begin
-    a second answer.
+    `next_index`: number of output tokens of the first choice already sent; None before any token.
     """
     code, reason = TABLE[type(error)], reason_of(error)
     metadata = {"http_status": str(error.status)}
     if error.param is not None:
         metadata["param"] = error.param
+    # ABORTED in place of a retryable code: a blind retry would start a second response.
     if next_index is not None and code in _LOST:
         metadata |= {"cause": reason, "next_index": str(next_index)}
         code, reason = grpc.StatusCode.ABORTED, STREAM_LOST
@@ -116,7 +115,7 @@ def _packed(message: Message) -> any_pb2.Any:
 
 
 def _shortened(message: str) -> str:
-    """At most `MESSAGE_BYTES_MAX` bytes of UTF-8, cut between characters."""
+    """Truncate to `MESSAGE_BYTES_MAX` bytes of UTF-8, at a character boundary."""
     data = message.encode("utf-8", "replace")
     if len(data) <= MESSAGE_BYTES_MAX:
         return data.decode()
@@ -126,12 +125,9 @@ def _shortened(message: str) -> str:
 def trailer_of(
     status: status_pb2.Status, error: GatewayError
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """What follows the last message: the details, and how long to wait before a retry.
-
-    The clients' own retries honour the latter; it stands beside UNAVAILABLE only, as nothing else
-    may be tried again blindly.
-    """
+    """The trailing metadata: the status details and the retry push-back."""
     trailer = tuple(rpc_status.to_status(status).trailing_metadata)
+    # Client libraries retry by this push-back, so send it only for the retryable UNAVAILABLE.
     if status.code == grpc.StatusCode.UNAVAILABLE.value[0] and error.retry_after_s is not None:
         trailer += ((PUSHBACK, str(math.ceil(error.retry_after_s * 1000))),)
     return trailer
@@ -143,6 +139,6 @@ async def abort(
     error: GatewayError,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> NoReturn:
-    """End the call with `status`, which `status_of` made of `error`; `metadata` goes along."""
+    """End the call with `status`, the result of `status_of(error)`, and with `metadata`."""
     code = rpc_status.to_status(status).code
     await context.abort(code, status.message, (*metadata, *trailer_of(status, error)))

@@ -14,7 +14,7 @@ from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
-from services.gateway.grpc.unknown import decoded_known
+from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, MessageStreamWriter
 from services.gateway.model.served_model import ServedModel
 from services.gateway.serving.canceller import Canceller
@@ -25,12 +25,12 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 A = TypeVar("A", bound=ReadBody)
 Parse = Callable[[bytes, UnknownFields], A]
-"""Turns a call's message into a body; notes its unknown fields."""
+"""Parses a call's message into a request body; notes its unknown fields."""
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 
 
 class GatewayService:
-    """Each method has the name and the messages that the contract gives it."""
+    """The methods have the names and messages of the service definition in gateway.proto."""
 
     def __init__(
         self, model: ServedModel, serving: RequestServing, canceller: Canceller, pool: TextPool
@@ -43,7 +43,7 @@ class GatewayService:
         self._texts = model.tokenizer.texts
 
     def methods(self) -> dict[str, Method]:
-        """By full name, all that are in the contract."""
+        """All methods of the service definition, by full name."""
         return {
             f"/{SERVICE.full_name}/{method.name}": Method(getattr(self, method.name))
             for method in SERVICE.methods
@@ -77,9 +77,9 @@ class GatewayService:
             await call.client.send(answer)
 
     async def Detokenize(self, call: Call) -> None:
-        async with self._request(call, _detokenize_body) as asked:
+        async with self._request(call, _detokenize_body) as body:
             preparer = self._serving.preparer
-            text = await preparer.text_of(asked.model, asked.token_ids, call.record)
+            text = await preparer.text_of(body.model, body.token_ids, call.record)
             await call.client.send(pb.DetokenizeResponse(text=text))
 
     async def ListModels(self, call: Call) -> None:
@@ -99,19 +99,21 @@ class GatewayService:
     async def Cancel(self, call: Call) -> None:
         request = await call.read_small(pb.CancelRequest)
         if not request.request_id:
-            raise BadRequest("'request_id' is missing; name a request", param="request_id")
+            raise BadRequest(
+                "'request_id' is missing; send the id of a request", param="request_id"
+            )
         owner = call.record.principal.owner
-        found = await self._canceller.cancel(owner, request.request_id)
-        await call.client.send(pb.CancelResponse(found=found))
+        cancelled = await self._canceller.cancel(owner, request.request_id)
+        await call.client.send(pb.CancelResponse(found=cancelled))
 
     @contextlib.asynccontextmanager
     async def _request(self, call: Call, parse: Parse[A]) -> AsyncIterator[A]:
-        """The call's message, counted as a request while it is worked on."""
+        """Read and parse the call's message; it occupies a request slot while the block runs."""
         data = await call.message()
         with self._serving.entered(call.record) as lease:
-            asked = await parsed(data, self._with_unknown(parse), lease, self._pool)
-            call.record.warnings += asked.warnings
-            yield asked
+            body = await parsed(data, self._with_unknown(parse), lease, self._pool)
+            call.record.warnings += body.warnings
+            yield body
 
     def _with_unknown(self, parse: Parse[A]) -> Callable[[bytes], A]:
         refuse = self._serving.refuse_unknown
@@ -122,6 +124,7 @@ class GatewayService:
         data = await call.message()
         with serving.entered(call.record) as lease:
             body = TakenOnce(await parsed(data, self._with_unknown(parse), lease, self._pool))
+            # Free the message before the generation, which may last minutes.
             del data
             await serving.respond(
                 body, call.record, lease, writer, call.client, timeout_s=call.remaining_s
@@ -136,7 +139,7 @@ def _tokenize_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
 def _detokenize_body(data: bytes, unknown: UnknownFields) -> Detokenize:
     request = decoded_known(pb.DetokenizeRequest, data, unknown)
     if not request.token_ids:
-        raise BadRequest("'token_ids' is empty; send some", param="token_ids")
+        raise BadRequest("'token_ids' is empty; send token ids", param="token_ids")
     return Detokenize(request.model, request.token_ids, unknown.warnings)
 
 

@@ -1,7 +1,7 @@
-"""grpc.health.v1 for everybody: probes of a platform carry no key.
+"""grpc.health.v1 without authentication: probes of a platform carry no key.
 
-The library's own servicer would answer what is no message with an exception's text, and wait for
-ever for one that does not come.
+Replaces the library's servicer, which answers an invalid message with the text of an exception and
+waits for a missing message without a timeout.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2
 from services.common.health import WATCHERS_MAX, HealthServicer, TooManyWatchers
 from services.gateway.bounds.line import Line
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
+from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.interceptors import Method
-from services.gateway.grpc.lobby import Lobby
 from services.gateway.vocabulary.errors import (
     BadRequest,
     BodyTooLarge,
@@ -25,52 +25,52 @@ from services.gateway.vocabulary.errors import (
 SERVICE = "grpc.health.v1.Health"
 BYTES_MAX = 1024
 READING_MAX = 8
-"""Probes of one address whose message is read at a time; gRPC may hold 4 MiB for each."""
+"""Probes per address whose message is read at a time; gRPC may hold 4 MiB for each."""
 WATCHING_MAX = 16
-"""Watches of one address."""
+"""Maximum watches per address."""
 Answer = health_pb2.HealthCheckResponse
 M = TypeVar("M", bound=Message)
 
 
 def health_methods(health: HealthServicer) -> dict[str, Method]:
-    """Its methods by full name, which need no key and are told nobody."""
+    """The health methods by full name: public, and neither logged nor counted."""
     probes = _Probes(health)
     methods = {"Check": probes.check, "List": probes.list, "Watch": probes.watch}
-    return {f"/{SERVICE}/{name}": Method(run, open=True) for name, run in methods.items()}
+    return {f"/{SERVICE}/{name}": Method(run, public=True) for name, run in methods.items()}
 
 
 class _Probes:
-    """Answers calls of anybody, in lines of their own: requests are not in their way."""
+    """Answers unauthenticated calls under limits of their own, apart from those of requests."""
 
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
-        self._lobby = Lobby(READING_MAX, MESSAGE_TIMEOUT_S)
+        self._limits = CallLimits(READING_MAX, MESSAGE_TIMEOUT_S)
         self._watches = Line(WATCHING_MAX, WATCHERS_MAX)
 
     async def check(self, call: Call) -> None:
-        """Whether a service is served."""
+        """Send the status of a service."""
         name = (await self._read(call, health_pb2.HealthCheckRequest)).service
         statuses = self._health.statuses()
         if name not in statuses:
             known = ", ".join(sorted(filter(None, statuses)))
             raise NoSuchModel(
-                f"{name[:64]!a} is not served here; ask for {known}",
+                f"the service {name[:64]!a} is unknown; ask for {known}",
                 param="service",
                 code="service_not_found",
             )
         await call.client.send(Answer(status=statuses[name]))
 
     async def list(self, call: Call) -> None:
-        """The same of all services."""
+        """Send the status of all services."""
         await self._read(call, health_pb2.HealthListRequest)
         statuses = {name: Answer(status=status) for name, status in self._health.statuses().items()}
         await call.client.send(health_pb2.HealthListResponse(statuses=statuses))
 
     async def watch(self, call: Call) -> None:
-        """Whether a service is served, at every change."""
+        """Send the status of a service, now and on every change."""
         name = (await self._read(call, health_pb2.HealthCheckRequest)).service
         if self._watches.full(call.guest):
-            raise QueueFull(f"your address watches {WATCHING_MAX} times already; ask with Check")
+            raise QueueFull(f"your address already has {WATCHING_MAX} watches; use Check")
         try:
             with self._watches.entered(call.guest):
                 async with contextlib.aclosing(self._health.changes(name)) as changes:
@@ -80,11 +80,11 @@ class _Probes:
             raise QueueFull(str(error)) from None
 
     async def _read(self, call: Call, kind: type[M]) -> M:
-        """The call's message. Raises GatewayError if it is none."""
-        async with self._lobby.waiting(call.guest):
+        """Read the call's message. Raises GatewayError if it is missing or invalid."""
+        async with self._limits.waiting(call.guest):
             data = await call.read(MESSAGE_TIMEOUT_S)
         if data is None:
-            raise BadRequest("the call has no message; send one")
+            raise BadRequest("the call has no message; send a request message")
         if len(data) > BYTES_MAX:
-            raise BodyTooLarge(f"the message is larger than {BYTES_MAX} bytes; shorten it")
+            raise BodyTooLarge(f"the message exceeds {BYTES_MAX} bytes; shorten it")
         return decoded(kind, data)

@@ -1,8 +1,7 @@
-"""Interceptors of every public gRPC call: its id, its key, and how it ends.
+"""The interceptor of every public gRPC call: request id, authentication, dispatch, errors, log.
 
-They replace what servers do for registered methods: before its caller is known, a call reaches no
-other code of ours, and none of its messages is awaited. Methods that are not listed here are
-refused.
+It replaces gRPC's dispatch of registered methods: until a call is authenticated, it reaches no
+other code of the gateway and none of its messages is read. Unknown methods are refused.
 """
 
 import asyncio
@@ -20,8 +19,8 @@ from google.rpc import status_pb2
 from services.common.logging import request_ids
 from services.gateway.bounds.client import ClientGone
 from services.gateway.grpc.call import Call, Context
+from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.errors import abort, status_of
-from services.gateway.grpc.lobby import Lobby
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.principal import Principal
 from services.gateway.records.metrics import Metrics
@@ -35,16 +34,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Answers calls. `single`: a call is one request, told when it is over; else it tells several
-    itself, and only a refused call is told. `open`: it needs no key, and is told nobody."""
+    """A method and how its calls are recorded.
+
+    `single`: each call is a request, recorded at its end; else the method records several requests
+    itself, and the interceptor only records refused calls. `public`: needs no key and is not
+    recorded.
+    """
 
     run: Callable[[Call], Awaitable[None]]
     single: bool = True
-    open: bool = False
+    public: bool = False
 
 
-class GrpcFrontDoor(grpc.aio.ServerInterceptor):
-    """Answers all calls."""
+class RequestInterceptor(grpc.aio.ServerInterceptor):
+    """Authenticates, dispatches and records all calls."""
 
     def __init__(
         self,
@@ -54,21 +57,21 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         metrics: Metrics,
         stall_s: float,
     ) -> None:
-        """`methods`: by full name; `stall_s`: how long clients may take nothing."""
+        """`methods`: by full name; `stall_s`: seconds that clients may go without reading."""
         self._methods = methods
         self._keys = keys
         self._reception = reception
         self._metrics = metrics
         self._stall_s = stall_s
-        self._lobby = Lobby()
-        metrics.count_calls(self._lobby.lines)
+        self._limits = CallLimits()
+        metrics.count_calls(self._limits.by_kind)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """What answers the call; see grpc.aio."""
+        """Return the handler of the call; see grpc.aio."""
         path = handler_call_details.method
         method = self._methods.get(path)
         metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
@@ -76,24 +79,25 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         record.promise = {
             name: value for name in PROMISE_HEADERS if isinstance(value := metadata.get(name), str)
         }
-        identify = partial(self._keys.principal, _shown_key(metadata))
+        identify = partial(self._keys.principal, _authorization(metadata))
         refusal = self._refusal(method, identify, record)
-        traced = refusal is None and method is not None and not method.open
+        traced = refusal is None and method is not None and not method.public
         self._reception.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
         answer = partial(self._answer, method, record, identify, refusal)
-        # Unary calls look the same on the wire. So messages come as bytes, when they are read.
+        # Unary and streaming calls look alike on the wire. A stream handler without a deserialiser
+        # leaves it to `Call` when to read each message, as raw bytes.
         return grpc.stream_stream_rpc_method_handler(answer)
 
     def _refusal(
         self, method: Method | None, identify: Callable[[], Principal], record: RequestRecord
     ) -> GatewayError | None:
-        """Why the call is not answered, or None; notes its principal."""
-        if method is not None and method.open:
+        """The error that refuses the call, or None. Sets the record's principal."""
+        if method is not None and method.public:
             return None
         try:
             record.principal = identify()
             if method is None:
-                raise NoSuchRoute("there is no such method; see the contracts or the reflection")
+                raise NoSuchRoute("unknown method; see the .proto files or server reflection")
         except GatewayError as error:
             return error
         return None
@@ -107,10 +111,10 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
         requests: Any,
         context: Context,
     ) -> None:
-        call = Call(context, record, self._stall_s, self._lobby, identify)
+        call = Call(context, record, self._stall_s, self._limits, identify)
         failure: tuple[status_pb2.Status, GatewayError] | None = None
-        probe = method is not None and method.open
-        told = refusal is not None or (method is not None and method.single and not probe)
+        probe = method is not None and method.public
+        recorded = refusal is not None or (method is not None and method.single and not probe)
         with request_ids(record.request_id, record.trace_id):
             try:
                 await self._run(method, refusal, call)
@@ -124,32 +128,32 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 await call.close()
-                if told:
+                if recorded:
                     self._reception.close(record, record.path if method is not None else "other")
-        # Told before: how long it takes is the client's choice.
+        # After the record: the client decides how long the following steps take.
         if failure is not None:
             await self._fail(*failure, call, context)
         elif record.status == HUNG_UP:
             await self._park(call, context)
 
     async def _run(self, method: Method | None, refusal: GatewayError | None, call: Call) -> None:
-        """Answer the call. Raises GatewayError, also in the place of what nobody expected."""
+        """Run the method. Raises GatewayError, also in place of unexpected exceptions."""
         if refusal is not None:
             raise refusal
-        assert method is not None, "calls of no method are refused"
-        if not method.open:
-            self._lobby.check(call.guest)
+        assert method is not None, "calls of unknown methods are refused"
+        if not method.public:
+            self._limits.check(call.guest)
         try:
             await method.run(call)
         except (GatewayError, ClientGone):
             raise
         except Exception as error:
-            # The log has the error; clients learn no internals.
-            log.exception("a call failed")
-            raise GatewayError("internal error of the gateway; try again") from error
+            # Log the exception, and hide it from clients: it may reveal internals.
+            log.exception("a call failed unexpectedly")
+            raise GatewayError("internal error of the gateway; retry") from error
 
     def _note(self, error: GatewayError, call: Call) -> status_pb2.Status:
-        """Record a failure; returns the error that the client will be sent."""
+        """Record a failure; return the status for the client."""
         record, begun = call.record, call.client.started
         record.fail(error)
         next_index = call.tokens_sent if begun else None
@@ -164,22 +168,22 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
     async def _fail(
         self, status: status_pb2.Status, error: GatewayError, call: Call, context: Context
     ) -> None:
-        """Tell the client. Raises what gRPC raises to end a call.
+        """Send the error. Raises gRPC's exception that ends a call.
 
-        A client that takes nothing learns of it only when it has taken what was sent before.
+        The error follows the unread messages, so a client that does not read parks the call.
         """
         with contextlib.ExitStack() as stack:
             if call.unread_bytes:
-                stack.enter_context(self._lobby.parked(call.guest, call.unread_bytes))
+                stack.enter_context(self._limits.parked(call.guest, call.unread_bytes))
             await abort(context, status, error, call.metadata())
 
     async def _park(self, call: Call, context: Context) -> None:
-        """End the call of a client that takes nothing: it ends when the client does, or goes.
+        """Park the call of a client that stopped reading, until the client ends it.
 
-        gRPC cannot end it from this side. Its request is over; what stays is a message.
+        gRPC cannot end such a call. Its request is over; only an unread message remains.
         """
-        with self._lobby.parked(call.guest, call.unread_bytes):
-            await context.abort(grpc.StatusCode.CANCELLED, "the client takes nothing any more")
+        with self._limits.parked(call.guest, call.unread_bytes):
+            await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
 
     def _hang_up(self, call: Call, counted: bool) -> None:
         call.record.hang_up()
@@ -188,12 +192,12 @@ class GrpcFrontDoor(grpc.aio.ServerInterceptor):
             self._metrics.stream_failed("client_gone")
 
 
-def _shown_key(metadata: Mapping[str, str | bytes]) -> str | None:
-    """The key of a call, from either of the two headers that HTTP has for it."""
-    given, key = metadata.get("authorization"), metadata.get("x-api-key")
-    if given is None and isinstance(key, str):
+def _authorization(metadata: Mapping[str, str | bytes]) -> str | None:
+    """The credentials of a call, from either header that the HTTP API accepts."""
+    authorization, key = metadata.get("authorization"), metadata.get("x-api-key")
+    if authorization is None and isinstance(key, str):
         return f"Bearer {key}"
-    return given if isinstance(given, str) else None
+    return authorization if isinstance(authorization, str) else None
 
 
 def _bytes(value: str | bytes | None) -> bytes | None:

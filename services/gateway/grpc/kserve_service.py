@@ -1,6 +1,6 @@
 """The methods of KServe's inference.GRPCInferenceService.
 
-The door refuses that protocol's other methods, as it refuses every unknown method.
+The interceptor refuses that protocol's other methods, like every unknown method.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
 from services.gateway.grpc.errors import status_of
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.kserve_translate import Inference
-from services.gateway.grpc.unknown import decoded_known
+from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.reception import Reception
@@ -43,12 +43,12 @@ from tideserve.kserve.v2 import inference_pb2 as pb
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 NAME = PLATFORM = "tideserve"
 AT_ONCE_MAX = 64
-"""Requests of one stream that are worked on at once; more wait to be read."""
+"""Concurrent requests of a stream; further messages are not read until a request completes."""
 _TYPES = {"BYTES": pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL}
 
 
 class KserveService:
-    """Each method has the name and the messages that the contract gives it."""
+    """The methods have the names and messages of the service definition."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class KserveService:
         self._reception = reception
 
     def methods(self) -> dict[str, Method]:
-        """By full name, all that are in the contract."""
+        """All methods of the service definition, by full name."""
         return {
             f"/{SERVICE.full_name}/{method.name}": Method(
                 getattr(self, method.name), single=method.name != "ModelStreamInfer"
@@ -139,7 +139,7 @@ class KserveService:
             del data
             if inference.stream:
                 raise BadRequest(
-                    "a stream needs ModelStreamInfer; call that, or send 'stream' false",
+                    "ModelInfer does not stream; call ModelStreamInfer, or set 'stream' to false",
                     param="stream",
                 )
             writer = _InferenceWriter(inference, call.client.send)
@@ -155,7 +155,7 @@ class KserveService:
     async def ModelStreamInfer(self, call: Call) -> None:
         try:
             with (
-                call.lobby.stream(call.guest),
+                call.limits.stream(call.guest),
                 Interruption() as interruption,
                 call.client.watched(interruption),
             ):
@@ -167,33 +167,36 @@ class KserveService:
             raise
 
     async def _answer_all(self, call: Call, tasks: asyncio.TaskGroup) -> None:
-        """Answer requests until the client sends no more, or the gateway takes no more from it.
+        """Serve requests until the client ends its stream or the gateway drains.
 
         Raises:
-            BodyTimeout: if it has sent none for a time.
-            Unauthorized: if its key is not known any more; what runs is answered before.
+            BodyTimeout: if the stream is idle for too long.
+            Unauthorized: if the client's key was revoked, after the running requests.
         """
-        places = asyncio.Semaphore(AT_ONCE_MAX)
+        slots = asyncio.Semaphore(AT_ONCE_MAX)
         running: set[asyncio.Task[None]] = set()
         drained = tasks.create_task(self._drained())
         refusal: Unauthorized | None = None
         while True:
-            await places.acquire()
+            # Back-pressure: read no message without a free slot.
+            await slots.acquire()
             reading = tasks.create_task(call.read())
             data = await _next(reading, drained, running)
             if data is None:
                 break
+            # Authenticate each message: the key may be revoked while the stream is open.
             try:
                 principal = call.identify()
             except Unauthorized as error:
                 refusal = error
                 break
             task = tasks.create_task(self._answer(call, principal, _StreamedMessage(data)))
-            # They must not be held here either: the task that answers has them.
+            # Drop the references: only the request's task shall hold the message.
             del data, reading
             running.add(task)
             task.add_done_callback(running.discard)
-            task.add_done_callback(lambda _: places.release())
+            task.add_done_callback(lambda _: slots.release())
+        # Stop reading, but complete the requests that are running.
         for waiting in (reading, drained):
             waiting.cancel()
         if running:
@@ -202,31 +205,31 @@ class KserveService:
             raise refusal
 
     async def _drained(self) -> None:
-        await self._serving.drain.began.wait()
+        await self._serving.drain.draining_started.wait()
 
-    async def _answer(self, call: Call, principal: Principal, asked: "_StreamedMessage") -> None:
-        """Answer one request of a stream, which is told like a call of its own."""
+    async def _answer(self, call: Call, principal: Principal, message: "_StreamedMessage") -> None:
+        """Serve a request of a stream; it is recorded like a separate call."""
         record = self._reception.open(call.record.path, call.record.given_id)
         record.principal, record.promise = principal, call.record.promise
         record.address = call.record.address
         self._reception.trace(record, None, admitted=True)
         with request_ids(record.request_id, record.trace_id):
             try:
-                await self._infer(call, record, asked)
+                await self._infer(call, record, message)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
             except GatewayError as error:
-                await self._refuse(call, record, asked.request_id, error)
+                await self._refuse(call, record, message.request_id, error)
             except asyncio.CancelledError:
                 record.hang_up()
                 raise
             finally:
                 self._reception.close(record, record.path)
 
-    async def _infer(self, call: Call, record: RequestRecord, asked: "_StreamedMessage") -> None:
+    async def _infer(self, call: Call, record: RequestRecord, message: "_StreamedMessage") -> None:
         serving = self._serving
         with serving.entered(record) as lease:
-            inference, body = await parsed(asked.data, self._parse, lease, self._pool)
-            asked.parsed(inference)
+            inference, body = await parsed(message.data, self._parse, lease, self._pool)
+            message.parsed(inference)
             make = _StreamWriter if inference.stream else _InferenceWriter
 
             async def send(answer: pb.ModelInferResponse) -> None:
@@ -254,7 +257,7 @@ class KserveService:
         return inference, TakenOnce(completion_of(fields, unknown))
 
     def _check(self, name: str, version: str, call: Call) -> None:
-        """Raise GatewayError unless that is a model that the caller may use."""
+        """Raise GatewayError unless the model exists and the caller may use it."""
         if name not in self._names(call):
             raise no_such_model(name, self._model.name)
         translate.check_version(version)
@@ -264,19 +267,19 @@ class KserveService:
 
 
 class _StreamedMessage:
-    """A message of a stream, until it is parsed."""
+    """A message of a stream; releases its bytes once it is parsed."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self._id: str | None = None
 
     def parsed(self, inference: Inference) -> None:
-        """Release the message."""
+        """Release the bytes."""
         self.data, self._id = b"", inference.request_id
 
     @property
     def request_id(self) -> str:
-        """The id that the client gave, also of a message that is otherwise invalid."""
+        """The client's id of the request, also if the message is otherwise invalid."""
         if self._id is None:
             try:
                 self._id = decoded(pb.ModelInferRequest, self.data).id[: translate.ID_CHARS_MAX]
@@ -290,10 +293,10 @@ async def _next(
     drained: "asyncio.Task[None]",
     running: Collection["asyncio.Task[None]"],
 ) -> bytes | None:
-    """The message that is read; None if there is none, or no more are taken.
+    """The next message; None if the client ends its stream or the gateway drains.
 
     Raises:
-        BodyTimeout: if none comes for a time in which nothing runs.
+        BodyTimeout: if no message arrives for `STREAM_IDLE_S` while no request runs.
     """
     while True:
         waited = {reading, drained}
@@ -304,7 +307,7 @@ async def _next(
             return reading.result() if reading in done else None
         if not running:
             raise BodyTimeout(
-                f"no request came on this stream for {STREAM_IDLE_S:g} s; open another one"
+                f"no request arrived on this stream for {STREAM_IDLE_S:g} s; open a new stream"
             )
 
 
@@ -312,10 +315,10 @@ Send = Callable[[pb.ModelInferResponse], Awaitable[None]]
 
 
 class _InferenceWriter:
-    """A response that is sent when all choices have ended; a Writer."""
+    """A Writer that sends the response once all choices are complete."""
 
     def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
-        """`final`: what it says of itself, in a stream."""
+        """`final`: the response's final flag in a stream; None outside a stream."""
         self._inference = inference
         self._send = send
         self._final = final
@@ -333,7 +336,7 @@ class _InferenceWriter:
 
 
 class _StreamWriter:
-    """A Writer of a response for each piece; the one with the ending is the last."""
+    """A Writer that sends a response for each piece; the finish reason marks the last."""
 
     def __init__(self, inference: Inference, send: Send, final: bool | None = None) -> None:
         self._inference = inference
@@ -344,6 +347,7 @@ class _StreamWriter:
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         reason = piece.finish_reason
+        # Skip tokens of incomplete text: the response has no token ids.
         if piece.text or reason is not None:
             final = reason is not None
             answer = translate.response_of(
@@ -352,4 +356,4 @@ class _StreamWriter:
             await self._send(answer)
 
     async def finish(self, usage: Usage) -> None:
-        """See Writer: the last piece has said it."""
+        """Do nothing, see Writer: the last piece carries the final flag."""

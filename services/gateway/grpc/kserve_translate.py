@@ -1,7 +1,7 @@
-"""Between the tensors of KServe's protocol and what every door shares.
+"""Translates between the tensors of KServe's protocol and the fields of the HTTP API.
 
-Two dialects name the inputs: that of Triton's vLLM backend and that of Dynamo. Sampling parameters
-have the names of the HTTP API, in a tensor of JSON, in the request's parameters or in both.
+The input names are those of Triton's vLLM backend and of Dynamo. Sampling parameters have the names
+of the HTTP API; they arrive in a JSON tensor, in the request's parameters, or in both.
 """
 
 import json
@@ -18,12 +18,12 @@ from tideserve.kserve.v2 import inference_pb2 as pb
 Fields = dict[str, Any]
 
 VERSION = "1"
-"""The only version of every model."""
+"""The version of every model."""
 ID_CHARS_MAX = 1024
-"""Longest id of a request, which is kept until the request has its answer."""
+"""Longest request id in characters; the id stays in memory until the response."""
 FINAL = "triton_final_response"
 OUTPUTS = ("text_output", "finish_reason")
-# The type of each input.
+# Datatypes of the inputs.
 INPUTS = {
     "text_input": "BYTES",
     "stream": "BOOL",
@@ -32,7 +32,7 @@ INPUTS = {
     "exclude_input_in_output": "BOOL",
     "return_finish_reason": "BOOL",
 }
-# How clients of Triton steer its queues and streams; nothing of it is about the output.
+# Ignored: Triton's parameters for queues and streams, without effect on the output.
 _CONTROL = frozenset(
     {
         "binary_data_output",
@@ -49,7 +49,7 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") == "string" or any(map(_takes_text, schema.get("anyOf", ())))
 
 
-# Fields that may be text; others that come as text are JSON, as Triton's examples send numbers.
+# Fields that accept text. Text in other fields is JSON: Triton's examples send numbers as text.
 _TEXT = frozenset(
     name
     for name, schema in CompletionRequest.model_json_schema()["properties"].items()
@@ -60,10 +60,7 @@ _ENDPOINT = frozenset({"model", "prompt", "stream", "stream_options"})
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """How the answer to a request is sent.
-
-    `prefix` is what the text begins with; `outputs` are the tensors that are wanted.
-    """
+    """The form of the response. `prefix` precedes the text; `outputs`: the requested tensors."""
 
     model: str
     request_id: str
@@ -73,7 +70,7 @@ class Inference:
 
 
 def inference_of(request: pb.ModelInferRequest) -> tuple[Inference, Fields]:
-    """What a request asks, and a body of completions that asks it. Raises GatewayError."""
+    """The form of the response, and the equivalent completion body. Raises GatewayError."""
     check_version(request.model_version)
     if len(request.id) > ID_CHARS_MAX:
         raise BadRequest(
@@ -86,7 +83,7 @@ def inference_of(request: pb.ModelInferRequest) -> tuple[Inference, Fields]:
     stream = bool(values.get("stream") or values.get("streaming"))
     fields = _sampling(values.get("sampling_parameters"), request.parameters)
     if stream and fields.get("n") not in (None, 1):
-        raise BadRequest("'n' must be 1 in a stream; leave one or the other", param="n")
+        raise BadRequest("'n' must be 1 in a stream; omit 'n' or 'stream'", param="n")
     fields |= {"model": request.model_name, "prompt": text}
     if stream:
         fields["stream"] = True
@@ -101,21 +98,21 @@ def inference_of(request: pb.ModelInferRequest) -> tuple[Inference, Fields]:
 
 
 def check_version(version: str) -> None:
-    """Raise GatewayError unless there is such a version of each model."""
+    """Raise NoSuchModel unless the version exists."""
     if version not in ("", VERSION):
         raise NoSuchModel(
-            f"there is no version {version[:64]!a}, only '{VERSION}'; leave it out",
+            f"the version {version[:64]!a} does not exist, only '{VERSION}'; omit it",
             param="model_version",
             code="version_not_found",
         )
 
 
 def _includes_prompt(values: Mapping[str, Any], stream: bool) -> bool:
-    """As Triton's backend does: whole answers begin with the prompt unless they must not."""
+    """Whether the text starts with the prompt: like Triton's vLLM backend, unless streamed."""
     excluded = values.get("exclude_input_in_output")
     if stream and excluded is False:
         raise BadRequest(
-            "'exclude_input_in_output' false is not possible in a stream; leave one or the other",
+            "'exclude_input_in_output' cannot be false in a stream; omit it, or do not stream",
             param="exclude_input_in_output",
         )
     if excluded is not None:
@@ -128,18 +125,18 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     for name in wanted:
         if name not in OUTPUTS:
             raise BadRequest(
-                f"there is no output {name[:64]!a}; ask for {' or '.join(OUTPUTS)}",
+                f"the output {name[:64]!a} does not exist; request {' or '.join(OUTPUTS)}",
                 param="outputs",
             )
     return wanted or OUTPUTS
 
 
 def _inputs(request: pb.ModelInferRequest) -> Fields:
-    """The value of each input."""
+    """The values of the inputs, by name."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise BadRequest(
-            f"{len(raw)} raw contents do not fit {len(request.inputs)} inputs; send one for each",
+            f"{len(raw)} raw contents do not match {len(request.inputs)} inputs; send one each",
             param="raw_input_contents",
         )
     values: Fields = {}
@@ -147,7 +144,7 @@ def _inputs(request: pb.ModelInferRequest) -> Fields:
         name = tensor.name
         if name not in INPUTS or name in values:
             raise BadRequest(
-                f"the input {name[:64]!a} is unknown or there twice; the inputs are"
+                f"the input {name[:64]!a} is unknown or duplicate; the inputs are"
                 f" {', '.join(INPUTS)}",
                 param="inputs",
             )
@@ -160,20 +157,21 @@ def _inputs(request: pb.ModelInferRequest) -> Fields:
 def _check_form(tensor: pb.ModelInferRequest.InferInputTensor) -> None:
     name, kind = tensor.name, INPUTS[tensor.name]
     if tensor.datatype != kind:
-        raise BadRequest(f"'{name}' must be a tensor of {kind}; correct it", param=name)
+        raise BadRequest(f"'{name}' must have the datatype {kind}; correct it", param=name)
     if not tensor.shape or any(size != 1 for size in tensor.shape):
-        raise BadRequest(f"'{name}' must have one element; use the shape [1]", param=name)
+        raise BadRequest(f"'{name}' must have a single element; use the shape [1]", param=name)
 
 
 def _read_bytes(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> str:
-    """The text of a tensor with one element."""
+    """The text of a tensor with a single element."""
     if raw is None:
         elements = list(tensor.contents.bytes_contents)
     else:
+        # Raw BYTES elements have a prefix of their length: 4 bytes, little-endian.
         size = struct.unpack_from("<I", raw)[0] if len(raw) >= 4 else -1
         elements = [raw[4:]] if size == len(raw) - 4 else []
     if len(elements) != 1:
-        raise BadRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
+        raise BadRequest(f"'{tensor.name}' must hold a single element", param=tensor.name)
     try:
         return elements[0].decode()
     except UnicodeDecodeError:
@@ -185,12 +183,12 @@ def _read_bytes(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None
 def _read_bool(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bool:
     values = list(tensor.contents.bool_contents) if raw is None else [bool(byte) for byte in raw]
     if len(values) != 1:
-        raise BadRequest(f"'{tensor.name}' must hold one element", param=tensor.name)
+        raise BadRequest(f"'{tensor.name}' must hold a single element", param=tensor.name)
     return values[0]
 
 
 def _sampling(text: str | None, parameters: Mapping[str, pb.InferParameter]) -> Fields:
-    """Sampling parameters of both places; those of the tensor count where they differ."""
+    """Merge the sampling parameters of both places; the tensor has priority."""
     given: Fields = {
         name: _value(name, parameter)
         for name, parameter in parameters.items()
@@ -198,8 +196,9 @@ def _sampling(text: str | None, parameters: Mapping[str, pb.InferParameter]) -> 
     }
     if text is not None:
         given |= parse_object(text, "'sampling_parameters'", "sampling_parameters")
+    # These have a place of their own in the request; a second value would be ambiguous.
     for name in given.keys() & _ENDPOINT:
-        raise BadRequest(f"'{name}' is no sampling parameter; send it as an input", param=name)
+        raise BadRequest(f"'{name}' is not a sampling parameter; send it as an input", param=name)
     return {name: _typed(name, value) for name, value in given.items()}
 
 
@@ -207,26 +206,26 @@ def _value(name: str, parameter: pb.InferParameter) -> Any:
     kind = parameter.WhichOneof("parameter_choice")
     if kind is None:
         raise BadRequest(
-            f"the parameter {name[:64]!a} says nothing; set one of its kinds", param="parameters"
+            f"the parameter {name[:64]!a} has no value; set a value", param="parameters"
         )
     return getattr(parameter, kind)
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A number, list or object that came as text."""
+    """Decode a number, list or object that arrived as text."""
     if not isinstance(value, str) or name in _TEXT:
         return value
     try:
-        # As is, if it is none: then the field's own check says what is wrong.
         return json.loads(value.lower() if value in ("True", "False") else value)
     except (ValueError, RecursionError):
+        # Not JSON: leave the error message to the field's own check.
         return value
 
 
 def response_of(
     inference: Inference, texts: Sequence[str], reasons: Sequence[str], final: bool | None = None
 ) -> pb.ModelInferResponse:
-    """A response with one element for each choice; `final`: whether it is a stream's last."""
+    """A response with an element per choice. `final`: whether it ends a request of a stream."""
     response = pb.ModelInferResponse(
         model_name=inference.model, model_version=VERSION, id=inference.request_id
     )

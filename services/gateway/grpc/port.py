@@ -1,4 +1,4 @@
-"""The public gRPC port: its parts, and their life beside the other ports."""
+"""The public gRPC port: server, methods, and shutdown."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
-from services.gateway.grpc.interceptors import GrpcFrontDoor, Method
+from services.gateway.grpc.interceptors import Method, RequestInterceptor
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.reception import Reception
 from services.gateway.serving.serving import RequestServing
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 METADATA_BYTES_MAX = 16 * 2**10
 CONNECTION_AGE_S = 600
 STREAMS_MAX = 1024
-"""Calls of one connection at a time; more wait at the client."""
+"""Concurrent calls of a connection; further calls wait at the client."""
 
 
 def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
-    """How the server treats connections of all clients.
+    """The channel options of the server.
 
-    Connections are asked to go after `CONNECTION_AGE_S`, so that balancing by connections heals;
-    running calls may end first.
+    Connections close after `CONNECTION_AGE_S`, once their running calls end, so that load balancing
+    by connection recovers after a change.
     """
     return (
         ("grpc.max_receive_message_length", BODY_BYTES_MAX),
@@ -47,12 +47,12 @@ def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
         ("grpc.max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.max_concurrent_streams", STREAMS_MAX),
-        # Else a fast client is let send megabytes on each stream that nobody reads yet: with 512 of
-        # them the gateway held 1.5 GB, without 45 MB. A message that is read may come at once.
+        # The probe grants fast clients megabytes of window on each unread stream: 512 streams held
+        # 1.5 GB with it and 45 MB without it. Messages that are read still arrive at once.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),
         ("grpc.max_connection_age_grace_ms", int(longest_call_s * 1000)),
-        # A frozen client is noticed; one that pings more often than that is sent away.
+        # Detect dead clients, and disconnect clients that ping more often than every 5 s.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -68,18 +68,18 @@ class PublicServer:
         self,
         host: str,
         port: int,
-        door: GrpcFrontDoor,
+        interceptor: RequestInterceptor,
         longest_call_s: float,
         tls: CertificateSource | None = None,
     ) -> None:
-        """`tls`: the certificate, and the CA of clients' certificates if they must have one; None:
-        in clear.
-        """
+        """`tls`: the server's certificate, and a CA if clients need certificates; None: no TLS."""
         self._host, self._port, self._tls = host, port, tls
-        self._grpc = grpc.aio.server(interceptors=(door,), options=server_options(longest_call_s))
+        self._grpc = grpc.aio.server(
+            interceptors=(interceptor,), options=server_options(longest_call_s)
+        )
 
     async def start(self) -> str:
-        """Bind and serve; the address (host:port).
+        """Bind and serve; return the address (host:port).
 
         Raises:
             ConfigError: if the port cannot be bound.
@@ -92,13 +92,13 @@ class PublicServer:
                 port = self._grpc.add_secure_port(wanted, server_credentials(self._tls))
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {wanted}; it may be in use: choose another port"
+                f"cannot listen on {wanted}, the port may be in use; choose another port"
             ) from error
         await self._grpc.start()
         return join_address(self._host, port)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and end those that run within `grace_s`."""
+        """Refuse new calls, and cancel the running calls after `grace_s`."""
         await self._grpc.stop(grace_s)
 
 
@@ -106,12 +106,12 @@ IDLE_S = 30.0
 
 
 def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
-    """The methods of grpc.reflection.v1alpha.ServerReflection about these services and itself."""
+    """The methods of grpc.reflection.v1alpha.ServerReflection for these services and itself."""
     servicer = reflection.ReflectionServicer((*services, reflection.SERVICE_NAME))
 
     async def reflect(call: Call) -> None:
-        # A caller that asks nothing for a while is done.
-        with call.lobby.stream(call.guest), contextlib.suppress(BodyTimeout):
+        # An idle caller is done: end the call without an error.
+        with call.limits.stream(call.guest), contextlib.suppress(BodyTimeout):
             while (data := await call.read(IDLE_S)) is not None:
                 request = decoded(reflection_pb2.ServerReflectionRequest, data)
                 for answer in servicer.ServerReflectionInfo(iter((request,)), None):
@@ -120,15 +120,15 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
     return {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": Method(reflect)}
 
 
-# Calls that end with the gateway's drain have that long to tell their clients.
+# Time for calls that the drain cancels to send their errors.
 GRACE_S = 2.0
 
 
-class Offer(Protocol):
-    """A service."""
+class MethodProvider(Protocol):
+    """A gRPC service."""
 
     def methods(self) -> dict[str, Method]:
-        """Its methods by full name."""
+        """The service's methods by full name."""
 
 
 class GrpcPort:
@@ -136,7 +136,7 @@ class GrpcPort:
 
     def __init__(
         self,
-        parts: Sequence[Offer],
+        providers: Sequence[MethodProvider],
         serving: RequestServing,
         probe: ReadinessProbe,
         keys: KeyRing,
@@ -147,8 +147,10 @@ class GrpcPort:
         tls: CertificateSource | None,
         reflection: bool,
     ) -> None:
-        """`parts`: the services. `reflection`: whether clients may ask for the contracts."""
-        methods = {path: one for part in parts for path, one in part.methods().items()}
+        """`providers`: the services. `reflection`: whether to serve server reflection."""
+        methods = {
+            path: method for provider in providers for path, method in provider.methods().items()
+        }
         services = sorted({path.split("/")[1] for path in methods})
         if reflection:
             methods |= reflection_methods((*services, HEALTH))
@@ -157,27 +159,27 @@ class GrpcPort:
         self._server = PublicServer(
             host,
             port,
-            GrpcFrontDoor(methods, keys, reception, serving.metrics, serving.client_stall_s),
+            RequestInterceptor(methods, keys, reception, serving.metrics, serving.client_stall_s),
             longest_call_s=serving.longest_s,
             tls=tls,
         )
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the port cannot be had."""
+        """Listen. Raises ConfigError if the port cannot be bound."""
         log.info("listening for gRPC on %s", await self._server.start())
 
     def leave(self) -> None:
-        """Tell health checks that no new work is wanted here; calls are still answered."""
+        """Fail the health checks; calls are still accepted."""
         self._health.drain()
 
     def refuse(self, grace_s: float) -> None:
-        """Send clients elsewhere from now on; what runs may go on for `grace_s`."""
+        """Refuse new calls; running calls may continue for `grace_s`."""
         self._health.close()
         self._stopping = asyncio.create_task(self._server.stop(grace_s))
 
     async def stop(self) -> None:
-        """Return when nothing runs any more."""
+        """Wait until all calls have ended."""
         if self._stopping is None:
             self.refuse(GRACE_S)
         assert self._stopping is not None
@@ -187,16 +189,16 @@ class GrpcPort:
 def front_certificates(
     ca: Path | None, cert: Path | None, key: Path | None
 ) -> CertificateSource | None:
-    """The certificate of HTTPS, and the CA of clients' certificates; None for a port in clear.
+    """The certificate of HTTPS, and the CA of clients' certificates; None: no TLS.
 
     Raises:
-        ConfigError: if they are not usable.
+        ConfigError: if the files are invalid.
     """
     if cert is None or key is None:
         if ca is not None:
             raise ConfigError(
-                "'public_grpc_ca_file' needs 'http_tls_cert_file' and 'http_tls_key_file'; give"
-                " all three or leave it out"
+                "'public_grpc_ca_file' needs 'http_tls_cert_file' and 'http_tls_key_file'; set all"
+                " three or omit it"
             )
         return None
     return CertificateSource(CertificateFiles("http_tls", ca=ca, cert=cert, key=key))

@@ -1,7 +1,7 @@
-"""Between protobuf and what every door shares: fields of the OpenAI API in, pieces of output out.
+"""Translates protobuf requests into fields of the OpenAI API, and output into protobuf.
 
-Requests are checked behind this, once for all doors. Here only that is refused which a message can
-say and JSON cannot.
+The HTTP and gRPC APIs share the checks of the resulting fields. This module only refuses messages
+that have no equivalent in JSON.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ _ROLES = words(pb.Role, "ROLE")
 _MODES = words(pb.ToolMode, "TOOL_MODE")
 _CLASSES = words(service_pb2.ServiceClass, "SERVICE_CLASS")
 _FINISH_REASONS = {word: number for number, word in words(pb.FinishReason, "FINISH_REASON").items()}
-# Fields of Sampling that have the OpenAI API's form, too.
+# Fields of Sampling with the same form in the OpenAI API.
 _PLAIN = (
     "temperature",
     "top_p",
@@ -46,7 +46,7 @@ _STRUCTURES = {"regex": "regex", "lark": "grammar"}
 
 
 def chat_fields(request: pb.ChatRequest) -> Fields:
-    """The body that says the same over HTTP. Raises BadRequest."""
+    """The equivalent body of the HTTP API. Raises BadRequest."""
     fields = _common(request)
     fields["messages"] = _messages(request.messages)
     sampling = request.sampling
@@ -59,10 +59,10 @@ def chat_fields(request: pb.ChatRequest) -> Fields:
 
 
 def completion_fields(request: pb.CompleteRequest) -> Fields:
-    """The body that says the same over HTTP. Raises BadRequest."""
+    """The equivalent body of the HTTP API. Raises BadRequest."""
     fields = _common(request)
     prompts = [_prompt(prompt) for prompt in request.prompts]
-    # One alone is the same as a list of one, and errors then name the field without an index.
+    # A single prompt goes without a list, so that errors name the field without an index.
     fields["prompt"] = prompts[0] if len(prompts) == 1 else prompts
     sampling = request.sampling
     if sampling.logprobs:
@@ -78,7 +78,7 @@ def tokenize_fields(request: pb.TokenizeRequest) -> Fields:
     match request.WhichOneof("input"):
         case "text":
             fields["prompt"] = request.text
-            # Left out where it asks for what is done anyway.
+            # Omit the field if it requests the default.
             return fields | ({} if _special(request) else {"add_special_tokens": False})
         case "chat":
             chat = request.chat
@@ -143,7 +143,7 @@ def _options(options: pb.Options) -> Fields:
 
 
 def _message(message: pb.Message, where: str) -> Fields:
-    # A role that nobody knows is refused by its number, a missing one as missing.
+    # Pass an unknown role on as its number, which the field's check refuses by name.
     fields: Fields = {"role": _ROLES.get(message.role, message.role)} if message.role else {}
     match message.WhichOneof("content"):
         case "text":
@@ -200,7 +200,7 @@ def _tool_choice(choice: pb.ToolChoice) -> Any:
         case "mode":
             if choice.mode not in _MODES:
                 raise BadRequest(
-                    f"'tool_choice' has the unknown mode {choice.mode}; use auto, none or required",
+                    f"'tool_choice' has an unknown mode {choice.mode}; use auto, none or required",
                     param="tool_choice",
                 )
             return _MODES[choice.mode]
@@ -228,26 +228,26 @@ def _given(message: Message, names: Iterable[str]) -> Fields:
 
 
 def _unset(param: str, forms: str) -> NoReturn:
-    raise BadRequest(f"'{param}' is there but says nothing; set {forms}", param=param)
+    raise BadRequest(f"'{param}' is empty; set {forms}", param=param)
 
 
 def finish_reason(reason: str | None) -> "pb.FinishReason.ValueType":
-    """Why a choice ended; unspecified while it has not."""
+    """Convert a finish reason; None (still running): unspecified."""
     return _FINISH_REASONS[reason] if reason is not None else pb.FINISH_REASON_UNSPECIFIED
 
 
-def said(said: Said) -> pb.Message:
-    """The message that an answer is; text lacks only where there is none beside calls."""
-    message, calls = pb.Message(role=pb.ROLE_ASSISTANT, reasoning=said.reasoning), said.calls
-    if said.content or not calls:
-        message.text = said.content
+def assistant_message(output: Said) -> pb.Message:
+    """The assistant's message. Without content, `text` is unset if there are tool calls."""
+    message, calls = pb.Message(role=pb.ROLE_ASSISTANT, reasoning=output.reasoning), output.calls
+    if output.content or not calls:
+        message.text = output.content
     for call in calls:
         message.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
     return message
 
 
-def added(delta: Delta) -> dict[str, Any]:
-    """What a message of a stream says; only chats have more than text."""
+def delta_fields(delta: Delta) -> dict[str, Any]:
+    """The fields of a streamed message; completions have text only."""
     fields: dict[str, Any] = {"text": delta.content}
     if delta.reasoning:
         fields["reasoning"] = delta.reasoning
@@ -261,7 +261,7 @@ def added(delta: Delta) -> dict[str, Any]:
 
 
 def stop_reason(reason: int | str | None) -> pb.StopReason | None:
-    """What of the request's own stops ended it."""
+    """The stop string or stop token that ended the output."""
     if reason is None:
         return None
     if isinstance(reason, str):
@@ -270,19 +270,19 @@ def stop_reason(reason: int | str | None) -> pb.StopReason | None:
 
 
 def logprobs(notes: Iterable[TokenNote], texts: TokenTexts) -> list[pb.TokenLogprob]:
-    """Log probabilities of tokens; the first token of a prompt has none."""
+    """Log probabilities of tokens. The first token of a prompt has none and is skipped."""
     return [_logprob(note.token_id, note.told, texts) for note in notes if note.told is not None]
 
 
-def _logprob(token_id: int, told: TokenLogprobs, texts: TokenTexts) -> pb.TokenLogprob:
+def _logprob(token_id: int, entry: TokenLogprobs, texts: TokenTexts) -> pb.TokenLogprob:
     data = texts.data(token_id)
     return pb.TokenLogprob(
         token_id=token_id,
         token=data.decode(errors="replace"),
         bytes=data,
-        logprob=finite(told.logprob),
-        rank=told.rank,
-        top=[_top(other, logprob, texts) for other, logprob in told.top],
+        logprob=finite(entry.logprob),
+        rank=entry.rank,
+        top=[_top(other, logprob, texts) for other, logprob in entry.top],
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers of the typed API, whole and streamed."""
+"""Writers of the typed API's responses, complete and streamed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 
 class _WholeWriter:
-    """An answer that is sent when all choices have ended; a Writer."""
+    """A Writer that sends the response once all choices are complete."""
 
     def __init__(self, call: Call, texts: TokenTexts, pool: TextPool) -> None:
-        """`pool` is where long answers are written."""
+        """`pool` builds long responses."""
         self._call = call
         self._texts = texts
         self._pool = pool
@@ -43,7 +43,9 @@ class _WholeWriter:
         self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
-        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
+        size = sum(
+            numbers_in(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
+        )
         answer = await self._pool.run(partial(self._answer, usage), size)
         await self._call.client.send(answer)
 
@@ -51,7 +53,7 @@ class _WholeWriter:
         raise NotImplementedError
 
     def _ending(self, output: Output) -> dict[str, Any]:
-        """Fields that the choices of both APIs have."""
+        """Fields that chat and completion choices share."""
         return {
             "token_ids": output.token_ids,
             "finish_reason": translate.finish_reason(output.said.finish_reason),
@@ -64,13 +66,13 @@ class _WholeWriter:
 
 
 class ChatWriter(_WholeWriter):
-    """The answer of Chat."""
+    """Writes the response of Chat."""
 
     def _answer(self, usage: Usage) -> Message:
         choices = [
             pb.ChatChoice(
                 index=index,
-                message=translate.said(output.said),
+                message=translate.assistant_message(output.said),
                 **self._ending(output),
             )
             for index, output in enumerate(self._outputs.all)
@@ -81,7 +83,7 @@ class ChatWriter(_WholeWriter):
 
 
 class CompletionWriter(_WholeWriter):
-    """The answer of Complete."""
+    """Writes the response of Complete."""
 
     def _answer(self, usage: Usage) -> Message:
         choices = [
@@ -104,13 +106,13 @@ StreamResponse = type[pb.StreamChatResponse] | type[pb.StreamCompleteResponse]
 
 
 class MessageStreamWriter:
-    """A Writer of the messages of a stream; choices may take turns.
+    """A Writer that streams messages; the pieces of several choices may interleave.
 
-    The ending of the choice that ends last waits for the counts, which follow at once.
+    The last choice's final message waits for the usage, which `finish` merges into it.
     """
 
     def __init__(self, call: Call, texts: TokenTexts, kind: StreamResponse, pool: TextPool) -> None:
-        """`pool` is where long messages are written."""
+        """`pool` builds long messages."""
         self._call = call
         self._texts = texts
         self._pool = pool
@@ -119,7 +121,7 @@ class MessageStreamWriter:
         self._sent: list[int] = []
         self._running = 0
         self._last: Any = None
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
 
     def begin(self, prepared: PreparedRequest) -> None:
         self._head = _head(prepared)
@@ -134,6 +136,7 @@ class MessageStreamWriter:
             message = self._message(index, piece)
         self._sent[index] += len(piece.token_ids)
         self._running -= piece.finish_reason is not None
+        # Hold back the final message of the last choice for the usage.
         if self._running == 0:
             self._last = message
         else:
@@ -148,7 +151,7 @@ class MessageStreamWriter:
             stop_reason=translate.stop_reason(piece.stop_reason),
             logprobs=translate.logprobs(piece.logprobs, self._texts),
             prompt_logprobs=translate.logprobs(piece.prompt_logprobs, self._texts),
-            **translate.added(piece.said),
+            **translate.delta_fields(piece.said),
         )
 
     async def finish(self, usage: Usage) -> None:
@@ -157,7 +160,8 @@ class MessageStreamWriter:
         await self._send(self._last)
 
     async def _send(self, message: Any) -> None:
-        async with self._turn:
+        async with self._write_lock:
+            # Id, time and model go out with the first message only.
             if self._head:
                 message.MergeFrom(self._kind(**self._head))
                 self._head = {}

@@ -14,7 +14,7 @@ from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http import messages, openai, operations, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
-from services.gateway.http.front_door import HttpFrontDoor
+from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.reception import Reception
@@ -26,11 +26,11 @@ from services.gateway.text.tokenizer import TextPool
 _CLOSE = (b"connection", b"close")
 
 
-class Parting:
-    """ASGI middleware: once the gateway leaves, every answer is the last one on its connection.
+class CloseWhenDraining:
+    """ASGI middleware that closes connections after their response once the gateway is leaving.
 
-    A kept-alive connection would bring requests long after the platform has taken this gateway
-    out of its list.
+    Otherwise kept-alive connections would carry requests long after the load balancer has removed
+    this gateway.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
@@ -38,29 +38,29 @@ class Parting:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Forward the request."""
 
-        def parting_send(message: Message) -> Awaitable[None]:
+        def closing_send(message: Message) -> Awaitable[None]:
             if self._drain.leaving and message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             return send(message)
 
-        await self._app(scope, receive, parting_send if scope["type"] == "http" else send)
+        await self._app(scope, receive, closing_send if scope["type"] == "http" else send)
 
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class Direct:
-    """Calls the endpoints that generate, and passes all other requests to the application.
+class DirectDispatch:
+    """Calls the generation endpoints without FastAPI; forwards all other requests to `app`.
 
-    These read their bodies and answer their errors themselves, and nothing is injected into them.
-    What FastAPI does around a handler was a tenth of the Python calls of a short request. They stay
-    routes of the application, which describes them and answers all other methods.
+    These endpoints read their bodies and send their errors themselves and need no dependency
+    injection. FastAPI's wrapper was a tenth of the Python calls of a short request. The endpoints
+    stay registered in `app`, which documents them and answers other HTTP methods.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
-        """`routers` have the endpoints; a handler's only argument is the request."""
+        """`routers` have the endpoints, whose handlers take only the request."""
         self._app = app
         self._routes = {
             route.path: (route, cast(Endpoint, route.endpoint))
@@ -70,14 +70,14 @@ class Direct:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the request answered."""
-        found = None
+        """Call the endpoint, or forward the request."""
+        match = None
         if scope["type"] == "http" and scope["method"] == "POST":
-            found = self._routes.get(scope["path"])
-        if found is None:
+            match = self._routes.get(scope["path"])
+        if match is None:
             await self._app(scope, receive, send)
             return
-        scope["route"], endpoint = found
+        scope["route"], endpoint = match
         response = await endpoint(Request(scope, receive, send))
         await response(scope, receive, send)
 
@@ -93,7 +93,7 @@ def build(
     public_metrics: bool,
     cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """All routes for clients, behind the front door; the admin port has the operators' routes."""
+    """The application of the public port. Routes for operators are on the admin port."""
     app = FastAPI(
         title="tideserve",
         version=installed_version(),
@@ -110,5 +110,6 @@ def build(
     )
     for router in routers:
         app.include_router(router)
-    door = HttpFrontDoor(Direct(app, routers), keys, reception)
-    return Parting(with_cors(door, cors_origins), serving.drain)
+    checked = RequestMiddleware(DirectDispatch(app, routers), keys, reception)
+    # CORS outside the key check: browsers send preflight requests without a key.
+    return CloseWhenDraining(with_cors(checked, cors_origins), serving.drain)

@@ -1,4 +1,4 @@
-"""The description in /openapi.json of routes whose bodies `json_body` reads."""
+"""OpenAPI descriptions of routes that parse their bodies themselves."""
 
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -30,32 +30,31 @@ _KEY = {
     "name": "Idempotency-Key",
     "in": "header",
     "schema": {"type": "string", "maxLength": 257},
-    "description": "Sent again with the same body, it gets the same answer.",
+    "description": "A repeated request with the same key and body receives the same response.",
 }
 
 
-def takes(
+def describe_body(
     kind: type[BaseModel],
     policy: Policy | None = None,
     passed_on: Collection[str] = (),
     error: Mapping[str, Any] = _ERROR,
 ) -> dict[str, Any]:
-    """The description of a route's body and of its errors.
+    """The `openapi_extra` of a route: request body and errors.
 
-    The bodies are parsed stricter than the framework would. `policy` has the fields that are
-    ignored, in routes that generate; `passed_on` are those of the chat that the body has, too.
-    `error` is the schema of errors.
+    `policy`: ignored fields, for routes that generate. `passed_on`: names of chat fields that the
+    body shares. `error`: schema of error responses.
     """
     schema = _schema(kind)
     if passed_on:
         chat = _schema(ChatRequest)["properties"]
         schema["properties"] |= {name: chat[name] for name in chat if name in passed_on}
-    # Unknown fields are ignored by default.
+    # By default unknown fields are ignored, not refused.
     schema.pop("additionalProperties", None)
     for ignored, why in (policy.ignored if policy is not None else {}).items():
         schema["properties"][ignored] = {"description": f"Ignored: {why}."}
     refusal = {
-        "description": "An error; its message says the cause and the remedy.",
+        "description": "An error; the message states the cause and the remedy.",
         "content": {"application/json": {"schema": error}},
     }
     content = {"application/json": {"schema": schema}}
@@ -67,7 +66,7 @@ def takes(
 
 
 def _schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The schema of `kind`, in one piece."""
+    """The schema of `kind` without references."""
     schema = _generated(kind)
     alone = {name: child for name, child in schema.items() if name != "$defs"}
     inlined: dict[str, Any] = _inlined(alone, schema.get("$defs", {}))
@@ -76,16 +75,17 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 @cache
 def _generated(kind: type[BaseModel]) -> dict[str, Any]:
-    """Pydantic's schema of `kind`: it takes 10 to 40 ms, and several routes share the chat's."""
+    """Pydantic's schema of `kind`. Cached: it takes 10 to 40 ms, and routes share the chat's."""
     return kind.model_json_schema()
 
 
 def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
-    """`node` with definitions in the place of references to them."""
+    """`node` with references replaced by their definitions."""
     if isinstance(node, list):
         return [_inlined(child, definitions) for child in node]
     if not isinstance(node, dict):
         return node
+    # Drop discriminators, whose mappings refer to the definitions.
     node = {name: child for name, child in node.items() if name != "discriminator"}
     if isinstance(reference := node.get("$ref"), str):
         del node["$ref"]

@@ -1,4 +1,4 @@
-"""Differences of the generation endpoints: the body that they read, the form they write."""
+"""Dialects of the generation endpoints: how each parses its request and writes its response."""
 
 import asyncio
 import contextlib
@@ -16,48 +16,42 @@ from services.gateway.serving.serving import Writer
 from services.gateway.vocabulary.errors import GatewayError
 
 SLICE_BYTES = 64 * 2**10
-"""A response is sent in slices of this size; after each the server waits until there is room."""
+"""Bytes per slice of a long response; the server waits for buffer room after each slice."""
 
 
 class StreamWriter(Writer, Protocol):
-    """Writes a response in server-sent events."""
+    """Writes a response as server-sent events."""
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
-        """End the response, which has begun, with an error event.
-
-        A client that does not take it within `timeout_s` learns nothing.
-        """
+        """End a started response with an error event; give up after `timeout_s`."""
 
 
 class Dialect(Protocol):
-    """One endpoint's form of a request and its response; an object serves one request.
+    """The request and response format of an endpoint. Each instance serves a single request.
 
-    A dialect and its writers hold nothing of the body but what the response repeats: about
+    A dialect and its writers retain only the parts of the body that the response echoes: about
     `kept_bytes` once the body is parsed.
     """
 
     kept_bytes: int
 
     def parse(self, data: dict[str, Any]) -> GenerationRequest:
-        """What the JSON object in the body asks for; raises GatewayError."""
+        """Parse the body's JSON object. Raises GatewayError."""
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        """Writes the response to `body`, which asks for no stream."""
+        """The writer of a response that is not streamed."""
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        """Writes the response to `body`, which asks for a stream."""
+        """The writer of a streamed response."""
 
 
 async def send_json(client: WatchedClient[Message], data: dict[str, Any]) -> None:
-    """Send a whole response."""
+    """Send a JSON response."""
     await send_body(client, msgspec.json.encode(data))
 
 
 async def send_body(client: WatchedClient[Message], body: bytes) -> None:
-    """Send a whole response that is written, and wait until its client has taken a long one.
-
-    The HTTP server buffers whatever it is given at once, without counting the bytes.
-    """
+    """Send a serialised JSON response; a long response waits for its client to read it."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -66,6 +60,7 @@ async def send_body(client: WatchedClient[Message], body: bytes) -> None:
     if len(body) <= SLICE_BYTES:
         await client.send({"type": "http.response.body", "body": body})
         return
+    # In slices: the HTTP server buffers a single message of any size.
     for first in range(0, len(body), SLICE_BYTES):
         part = body[first : first + SLICE_BYTES]
         await client.send({"type": "http.response.body", "body": part, "more_body": True})
@@ -83,9 +78,10 @@ async def hang_up(receive: Receive) -> None:
 async def present(
     client: WatchedClient[Message], receive: Receive, timeout_s: float = math.inf
 ) -> AsyncIterator[None]:
-    """Send to a client without a guard of its own.
+    """Guard a block that sends to `client`.
 
-    Raises ClientGone if it hangs up, takes nothing, or takes longer than `timeout_s`.
+    Raises:
+        ClientGone: if the client disconnects, stalls, or takes longer than `timeout_s`.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -96,6 +92,7 @@ async def present(
                 yield
             guard.cancel()
     except BaseExceptionGroup as group:
+        # Unwrap the task group's exception: callers expect a plain ClientGone.
         if group.subgroup(ClientGone) is not None:
             raise ClientGone from None
         raise

@@ -1,4 +1,4 @@
-"""Errors as responses, in the form of the endpoint's dialect."""
+"""Error responses in the endpoint's dialect."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from services.gateway.api.responses import FIELDS as RESPONSES
 from services.gateway.api.responses import PATH as RESPONSES_PATH
-from services.gateway.api.responses import VOCABULARY as RESPONSES
 from services.gateway.http import messages_error
 from services.gateway.records.request_record import record_of
 from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, NoSuchRoute
@@ -20,10 +20,12 @@ from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, N
 def error_response(
     error: GatewayError, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response for an error, with Retry-After where a retry is sensible."""
+    """The response for an error, with Retry-After if a retry may succeed."""
     all_headers = dict(headers or {})
+    # At least 1: Retry-After has whole seconds, and 0 would invite an immediate retry.
     if error.retry_after_s is not None:
         all_headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    # RFC 9110 requires the header with 401.
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
     return Response(
@@ -46,7 +48,7 @@ def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have every failure answered with a body of its dialect."""
+    """Register handlers that answer every failure in the endpoint's dialect."""
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(500, _crash)
@@ -60,21 +62,21 @@ async def _gateway_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        message = f"{request.method} is not possible here; see the API reference"
+        message = f"the method {request.method} is not allowed here; see /openapi.json"
         return _response(request, MethodNotAllowed(message), error.headers)
     if error.status_code == 404:
-        return _response(request, NoSuchRoute("there is no such route; see /openapi.json"))
+        return _response(request, NoSuchRoute("this route does not exist; see /openapi.json"))
     return _response(request, GatewayError("the request failed"), error.headers)
 
 
 async def _crash(request: Request, error: Exception) -> Response:
-    # The front door logs what went wrong; clients learn no internals.
-    return _response(request, GatewayError("internal error of the gateway; try again"))
+    # The middleware logs the exception; hide it from clients, as it may reveal internals.
+    return _response(request, GatewayError("internal error of the gateway; retry"))
 
 
 def _response(
     request: Request, error: GatewayError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response to an error, which the request's record notes."""
+    """The response for an error; notes the error in the request's record."""
     record_of(request.scope).fail(error)
     return error_response(error, request.scope, headers)

@@ -1,4 +1,4 @@
-"""The JSON of the two generation endpoints, streamed and whole."""
+"""The JSON of /v1/chat/completions and /v1/completions, streamed and complete."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ TIERS = {
     ServiceClass.STANDARD: "default",
     ServiceClass.BATCH: "flex",
 }
-"""The service tiers of the OpenAI API that answers name."""
+"""The OpenAI API's service tier of each class, reported in responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all objects of one response share."""
+    """Fields that all objects of a response share."""
 
     response_id: str
     created: int
@@ -31,7 +31,7 @@ class Envelope:
     service_tier: str | None = None
 
     def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An object of the given kind."""
+        """A response object of type `kind` around the choices."""
         wrapped = {
             "id": self.response_id,
             "object": kind,
@@ -46,73 +46,71 @@ class Envelope:
 
 
 def envelope_of(prepared: PreparedRequest, body_tier: str | None) -> Envelope:
-    """The fields of a response around its choices, to a body with that `service_tier`.
+    """The envelope of a response; `body_tier`: the request's `service_tier`.
 
-    The tier that is used is told to clients that name one or have another than the usual one.
+    Reports the tier if the request names a tier or its class is not the default.
     """
     tier = TIERS[prepared.service_class]
-    told = body_tier is not None or prepared.service_class is not ServiceClass.STANDARD
-    return Envelope(prepared.response_id, prepared.created, prepared.model, tier if told else None)
+    shown = body_tier is not None or prepared.service_class is not ServiceClass.STANDARD
+    return Envelope(prepared.response_id, prepared.created, prepared.model, tier if shown else None)
 
 
 class Format(Protocol):
-    """How an endpoint writes its choices."""
+    """The JSON form of an endpoint's choices."""
 
     chunk_kind: str
     whole_kind: str
 
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
-        """The choice of the first event, if the endpoint begins with one of its own."""
+        """The choice object of the first event; None if the stream starts with the output."""
 
-    def tells(self, piece: OutputPiece) -> bool:
-        """Whether a piece without an ending has something for the client."""
+    def has_event(self, piece: OutputPiece) -> bool:
+        """Whether a piece without a finish reason is sent as an event."""
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
-        """The choice of an event with new text, an ending or both."""
+        """The choice object of an event with new output, a finish reason or both."""
 
     def whole(self, index: int, choice: PreparedChoice, output: Output) -> dict[str, Any]:
-        """The choice of a response that is not streamed."""
+        """The choice object of a response that is not streamed."""
 
-    def beside(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
-        """What a response has beside its choices and the usual; a stream in its first event.
+    def extra_fields(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Further top-level fields of a response, or of a stream's first event.
 
-        `outputs` are all of them, none for a stream.
+        `outputs`: of all choices; empty for a stream.
         """
 
 
 class ChatFormat:
-    """/v1/chat/completions; a Format."""
+    """The Format of /v1/chat/completions."""
 
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
 
     def __init__(self, body: ChatRequest, texts: TokenTexts) -> None:
-        """`body`: what the client wants to see."""
+        """`body` has the options of the response."""
         self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
         self._wants_logprobs = body.output_logprobs is not None
         self._wants_ids = bool(body.return_token_ids)
         self._hides_reasoning = body.include_reasoning is False
 
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
-        """The event that names the role."""
+        """The event with the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def tells(self, piece: OutputPiece) -> bool:
-        """All but tokens around a call, or those of which the text comes later.
-
-        Hidden reasoning may take minutes: empty events show that the answer goes on.
-        """
-        said = piece.delta
-        if said is None:
+    def has_event(self, piece: OutputPiece) -> bool:
+        """Skip pieces without content: markers of a tool call, and tokens of incomplete text."""
+        delta = piece.delta
+        if delta is None:
             return bool(piece.text or piece.token_ids)
-        if said.content or said.reasoning or _calls_in(said):
+        if delta.content or delta.reasoning or _calls_in(delta):
             return True
+        # Hidden reasoning may take minutes: its empty events show that the generation continues.
         wanted = self._wants_logprobs or self._wants_ids or self._hides_reasoning
         return wanted and bool(piece.token_ids)
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
-        # A piece without parts needs no object for them: this is done for every token.
+        # Hot path, run for every token: most pieces are plain content without a Delta.
         finish = piece.finish_reason if piece.delta is None else piece.delta.finish_reason
         choice: dict[str, Any] = {
             "index": index,
@@ -139,8 +137,8 @@ class ChatFormat:
         }
         return written | ({"token_ids": output.token_ids} if self._wants_ids else {})
 
-    def beside(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The prompt's log probabilities and tokens; all choices have the same prompt."""
+    def extra_fields(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The prompt's log probabilities and token ids; all choices share the prompt."""
         request = prepared.choices[0].request
         fields: dict[str, Any] = {}
         if outputs and request.logprobs.prompt is not None:
@@ -151,23 +149,23 @@ class ChatFormat:
 
 
 def _plain_delta(piece: OutputPiece) -> dict[str, Any]:
-    """The message delta of a piece that is content alone."""
+    """The message delta of a piece that is plain content."""
     return {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
 
 
-def _chat_delta(said: Delta) -> dict[str, Any]:
-    """The message delta of a piece; a piece that adds nothing has empty content."""
-    delta: dict[str, Any] = _thoughts(said.reasoning)
-    if calls := _calls_in(said):
-        delta["tool_calls"] = [_call_delta(call) for call in calls]
-    if said.content or (not delta and said.finish_reason is None):
-        delta["content"] = said.content
-    return delta
+def _chat_delta(delta: Delta) -> dict[str, Any]:
+    """The message delta of a piece; an empty piece has empty content."""
+    fields: dict[str, Any] = _reasoning_fields(delta.reasoning)
+    if calls := _calls_in(delta):
+        fields["tool_calls"] = [_call_delta(call) for call in calls]
+    if delta.content or (not fields and delta.finish_reason is None):
+        fields["content"] = delta.content
+    return fields
 
 
-def _calls_in(said: Delta) -> list[ToolCallDelta]:
-    """The deltas of calls, without calls that only end."""
-    return [call for call in said.tool_calls if call.id or call.arguments]
+def _calls_in(delta: Delta) -> list[ToolCallDelta]:
+    """The deltas of tool calls, without those that only mark an end."""
+    return [call for call in delta.tool_calls if call.id or call.arguments]
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -177,11 +175,11 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _chat_message(said: Said) -> dict[str, Any]:
-    calls = said.calls
+def _chat_message(output: Said) -> dict[str, Any]:
+    calls = output.calls
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": said.content or (None if calls else ""),
+        "content": output.content or (None if calls else ""),
         "refusal": None,
     }
     if calls:
@@ -193,22 +191,22 @@ def _chat_message(said: Said) -> dict[str, Any]:
             }
             for call in calls
         ]
-    return message | _thoughts(said.reasoning)
+    return message | _reasoning_fields(output.reasoning)
 
 
-def _thoughts(reasoning: str) -> dict[str, Any]:
-    """Reasoning by its name and by the older one."""
+def _reasoning_fields(reasoning: str) -> dict[str, Any]:
+    """Reasoning under its current and its older field name."""
     return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
 class CompletionFormat:
-    """/v1/completions; a Format."""
+    """The Format of /v1/completions."""
 
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
 
     def __init__(self, body: CompletionRequest, texts: TokenTexts) -> None:
-        """`body`: what the client wants to see."""
+        """`body` has the options of the response."""
         self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
         self._wants_logprobs = body.output_logprobs is not None
         self._top = body.output_logprobs
@@ -217,20 +215,20 @@ class CompletionFormat:
         self._echo = bool(body.echo)
 
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
-        """Nothing: completions begin with their text. With it come the prompt's tokens."""
+        """None, or the prompt's token ids if requested: completions start with their text."""
         if not self._wants_ids:
             return None
         ids = choice.request.prompt_ids
         return self._choice(index, OutputPiece("")) | {"prompt_token_ids": ids, "token_ids": []}
 
-    def tells(self, piece: OutputPiece) -> bool:
-        """Also tokens of which the text comes later: clients see that the answer goes on."""
+    def has_event(self, piece: OutputPiece) -> bool:
+        """Also send tokens of incomplete text: they show that the generation continues."""
         return bool(piece.text or piece.token_ids)
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
         choice = self._choice(index, piece)
         if self._wants_logprobs:
-            choice["logprobs"] = self._told(piece)
+            choice["logprobs"] = self._logprob_fields(piece)
         if self._wants_ids:
             choice["token_ids"] = piece.token_ids
         return choice
@@ -251,10 +249,11 @@ class CompletionFormat:
         written = {
             "index": index,
             "text": output.text,
-            "logprobs": self._told(output) if self._wants_logprobs else None,
+            "logprobs": self._logprob_fields(output) if self._wants_logprobs else None,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+        # `logprobs` with `echo` and `prompt_logprobs` may request different numbers of top tokens.
         if self._prompt_top is not None:
             notes = with_top(output.prompt_logprobs, self._prompt_top)
             written["prompt_logprobs"] = self._logprobs.prompt(notes)
@@ -263,11 +262,11 @@ class CompletionFormat:
             written["token_ids"] = output.token_ids
         return written
 
-    def beside(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Nothing: each choice has its own prompt."""
+    def extra_fields(self, prepared: PreparedRequest, outputs: Sequence[Output]) -> dict[str, Any]:
+        """None: each choice has its own prompt."""
         return {}
 
-    def _told(self, output: OutputPiece | Output) -> dict[str, Any]:
+    def _logprob_fields(self, output: OutputPiece | Output) -> dict[str, Any]:
         prompt = with_top(output.prompt_logprobs, self._top) if self._echo else ()
         return self._logprobs.completion((*prompt, *output.logprobs))
 
@@ -295,4 +294,4 @@ def whole_body(
         for index, (choice, output) in enumerate(zip(prepared.choices, outputs, strict=True))
     ]
     body = envelope.wrap(layout.whole_kind, choices) | {"usage": usage_body(usage)}
-    return body | layout.beside(prepared, outputs)
+    return body | layout.extra_fields(prepared, outputs)

@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of the OpenAI API and of vLLM."""
+"""Log probabilities in the formats of the OpenAI API and of vLLM."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from services.gateway.text.token_text import TokenTexts
 
 
 class LogprobFormat:
-    """Writes what is told of tokens, whose text is their own or, `by_id`, "token_id:42".
+    """Formats log probabilities. `by_id`: write tokens as "token_id:42" instead of their text.
 
-    Each token's part becomes JSON at once: 100,000 tokens would be millions of objects, and to
-    write them all in one go holds the interpreter's lock.
+    Serialises each token's entry at once: 100,000 tokens would be millions of objects, and encoding
+    them in a single call would hold the interpreter lock.
     """
 
     def __init__(self, texts: TokenTexts, by_id: bool) -> None:
@@ -22,7 +22,7 @@ class LogprobFormat:
         self._by_id = by_id
 
     def chat(self, notes: Iterable[TokenNote]) -> dict[str, Any]:
-        """The form of /v1/chat/completions."""
+        """The format of /v1/chat/completions."""
         content = [
             _written(
                 self._entry(note.token_id, note.told.logprob)
@@ -34,7 +34,7 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def completion(self, notes: Sequence[TokenNote]) -> dict[str, Any]:
-        """The form of /v1/completions; the first token of a prompt has null for both."""
+        """The format of /v1/completions; the first token of a prompt has null values."""
         return {
             "text_offset": [note.offset for note in notes],
             "token_logprobs": [note.told and finite(note.told.logprob) for note in notes],
@@ -45,7 +45,7 @@ class LogprobFormat:
         }
 
     def prompt(self, notes: Iterable[TokenNote]) -> list[msgspec.Raw | None]:
-        """vLLM's `prompt_logprobs`: by token id, the likeliest and the prompt's own."""
+        """vLLM's `prompt_logprobs`: the top tokens and the prompt's token, by token id."""
         return [None if note.told is None else _written(self._ranked(note)) for note in notes]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class LogprobFormat:
             return f"token_id:{token_id}"
         return self._texts.data(token_id).decode(errors="replace")
 
-    def _top(self, token_id: int, told: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the token itself, by text; of equal texts the first."""
-        found: dict[str, float] = {}
-        for other, logprob in (*told.top, (token_id, told.logprob)):
-            found.setdefault(self._text(other), finite(logprob))
-        return found
+    def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
+        """The top tokens and the token itself, by text; the first of equal texts counts."""
+        top: dict[str, float] = {}
+        for other, logprob in (*entry.top, (token_id, entry.logprob)):
+            top.setdefault(self._text(other), finite(logprob))
+        return top
 
     def _ranked(self, note: TokenNote) -> dict[str, Any]:
         assert note.told is not None
@@ -84,5 +84,5 @@ class LogprobFormat:
         }
 
 
-def _written(told: dict[str, Any]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(told))
+def _written(entry: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(entry))

@@ -1,4 +1,4 @@
-"""The JSON of Anthropic's Messages API, streamed and whole."""
+"""The JSON of Anthropic's Messages API, streamed and complete."""
 
 import json
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from services.core.service import ServiceClass
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.messages import (
-    VOCABULARY,
+    FIELDS,
     CountTokensRequest,
     MessagesRequest,
     parse_count,
     parse_messages,
 )
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.messages_error import SCHEMA, error_body
 from services.gateway.http.response import GenerationResponse
 from services.gateway.http.sse import EventChannel, typed_event
-from services.gateway.http.tokens import AnsweredResponse, Content
+from services.gateway.http.tokens import ComputedResponse, Content
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
@@ -37,7 +37,7 @@ from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 INVALID_INPUT = "INVALID_JSON"
-"""Key of arguments that are no JSON."""
+"""Key for tool arguments that are not valid JSON."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
 _SERVICE_TIERS = {
     ServiceClass.INTERACTIVE: "priority",
@@ -56,7 +56,7 @@ _DELTAS = {
 
 
 class MessagesDialect:
-    """/v1/messages; a Dialect."""
+    """The Dialect of /v1/messages."""
 
     def __init__(self, parse: Callable[[dict[str, Any]], GenerationRequest]) -> None:
         self.parse = parse
@@ -69,13 +69,13 @@ class MessagesDialect:
         return MessageStream(client)
 
 
-class MessageAnswer:
-    """The message so far, and the events that tell how it grows. Pure."""
+class MessageBuilder:
+    """Builds a message and its stream events from output pieces. Pure."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
-        self._blocks: list[_WrittenBlock] = []
-        self._open: _WrittenBlock | None = None
+        self._blocks: list[_ContentBlock] = []
+        self._open: _ContentBlock | None = None
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
@@ -84,22 +84,23 @@ class MessageAnswer:
         return {"type": "message_start", "message": self.message(self._no_output)}
 
     def push(self, piece: OutputPiece) -> list[Event]:
-        """The events of new output."""
-        said, events = piece.said, list[Event]()
-        if said.reasoning:
-            events += self._grow("thinking", said.reasoning)
-        if said.content:
-            events += self._grow("text", said.content)
-        for call in said.tool_calls:
+        """Add output; return its events."""
+        delta, events = piece.said, list[Event]()
+        if delta.reasoning:
+            events += self._grow("thinking", delta.reasoning)
+        if delta.content:
+            events += self._grow("text", delta.content)
+        for call in delta.tool_calls:
             events += self._call(call)
-        if said.finish_reason is not None:
-            self._stop_reason = _STOP_REASONS[said.finish_reason]
+        if delta.finish_reason is not None:
+            self._stop_reason = _STOP_REASONS[delta.finish_reason]
+            # Anthropic's API reports a stop string as a reason of its own.
             if isinstance(piece.stop_reason, str):
                 self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
         return events
 
     def end(self, usage: Usage) -> list[Event]:
-        """The last events, when all output has been pushed."""
+        """The last events, after all output."""
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         return [
             *self._close(),
@@ -108,7 +109,7 @@ class MessageAnswer:
         ]
 
     def message(self, usage: Usage) -> dict[str, Any]:
-        """The message as it is now."""
+        """The message with the output so far."""
         return {
             "id": self._prepared.response_id,
             "type": "message",
@@ -128,7 +129,7 @@ class MessageAnswer:
     def _grow(self, kind: str, text: str) -> list[Event]:
         events = []
         if self._open is None or self._open.kind != kind:
-            events += self._start(_WrittenBlock(len(self._blocks), kind, _EMPTY[kind]))
+            events += self._start(_ContentBlock(len(self._blocks), kind, _EMPTY[kind]))
         assert self._open is not None
         return [*events, self._open.grow(text)]
 
@@ -136,13 +137,13 @@ class MessageAnswer:
         events = []
         if delta.id:
             fields = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-            events += self._start(_WrittenBlock(len(self._blocks), "tool_use", fields))
-        assert self._open is not None, "a call goes on until it has ended"
+            events += self._start(_ContentBlock(len(self._blocks), "tool_use", fields))
+        assert self._open is not None, "a call's block stays open until the call ends"
         if delta.arguments:
             events.append(self._open.grow(delta.arguments))
         return events + (self._close() if delta.ended else [])
 
-    def _start(self, block: "_WrittenBlock") -> list[Event]:
+    def _start(self, block: "_ContentBlock") -> list[Event]:
         events = self._close()
         self._blocks.append(block)
         self._open = block
@@ -156,7 +157,7 @@ class MessageAnswer:
 
 
 def _usage_body(usage: Usage) -> dict[str, int]:
-    """Tokens that were read from a cache are none of the input tokens here."""
+    """Anthropic's usage object, whose input tokens exclude cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -165,8 +166,8 @@ def _usage_body(usage: Usage) -> dict[str, int]:
     }
 
 
-class _WrittenBlock:
-    """One block of a message: `empty` and the text, or the JSON, that came since."""
+class _ContentBlock:
+    """A content block: the `empty` block, and the text or JSON added since."""
 
     def __init__(self, index: int, kind: str, empty: dict[str, Any]) -> None:
         self.index = index
@@ -175,33 +176,33 @@ class _WrittenBlock:
         self._texts: list[str] = []
 
     def opening(self) -> Event:
-        """The event of its beginning."""
+        """The event that starts the block."""
         return {"type": "content_block_start", "index": self.index, "content_block": self._empty}
 
     def grow(self, text: str) -> Event:
-        """The event of further text or JSON of the block."""
+        """Add text or JSON; return its event."""
         self._texts.append(text)
         kind, field = _DELTAS[self.kind]
         delta = {"type": kind, field: text}
         return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
     def whole(self) -> dict[str, Any]:
-        """The block as it is."""
+        """The block with its content so far."""
         text = "".join(self._texts)
         value = _input(text) if self.kind == "tool_use" else text
         return self._empty | {"input" if self.kind == "tool_use" else self.kind: value}
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
-    """The arguments of a call as the model wrote them, in which numbers are not touched.
+    """The arguments of a tool call as the model wrote them, without conversion of numbers.
 
-    Of a call that was cut short they are no JSON. Then they are text under the key that Anthropic's
-    documentation of fine-grained tool streaming has for that.
+    Arguments of a truncated call are not valid JSON: they become text under `INVALID_INPUT`, as in
+    Anthropic's documentation of fine-grained tool streaming.
     """
     if not arguments:
         return {}
     try:
-        # Numbers may be longer than Python reads.
+        # Only validate; integers may exceed the length that Python converts.
         json.loads(arguments, parse_int=str)
     except ValueError:
         return {INVALID_INPUT: arguments}
@@ -209,13 +210,13 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
 
 
 class WholeMessage:
-    """Sends a message when it is complete; a Writer."""
+    """A Writer that sends the message once it is complete."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer = MessageAnswer(prepared)
+        self._answer = MessageBuilder(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         self._answer.push(piece)
@@ -226,14 +227,14 @@ class WholeMessage:
 
 
 class MessageStream:
-    """Sends a message in events; the first output starts the response; a StreamWriter."""
+    """A StreamWriter that sends the message as events; the first output starts the response."""
 
     def __init__(self, client: WatchedClient[Message]) -> None:
         self._client = client
         self._channel = EventChannel(client)
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer = MessageAnswer(prepared)
+        self._answer = MessageBuilder(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         events = [] if self._client.started else [self._answer.begin()]
@@ -246,22 +247,22 @@ class MessageStream:
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
-        await self._channel.send_farewell(typed_event(error_body(error)), timeout_s)
+        await self._channel.send_final(typed_event(error_body(error)), timeout_s)
 
 
 def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1/messages")
     strict = serving.refuse_unknown
-    described = partial(takes, error=SCHEMA)
+    described = partial(describe_body, error=SCHEMA)
 
     @routes.post(
         "",
         response_class=JSONResponse,
-        openapi_extra=described(MessagesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+        openapi_extra=described(MessagesRequest, FIELDS.policy, FIELDS.passed_on),
     )
     async def messages(request: Request) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         parse = partial(parse_messages, refuse_unknown=strict)
         return GenerationResponse(serving, pool, request, MessagesDialect(parse))
 
@@ -269,13 +270,13 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
         "/count_tokens", response_class=JSONResponse, openapi_extra=described(CountTokensRequest)
     )
     async def count_tokens(request: Request) -> Response:
-        """How many input tokens a message would have."""
+        """Count the input tokens of a message."""
 
         async def answer(body: ChatRequest) -> tuple[Content, int]:
             ids = await serving.preparer.token_ids(body, record_of(request.scope))
             return lambda: {"input_tokens": len(ids)}, 1
 
         parse = partial(parse_count, refuse_unknown=strict)
-        return AnsweredResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, answer)
 
     return routes

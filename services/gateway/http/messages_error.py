@@ -1,8 +1,8 @@
-"""Errors in the form of Anthropic's Messages API."""
+"""Errors in the format of Anthropic's Messages API."""
 
 from typing import Any
 
-from services.gateway.api.messages import THREAD, VOCABULARY
+from services.gateway.api.messages import FIELDS, THREAD
 from services.gateway.vocabulary.errors import GatewayError
 
 PATH = "/v1/messages"
@@ -20,7 +20,7 @@ SCHEMA: dict[str, Any] = {
         "request_id": {"type": "string"},
     },
 }
-# By HTTP status. Others: below 500 the request is invalid, from 500 on the server failed.
+# By HTTP status. Other statuses: invalid_request_error below 500, else api_error.
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,10 +37,10 @@ def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, 
     kind = _KINDS.get(error.status)
     if kind is None:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    message, param = VOCABULARY.renamed(error)
-    told: dict[str, Any] = {"type": kind, "message": message}
+    message, param = FIELDS.renamed(error)
+    fields: dict[str, Any] = {"type": kind, "message": message}
     if param == THREAD:
-        # Clients must send the whole conversation themselves.
-        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
-    body = {"type": "error", "error": told}
+        # Anthropic's code for "send the whole conversation instead".
+        fields["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+    body = {"type": "error", "error": fields}
     return body if request_id is None else body | {"request_id": request_id}

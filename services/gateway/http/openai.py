@@ -15,9 +15,9 @@ from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.api.completion import CompletionRequest, parse_completion
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION
-from services.gateway.api.responses import VOCABULARY, ResponsesRequest, parse_responses
+from services.gateway.api.responses import FIELDS, ResponsesRequest, parse_responses
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import StreamWriter, send_body
 from services.gateway.http.format import (
     ChatFormat,
@@ -41,7 +41,7 @@ B = TypeVar("B", bound=GenerationRequest)
 
 
 class OpenAIDialect(Generic[B]):
-    """Chat and completions; a Dialect."""
+    """The Dialect of chats and completions."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class OpenAIDialect(Generic[B]):
         layout: Callable[[B], Format],
         pool: TextPool,
     ) -> None:
-        """`pool` is where long responses are written."""
+        """`pool` serialises long responses."""
         self.kept_bytes = 0
         self._parse = parse
         self._layout = layout
@@ -66,7 +66,7 @@ class OpenAIDialect(Generic[B]):
 
 
 class WholeWriter:
-    """A response that is sent when all choices have ended; a Writer."""
+    """A Writer that sends the response once all choices are complete."""
 
     def __init__(
         self,
@@ -88,7 +88,9 @@ class WholeWriter:
         self._outputs.add(index, piece)
 
     async def finish(self, usage: Usage) -> None:
-        size = sum(numbers_in(one.logprobs, one.prompt_logprobs) for one in self._outputs.all)
+        size = sum(
+            numbers_in(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
+        )
         await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
 
     def _written(self, usage: Usage) -> bytes:
@@ -105,10 +107,12 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     texts = model.tokenizer.texts
 
     @routes.post(
-        "/chat/completions", response_class=JSONResponse, openapi_extra=takes(ChatRequest, CHAT)
+        "/chat/completions",
+        response_class=JSONResponse,
+        openapi_extra=describe_body(ChatRequest, CHAT),
     )
     async def chat_completions(request: Request) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         parse = partial(parse_chat, refuse_unknown=serving.refuse_unknown)
         dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts), pool)
         return GenerationResponse(serving, pool, request, dialect)
@@ -116,19 +120,19 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     @routes.post(
         "/completions",
         response_class=JSONResponse,
-        openapi_extra=takes(CompletionRequest, COMPLETION),
+        openapi_extra=describe_body(CompletionRequest, COMPLETION),
     )
     async def completions(request: Request) -> Response:
-        """The text that follows a prompt."""
+        """Generate the text that follows a prompt."""
         parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
         dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts), pool)
         return GenerationResponse(serving, pool, request, dialect)
 
     @routes.post("/embeddings", response_class=JSONResponse)
     async def embeddings() -> Response:
-        """No worker makes embeddings so far, whatever the model."""
+        """Embeddings are not supported."""
         raise NotSupported(
-            f"the model '{model.name}' does not make embeddings here; ask a server of an"
+            f"the model '{model.name}' does not support embeddings; use the server of an"
             " embedding model",
             param="model",
             code="unsupported",
@@ -146,10 +150,10 @@ def _add_responses(
     @routes.post(
         "/responses",
         response_class=JSONResponse,
-        openapi_extra=takes(ResponsesRequest, VOCABULARY.policy, VOCABULARY.passed_on),
+        openapi_extra=describe_body(ResponsesRequest, FIELDS.policy, FIELDS.passed_on),
     )
     async def responses(request: Request) -> Response:
-        """What follows in a conversation, of which nothing is stored."""
+        """Generate the next turn of a conversation; the server stores nothing."""
         parse = partial(parse_responses, refuse_unknown=serving.refuse_unknown)
         dialect = ResponsesDialect(parse, model.tokenizer.texts)
         return GenerationResponse(serving, pool, request, dialect)
@@ -157,12 +161,12 @@ def _add_responses(
     @routes.get("/responses/{response_id}", response_class=JSONResponse)
     @routes.delete("/responses/{response_id}", response_class=JSONResponse)
     async def stored_response(response_id: str) -> Response:
-        """No response is stored."""
-        raise NoSuchRoute("no response is stored; keep what /v1/responses answers")
+        """Responses are not stored."""
+        raise NoSuchRoute("responses are not stored; keep the response of /v1/responses")
 
 
 def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) -> None:
-    """Add the routes that tell which models there are."""
+    """Add the routes that list the models."""
     created = unix_s()
 
     def describe(name: str) -> dict[str, Any]:
@@ -186,14 +190,15 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
 
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:
-        """The served model and its aliases that the key may use."""
+        """List the names of the served model that the key may use."""
         data = [describe(name) for name in allowed(request)]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
         return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
     @routes.get("/models/{model_id:path}", response_class=JSONResponse)
     async def get_model(request: Request, model_id: str) -> Response:
-        """One model, if the key allows it."""
+        """Describe a model that the key may use."""
+        # Forbidden models look unknown: a key only reveals the models that it may use.
         if model_id not in allowed(request):
             raise NoSuchModel(
                 f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",

@@ -1,4 +1,4 @@
-"""Routes of our own: cancelling requests, probes and metrics."""
+"""Routes for operations: cancellation, probes, version and metrics."""
 
 from typing import Any
 
@@ -16,43 +16,43 @@ from services.gateway.serving.canceller import Canceller
 def router(
     canceller: Canceller, probe: ReadinessProbe, metrics: Metrics, public_metrics: bool
 ) -> APIRouter:
-    """The routes; /metrics only where it is public."""
+    """The routes; /metrics only if `public_metrics`."""
     routes = APIRouter()
 
     @routes.post("/v1/requests/{request_id:path}/cancel", response_class=JSONResponse)
     async def cancel(request: Request, request_id: str) -> Response:
-        """Ends the requests of the same owner that go by the id: that of a response, a chosen one
-        or that of a header. One that is over, or unknown, is no error; `found` tells it."""
-        found = await canceller.cancel(record_of(request.scope).principal.owner, request_id)
-        return JSONResponse({"id": request_id, "object": "request.cancelled", "found": found})
+        """Cancel the caller's requests with the id: a response id, or the client's own id from the
+        body or the x-request-id header. `found` is false for unknown and completed requests."""
+        cancelled = await canceller.cancel(record_of(request.scope).principal.owner, request_id)
+        return JSONResponse({"id": request_id, "object": "request.cancelled", "found": cancelled})
 
     @routes.get("/live", response_class=JSONResponse)
     async def live() -> Response:
-        """The process runs."""
+        """Liveness: 200 while the process runs."""
         return JSONResponse({"status": "live"})
 
     @routes.get("/ready", response_class=JSONResponse)
     async def ready() -> Response:
-        """200 while a request can be placed, and all expected workers accept requests."""
+        """Readiness: 200 while a request can be scheduled and the expected workers are ready."""
         state = probe.look()
         return JSONResponse(_body(state, state.ready), 200 if state.ready else 503)
 
     @routes.get("/health", response_class=JSONResponse)
     async def health() -> Response:
-        """200 while at least one group serves."""
+        """Health: 200 while at least one group serves."""
         healthy = probe.healthy()
         return JSONResponse(_body(probe.look(), healthy), 200 if healthy else 503)
 
     @routes.get("/version", response_class=JSONResponse)
     async def version() -> Response:
-        """The version of this release."""
+        """The version of the gateway."""
         return JSONResponse({"version": installed_version()})
 
     if public_metrics:
 
         @routes.get("/metrics", response_class=Response)
         async def show_metrics() -> Response:
-            """The metrics of this gateway alone."""
+            """The metrics of this gateway in Prometheus format."""
             return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return routes

@@ -1,8 +1,7 @@
-"""One HTTP connection: uvicorn's protocol, and bounds for what comes before a request does.
+"""uvicorn's HTTP protocol with limits on incomplete and pipelined requests.
 
-The parser keeps the bytes of headers until they are complete, and uvicorn every header and every
-request that is sent while another one is answered, all however many they are and however long they
-take.
+The parser buffers incomplete headers, and uvicorn buffers all headers and all pipelined requests,
+without limits of size or time.
 """
 
 import asyncio
@@ -16,42 +15,42 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.vocabulary.errors import BodyTimeout, GatewayError, HeadersTooLarge
 
 HEADER_TIMEOUT_S = 10.0
-"""How long headers may take, from the connection or their first byte on."""
+"""Timeout for the headers, from the start of the connection or their first byte."""
 INCOMPLETE_BYTES_MAX = 64 * 2**10
-"""Bytes that may come before headers, a part of the body or the body's trailers are complete."""
+"""Maximum bytes of incomplete headers, of an incomplete body part, or of incomplete trailers."""
 PIPELINED_MAX = 8
-"""Requests of one connection that may wait while another one is answered."""
+"""Maximum requests of a connection that wait for the response to an earlier request."""
 PIPELINED_BYTES_MAX = 64 * 2**10
-"""Bytes that the bodies of waiting requests may have together."""
-# A client that still sends would miss the answer if the connection were cut at once.
+"""Maximum total body bytes of these waiting requests."""
+# Delay of the close: a client that is still sending would miss the response after a reset.
 LINGER_S = 1.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Ends connections of clients that send incomplete requests too slowly or without bound."""
+    """Ends connections whose incomplete requests are too slow or too large."""
 
-    # Bytes since the parser last completed something.
+    # Bytes since the parser last completed headers or a part of a body.
     _incomplete_bytes = 0
-    # Bytes of the headers that are kept.
+    # Bytes of the buffered headers.
     _header_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _refused = False
-    # Whether a part of a request is yet to come.
+    # Whether a request is partly received.
     _in_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Requests that others follow: uvicorn does not tell them that the client is gone.
-        self._overtaken: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
+        # Requests with pipelined successors: uvicorn does not notify them of a disconnect.
+        self._superseded: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        for cycle in self._overtaken:
+        for cycle in self._superseded:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -75,9 +74,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_too_large(INCOMPLETE_BYTES_MAX))
 
     def _wait_for_more(self) -> None:
-        """The rest of a request has the time of headers; between requests the connection is kept.
+        """Start the timeout for the rest of a request, or the keep-alive between requests.
 
-        So it is, too, if a request was answered before all of it was here, and the rest is now.
+        The keep-alive also starts after a request that was answered before it was complete.
         """
         if self._in_message or self._incomplete_bytes:
             if self._timer is None:
@@ -89,10 +88,10 @@ class BoundedProtocol(HttpToolsProtocol):
             )
 
     def _feed(self, data: bytes) -> None:
-        """Parse it. An offer to change to another protocol is answered in this one.
+        """Parse the data; ignore offers to upgrade the protocol.
 
-        The parser takes what follows such an offer for that protocol; so the request is begun
-        once more without it.
+        The parser treats the data after such an offer as the other protocol's, so parse the
+        request's head again without the offer.
         """
         rest = memoryview(data)
         while rest:
@@ -104,13 +103,13 @@ class BoundedProtocol(HttpToolsProtocol):
                 if not self._offers_upgrade:
                     continue
             if self._headers_full:
-                # Headers that were not kept may say how long the body is.
+                # A dropped header may have had the length of the body.
                 self._refuse(_too_large(HEADER_BYTES_MAX))
                 return
             self.parser.feed_data(self._head_without_offer())
 
     def _head_without_offer(self) -> bytes:
-        """The head of the latest request, without its offer of another protocol."""
+        """The head of the latest request without its Upgrade header."""
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
@@ -122,7 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools. The front door refuses a request with more than those that are kept."""
+        """Buffer a header. RequestMiddleware refuses the request once `_headers_full`."""
         if not self._headers_full:
             self._header_bytes += len(name) + len(value)
             super().on_header(name, value)
@@ -133,13 +132,13 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._stop_timer()
         if len(self.pipeline) >= PIPELINED_MAX:
-            # Ends the parsing, and with it the connection.
-            raise ValueError("too many requests before the first one was answered")
+            # The exception ends the parsing and the connection.
+            raise ValueError("too many pipelined requests")
         before = self.cycle
         super().on_headers_complete()
         if self.pipeline:
-            self._overtaken.append(before)
-            # Waiting bytes are bounded here, and only a reader sees that the client is gone.
+            self._superseded.append(before)
+            # Undo uvicorn's pause: only reads detect a disconnect. `on_body` bounds the bytes.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -147,7 +146,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
             if waiting + len(body) > PIPELINED_BYTES_MAX:
-                raise ValueError("bodies are too large before the first request was answered")
+                raise ValueError("the bodies of pipelined requests are too large")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -157,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP; within another answer the connection just ends."""
+        """Refuse invalid HTTP; during another response just end the connection."""
         if self._answering:
             self._end()
         else:
@@ -165,17 +164,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _offers_upgrade(self) -> bool:
-        """Whether the request offers a change of protocol, in which there are no bodies."""
+        """Whether the request offers a protocol upgrade; the parser then expects no body."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     @property
     def _headers_full(self) -> bool:
-        """Whether the front door refuses the headers that are kept."""
+        """Whether the buffered headers exceed the limits."""
         return len(self.headers) > HEADERS_MAX or self._header_bytes > HEADER_BYTES_MAX
 
     @property
     def _answering(self) -> bool:
-        """Whether a request is unanswered."""
+        """Whether a response is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _stop_timer(self) -> None:
@@ -190,7 +189,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: GatewayError) -> None:
-        """Answer, unless another answer is being sent, and read no more requests."""
+        """Send the error, unless another response is in progress, and stop reading."""
         self._stop_timer()
         self._refused = True
         if self._answering or self.transport.is_closing():
@@ -203,11 +202,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _end(self) -> None:
-        """Read no more requests; end the connection when those that are complete are answered."""
+        """Stop reading; close the connection after the responses to complete requests."""
         self._refused = True
+        # Drop the newest pipelined request if its body is incomplete.
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()
-            self.cycle = self._overtaken.pop()
+            self.cycle = self._superseded.pop()
         if self._answering and not self.cycle.more_body:
             self.cycle.keep_alive = False
         else:

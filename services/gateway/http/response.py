@@ -1,4 +1,4 @@
-"""The response of the generation endpoints, from reading the body to the last byte."""
+"""The response of the generation endpoints, from the request body to the last byte."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.json_object import parse_object
-from services.gateway.bounds.answer import AnswerReader, SharedAnswer
 from services.gateway.bounds.body_budget import (
     BODY_BYTES_MAX,
     BODY_BYTES_PER_ITEM,
@@ -21,6 +20,7 @@ from services.gateway.bounds.body_budget import (
     TakenOnce,
 )
 from services.gateway.bounds.client import ClientGone, WatchedClient
+from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
 from services.gateway.http.dialect import Dialect, hang_up, present
 from services.gateway.http.errors import error_response
 from services.gateway.records.request_record import RequestRecord, record_of
@@ -43,11 +43,11 @@ T = TypeVar("T")
 async def read_body(
     request: Request, lease: BodyLease, pool: TextPool, parse: Callable[[bytearray], T]
 ) -> T:
-    """What `parse` makes of the body, which is JSON and whose bytes `lease` then holds.
+    """Read a JSON body, charge it to `lease` and parse it.
 
     Raises:
-        GatewayError: whatever is wrong with the body.
-        ClientDisconnect: if the client hung up before its end.
+        GatewayError: if the headers or the body are invalid, too large or late.
+        ClientDisconnect: if the client disconnects before the end of the body.
     """
     _check_headers(request)
     body = await _read(request, lease)
@@ -58,10 +58,11 @@ def _check_headers(request: Request) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise UnsupportedMediaType(
-            "the content type must be application/json; set the header Content-Type so"
+            "the content type must be application/json; set the header Content-Type"
         )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaType("compressed bodies are not supported; send it as it is")
+        raise UnsupportedMediaType("compressed bodies are not supported; send it uncompressed")
+    # Refuse early by the announced length; `_read` checks the actual bytes.
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > BODY_BYTES_MAX:
         _too_large()
@@ -82,43 +83,44 @@ async def _read(request: Request, lease: BodyLease) -> bytearray:
 
 
 def _too_large() -> NoReturn:
-    raise BodyTooLarge(f"the body is larger than the limit of {BODY_BYTES_MAX} bytes; shorten it")
+    raise BodyTooLarge(f"the body exceeds the limit of {BODY_BYTES_MAX} bytes; shorten it")
 
 
 HEADER = b"idempotency-key"
 REPLAYED = (b"idempotent-replayed", b"true")
-"""Stands in every answer that another request has, or had, too."""
+"""Header of a response that is replayed, or shared with a concurrent request."""
 KEY_LENGTH_MAX = 255
-# A string of RFC 9651 or, as most clients send it, what stands in one.
+# A string of RFC 9651, or its content without quotes, as most clients send it.
 _KEY = re.compile(rb'[!#-~]{1,%d}|"[ !#-~]{1,%d}"' % (KEY_LENGTH_MAX, KEY_LENGTH_MAX))
 _MESSAGE_BYTES = 256
-"""About what a message takes beside its body."""
+"""Approximate overhead of a message in bytes."""
 
 
-def name_of(scope: Scope) -> Hashable | None:
-    """What the request's answer is kept by; None for a request without an Idempotency-Key.
+def idempotency_key_of(scope: Scope) -> Hashable | None:
+    """The cache key of the request's response; None without an Idempotency-Key.
 
-    draft-ietf-httpapi-idempotency-key-header, with 409 for 422. The key is good for the bearers of
-    keys of one owner with the same rights, on one route.
+    Follows draft-ietf-httpapi-idempotency-key-header, with 409 for 422. An idempotency key is valid
+    per owner, permitted models and route.
 
     Raises:
-        BadRequest: if the key is none.
+        BadRequest: if the header is invalid.
     """
     keys = [value for name, value in scope["headers"] if name == HEADER]
     if not keys:
         return None
     if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
         raise BadRequest(
-            f"the header Idempotency-Key must be one key of 1 to {KEY_LENGTH_MAX} ASCII characters"
-            " without blanks, with or without quotes around it; a UUID is good",
+            f"the header Idempotency-Key must be a single key of 1 to {KEY_LENGTH_MAX} ASCII"
+            " characters, quoted if it has spaces; send a UUID, for example",
             code="invalid_idempotency_key",
         )
+    # Keys of an owner with different models must not see each other's responses.
     principal = record_of(scope).principal
     return principal.owner, principal.models, scope["path"], keys[0].strip(b'"')
 
 
-def sink_of(answer: SharedAnswer[Message], record: RequestRecord) -> WatchedClient[Message]:
-    """Takes the answer for its readers. `record` is that of the request which is answered."""
+def response_sink(answer: SharedResponse[Message], record: RequestRecord) -> WatchedClient[Message]:
+    """A client that stores the messages in `answer`; `record`: of the producing request."""
 
     async def put(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -126,41 +128,39 @@ def sink_of(answer: SharedAnswer[Message], record: RequestRecord) -> WatchedClie
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
         await answer.put(message, _MESSAGE_BYTES + len(message.get("body", b"")), last)
 
-    # Each reader is watched for itself.
+    # Unwatched: stalls are detected at each reader.
     return WatchedClient(put, 0)
 
 
 async def send_answer(
-    answer: SharedAnswer[Message],
-    reader: AnswerReader[Message],
+    answer: SharedResponse[Message],
+    reader: ResponseReader[Message],
     record: RequestRecord,
     client: WatchedClient[Message],
 ) -> None:
-    """Send all of an answer to a client whose `record` says whether another request has it, too.
-
-    It returns at the last message at once: the server tells of a finished response that its client
-    has gone.
-    """
+    """Send a shared response to a client; `record`: of the client's request."""
+    # Return right after the last message: the server reports a disconnect for a finished response.
     while (message := await reader.next()) is not None:
         if message["type"] == "http.response.start":
             record.warnings = answer.warnings
             mark = (REPLAYED,) if record.replayed else ()
-            # Other readers get this message, too, and doors add headers to it.
+            # Copy the message: other readers share it, and the middleware adds headers.
             message = {**message, "headers": [*message["headers"], *mark]}
         await client.send(message)
 
 
-# How long a broken stream waits for its client to take the error event.
-FAREWELL_S = 1.0
+# Timeout for the error event that ends a failed stream.
+ERROR_EVENT_TIMEOUT_S = 1.0
 _PROMISE_HEADERS = frozenset(name.encode() for name in PROMISE_HEADERS)
 
 
 class GenerationResponse(Response):
-    """Reads the request and generates while it responds.
+    """Reads the body, generates and responds.
 
-    So hanging up ends whatever is being done, and a request counts from before its body is read.
-    The answer to a request with an Idempotency-Key is made beside the response, which reads it: so
-    it outlives its client, and others may read it. Its maker ends with the response that began it.
+    All three happen within the response, so that a disconnect cancels the work and the request
+    occupies its slot from the start of its body. With an Idempotency-Key, a separate task produces
+    a shared response that this response reads: it outlives its client, and repeated requests read
+    it as well. The task ends with the response that started it.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class GenerationResponse(Response):
         request: Request,
         dialect: Dialect,
     ) -> None:
-        """`pool` is where long bodies are parsed."""
+        """`pool` parses long bodies."""
         super().__init__()
         self._serving = serving
         self._pool = pool
@@ -178,29 +178,30 @@ class GenerationResponse(Response):
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request; errors become the response, or the end of the stream."""
+        """Serve the request. Errors become the response, or the last event of the stream."""
         serving, record = self._serving, record_of(scope)
         record.promise = _promise(scope)
         client = WatchedClient(send, serving.client_stall_s)
         try:
-            name = name_of(scope)
-            answered = name is not None and name in serving.answers
+            key = idempotency_key_of(scope)
+            answered = key is not None and key in serving.answers
             with serving.entered(record, answered) as lease:
-                body, digest = await self._read(lease, keyed=name is not None)
-                if name is None:
-                    await self._make(body, record, lease, client, client, hang_up(receive))
+                body, digest = await self._read(lease, idempotent=key is not None)
+                if key is None:
+                    await self._generate(body, record, lease, client, client, hang_up(receive))
                 else:
-                    answer, new = serving.answers.claim(name, digest, record.response_id)
+                    answer, new = serving.answers.claim(key, digest, record.response_id)
                     if not new:
+                        # A replay generates nothing: release the bytes of its body.
                         serving.classify(body.value, record)
                         lease.keep(0)
                         lease.release()
                         record.replays(answer.response_id)
                         serving.metrics.replayed()
-                    run = self._run(answer, body, record, lease) if new else None
-                    # Nobody else may hold it while the answer is made.
+                    producer = self._produce(answer, body, record, lease) if new else None
+                    # Drop the reference, so that the producer can free the body.
                     del body
-                    await self._share(answer, run, record, client, receive)
+                    await self._send_shared(answer, producer, record, client, receive)
         except ClientDisconnect:
             record.hang_up()
         except ClientGone:
@@ -212,19 +213,19 @@ class GenerationResponse(Response):
             record.fail(error)
 
     async def _read(
-        self, lease: BodyLease, keyed: bool
+        self, lease: BodyLease, idempotent: bool
     ) -> tuple[TakenOnce[GenerationRequest], bytes]:
-        """What the body asks for, and a digest of its bytes if there is a key."""
+        """The parsed body and, if `idempotent`, the digest of its bytes."""
 
         def parse(data: bytearray) -> tuple[TakenOnce[GenerationRequest], bytes]:
             parsed = self._dialect.parse(parse_object(data))
-            return TakenOnce(parsed), hashlib.sha256(data).digest() if keyed else b""
+            return TakenOnce(parsed), hashlib.sha256(data).digest() if idempotent else b""
 
         read = await read_body(self._request, lease, self._pool, parse)
         lease.keep(self._dialect.kept_bytes)
         return read
 
-    async def _make(
+    async def _generate(
         self,
         body: TakenOnce[GenerationRequest],
         record: RequestRecord,
@@ -233,14 +234,13 @@ class GenerationResponse(Response):
         client: WatchedClient[Message] | None,
         gone: Coroutine[Any, Any, None],
     ) -> bool:
-        """Make the response; returns whether it is whole.
+        """Generate the response into `sink`; return whether it is complete.
 
-        It goes to `sink`; `client` is to be watched, and `gone` raises ClientGone when nobody wants
-        it any more.
+        `client` is watched for stalls; `gone` raises ClientGone once no client wants the response.
 
         Raises:
-            GatewayError: if it fails before it has begun.
-            ClientGone: if nobody wants it any more.
+            GatewayError: if the request fails before the response has begun.
+            ClientGone: if no client wants the response any more.
         """
         metrics = self._serving.metrics
         stream = self._dialect.stream(sink, body.value) if body.value.stream else None
@@ -252,54 +252,56 @@ class GenerationResponse(Response):
                 raise
             metrics.stream_failed(error.code or "error")
             record.fail(error)
-            # A whole response that breaks off is shorter than its header says.
+            # A response that is not streamed just breaks off, short of its Content-Length.
             if stream is not None:
-                await stream.fail(error, FAREWELL_S)
+                await stream.fail(error, ERROR_EVENT_TIMEOUT_S)
             return False
         return True
 
-    async def _run(
+    async def _produce(
         self,
-        answer: SharedAnswer[Message],
+        answer: SharedResponse[Message],
         body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
     ) -> None:
-        """Make an answer for all who read it."""
+        """Generate a shared response for all its readers."""
         whole = False
-        error: GatewayError | None = GatewayError("internal error of the gateway; try again")
-        sink = sink_of(answer, record)
+        error: GatewayError | None = GatewayError("internal error of the gateway; retry")
+        sink = response_sink(answer, record)
         try:
             with self._serving.charged(record):
-                whole = await self._make(body, record, lease, sink, None, answer.deserted())
+                whole = await self._generate(body, record, lease, sink, None, answer.abandoned())
         except GatewayError as failure:
             error = failure
         except ClientGone:
             error = None
         finally:
+            # Readers of a started response receive its error event instead.
             answer.end(whole, None if sink.started else error)
 
-    async def _share(
+    async def _send_shared(
         self,
-        answer: SharedAnswer[Message],
-        run: Coroutine[Any, Any, None] | None,
+        answer: SharedResponse[Message],
+        producer: Coroutine[Any, Any, None] | None,
         record: RequestRecord,
         client: WatchedClient[Message],
         receive: Receive,
     ) -> None:
-        """Send an answer to this client; `run` makes it, even when this client has gone.
+        """Send a shared response to this client. Runs `producer`, also after a disconnect.
 
         Raises:
-            GatewayError: if the answer fails before it has begun.
-            ClientGone: if this client went away, or took nothing any more.
+            GatewayError: if the request fails before the response has begun.
+            ClientGone: if this client disconnected or stalled.
         """
-        # By then the answer has ended, and has told its readers why.
-        limit_s = self._serving.longest_s + FAREWELL_S
+        # The producer ends by then and reports the cause to the readers.
+        limit_s = self._serving.longest_s + ERROR_EVENT_TIMEOUT_S
+        # Raise outside the task group: an exception inside would cancel the producer.
         gone = False
         async with asyncio.TaskGroup() as tasks:
             with answer.reading() as reader:
-                if run is not None:
-                    tasks.create_task(run)
+                if producer is not None:
+                    tasks.create_task(producer)
                 try:
                     async with present(client, receive, limit_s):
                         await send_answer(answer, reader, record, client)
@@ -312,7 +314,7 @@ class GenerationResponse(Response):
 
 
 def _promise(scope: Scope) -> dict[str, str]:
-    """The headers that ask for a class or for targets."""
+    """The headers that request a service class or latency targets."""
     return {
         name.decode(): value.decode("latin-1")
         for name, value in scope["headers"]

@@ -1,4 +1,4 @@
-"""The output items of a response: how they grow, and the events that tell it. Pure but for ids."""
+"""The output items of a response and their stream events. Pure, except for random ids."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -13,48 +13,50 @@ JsonObject = dict[str, Any]
 
 
 class Items:
-    """All items of a response, in the order of their beginning; one is open at a time."""
+    """The output items of a response in order; only the last may be open."""
 
     def __init__(self, logprobs: LogprobFormat | None) -> None:
-        """`logprobs`: how those of the text are written; None if they are not told."""
+        """`logprobs`: format of the text's log probabilities; None: not requested."""
         self._logprobs = logprobs
         self._items: list[_Item] = []
         self._open: _Item | None = None
-        # Notes of tokens whose text is still to come.
+        # Log probabilities of tokens whose text is still incomplete.
         self._notes: list[JsonObject] = []
-        self._told = ToldCount("top_logprobs")
+        # Bounds the numbers in the response.
+        self._numbers = ToldCount("top_logprobs")
 
     def push(self, piece: OutputPiece) -> list[Event]:
-        """The events of new output."""
-        said, events = piece.said, list[Event]()
+        """Add output; return its events."""
+        delta, events = piece.said, list[Event]()
         if self._logprobs is not None:
-            # The last event repeats all of them, in a stream, too.
-            self._told.add(piece.logprobs)
+            # Count them for streams as well: the last event repeats all log probabilities.
+            self._numbers.add(piece.logprobs)
             self._notes += self._logprobs.chat(piece.logprobs)["content"]
-        if said.reasoning:
-            events += self._grow(_Reasoning, said.reasoning)
+        if delta.reasoning:
+            events += self._grow(_Reasoning, delta.reasoning)
+            # Reasoning items have no log probabilities.
             self._notes.clear()
-        if said.content:
-            events += self._grow(_Text, said.content)
-        for call in said.tool_calls:
+        if delta.content:
+            events += self._grow(_Text, delta.content)
+        for call in delta.tool_calls:
             events += self._call(call)
         return events
 
     def close(self, status: str) -> list[Event]:
-        """The events that end what is open, for good."""
+        """Close the open item; return its events."""
         if self._open is None:
             return []
         ended, self._open = self._open, None
         ended.status = status
         return ended.closing()
 
-    def told(self, status: str) -> list[JsonObject]:
-        """The items as they are; one that is open has that status."""
+    def written(self, status: str) -> list[JsonObject]:
+        """The items as JSON; `status`: of the open item."""
         if self._open is not None:
             self._open.status = status
-        return [item.told() for item in self._items]
+        return [item.written() for item in self._items]
 
-    def _grow(self, kind: "type[_Parted]", text: str) -> list[Event]:
+    def _grow(self, kind: "type[_TextItem]", text: str) -> list[Event]:
         events = []
         if not isinstance(self._open, kind):
             events += self._start(kind(len(self._items)))
@@ -66,7 +68,7 @@ class Items:
         events = []
         if delta.id:
             events += self._start(_Call(len(self._items), delta.id, delta.name))
-        assert isinstance(self._open, _Call), "a call goes on until it has ended"
+        assert isinstance(self._open, _Call), "a call's item stays open until the call ends"
         events += self._open.grow(delta.arguments)
         return events + (self.close("completed") if delta.ended else [])
 
@@ -78,7 +80,7 @@ class Items:
 
 
 class _Item(ABC):
-    """One item at a place in the output."""
+    """An output item."""
 
     prefix: str
 
@@ -90,26 +92,26 @@ class _Item(ABC):
 
     @property
     def text(self) -> str:
-        """What it says so far."""
+        """The text so far, or the arguments of a call."""
         return "".join(self._texts)
 
     @abstractmethod
-    def told(self) -> JsonObject:
-        """The item as it is."""
+    def written(self) -> JsonObject:
+        """The item as JSON, with its content so far."""
 
     @abstractmethod
     def opening(self) -> list[Event]:
-        """The events of its beginning."""
+        """The events that start the item."""
 
     @abstractmethod
     def closing(self) -> list[Event]:
-        """The events of its end."""
+        """The events that end the item."""
 
     def _item_event(self, kind: str) -> Event:
         return {
             "type": f"response.output_item.{kind}",
             "output_index": self._index,
-            "item": self.told(),
+            "item": self.written(),
         }
 
     def _event(self, kind: str, fields: JsonObject) -> Event:
@@ -121,21 +123,21 @@ class _Item(ABC):
         }
 
 
-class _Parted(_Item):
-    """An item with one part of text."""
+class _TextItem(_Item):
+    """An item with a single text part."""
 
     kind: str
 
     @abstractmethod
     def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
-        """The event of new text, and of what is told of its tokens."""
+        """Add text and its log probabilities; return their event."""
 
     @abstractmethod
     def _part(self) -> JsonObject:
-        """The part as it is."""
+        """The text part as JSON."""
 
     def _fields(self) -> JsonObject:
-        """What its events have beside the text."""
+        """Fields of the closing event, without the text."""
         return {"content_index": 0}
 
     def opening(self) -> list[Event]:
@@ -152,11 +154,11 @@ class _Parted(_Item):
         ]
 
     def _content(self) -> list[JsonObject]:
-        """Its parts; none before anything has been said."""
+        """The parts; empty before the first text."""
         return [self._part()] if self._texts else []
 
 
-class _Text(_Parted):
+class _Text(_TextItem):
     prefix, kind = "msg", "output_text"
 
     def __init__(self, index: int) -> None:
@@ -169,7 +171,7 @@ class _Text(_Parted):
         fields = {"content_index": 0, "delta": text, "logprobs": notes}
         return [self._event("output_text.delta", fields)]
 
-    def told(self) -> JsonObject:
+    def written(self) -> JsonObject:
         fields = {"type": "message", "role": "assistant", "content": self._content()}
         return {"id": self.id, "status": self.status, **fields}
 
@@ -181,14 +183,14 @@ class _Text(_Parted):
         return super()._fields() | {"logprobs": list(self._notes)}
 
 
-class _Reasoning(_Parted):
+class _Reasoning(_TextItem):
     prefix, kind = "rs", "reasoning_text"
 
     def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
         self._texts.append(text)
         return [self._event("reasoning_text.delta", {"content_index": 0, "delta": text})]
 
-    def told(self) -> JsonObject:
+    def written(self) -> JsonObject:
         fields = {"type": "reasoning", "summary": [], "content": self._content()}
         return {"id": self.id, "status": self.status, **fields}
 
@@ -205,13 +207,13 @@ class _Call(_Item):
         self._name = name
 
     def grow(self, arguments: str) -> list[Event]:
-        """The event of more arguments."""
+        """Add arguments; return their event."""
         if not arguments:
             return []
         self._texts.append(arguments)
         return [self._event("function_call_arguments.delta", {"delta": arguments})]
 
-    def told(self) -> JsonObject:
+    def written(self) -> JsonObject:
         fields = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
         return {"type": "function_call", "id": self.id, "status": self.status, **fields}
 

@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's Responses API, streamed and whole."""
+"""The JSON of OpenAI's Responses API, streamed and complete."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from starlette.types import Message
 from services.common.clock import unix_s
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.api.responses import VOCABULARY, PreparedResponse
+from services.gateway.api.responses import FIELDS, PreparedResponse
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import StreamWriter, send_json
 from services.gateway.http.format import TIERS
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 class ResponsesDialect:
-    """/v1/responses; a Dialect."""
+    """The Dialect of /v1/responses."""
 
     def __init__(
         self, parse: Callable[[dict[str, Any]], PreparedResponse], texts: TokenTexts
@@ -35,27 +35,27 @@ class ResponsesDialect:
         self._logprobs = LogprobFormat(texts, by_id=False)
 
     def parse(self, data: dict[str, Any]) -> GenerationRequest:
-        asked = self._parse(data)
-        self._repeated, self.kept_bytes = asked.repeated, asked.size_bytes
-        return asked.chat
+        body = self._parse(data)
+        self._echoed, self.kept_bytes = body.echoed, body.size_bytes
+        return body.chat
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        return WholeResponse(client, ResponseAnswer(self._repeated, body, self._logprobs))
+        return WholeResponse(client, ResponseBuilder(self._echoed, body, self._logprobs))
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        return ResponseStream(client, ResponseAnswer(self._repeated, body, self._logprobs))
+        return ResponseStream(client, ResponseBuilder(self._echoed, body, self._logprobs))
 
 
-class ResponseAnswer:
-    """The response so far, and the events that tell how it grows."""
+class ResponseBuilder:
+    """Builds a response and its stream events from output pieces."""
 
     def __init__(
-        self, repeated: Mapping[str, Any], chat: GenerationRequest, logprobs: LogprobFormat
+        self, echoed: Mapping[str, Any], chat: GenerationRequest, logprobs: LogprobFormat
     ) -> None:
-        """`repeated`: see PreparedResponse."""
-        assert isinstance(chat, ChatRequest), "each body stands for a chat"
-        self._repeated = {
-            **repeated,
+        """`echoed`: see PreparedResponse."""
+        assert isinstance(chat, ChatRequest), "a body of this API is converted to a chat"
+        self._echoed = {
+            **echoed,
             "parallel_tool_calls": chat.parallel_tool_calls is not False,
             "reasoning": {"effort": chat.reasoning_effort, "summary": None},
         }
@@ -64,7 +64,7 @@ class ResponseAnswer:
         self._number = 0
 
     def prepare(self, prepared: PreparedRequest) -> None:
-        """Learn what is answered."""
+        """Set the prepared request."""
         self._prepared = prepared
 
     def begin(self) -> list[Event]:
@@ -73,37 +73,37 @@ class ResponseAnswer:
         return self._numbered([{"type": kind, "response": self._in_progress()} for kind in kinds])
 
     def push(self, piece: OutputPiece) -> list[Event]:
-        """The events of new output."""
+        """Add output; return its events."""
         self._cut = piece.said.finish_reason == "length"
         return self._numbered(self._items.push(piece))
 
     def end(self, usage: Usage) -> list[Event]:
-        """The last events, when all output has been pushed."""
+        """The last events, after all output."""
         events = self._items.close("incomplete" if self._cut else "completed")
         kind = "response.incomplete" if self._cut else "response.completed"
         return self._numbered([*events, {"type": kind, "response": self.response(usage)}])
 
     def fail(self, error: GatewayError) -> list[Event]:
-        """The events of a response that breaks off."""
-        message, param = VOCABULARY.renamed(error)
+        """The last events of a failed response."""
+        message, param = FIELDS.renamed(error)
         failed = {
             **self._in_progress(),
             "status": "failed",
             "error": {"code": _failure(error), "message": message},
-            "output": self._items.told("incomplete"),
+            "output": self._items.written("incomplete"),
         }
-        told = {"type": "error", "code": error.code, "message": message, "param": param}
-        return self._numbered([told, {"type": "response.failed", "response": failed}])
+        failure = {"type": "error", "code": error.code, "message": message, "param": param}
+        return self._numbered([failure, {"type": "response.failed", "response": failed}])
 
     def response(self, usage: Usage) -> dict[str, Any]:
-        """The response, when all output has been pushed."""
+        """The response object, after all output."""
         status = "incomplete" if self._cut else "completed"
         return {
             **self._in_progress(),
             "status": status,
             "completed_at": None if self._cut else unix_s(),
             "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
-            "output": self._items.told(status),
+            "output": self._items.written(status),
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {
@@ -117,7 +117,7 @@ class ResponseAnswer:
         }
 
     def _in_progress(self) -> dict[str, Any]:
-        """The response before any output, with what the client asked for."""
+        """The response object before any output, with the echoed fields of the request."""
         prepared = self._prepared
         sampling = prepared.choices[0].request.sampling
         return {
@@ -137,7 +137,7 @@ class ResponseAnswer:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "usage": None,
-            **self._repeated,
+            **self._echoed,
         }
 
     def _numbered(self, events: list[Event]) -> list[Event]:
@@ -146,14 +146,14 @@ class ResponseAnswer:
 
 
 def _failure(error: GatewayError) -> str:
-    """One of the codes that a failed response may have."""
+    """The error code of a failed response; the API has a fixed set of codes."""
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
 
 
 class WholeResponse:
-    """Sends a response when it is complete; a Writer."""
+    """A Writer that sends the response once it is complete."""
 
-    def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
+    def __init__(self, client: WatchedClient[Message], answer: ResponseBuilder) -> None:
         self._client = client
         self._answer = answer
 
@@ -168,9 +168,9 @@ class WholeResponse:
 
 
 class ResponseStream:
-    """Sends a response in events; the first output starts it; a StreamWriter."""
+    """A StreamWriter that sends the response as events; the first output starts it."""
 
-    def __init__(self, client: WatchedClient[Message], answer: ResponseAnswer) -> None:
+    def __init__(self, client: WatchedClient[Message], answer: ResponseBuilder) -> None:
         self._client = client
         self._channel = EventChannel(client)
         self._answer = answer
@@ -190,4 +190,4 @@ class ResponseStream:
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
         events = self._answer.fail(error)
-        await self._channel.send_farewell(b"".join(map(typed_event, events)), timeout_s)
+        await self._channel.send_final(b"".join(map(typed_event, events)), timeout_s)

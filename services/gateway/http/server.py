@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn inside the service's own event loop."""
+"""The HTTP server: uvicorn in the service's event loop."""
 
 import asyncio
 import contextlib
@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 
 
 class ServerTls:
-    """Contexts for new connections; those that stand keep the certificate that they began with."""
+    """TLS with certificate rotation: new connections use the newest valid certificate."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        """Read the files.
+        """Load the files.
 
         Raises:
-            ConfigError: if they are not a certificate and its key.
+            ConfigError: if the files are not a certificate and its key.
         """
         self._cert, self._key = cert, key
         self._source = CertificateSource(CertificateFiles("http_tls", cert=cert, key=key))
         self._loaded: Certificates = self._source.current()
-        # A handshake begins in this one, and goes on in the newest.
+        # A handshake starts in this context; the SNI callback switches it to the newest.
         self.context = self._newest = self._load()
         self.context.sni_callback = self._choose
 
@@ -45,25 +45,26 @@ class ServerTls:
                 self._newest = self._load()
                 self._loaded = certificates
             except (ssl.SSLError, OSError) as error:
-                # They changed again just now; the next connection tries again.
-                log.warning("the certificate at the front stays as it was: %s", error)
+                # The files changed again during the load; the next connection retries.
+                log.warning("cannot load the new HTTPS certificate, the previous stays: %s", error)
         connection.context = self._newest
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # uvicorn does not support HTTP/2.
         context.set_alpn_protocols(["http/1.1"])
         context.load_cert_chain(self._cert, self._key)
         return context
 
 
 def server_tls(cert: Path | None, key: Path | None) -> ServerTls | None:
-    """TLS with these files; None without any: plain HTTP. Raises ConfigError."""
+    """TLS with the given files; None without files: plain HTTP. Raises ConfigError."""
     if cert is None and key is None:
         return None
     if cert is None or key is None:
         raise ConfigError(
-            "'http_tls_cert_file' and 'http_tls_key_file' go together; give both or none"
+            "'http_tls_cert_file' and 'http_tls_key_file' need each other; set both or none"
         )
     return ServerTls(cert, key)
 
@@ -74,22 +75,22 @@ TICK_S = 1.0
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:
-    """A listening address; connections that take no data for `stall_s` are cut by the kernel.
+    """A listening socket; the kernel resets connections that acknowledge no data for `stall_s`.
 
     Raises:
-        ConfigError: if the address cannot be had.
+        ConfigError: if the address cannot be bound.
     """
-    # It listens at once, so that a second process cannot share the address until the server starts.
+    # Listen right away, so that no second process can bind the address before the server starts.
     listener = listen(host, port, BACKLOG, stall_s)
     listener.setblocking(False)
     return listener
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals to the service, and rests between requests."""
+    """uvicorn without signal handlers, and with fewer wake-ups when idle."""
 
     def __init__(self, app: ASGIApp, tls: ServerTls | None, keep_alive_s: float) -> None:
-        """`tls`: for HTTPS; None: in clear. Idle connections are closed after `keep_alive_s`."""
+        """`tls` None: plain HTTP. Idle connections close after `keep_alive_s`."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -101,7 +102,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
-                # uvicorn says whole seconds, and hands this to the event loop, which takes parts.
+                # Typed as whole seconds, but uvicorn passes it to call_later, which takes floats.
                 timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=SHUTDOWN_S,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
@@ -110,16 +111,16 @@ class HttpServer(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """End `serve` soon: requests that run may finish, for `SHUTDOWN_S` at most."""
+        """Stop `serve`; running requests may continue for `SHUTDOWN_S`."""
         self.should_exit = True
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wake once a second, for the date that answers have; uvicorn's own wakes ten times."""
+        """Tick once per second, for the Date header; uvicorn's loop ticks ten times."""
         while not await self.on_tick(0):
             await wait_set(self._stopping, TICK_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the service's handlers as they are."""
+        """Keep the service's signal handlers."""
         yield

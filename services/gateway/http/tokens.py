@@ -1,4 +1,4 @@
-"""Routes that turn texts and tokens into each other, as vLLM has them."""
+"""The routes /tokenize and /detokenize, compatible with vLLM."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -22,7 +22,7 @@ from services.gateway.api.tokens import (
 )
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.http.description import takes
+from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import present, send_body
 from services.gateway.http.response import read_body
 from services.gateway.model.served_model import ServedModel
@@ -39,13 +39,15 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     routes = APIRouter()
     strict = serving.refuse_unknown
 
-    @routes.post("/tokenize", response_class=JSONResponse, openapi_extra=takes(TokenizeRequest))
+    @routes.post(
+        "/tokenize", response_class=JSONResponse, openapi_extra=describe_body(TokenizeRequest)
+    )
     async def tokenize(request: Request) -> Response:
-        """The tokens of a prompt, or of a chat through the model's template."""
+        """Tokenise a prompt, or a chat with the model's template."""
 
-        async def answer(asked: Tokenize) -> tuple[Content, int]:
+        async def answer(body: Tokenize) -> tuple[Content, int]:
             entry = model.tokenizer.entry
-            ids = await serving.preparer.token_ids(asked.body, record_of(request.scope))
+            ids = await serving.preparer.token_ids(body.body, record_of(request.scope))
             max_model_len = serving.preparer.max_model_len()
 
             def content() -> dict[str, Any]:
@@ -53,31 +55,33 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
                     "count": len(ids),
                     "max_model_len": max_model_len,
                     "tokens": ids,
-                    "token_strs": list(map(entry, ids)) if asked.entries else None,
+                    "token_strs": list(map(entry, ids)) if body.entries else None,
                 }
 
             return content, len(ids)
 
         parse = partial(parse_tokenize, served=model.name, refuse_unknown=strict)
-        return AnsweredResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, answer)
 
-    @routes.post("/detokenize", response_class=JSONResponse, openapi_extra=takes(DetokenizeRequest))
+    @routes.post(
+        "/detokenize", response_class=JSONResponse, openapi_extra=describe_body(DetokenizeRequest)
+    )
     async def detokenize(request: Request) -> Response:
-        """The text of tokens, special ones included."""
+        """Convert tokens to text, special tokens included."""
 
-        async def answer(asked: Detokenize) -> tuple[Content, int]:
+        async def answer(body: Detokenize) -> tuple[Content, int]:
             record = record_of(request.scope)
-            text = await serving.preparer.text_of(asked.model, asked.token_ids, record)
+            text = await serving.preparer.text_of(body.model, body.token_ids, record)
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
         parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
-        return AnsweredResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, answer)
 
     return routes
 
 
-class AnsweredResponse(Response, Generic[T]):
-    """A response that nobody generates, counted as a request until its client has taken it."""
+class ComputedResponse(Response, Generic[T]):
+    """A response without generation; it occupies a request slot until its client has read it."""
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class AnsweredResponse(Response, Generic[T]):
         parse: Callable[[dict[str, Any]], T],
         answer: Callable[[T], Awaitable[tuple[Content, int]]],
     ) -> None:
-        """`answer` tells what makes the response, and about how many tokens or words are in it."""
+        """`answer` returns a builder of the response and its approximate size in tokens."""
         super().__init__()
         self._serving = serving
         self._pool = pool
@@ -96,16 +100,17 @@ class AnsweredResponse(Response, Generic[T]):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request. Raises GatewayError before anything is sent."""
+        """Serve the request. Raises GatewayError before the response begins."""
         record = record_of(scope)
         client = WatchedClient(send, self._serving.client_stall_s)
         try:
             with self._serving.entered(record) as lease:
-                asked = await read_body(
+                body = await read_body(
                     self._request, lease, self._pool, lambda data: self._parse(parse_object(data))
                 )
-                record.warnings += asked.warnings
-                content, size = await self._answer(asked)
+                record.warnings += body.warnings
+                content, size = await self._answer(body)
+                # In the pool: building a long response would block the event loop.
                 data = await self._pool.run(lambda: msgspec.json.encode(content()), size)
                 async with present(client, receive):
                     await send_body(client, data)

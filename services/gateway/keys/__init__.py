@@ -1,1 +1,1 @@
-"""Which clients may use the gateway, and how much."""
+"""API keys, principals and quotas."""

@@ -1,8 +1,8 @@
-"""The file of keys: one JSON object a line, with the SHA-256 of a key and what it allows.
+"""The keys file: a JSON object per line, with the SHA-256 of a key and its permissions.
 
-A key is a prefix, by which scanners for leaked secrets know it, and 32 random bytes. So much chance
-cannot be guessed from its hash, and the file needs no slow one. It says which clients are let in,
-so only its owner may write it. Empty lines and lines that begin with # are ignored.
+A key is a prefix, for scanners of leaked secrets, and 32 random bytes. That much entropy cannot be
+guessed from a hash, so the file needs no slow password hash. The file grants access, so only its
+owner may have write permission. Empty lines and lines that begin with # are ignored.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ KEY_BYTES = 32
 FILE_BYTES_MAX = 64 * 2**20
 ID_DIGITS = 12
 LIMIT_MAX = 10**12
-"""The highest limit that a key may have."""
+"""The largest value of a limit."""
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-# Digits of base 62 that hold any 32 bytes.
+# Base-62 digits that encode any 32 bytes.
 _KEY_DIGITS = 43
 _HASH = re.compile(r"[0-9a-f]{64}")
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,63}")
@@ -38,7 +38,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """One line. `models` None: all of them. `created` is for people."""
+    """A line of the file. `models` None: all models. `created` is informational."""
 
     owner: str = option()
     sha256: str = option()
@@ -52,25 +52,25 @@ class KeyEntry:
     def __post_init__(self) -> None:
         if not _OWNER.fullmatch(self.owner):
             raise ConfigError(
-                "'owner' must be 1 to 64 letters, digits and ._@:/+-, and begin with one of the"
-                " first two"
+                "'owner' must be 1 to 64 letters, digits and ._@:/+-, and begin with a letter or"
+                " digit"
             )
-        # The field may hold a key by mistake, so it is not quoted.
+        # Never quote the field in the error: it may hold a key by mistake.
         if not _HASH.fullmatch(self.sha256):
-            raise ConfigError("'sha256' must be 64 hexadecimal digits, in small letters")
+            raise ConfigError("'sha256' must be 64 lower-case hexadecimal digits")
         if self.models is not None and not (
             self.models and all(isinstance(model, str) and model for model in self.models)
         ):
-            raise ConfigError("'models' must be a list of names; leave it out to allow all")
+            raise ConfigError("'models' must be a list of names; omit it to allow all models")
 
     @property
     def key_id(self) -> str:
-        """Names the key in lists and logs."""
+        """The public id of the key, for listings and logs."""
         return self.sha256[:ID_DIGITS]
 
     @property
     def limits(self) -> QuotaLimits:
-        """The limits of all keys of the owner together."""
+        """The limits that all keys of the owner share."""
         return QuotaLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
     def principal(self) -> Principal:
@@ -79,7 +79,7 @@ class KeyEntry:
         return Principal(self.owner, self.admin, models, self.limits, self.key_id)
 
     def line(self) -> str:
-        """The entry as it stands in a file, without the line's end."""
+        """The entry as a line of the file, without the newline."""
         values = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         return json.dumps(values)
 
@@ -102,7 +102,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
     """The entries of the file at `path`.
 
     Raises:
-        ConfigError: if it cannot be read, others may write it, or a line of it is wrong.
+        ConfigError: if the file is unreadable, writable by others, or has an invalid line.
     """
     try:
         with path.open("rb") as file:
@@ -111,7 +111,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
     except OSError as error:
         raise ConfigError(
             f"cannot read the keys file {path}: {error.strerror}; correct the path or the"
-            " permissions, or make it with `tideserve key new`"
+            " permissions, or create the file with `tideserve key new`"
         ) from error
     check_mode(path, mode)
     if len(content) > FILE_BYTES_MAX:
@@ -120,24 +120,24 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def check_mode(path: Path, mode: int) -> None:
-    """Raise ConfigError if another user than the file's owner may write to it."""
+    """Raise ConfigError if the file is writable by its group or by others."""
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"others may write the keys file {path} (mode {mode:04o}) and let anybody in; change"
-            f" that with: chmod 600 {path}"
+            f"the keys file {path} is writable by other users (mode {mode:04o}), who could grant"
+            f" access; run: chmod 600 {path}"
         )
 
 
 def parse_keys(content: bytes, source: str) -> list[KeyEntry]:
-    """The entries in the text of a file; `source` names it in errors.
+    """Parse the content of a file; `source` names the file in errors.
 
     Raises:
-        ConfigError: names the line and what is wrong with it.
+        ConfigError: with the number of the invalid line.
     """
     try:
         lines = content.decode().split("\n")
     except UnicodeDecodeError:
-        raise ConfigError(f"the keys file {source} is not text in UTF-8; correct it") from None
+        raise ConfigError(f"the keys file {source} is not valid UTF-8; correct it") from None
     entries: dict[int, KeyEntry] = {}
     for place, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -150,8 +150,8 @@ def _parse_line(line: str, place: str) -> KeyEntry:
     try:
         data = json.loads(line, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
-        # The error is left out: it could quote a key.
-        raise ConfigError(f"{place} is not a JSON object with each key once; correct it") from None
+        # Omit the parser's error: it could quote a key.
+        raise ConfigError(f"{place} is not a JSON object with unique keys; correct it") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{place} is not a JSON object; correct it")
     try:
@@ -169,19 +169,19 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_together(entries: Mapping[int, KeyEntry], source: str) -> None:
-    """Check the lines against each other. Raises ConfigError."""
+    """Check for duplicate keys and conflicting limits. Raises ConfigError."""
     seen: dict[str, int] = {}
     owners: dict[str, tuple[int, QuotaLimits]] = {}
     for place, entry in entries.items():
         if entry.sha256 in seen:
             raise ConfigError(
-                f"{source} has the same key in line {seen[entry.sha256]} and line {place}; take"
-                " one out"
+                f"{source} has the same key in line {seen[entry.sha256]} and line {place}; remove"
+                " either line"
             )
         seen[entry.sha256] = place
         first, limits = owners.setdefault(entry.owner, (place, entry.limits))
         if limits != entry.limits:
             raise ConfigError(
-                f"{source} gives '{entry.owner}' other limits in line {place} than in line"
+                f"{source} has different limits for '{entry.owner}' in line {place} and line"
                 f" {first}; the keys of an owner share their limits, so make them equal"
             )

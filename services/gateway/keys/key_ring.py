@@ -1,4 +1,4 @@
-"""The keys of a gateway: finds the principal of a call, for every door."""
+"""Authentication: the keys of a gateway, and the principal of a request."""
 
 import asyncio
 import hashlib
@@ -20,9 +20,9 @@ Stamp = tuple[int, int, int, int]
 
 
 class KeySource:
-    """The entries of one file, which is read again when it changes.
+    """The entries of a keys file, reloaded on change.
 
-    `failing`: while its present content is not usable; then the former keys stay in force.
+    `failing`: the current content is invalid, so the previous keys stay in force.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,13 +31,13 @@ class KeySource:
         self._stamp, self.entries = _read(path)
         self.digest = _digest(self.entries)
         self._refused: Stamp | None = None
-        # Two changes within a tick of the file system's clock have one stamp, so what has changed
-        # is read twice.
+        # Whether the file was read twice with this stamp: two writes within a tick of the file
+        # system's clock have the same stamp, so a single read could miss the second.
         self._settled = False
         self.failing = False
 
     def poll(self) -> bool:
-        """Read the file if it has changed; returns whether the entries differ. It may block."""
+        """Reload the file if it has changed; return whether the entries differ. May block."""
         stamp = _stamp(self._path)
         if self._settled and stamp is not None and stamp == self._stamp:
             self.failing = False
@@ -47,58 +47,58 @@ class KeySource:
         try:
             stamp, entries = _read(self._path)
         except ConfigError as error:
-            # Logged once for each state of the file.
+            # Log each invalid content once.
             self._refused, self.failing = stamp, True
-            log.error("the keys stay as they were: %s", error)
+            log.error("the keys file is invalid, the previous keys stay in force: %s", error)
             return False
         self._settled, self._stamp, self.failing = stamp == self._stamp, stamp, False
         if entries == self.entries:
             return False
         self.entries, self.digest = entries, _digest(entries)
-        log.info("read %d keys from %s", len(self.entries), self._path)
+        log.info("loaded %d keys from %s", len(self.entries), self._path)
         return True
 
 
 def _read(path: Path) -> tuple[Stamp | None, list[KeyEntry]]:
-    """The entries, all of one moment, and the stamp of that. Raises ConfigError."""
+    """A consistent snapshot of the entries, and its stamp. Raises ConfigError."""
     for _ in range(READ_ATTEMPTS):
         before = _stamp(path)
         try:
             entries = read_keys(path)
         except ConfigError:
-            # Kubernetes may swap a Secret while its file is being opened.
+            # Retry if the file was replaced: Kubernetes may swap a Secret during the read.
             if _stamp(path) == before:
                 raise
             continue
         if _stamp(path) == before:
             return before, entries
-    raise ConfigError(f"the keys file {path} changes while it is read; wait until it is whole")
+    raise ConfigError(f"the keys file {path} keeps changing; wait until the write completes")
 
 
 def _digest(entries: Iterable[KeyEntry]) -> str:
-    """A digest of the lines, whatever their order, without comments."""
+    """A digest of the entries that ignores their order and comments."""
     lines = sorted(entry.line() for entry in entries)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """Changes when the file is written or replaced; None while there is no file."""
+    """Identifies the version of the file; None if the file does not exist."""
     try:
-        seen = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return seen.st_mtime_ns, seen.st_size, seen.st_ino, seen.st_mode
+    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode
 
 
 POLL_S = 1.0
-# So many digits of a digest are exact in a float of 64 bits.
+# 48 bits: exact in the 64-bit float of a metric.
 DIGEST_DIGITS = 12
 
 
 class KeyRing:
-    """Keys from the settings and from a file.
+    """Keys from the settings and from a keys file.
 
-    A key is looked up by its hash, so the time of a look-up reveals nothing about other keys.
+    Keys are looked up by their hash, so the duration of a lookup reveals nothing about other keys.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class KeyRing:
         path: Path | None = None,
         changed: Callable[["KeyRing"], None] = lambda ring: None,
     ) -> None:
-        """`api_key`: of clients, without limits; `admin_key`: of the admin port only; `changed` is
-        called when there are other keys, and at first.
+        """`api_key`: for clients, without limits. `admin_key`: for the admin port only. `changed`
+        is called on every change of the keys, and once at the start.
 
         Raises:
-            ConfigError: if the file is not usable.
+            ConfigError: if the file is invalid.
         """
         self._source = KeySource(path) if path is not None else None
         self._api_key = None if api_key is None else hash_of(api_key)
@@ -120,7 +120,7 @@ class KeyRing:
         self._clients: dict[str, Principal] = {}
         self._operators: dict[str, Principal] = {}
         self._changed = changed
-        self._take_over()
+        self._apply()
 
     @property
     def needed(self) -> bool:
@@ -129,73 +129,74 @@ class KeyRing:
 
     @property
     def failing(self) -> bool:
-        """Whether the file has changed and is not usable now."""
+        """Whether the current content of the file is invalid."""
         return self._source is not None and self._source.failing
 
     @property
     def digest(self) -> int:
-        """48 bits of a SHA-256 of the keys of the file that are in force; 0 without a file."""
+        """48 bits of a SHA-256 of the file's keys in force; 0 without a file."""
         return int(self._source.digest[:DIGEST_DIGITS], 16) if self._source is not None else 0
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file of keys; only then can owners have limits."""
+        """Whether there is a keys file; only its owners can have limits."""
         return self._source is not None
 
-    def limited(self) -> dict[tuple[str, Limit], int]:
-        """The limits of each owner that has some."""
+    def limits_by_owner(self) -> dict[tuple[str, Limit], int]:
+        """The limits of all owners that have any."""
         return {
-            (one.owner, limit): value
-            for one in self._clients.values()
-            for limit, value in one.limits.given().items()
+            (principal.owner, limit): value
+            for principal in self._clients.values()
+            for limit, value in principal.limits.given().items()
         }
 
     def principal(self, authorization: str | None) -> Principal:
-        """A client's principal, by its header or metadata "authorization"; ANYONE without keys.
+        """Authenticate a client by its "authorization" header; ANYONE if no keys are configured.
 
         Raises:
-            Unauthorized: if there is no key, or nobody knows it.
+            Unauthorized: if the key is missing or unknown.
         """
         if not self.needed:
             return ANYONE
-        found = self._clients.get(_hash_of_bearer(authorization))
-        if found is None:
-            raise Unauthorized("a valid API key is needed; send 'Authorization: Bearer <key>'")
-        return found
+        principal = self._clients.get(_hash_of_bearer(authorization))
+        if principal is None:
+            raise Unauthorized("a valid API key is required; send 'Authorization: Bearer <key>'")
+        return principal
 
     def operator(self, authorization: str | None) -> Principal:
-        """The caller of the admin port, which is open without an admin key and a file of keys.
+        """Authenticate a caller of the admin port; ANYONE without admin key and keys file.
 
         Raises:
-            Unauthorized: if there is no key, or nobody knows it.
-            Forbidden: if it is the key of a client.
+            Unauthorized: if the key is missing or unknown.
+            Forbidden: if the key is not an admin key.
         """
         if self._admin_key is None and self._source is None:
             return ANYONE
         digest = _hash_of_bearer(authorization)
-        found = self._operators.get(digest)
-        if found is not None:
-            return found
+        principal = self._operators.get(digest)
+        if principal is not None:
+            return principal
         if digest in self._clients:
-            raise Forbidden("this key is not for operators; use an admin key")
-        raise Unauthorized("a valid admin key is needed; send 'Authorization: Bearer <key>'")
+            raise Forbidden("this key is not an admin key; use an admin key")
+        raise Unauthorized("a valid admin key is required; send 'Authorization: Bearer <key>'")
 
     async def run(self) -> None:
-        """Follow the file until cancelled."""
+        """Reload the file on change until cancelled."""
         while self._source is not None:
             await asyncio.sleep(POLL_S)
-            # Reading a file on a network may be slow.
+            # In a thread: a file on a network volume may be slow.
             if await asyncio.to_thread(self._source.poll):
-                self._take_over()
+                self._apply()
 
-    def _take_over(self) -> None:
+    def _apply(self) -> None:
+        """Put the current keys in force."""
         clients: dict[str, Principal] = {}
         if self._api_key is not None:
             clients[self._api_key] = ANYONE
-        # A key that has limits in the file keeps them.
+        # The file overrides `api_key`, so that a key with limits keeps them.
         if self._source is not None:
-            clients |= {one.sha256: one.principal() for one in self._source.entries}
-        operators = {digest: one for digest, one in clients.items() if one.admin}
+            clients |= {entry.sha256: entry.principal() for entry in self._source.entries}
+        operators = {digest: client for digest, client in clients.items() if client.admin}
         if self._admin_key is not None:
             operators[self._admin_key] = Principal(admin=True)
         self._clients, self._operators = clients, operators
@@ -203,7 +204,7 @@ class KeyRing:
 
 
 def _hash_of_bearer(authorization: str | None) -> str:
-    """The hash of the key in the header; "" where there is none."""
+    """The hash of the key in the header; "" without a key."""
     kind, _, key = (authorization or "").partition(" ")
     key = key.strip()
     return hash_of(key.encode("latin-1", "replace")) if kind.lower() == "bearer" and key else ""

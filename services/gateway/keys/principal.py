@@ -1,4 +1,4 @@
-"""The principal of a request: its owner and rights, by its key."""
+"""The principal of a request: the owner and the permissions of its key."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from services.gateway.vocabulary.errors import Forbidden
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The bearer of a key. `models`: those that it may use, None: all. `key_id` is no secret."""
+    """The bearer of a key. `models`: the permitted models, None: all. `key_id` is not secret."""
 
     owner: str = ""
     admin: bool = False
@@ -17,22 +17,22 @@ class Principal:
     key_id: str = ""
 
     @property
-    def operates(self) -> bool:
-        """Whether the bearer may see figures of all owners, such as metrics."""
+    def is_operator(self) -> bool:
+        """Whether the bearer may see data of all owners, such as metrics."""
         return self.admin or not self.owner
 
     def may_use(self, *names: str) -> bool:
-        """Whether requests to the model that goes by these names are allowed."""
+        """Whether the bearer may use the model with these names."""
         return self.models is None or not self.models.isdisjoint(names)
 
     def check_model(self, *names: str) -> None:
-        """Raise Forbidden unless requests to the model that goes by these names are allowed."""
+        """Raise Forbidden unless the bearer may use the model with these names."""
         if not self.may_use(*names):
             raise Forbidden(
-                f"this key may not use the model {names[0][:128]!a}; ask for one that may",
+                f"this key may not use the model {names[0][:128]!a}; request another key",
                 param="model",
             )
 
 
 ANYONE = Principal()
-"""The principal of all clients where no key is asked for."""
+"""The principal of all clients if no keys are configured."""

@@ -1,4 +1,4 @@
-"""Gateways report their demand to each other through etcd, so that they share quotas."""
+"""Gateways publish their demand in etcd, so that they share each owner's quota."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ from services.core.quota.demand import Wish
 from services.core.quota.state import QuotaState, Told
 from tideserve.common.v1 import record_pb2
 
-TELL_S = 1.0
+EXCHANGE_INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
 _WISH = Codec(Wish, record_pb2.QuotaWish)
 
 
 class QuotaExchange:
-    """Writes and reads reports every `TELL_S`. While etcd cannot be reached the shares stay.
+    """Publishes and reads demand reports every `EXCHANGE_INTERVAL_S`.
 
-    `sharing` says whether it can.
+    While etcd is unreachable (`sharing` is False), each gateway keeps its last share.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class QuotaExchange:
         self._now_s = now_s
         self._lease = 0
         self._renew_at_s = 0.0
-        self._told: bytes | None = None
-        self._heard: dict[str, Told] = {}
+        # The last report that etcd has; None if it must be written again.
+        self._published: bytes | None = None
+        # The reports of the other gateways, by etcd key.
+        self._peers: dict[str, Told] = {}
         self.sharing = True
 
     async def run(self) -> None:
-        """Exchange until cancelled."""
+        """Exchange reports until cancelled."""
         while True:
             try:
                 await self._exchange()
@@ -55,45 +57,49 @@ class QuotaExchange:
                 self._fail(error)
             else:
                 self._succeed()
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
 
     async def withdraw(self) -> None:
-        """Delete this gateway's report: the others take its shares. Call after `run` has ended."""
+        """Delete this gateway's report, which frees its shares. Call after `run` has ended."""
         lease, self._lease = self._lease, 0
         if lease:
             try:
                 await self._store.revoke_lease(lease)
             except StoreError as error:
-                log.warning("our part of the quotas is left to its lease: %s", error)
+                log.warning(
+                    "cannot withdraw this gateway's quota shares, they expire with its lease: %s",
+                    error,
+                )
 
     async def _exchange(self) -> None:
         await self._hold_lease()
         wishes = self._state.tell(self._now_s())
-        # Encoding a report of many owners takes a while.
+        # In a thread: a report of many owners takes long to encode.
         value = await asyncio.to_thread(_encoded, self._incarnation, wishes)
-        if wishes or value != self._told:
+        # An empty report is written once: it clears the previous demand.
+        if wishes or value != self._published:
             await self._store.put(self._key, value, self._lease)
-            self._told = value
+            self._published = value
         listing = await self._store.list_prefix(QUOTAS)
         others = {key: entry for key, entry in listing.items() if key != self._key}
-        self._heard = await asyncio.to_thread(_decoded, others, self._heard)
-        self._state.hear(self._heard, self._now_s())
+        self._peers = await asyncio.to_thread(_decoded, others, self._peers)
+        self._state.hear(self._peers, self._now_s())
 
     async def _hold_lease(self) -> None:
         now_s = self._now_s()
         if self._lease and now_s < self._renew_at_s:
             return
         if not self._lease or await self._store.keep_alive(self._lease) == 0:
-            self._lease, self._told = await self._store.grant_lease(self._ttl_s), None
+            self._lease, self._published = await self._store.grant_lease(self._ttl_s), None
         self._renew_at_s = now_s + self._ttl_s / 4
 
     def _fail(self, error: StoreError) -> None:
         if self.sharing:
-            log.warning("quotas are not shared; each gateway keeps its last part: %s", error)
+            log.warning("quotas are not shared; each gateway keeps its last share: %s", error)
         self.sharing = False
         self._state.hold(True, self._now_s())
-        # The lease may have ended, and our record with it.
-        self._renew_at_s, self._told = 0.0, None
+        # Publish in full next time: the lease may have expired, and the record with it.
+        self._renew_at_s, self._published = 0.0, None
 
     def _succeed(self) -> None:
         if not self.sharing:
@@ -110,8 +116,8 @@ def _encoded(incarnation: str, wishes: Mapping[str, Wish]) -> bytes:
 
 
 def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[str, Told]:
-    """The reports in the records; unchanged records are not decoded again."""
-    told = {}
+    """The reports in the records. Unchanged records are not decoded again."""
+    reports = {}
     for key, entry in listing.items():
         last = before.get(key)
         if last is None or last.revision != entry.mod_revision:
@@ -120,5 +126,5 @@ def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[s
                 continue
             wishes = {owner: _WISH.report(wish) for owner, wish in record.owners.items()}
             last = Told(entry.mod_revision, wishes)
-        told[key] = last
-    return told
+        reports[key] = last
+    return reports

@@ -1,4 +1,4 @@
-"""Holds requests to the limits of their owners, before work is done for them."""
+"""Enforces the limits of key owners before a request causes work."""
 
 import contextlib
 import math
@@ -25,37 +25,36 @@ Owned = tuple[str, Limit]
 
 
 class QuotaMetrics:
-    """Metrics of the owners that have limits now; other owners are dropped."""
+    """Metrics of the owners that have limits; series of other owners are removed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """The metrics are added to `registry`."""
+        """Add the metrics to `registry`."""
         gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
         self._limits = gauge(
             "tideserve_gateway_quota_limit",
-            "What an owner of keys may use: requests or tokens a minute, or requests at once"
-            " (concurrent).",
+            "Limit of a key owner: requests or tokens per minute, or concurrent requests.",
             ["owner", "limit"],
         )
         self._used = counter(
             "tideserve_gateway_quota_used",
-            "Requests and tokens that count against the limits of their owner, told when they end.",
+            "Requests and tokens counted against the limits of their owner, on completion.",
             ["owner", "limit"],
         )
         self._running = gauge(
             "tideserve_gateway_quota_running",
-            "Requests at this gateway now of owners with a limit of requests at once.",
+            "Running requests at this gateway of owners with a limit of concurrent requests.",
             ["owner"],
         )
         self._refusals = counter(
             "tideserve_gateway_quota_refusals",
-            "Requests refused because the owner of their key had used a limit: requests, tokens or"
+            "Requests refused because the key owner had exhausted a limit: requests, tokens or"
             " concurrent.",
             ["owner", "limit"],
         )
         self._limited: set[Owned] = set()
 
     def limit_owners(self, limits: Mapping[Owned, int]) -> None:
-        """Count for these owners and limits from now on."""
+        """Export series for exactly these owners and limits."""
         for owned in self._limited - limits.keys():
             self._forget(*owned)
         for (owner, limit), value in limits.items():
@@ -68,17 +67,17 @@ class QuotaMetrics:
         self._limited = set(limits)
 
     def refused(self, owner: str, limit: Limit) -> None:
-        """Count a request that an owner's limit has refused."""
+        """Count a request refused by an owner's limit."""
         if (owner, limit) in self._limited:
             self._refusals.labels(owner, limit).inc()
 
     def used(self, owner: str, limit: Limit, amount: int) -> None:
-        """Count what a request that is over has used of a limit."""
+        """Count the usage of a completed request."""
         if (owner, limit) in self._limited:
             self._used.labels(owner, limit).inc(amount)
 
     def running(self, owner: str, count: int) -> None:
-        """Tell how many requests of an owner run."""
+        """Set the number of an owner's running requests."""
         if (owner, Limit.CONCURRENT) in self._limited:
             self._running.labels(owner).set(count)
 
@@ -93,13 +92,12 @@ class QuotaMetrics:
 
 Headers = tuple[tuple[str, str], ...]
 
-# Failures that are not the sender's doing: it does not pay for them. It does for work that it had
-# done and did not wait for.
-_OURS = (ServiceUnavailable, Expired, EngineFailed)
+# Failures of the server: the owner is not charged. Work for a client that left is charged.
+_SERVER_FAULTS = (ServiceUnavailable, Expired, EngineFailed)
 
 
 class Quotas:
-    """All owners with limits; `metrics` show their use, and which limits refused requests."""
+    """Quotas of all owners with limits; `metrics` show usage and refusals."""
 
     def __init__(
         self,
@@ -112,10 +110,10 @@ class Quotas:
 
     @contextlib.contextmanager
     def entered(self, principal: Principal) -> Iterator["QuotaLease | None"]:
-        """Count a request in, and out at the end; None for one without limits.
+        """Charge a request while the block runs; yields None if its owner has no limits.
 
         Raises:
-            OverQuota: if its owner has used what it may.
+            OverQuota: if the owner has exhausted a limit.
         """
         use = self._use(principal)
         if use is None:
@@ -127,8 +125,8 @@ class Quotas:
         lease = QuotaLease(self, principal.owner, use)
         try:
             yield lease
-        except _OURS as error:
-            lease.settle(ours=not isinstance(error, ClientDeadline))
+        except _SERVER_FAULTS as error:
+            lease.settle(server_fault=not isinstance(error, ClientDeadline))
             raise
         finally:
             lease.settle()
@@ -136,7 +134,7 @@ class Quotas:
             self._metrics.running(principal.owner, use.running)
 
     def headers(self, principal: Principal) -> Headers:
-        """The headers about an owner's limits, as OpenAI's API has them; empty without limits."""
+        """OpenAI's rate-limit headers for an owner; empty without limits."""
         use = self._use(principal)
         return () if use is None else tuple(_headers(use, self._now_s()))
 
@@ -148,7 +146,7 @@ class Quotas:
     def reserve(
         self, owner: str, use: OwnerUse, prompt_tokens: int, outputs_max: Iterable[int]
     ) -> Reservation:
-        """Take tokens for a request. Raises OverQuota."""
+        """Reserve tokens for a request. Raises OverQuota."""
         reserved = use.reserve(prompt_tokens, tuple(outputs_max), self._now_s())
         if isinstance(reserved, Exceeded):
             self._check(owner, reserved)
@@ -158,7 +156,7 @@ class Quotas:
     def settle(
         self, owner: str, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
     ) -> None:
-        """Settle a reservation by the real use; a request that was not served gives all back."""
+        """Replace a reservation by the actual usage; refund a request that was not served."""
         now_s = self._now_s()
         use.settle(reserved, output_tokens, served, now_s)
         if not served:
@@ -171,7 +169,7 @@ class Quotas:
         if exceeded is not None:
             self._metrics.refused(owner, exceeded.limit)
             raise OverQuota(
-                _told(owner, exceeded),
+                _explanation(owner, exceeded),
                 owner=owner,
                 limit=exceeded.limit,
                 retry_after_s=exceeded.retry_after_s,
@@ -179,7 +177,7 @@ class Quotas:
 
 
 class QuotaLease:
-    """What one request has taken from the quota of its owner."""
+    """The charge of a request against its owner's quota."""
 
     def __init__(self, quotas: Quotas, owner: str, use: OwnerUse) -> None:
         self._quotas = quotas
@@ -187,46 +185,46 @@ class QuotaLease:
         self._use = use
         self._reserved = Reservation()
         self._settled = False
-        # Output tokens that have come.
+        # Output tokens received so far.
         self.output_tokens = 0
 
     def reserve(self, prompt_tokens: int, outputs_max: Iterable[int]) -> None:
-        """Take the tokens of a prompt, and of outputs that may have so many.
+        """Reserve the tokens of the prompt and of the outputs at their maximum lengths.
 
         Raises:
-            OverQuota: if the owner has fewer left.
+            OverQuota: if the owner has fewer tokens left.
         """
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 
-    def settle(self, ours: bool = False) -> None:
-        """Give back what was not used; everything if nothing came of it by our own fault.
+    def settle(self, server_fault: bool = False) -> None:
+        """Return the unused tokens; all of them if a server fault prevented any output.
 
-        Further calls do nothing.
+        Further calls have no effect.
         """
         if not self._settled:
             self._settled = True
-            served = self.output_tokens > 0 or not ours
+            served = self.output_tokens > 0 or not server_fault
             self._quotas.settle(self._owner, self._use, self._reserved, self.output_tokens, served)
 
 
-def _told(owner: str, exceeded: Exceeded) -> str:
+def _explanation(owner: str, exceeded: Exceeded) -> str:
     most, wait_s = exceeded.maximum, exceeded.retry_after_s
     if wait_s is None:
         return (
-            f"the prompt has {exceeded.asked} tokens, but {owner} may use {most} in a minute;"
-            " shorten it"
+            f"the prompt has {exceeded.asked} tokens, more than the limit of {owner} of {most}"
+            " tokens per minute; shorten it"
         )
-    remedy = f"try again in {max(1, math.ceil(wait_s))} s"
+    remedy = f"retry in {max(1, math.ceil(wait_s))} s"
     match exceeded.limit:
         case Limit.CONCURRENT:
-            return f"as many requests of {owner} run as may at once ({most}); {remedy}"
+            return f"{owner} has reached its limit of {most} concurrent requests; {remedy}"
         case Limit.TOKENS:
             return (
-                f"{owner} may use {most} tokens in a minute, this request needs about"
+                f"{owner} may use {most} tokens per minute, this request needs about"
                 f" {exceeded.asked}, and {exceeded.remaining} are left; {remedy}"
             )
         case Limit.REQUESTS:
-            return f"{owner} may send {most} requests in a minute, and has sent them; {remedy}"
+            return f"{owner} has reached its limit of {most} requests per minute; {remedy}"
 
 
 def _headers(use: OwnerUse, now_s: float) -> Iterator[tuple[str, str]]:
@@ -237,7 +235,7 @@ def _headers(use: OwnerUse, now_s: float) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI's headers have it: 12ms, 1.5s, 6m0s, 1h0m0s."""
+    """Format a duration like OpenAI's headers: 12ms, 1.5s, 6m0s, 1h0m0s."""
     milliseconds = math.ceil(seconds * 1000 - 1e-6)
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"

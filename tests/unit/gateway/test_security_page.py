@@ -8,13 +8,13 @@ from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX, SMALL_BYTES
 from services.gateway.cluster import outbox
-from services.gateway.http.front_door import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.http.protocol import (
     HEADER_TIMEOUT_S,
     INCOMPLETE_BYTES_MAX,
     PIPELINED_BYTES_MAX,
     PIPELINED_MAX,
 )
+from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX
 from services.gateway.serving.canceller import FORWARDS_MAX
 from services.gateway.serving.output import OUTPUT_LOGPROBS_MAX
 

@@ -1,12 +1,12 @@
-// Draws a state of the feed: columns of memory in their groups, charts, the table.
+// Draws a state of the feed: memory columns by group, charts, the table.
 
-import { budget, changing, size, totals, wholeModel } from "./words.js";
+import { budget, changing, size, totals, wholeModel } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
 const NAMES = { parameters: "parameters", used: "KV in use", free: "KV free" };
 const SAMPLES = 240;
-// Less than this of a column has no room for its name; above KV in use there are waves.
+// Minimum share of a column for a label; KV in use has waves on top of it.
 const LABEL_SHARES = { parameters: 0.15, used: 0.15, free: 0.18 };
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -23,12 +23,12 @@ function makeSvg(tag, attributes) {
   return element;
 }
 
-/** Changes a text only if it is another, so that nothing is read out twice. */
+/** Sets a text only if it differs, so that screen readers do not repeat it. */
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** One worker: a column of its memory, and what is known of it below. */
+/** A worker: a column of its memory, with its layers and load below. */
 class Tank {
   constructor(id) {
     this.root = make("div", "tank");
@@ -40,7 +40,7 @@ class Tank {
       element.append(make("span", "label"));
       this.parts[part] = element;
     }
-    // The last one stands on top.
+    // Reversed: the first part is at the bottom of the column.
     this.column.append(...PARTS.map((part) => this.parts[part]).reverse());
     const wave = makeSvg("svg", { class: "wave", viewBox: "0 0 240 10", preserveAspectRatio: "none" });
     wave.append(makeSvg("path", { d: waves() }));
@@ -62,7 +62,7 @@ class Tank {
       staging: worker.staging_bytes,
     };
     const rest = whole - bytes.parameters - bytes.used - bytes.free - bytes.staging;
-    // At rest it is what no whole chunk fits into.
+    // Outside a change, the rest is memory that is too small for another chunk.
     bytes.changing = turning ? rest : 0;
     if (!turning) bytes.staging += rest;
     for (const part of PARTS) {
@@ -73,8 +73,8 @@ class Tank {
       write(this.parts[part].lastChild, named ? `${NAMES[part]}\n${size(bytes[part])}` : "");
     }
     const full = wholeModel(worker);
-    const ebbed = full > bytes.parameters * 1.02;
-    this.mark.hidden = !ebbed;
+    const freed = full > bytes.parameters * 1.02;
+    this.mark.hidden = !freed;
     this.mark.style.bottom = `${(100 * full) / whole}%`;
     write(this.mark.firstChild, `${size(full - bytes.parameters)} became KV`);
     const layers = worker.shape ? worker.shape.num_layers : 0;
@@ -82,7 +82,7 @@ class Tank {
     this.column.style.setProperty("--held", String(Math.max(1, Math.min(48, end - first))));
     const all = end - first >= layers;
     write(this.layers, all ? `all ${layers || ""} layers` : `layers ${first}–${end - 1} of ${layers}`);
-    write(this.load, `${worker.running} run · ${worker.waiting} wait`);
+    write(this.load, `${worker.running} running · ${worker.waiting} waiting`);
     const text = PARTS.filter((part) => NAMES[part]).map((part) => `${NAMES[part]} ${size(bytes[part])}`);
     this.column.setAttribute("aria-label", `${worker.id}: ${text.join(", ")} of ${size(whole)}`);
   }
@@ -94,7 +94,7 @@ function waves() {
   return `${path} V10 H0 Z`;
 }
 
-/** All groups. Columns that change their group slide to their new place. */
+/** All groups. The column of a worker that changes its group slides to its new position. */
 export class Groups {
   constructor(root) {
     this.root = root;
@@ -169,7 +169,7 @@ export class Groups {
     const note = make("p", "note");
     this.notes.set(group.id, note);
     const row = make("div", "row");
-    for (const id of group.members.filter((one) => workers.has(one))) row.append(this.tank(id).root);
+    for (const id of group.members.filter((member) => workers.has(member))) row.append(this.tank(id).root);
     box.append(head, row, note);
     return box;
   }
@@ -178,7 +178,7 @@ export class Groups {
     const box = make("section", "group");
     const row = make("div", "row");
     for (const id of ids) row.append(this.tank(id).root);
-    box.append(make("h3", "", "in no group"), row);
+    box.append(make("h3", "", "without a group"), row);
     return box;
   }
 
@@ -188,7 +188,7 @@ export class Groups {
   }
 }
 
-/** The last samples of a number, as a line. A sample of null is a gap. */
+/** The last samples of a figure as a line; null is a gap. */
 export class Sparkline {
   constructor(svg) {
     this.values = [];
@@ -200,19 +200,19 @@ export class Sparkline {
   push(value) {
     this.values.push(value);
     if (this.values.length > SAMPLES) this.values.shift();
-    const top = Math.max(1e-9, ...this.values.map((one) => one ?? 0)) * 1.1;
+    const top = Math.max(1e-9, ...this.values.map((sample) => sample ?? 0)) * 1.1;
     const begin = SAMPLES - this.values.length;
     let line = "";
     let area = "";
     let start = null;
-    this.values.forEach((one, index) => {
+    this.values.forEach((sample, index) => {
       const x = begin + index;
-      if (one === null) {
+      if (sample === null) {
         if (start !== null) area += ` L${x - 1} 40 Z`;
         start = null;
         return;
       }
-      const y = (39 - (37 * one) / top).toFixed(2);
+      const y = (39 - (37 * sample) / top).toFixed(2);
       line += start === null ? `M${x} ${y}` : ` L${x} ${y}`;
       area += start === null ? `M${x} 40 L${x} ${y}` : ` L${x} ${y}`;
       start ??= x;
@@ -223,7 +223,7 @@ export class Sparkline {
   }
 }
 
-/** All memory over time: parameters at the bottom, KV in use and free above, staging on top. */
+/** Memory of all workers over time: parameters at the bottom, then KV in use, KV free, staging. */
 export class TideChart {
   constructor(svg, text) {
     this.samples = [];
@@ -240,14 +240,14 @@ export class TideChart {
     if (this.samples.length > SAMPLES) this.samples.shift();
     const begin = SAMPLES - this.samples.length;
     const below = {
-      parameters: (one) => one.parameters,
-      used: (one) => one.parameters + one.used,
-      free: (one) => one.budget - one.staging,
-      staging: (one) => one.budget,
+      parameters: (sum) => sum.parameters,
+      used: (sum) => sum.parameters + sum.used,
+      free: (sum) => sum.budget - sum.staging,
+      staging: (sum) => sum.budget,
     };
     for (const [part, path] of this.paths) {
-      const points = this.samples.map((one, index) => {
-        const y = 100 - (100 * below[part](one)) / Math.max(1, one.budget);
+      const points = this.samples.map((sum, index) => {
+        const y = 100 - (100 * below[part](sum)) / Math.max(1, sum.budget);
         return `L${begin + index} ${y.toFixed(2)}`;
       });
       path.setAttribute("d", `M${begin} 100 ${points.join(" ")} L${SAMPLES - 1} 100 Z`);
@@ -261,22 +261,22 @@ export function drawDecisions(list, decisions) {
   const shown = JSON.stringify(decisions);
   if (list.dataset.shown === shown) return;
   list.dataset.shown = shown;
-  const rows = decisions.toReversed().map((one) => {
-    const row = make("li", one.action);
-    const time = make("time", "", new Date(one.unix_s * 1000).toLocaleTimeString());
-    time.dateTime = new Date(one.unix_s * 1000).toISOString();
-    row.append(time, make("p", "", one.sentence));
-    if (one.outcome) row.append(make("p", "outcome", one.outcome));
+  const rows = decisions.toReversed().map((decision) => {
+    const row = make("li", decision.action);
+    const time = make("time", "", new Date(decision.unix_s * 1000).toLocaleTimeString());
+    time.dateTime = new Date(decision.unix_s * 1000).toISOString();
+    row.append(time, make("p", "", decision.sentence));
+    if (decision.outcome) row.append(make("p", "outcome", decision.outcome));
     return row;
   });
-  if (!rows.length) rows.push(make("li", "none", "None yet: there was room for every request."));
+  if (!rows.length) rows.push(make("li", "none", "No decisions yet: all requests fit the KV cache."));
   list.replaceChildren(...rows);
 }
 
 export function drawServices(list, services) {
-  const rows = services.map((one) => {
-    const row = make("li", one.ready ? "ready" : "away");
-    row.append(make("span", "", one.name), make("span", "", one.ready ? size(one.rss_bytes) : "not ready"));
+  const rows = services.map((service) => {
+    const row = make("li", service.ready ? "ready" : "away");
+    row.append(make("span", "", service.name), make("span", "", service.ready ? size(service.rss_bytes) : "not ready"));
     return row;
   });
   list.replaceChildren(...rows);
@@ -284,7 +284,7 @@ export function drawServices(list, services) {
 
 export function drawTable(body, state) {
   const rows = state.workers.map((worker) => {
-    const group = state.groups.find((one) => one.members.includes(worker.id));
+    const group = state.groups.find((candidate) => candidate.members.includes(worker.id));
     const run = group?.layers[group.members.indexOf(worker.id)];
     const cells = [
       group?.id ?? "none",

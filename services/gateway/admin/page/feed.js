@@ -1,8 +1,8 @@
-// Talks to the admin port: the feed of states, and changes of groups. The key is sent as a header
-// only; that is why the feed is read with fetch, as an EventSource cannot send one.
+// Client of the admin port: the feed of states, and changes of groups. Reads the feed with fetch,
+// since an EventSource cannot send the key in a header.
 
 const EVENTS = "/tideserve/v1/events";
-// The gateway says something every two seconds.
+// The gateway sends a state or a heartbeat at least every two seconds.
 const SILENCE_MS = 6000;
 const RETRY_MS = [500, 1000, 2000, 5000];
 const KEY = "tideserve-admin-key";
@@ -37,27 +37,27 @@ async function refusal(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return `the gateway answers ${response.status}`;
+    return `the gateway returned status ${response.status}`;
   }
 }
 
 /**
- * Follows the feed for as long as the page is open, and again after every loss.
+ * Follows the feed while the page is open, and reconnects after every failure.
  *
- * `on.state(object)`, `on.lost(reason)`, and `on.key(sentence)`, which returns a promise that
- * resolves when there is another key.
+ * Calls `on.state(object)`, `on.lost(reason)`, and `on.key(message)`, which returns a promise that
+ * resolves once the user has entered a key.
  */
 export async function follow(on) {
   let failures = 0;
   for (;;) {
     const abort = new AbortController();
     let timer = setTimeout(() => abort.abort(), SILENCE_MS);
-    let reason = "the gateway ended it";
+    let reason = "the gateway closed the connection";
     try {
       const response = await fetch(EVENTS, { headers: headers(), signal: abort.signal });
       if (response.status === 401) {
         clearTimeout(timer);
-        await on.key(sessionStorage.getItem(KEY) ? "This key is not the right one." : "");
+        await on.key(sessionStorage.getItem(KEY) ? "This key is not valid." : "");
         continue;
       }
       if (!response.ok) throw new Error(await refusal(response));
@@ -70,7 +70,7 @@ export async function follow(on) {
         on.state(state);
       }
     } catch (error) {
-      if (abort.signal.aborted) reason = "the gateway says nothing";
+      if (abort.signal.aborted) reason = "the gateway does not respond";
       else reason = error instanceof TypeError ? "the gateway cannot be reached" : error.message;
     }
     clearTimeout(timer);
@@ -81,8 +81,8 @@ export async function follow(on) {
   }
 }
 
-/** Merges (`path` "merge") or splits groups; `say` is told every step as {phase, message}. */
-export async function change(path, groups, say) {
+/** Merges (`path` "merge") or splits groups; calls `report({phase, message})` for every step. */
+export async function change(path, groups, report) {
   const query = new URLSearchParams(groups.map((group) => ["group", group]));
   try {
     const response = await fetch(`/tideserve/v1/groups/${path}?${query}`, {
@@ -90,13 +90,13 @@ export async function change(path, groups, say) {
       headers: headers(),
     });
     if (!response.ok) {
-      say({ phase: "failed", message: await refusal(response) });
+      report({ phase: "failed", message: await refusal(response) });
       return;
     }
     for await (const step of eventsOf(response)) {
-      say(step.error ? { phase: "failed", message: step.error.message } : step);
+      report(step.error ? { phase: "failed", message: step.error.message } : step);
     }
   } catch {
-    say({ phase: "failed", message: "the answer broke off; look at the groups" });
+    report({ phase: "failed", message: "the connection was lost; check the groups above" });
   }
 }

@@ -1,12 +1,12 @@
-// The live page: follows the feed, keeps time, and lets people merge and split groups.
+// The live page: follows the feed, samples the charts, and merges and splits groups on request.
 
 import { change, follow, rememberKey } from "./feed.js";
 import {
   Groups, Sparkline, TideChart, drawDecisions, drawServices, drawTable, make, write,
 } from "./draw.js";
-import { headline, seconds, totals } from "./words.js";
+import { headline, seconds, totals } from "./text.js";
 
-// As many samples a minute that the charts hold two.
+// 240 samples of 500 ms: the charts show two minutes.
 const SAMPLE_MS = 500;
 const TABLE_MS = 1000;
 
@@ -28,10 +28,10 @@ function show(state) {
   link("live", "live");
   element("lost").hidden = true;
   document.body.classList.remove("stale");
-  // What was known last stays in view while the memory manager is silent.
+  // Keep showing the last workers and groups while the memory manager does not respond.
   if (state.errors && newest?.workers.length) {
     state = { ...state, workers: newest.workers, groups: newest.groups, decisions: newest.decisions };
-    warn(`${capital(state.errors[0])}. What you see of them is old.`);
+    warn(`${capital(state.errors[0])}. Workers and groups below are outdated.`);
   } else if (state.warnings) {
     warn(`${capital(state.warnings[0])}.`);
   }
@@ -43,7 +43,7 @@ function show(state) {
   write(element("model"), state.model);
   const sum = totals(state);
   write(element("waiting"), String(sum.waiting));
-  write(element("waiting-note"), `${state.queued ?? "?"} in the scheduler's queue, ${sum.running} run`);
+  write(element("waiting-note"), `${state.queued ?? "?"} in the scheduler's queue, ${sum.running} running`);
   write(element("ttft"), seconds(state.ttft_s));
   write(element("tokens"), Math.round(state.tokens_per_s).toLocaleString());
   drawDecisions(element("decisions"), state.decisions);
@@ -54,7 +54,7 @@ function lost(reason) {
   live = false;
   link("lost", "feed lost");
   document.body.classList.add("stale");
-  warn(`The feed is lost: ${reason}. What you see is old; trying again.`);
+  warn(`The feed is lost: ${reason}. The page is outdated; reconnecting.`);
 }
 
 function warn(text) {
@@ -69,12 +69,12 @@ function link(state, text) {
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
-/** Asks for the key until there is one that is not empty. */
-function askForKey(sentence) {
+/** Shows the login form; resolves once the user has entered a key. */
+function askForKey(message) {
   link("locked", "locked");
   const form = element("login");
   form.hidden = false;
-  write(element("login-said"), sentence);
+  write(element("login-message"), message);
   element("key").focus();
   return new Promise((entered) => {
     form.onsubmit = (event) => {
@@ -102,13 +102,13 @@ function drawControls() {
     const button = make("button", "", `Split ${group.id}`);
     button.type = "button";
     button.disabled = busy;
-    button.addEventListener("click", () => ask(`Split ${group.id}? Every member takes its parameters back. Requests go on.`, "split", [group.id]));
+    button.addEventListener("click", () => ask(`Split ${group.id}? Every member restores its parameters. Requests continue.`, "split", [group.id]));
     return button;
   });
   splits.replaceChildren(...buttons);
 }
 
-/** Asks whether to change groups, and does it. */
+/** Asks for confirmation, then changes the groups. */
 function ask(text, path, ids) {
   const dialog = element("ask");
   write(element("ask-text"), text);
@@ -126,7 +126,7 @@ async function carryOut(path, ids) {
   drawControls();
   const progress = element("progress");
   progress.className = "";
-  write(progress, "asked …");
+  write(progress, "requested …");
   await change(path, ids, (step) => {
     progress.className = step.phase;
     write(progress, `${step.phase}: ${step.message}`);
@@ -139,8 +139,8 @@ async function carryOut(path, ids) {
 
 element("merge").addEventListener("click", () => {
   const ids = groups.chosen.size > 1 ? [...groups.chosen] : [];
-  const what = ids.length ? ids.join(", ") : "all groups";
-  ask(`Merge ${what}? Each member drops layers that another one runs. Requests go on.`, "merge", ids);
+  const names = ids.length ? ids.join(", ") : "all groups";
+  ask(`Merge ${names}? Each member drops layers that other members run. Requests continue.`, "merge", ids);
 });
 groups.onChoice = drawControls;
 

@@ -395,7 +395,7 @@ def test_the_file_of_keys_lets_nobody_in(
 def test_a_gateway_would_refuse_the_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
     for change, words in (
-        (lambda: None, "make it with `tideserve key new`"),
+        (lambda: None, "create the file with `tideserve key new`"),
         (lambda: path.write_text('{"owner": "alice"}\n'), "line 1"),
         (lambda: path.chmod(0o620), "chmod 600"),
     ):

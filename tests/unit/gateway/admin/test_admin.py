@@ -16,8 +16,8 @@ from services.core.service import ServiceClass
 from services.gateway.admin import feed as feed_module
 from services.gateway.admin import port as admin_port
 from services.gateway.admin.feed import HEARTBEAT, VIEWERS_MAX, Feed
-from services.gateway.admin.guard import SECURITY_HEADERS, Guard, host_name
-from services.gateway.admin.live_state import WINDOW_S, Pulse, sentence
+from services.gateway.admin.guard import SECURITY_HEADERS, AdminGuard, host_name
+from services.gateway.admin.live_state import WINDOW_S, RateWindow, sentence
 from services.gateway.cluster.cluster_client import cluster_rows
 from services.gateway.config import GatewayConfig
 from services.gateway.keys.key_ring import KeyRing
@@ -35,7 +35,7 @@ API = "/tideserve/v1/status"
 
 
 def client(host: str = "127.0.0.1", names: str = "", key: str | None = None) -> httpx.AsyncClient:
-    guard = Guard(answer_ok, host, names, KeyRing(admin_key=key), frozenset({"/"}))
+    guard = AdminGuard(answer_ok, host, names, KeyRing(admin_key=key), frozenset({"/"}))
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=guard), base_url="http://127.0.0.1:8001"
     )
@@ -131,7 +131,7 @@ def test_a_port_for_the_network_needs_a_key() -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
         assert config(admin_host=host, admin_port=1).admin_key is None
     for host in ("0.0.0.0", "::", "10.1.1.1", "gateway"):
-        with pytest.raises(ConfigError, match=f"{host} would be open .* set 'admin_key_file'"):
+        with pytest.raises(ConfigError, match=f"{host} would be exposed .* set 'admin_key_file'"):
             config(admin_host=host, admin_port=1)
         assert config(admin_host=host, admin_port=1, admin_key=KEY).admin_key == KEY
         config(admin_host=host, admin_port=1, api_keys_file=Path("keys.jsonl"))
@@ -140,7 +140,7 @@ def test_a_port_for_the_network_needs_a_key() -> None:
 
 
 def test_rates_are_those_of_the_last_moments() -> None:
-    pulse = Pulse()
+    pulse = RateWindow()
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
     pulse.note(100.0, EndpointTotals(5, 1, 9.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
@@ -173,12 +173,12 @@ DECISION = {
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "need 3,300 tokens of KV; there is room for 2,048"),
-        ({"cause": "manual", "group_ids": ["g", "h"]}, "asked for it: g, h merge"),
+        ({}, "need 3,300 tokens of KV cache, the threshold is 2,048"),
+        ({"cause": "manual", "group_ids": ["g", "h"]}, "Manual merge: g, h merge"),
         ({"action": "restore", "cause": "relief", "group_ids": ["g"]}, "2,048: g splits"),
-        ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is leaving"),
-        ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "asked for it: g splits"),
-        ({"action": "exhausted"}, "need 900 tokens of KV more than there is"),
+        ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is draining"),
+        ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "Manual split: g splits"),
+        ({"action": "exhausted"}, "need 900 more tokens of KV cache"),
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
     ],
 )
@@ -239,7 +239,7 @@ async def test_viewers_are_limited_and_leave() -> None:
     with ExitStack() as stack:
         for _ in range(VIEWERS_MAX):
             stack.enter_context(feed.viewer())
-        with pytest.raises(ServiceUnavailable, match="32 viewers watch already"):
+        with pytest.raises(ServiceUnavailable, match="already has 32 viewers"):
             stack.enter_context(feed.viewer())
     with feed.viewer() as frames:
         assert await anext(frames) == HEARTBEAT
@@ -264,7 +264,7 @@ async def test_what_fails_begins_again_and_leaves_one_line(
         return await state()
 
     feed = Feed(look)
-    running = asyncio.create_task(admin_port.kept_up(feed.run, "the feed"))
+    running = asyncio.create_task(admin_port.restart_on_failure(feed.run, "the feed"))
     with feed.viewer() as frames:
         async for frame in frames:
             if frame.startswith(b"data: "):
@@ -280,5 +280,5 @@ async def test_a_failure_is_told_and_stays_where_it_is(caplog: pytest.LogCapture
         raise OSError("no more sockets")
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(admin_port.kept_apart(fails(), "the port"))
+        tasks.create_task(admin_port.log_failure(fails(), "the port"))
     assert "restart this gateway" in caplog.text and "no more sockets" in caplog.text

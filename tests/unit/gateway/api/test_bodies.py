@@ -100,8 +100,8 @@ NAMES = ["top_kk", "tokenize", "", "x" * 500, "\ud800", 'a"b\r\nc']
 @pytest.mark.parametrize(
     ("slo", "said"),
     [
-        ({"ttft": 400}, "'slo.ttft' is not a field; there are ttft_ms, tpot_ms"),
-        (400, "'slo' is not an object; send one in braces"),
+        ({"ttft": 400}, "'slo.ttft' is not a field; the fields are ttft_ms, tpot_ms"),
+        (400, "'slo' is not an object; send a JSON object"),
     ],
 )
 def test_wrong_targets_say_what_there_is(slo: Any, said: str) -> None:
@@ -147,7 +147,7 @@ def test_a_warning_is_short_however_many_fields_are_unknown() -> None:
 def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
     (warning,) = parse_chat(CHAT | {"temprature": 0, "Top_P": 1, "odd": 1}).warnings
     assert warning == (
-        "unknown and ignored: temprature (did you mean 'temperature'?),"
+        "ignored unknown fields: temprature (did you mean 'temperature'?),"
         " Top_P (did you mean 'top_p'?), odd"
     )
     with pytest.raises(BadRequest, match=r"'max_token' \(did you mean 'max_tokens'\?\); "):
@@ -174,7 +174,7 @@ def test_the_limit_of_another_dialect_is_refused_with_the_right_name(
     for name in others:
         with pytest.raises(BadRequest) as caught:
             parse(data | {name: 5})
-        assert caught.value.message == f"'{name}' is '{own[0]}' here; use that name"
+        assert caught.value.message == f"'{name}' is called '{own[0]}' here; use that name"
         assert caught.value.param == name
         # Clients that send every name that there is, and those that leave out by null.
         for limit in own:
@@ -187,12 +187,12 @@ def test_the_limit_of_another_dialect_is_refused_with_the_right_name(
 def test_what_is_missing_or_too_long_is_told_with_its_remedy() -> None:
     long: list[Any] = [CHAT["messages"][0]] * 10
     for data, message in (
-        ({"messages": long}, "'model' is missing; name the served model, which /v1/models lists"),
+        ({"messages": long}, "'model' is missing; send the name of a model that /v1/models lists"),
         ({"model": "m"}, "'messages' is missing; send it"),
-        (CHAT | {"messages": []}, "'messages' is too short; send a list of at least 1"),
+        (CHAT | {"messages": []}, "'messages' is too short; send at least 1"),
         (
             CHAT | {"stop_token_ids": list(range(257))},
-            "'stop_token_ids' is too long; send a list of at most 256",
+            "'stop_token_ids' is too long; send at most 256",
         ),
     ):
         with pytest.raises(BadRequest) as caught:
@@ -258,19 +258,19 @@ def test_prompts(prompt: Any, parsed: Any) -> None:
         (b"{", "not valid JSON"),
         (b'{"a": 1', "not valid JSON"),
         (b"{'a': 1}", "not valid JSON"),
-        (b"[]", "one JSON object"),
-        (b'"text"', "one JSON object"),
-        (b"null", "one JSON object"),
+        (b"[]", "a JSON object"),
+        (b'"text"', "a JSON object"),
+        (b"null", "a JSON object"),
         (b'{"a": "\xff"}', "UTF-8"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": Infinity}', "Infinity"),
         (b'{"a": -Infinity}', "Infinity"),
-        (b'{"a": 1, "a": 2}', "twice"),
-        (b'{"b": {"a": 1, "a": 1}}', "twice"),
+        (b'{"a": 1, "a": 2}', "duplicate"),
+        (b'{"b": {"a": 1, "a": 1}}', "duplicate"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "too long"),
         (b'{"a": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "too deeply"),
         (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "too deeply"),
-        (b'{"\\ud800": 1, "\\ud800": 2}', "twice"),
+        (b'{"\\ud800": 1, "\\ud800": 2}', "duplicate"),
     ],
 )
 def test_bodies_that_are_not_one_json_object(body: bytes, words: str) -> None:

@@ -18,7 +18,7 @@ def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
     try:
         parse_object(text)
     except BadRequest as error:
-        assert "send less at once" in error.message
+        assert "send less per request" in error.message
         return True
     finally:
         monkeypatch.undo()

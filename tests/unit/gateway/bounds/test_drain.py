@@ -45,7 +45,7 @@ async def test_without_a_delay_it_leaves_with_the_drain() -> None:
     drain = Drain(inflight_max=1)
     with (
         drain.enter(),
-        pytest.raises(ShuttingDown, match="before the request ended"),
+        pytest.raises(ShuttingDown, match="before the request completed"),
         Interruption() as interruption,
         drain.cuts(interruption),
     ):

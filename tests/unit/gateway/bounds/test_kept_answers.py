@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.bounds.answer import AnswerReader, SharedAnswer
 from services.gateway.bounds.client import ClientGone
 from services.gateway.bounds.kept_answers import NAME_BYTES, KeptAnswers
+from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
 from services.gateway.vocabulary.errors import GatewayError, KeyReused, QueueFull
 from tests.support.clock import Clock
 from tests.support.waiting import settle
@@ -27,7 +27,7 @@ def kept(
     return KeptAnswers(60.0, grace_s, answers_max, bytes_max, clock or Clock())
 
 
-def new(answers: KeptAnswers[int], name: str) -> SharedAnswer[int]:
+def new(answers: KeptAnswers[int], name: str) -> SharedResponse[int]:
     answer, is_new = answers.claim(name, b"d", f"cmpl-{name}")
     assert is_new
     return answer
@@ -41,7 +41,7 @@ async def served(answers: KeptAnswers[int], name: str, *sizes: int) -> None:
     answer.end(whole=True)
 
 
-async def rest(reader: AnswerReader[int]) -> list[int]:
+async def rest(reader: ResponseReader[int]) -> list[int]:
     found = []
     while (message := await reader.next()) is not None:
         found.append(message)
@@ -49,7 +49,7 @@ async def rest(reader: AnswerReader[int]) -> list[int]:
 
 
 @asynccontextmanager
-async def reading(answer: SharedAnswer[int]) -> AsyncIterator["asyncio.Task[list[int]]"]:
+async def reading(answer: SharedResponse[int]) -> AsyncIterator["asyncio.Task[list[int]]"]:
     """A reader that takes what comes, in a task of its own."""
     with answer.reading() as reader:
         yield asyncio.create_task(rest(reader))
@@ -138,7 +138,7 @@ async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() ->
 async def test_nobody_waits_after_the_last_message() -> None:
     answers = kept(grace_s=0)
     answer = new(answers, "a")
-    desertion = asyncio.create_task(answer.deserted())
+    desertion = asyncio.create_task(answer.abandoned())
     async with reading(answer) as taken:
         await answer.put(1, 1, last=True)
         assert await taken == [1], "its maker has yet to end it"
@@ -176,7 +176,7 @@ async def test_others_are_forgotten_for_room() -> None:
 async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
     answers = kept(grace_s=0.05)
     answer = new(answers, "a")
-    desertion = asyncio.create_task(answer.deserted())
+    desertion = asyncio.create_task(answer.abandoned())
     with answer.reading():
         await answer.put(1, 1)
     # The next one comes in time: before any timer can run.
@@ -195,7 +195,7 @@ async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
     answers = kept(bytes_max=0)
     answer = new(answers, "a")
     with answer.reading():
-        desertion = asyncio.create_task(answer.deserted())
+        desertion = asyncio.create_task(answer.abandoned())
         await settle()
         assert not desertion.done()
     await asyncio.wait({desertion}, timeout=60)
@@ -259,7 +259,7 @@ class Walk:
     def __init__(self, answers: KeptAnswers[int], name: str) -> None:
         self.answers = answers
         self.name = name
-        self.making: SharedAnswer[int] | None = None
+        self.making: SharedResponse[int] | None = None
         self.putting: asyncio.Task[None] | None = None
         self.readers: list[asyncio.Task[None]] = []
         self.may_take = asyncio.Event()
@@ -274,8 +274,8 @@ class Walk:
         if self.name in self.answers:
             self._read(self.answers.claim(self.name, b"d", self.name)[0])
 
-    def _read(self, answer: SharedAnswer[int]) -> None:
-        async def read(reader: AnswerReader[int]) -> None:
+    def _read(self, answer: SharedResponse[int]) -> None:
+        async def read(reader: ResponseReader[int]) -> None:
             while await reader.next() is not None:
                 await self.may_take.wait()
 

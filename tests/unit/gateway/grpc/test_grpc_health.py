@@ -78,7 +78,7 @@ async def test_watches_are_counted_by_address(methods: dict[str, Method]) -> Non
         call.sent.set()
     tasks = [run(methods, "Watch", call) for call in calls]
     await eventually(lambda: all(call.answers for call in calls))
-    with pytest.raises(QueueFull, match="your address watches"):
+    with pytest.raises(QueueFull, match="your address already has"):
         await run(methods, "Watch", one_more)
     tasks.append(run(methods, "Watch", other))
     await eventually(lambda: other.answers)

@@ -11,7 +11,7 @@ import tideserve.client
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import CompletionRequest
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
-from services.gateway.grpc import lobby
+from services.gateway.grpc import call_limits
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, STREAM_IDLE_S
 from services.gateway.grpc.errors import TABLE, status_of, trailer_of
 from services.gateway.grpc.port import CONNECTION_AGE_S, METADATA_BYTES_MAX, STREAMS_MAX
@@ -106,9 +106,12 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"| {BODY_BYTES_MAX >> 20} MiB; {METADATA_BYTES_MAX >> 10} KiB |" in PAGE
     assert f"| {STREAMS_MAX:,}; more wait" in PAGE
     assert f"| {MESSAGE_TIMEOUT_S:g} s |" in PAGE and f"idle for {STREAM_IDLE_S:g} s |" in PAGE
-    assert f"| {lobby.WAITING_MAX:,}, of which {lobby.READING_MAX} are read" in PAGE
-    assert f"| {lobby.STREAMS_MAX}, with" in PAGE and f"| {lobby.PARKED_MAX}; each 256" in PAGE
-    assert f"| {lobby.ALL_MAX:,}; then" in PAGE
+    assert f"| {call_limits.WAITING_MAX:,}, of which {call_limits.READING_MAX} are read" in PAGE
+    assert (
+        f"| {call_limits.STREAMS_MAX}, with" in PAGE
+        and f"| {call_limits.PARKED_MAX}; each 256" in PAGE
+    )
+    assert f"| {call_limits.ALL_MAX:,}; then" in PAGE
     assert f"| {CONNECTION_AGE_S // 60} minutes; open calls" in PAGE
     assert f"for {REMEMBER_S / 60:g} minutes" in PAGE and f"last {REMEMBERED_MAX:,}" in PAGE
 

@@ -4,7 +4,7 @@ import pytest
 from google.protobuf.message import Message
 
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.grpc.unknown import LOOKED_AT_MAX, decoded_known
+from services.gateway.grpc.unknown_fields import LOOKED_AT_MAX, decoded_known
 from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -32,7 +32,7 @@ def test_unknown_fields_are_named_with_their_place() -> None:
     request = pb.ChatRequest(model="m", messages=[hi(), pb.Message(parts=parts)])
     assert warnings(request) == ()
     odd(request.messages[1].parts.parts[1])
-    assert warnings(request) == ("unknown and ignored: messages.1.parts.parts.1.field-111",)
+    assert warnings(request) == ("ignored unknown fields: messages.1.parts.parts.1.field-111",)
     with pytest.raises(BadRequest) as caught:
         decoded_known(pb.ChatRequest, request.SerializeToString(), UnknownFields(refuse=True))
     assert caught.value.param == "messages.1.parts.parts.1"
@@ -40,7 +40,7 @@ def test_unknown_fields_are_named_with_their_place() -> None:
     odd(request.sampling)
     odd(request)
     names = "field-111, sampling.field-111, messages.1.parts.parts.1.field-111"
-    assert warnings(request) == (f"unknown and ignored: {names}",)
+    assert warnings(request) == (f"ignored unknown fields: {names}",)
 
 
 def test_unknown_fields_are_removed() -> None:
@@ -66,6 +66,6 @@ def test_few_unknown_fields_are_named_however_many_there_are() -> None:
     assert told.count("field-111") == 8 and told.endswith(" and 12 more")
     hidden = pb.ChatRequest(messages=[hi() for _ in range(3 * LOOKED_AT_MAX)])
     odd(hidden.messages[-1])
-    assert warnings(hidden) == ("unknown and ignored: field-of-a-long-message",)
+    assert warnings(hidden) == ("ignored unknown fields: field-of-a-long-message",)
     with pytest.raises(BadRequest):
         decoded_known(pb.ChatRequest, hidden.SerializeToString(), UnknownFields(refuse=True))

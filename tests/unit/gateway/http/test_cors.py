@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import ConfigError
 from services.gateway.http.cors import origins_of, with_cors
-from services.gateway.http.front_door import HttpFrontDoor
+from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
@@ -21,7 +21,7 @@ PREFLIGHT = {
 
 def client(origins: str) -> httpx.AsyncClient:
     reception = Reception(Metrics("m", CollectorRegistry()), None)
-    app = with_cors(HttpFrontDoor(answer_ok, KeyRing(KEY), reception), origins_of(origins))
+    app = with_cors(RequestMiddleware(answer_ok, KeyRing(KEY), reception), origins_of(origins))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 
@@ -59,5 +59,5 @@ async def test_only_a_browsers_question_passes_without_a_key() -> None:
     "wrong", ["app.example", "https://app.example/", "https://*.example", "null", "file://x"]
 )
 def test_what_is_no_origin_is_refused(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="is no origin"):
+    with pytest.raises(ConfigError, match="is not an origin"):
         origins_of(f"{PAGE},{wrong}")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.gateway.api import messages, responses
-from services.gateway.api.chat import ChatRequest, Vocabulary, parse_chat
+from services.gateway.api.chat import BodyFields, ChatRequest, parse_chat
 from services.gateway.api.messages import (
     CountTokensRequest,
     MessagesRequest,
@@ -19,8 +19,8 @@ from services.gateway.api.messages import (
     parse_messages,
 )
 from services.gateway.api.responses import ResponsesRequest, parse_responses
-from services.gateway.http.description import takes
-from services.gateway.http.messages import MessageAnswer
+from services.gateway.http.description import describe_body
+from services.gateway.http.messages import MessageBuilder
 from services.gateway.http.response_items import Items
 from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
@@ -31,17 +31,17 @@ from tests.support.fuzz import junk, sample
 BODIES = 4000
 
 
-def schema_of(kind: Any, vocabulary: Vocabulary) -> dict[str, Any]:
+def schema_of(kind: Any, vocabulary: BodyFields) -> dict[str, Any]:
     """What the description says of a body."""
-    described = takes(kind, vocabulary.policy, vocabulary.passed_on)
+    described = describe_body(kind, vocabulary.policy, vocabulary.passed_on)
     schema: dict[str, Any] = described["requestBody"]["content"]["application/json"]["schema"]
     return schema
 
 
 ENDPOINTS: dict[str, tuple[Callable[[Mapping[str, Any]], object], dict[str, Any]]] = {
-    "messages": (parse_messages, schema_of(MessagesRequest, messages.VOCABULARY)),
-    "count_tokens": (parse_count, schema_of(CountTokensRequest, messages.VOCABULARY)),
-    "responses": (parse_responses, schema_of(ResponsesRequest, responses.VOCABULARY)),
+    "messages": (parse_messages, schema_of(MessagesRequest, messages.FIELDS)),
+    "count_tokens": (parse_count, schema_of(CountTokensRequest, messages.FIELDS)),
+    "responses": (parse_responses, schema_of(ResponsesRequest, responses.FIELDS)),
 }
 
 
@@ -162,8 +162,8 @@ def test_results_of_tools_stand_between_texts() -> None:
     assert parsed.messages == chat_of({"messages": chat}).messages
 
 
-@pytest.mark.parametrize("vocabulary", [messages.VOCABULARY, responses.VOCABULARY])
-def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("vocabulary", [messages.FIELDS, responses.FIELDS])
+def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: BodyFields) -> None:
     chat = ChatRequest.model_fields.keys()
     assert vocabulary.absent <= chat
     # `verbosity` is one that the chat refuses.
@@ -185,9 +185,9 @@ def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
     both, _, more = rest.partition(". Unknown fields")[0].partition("; Responses takes")
     guided = {name for name in ChatRequest.model_fields if name.startswith("guided_")}
     # Nothing comes of them in Responses.
-    asked = responses.VOCABULARY.passed_on - {"stream_options"}
+    asked = responses.FIELDS.passed_on - {"stream_options"}
     shared = set(re.findall(r"`(\w+)`", both)) | guided
-    assert shared == messages.VOCABULARY.passed_on
+    assert shared == messages.FIELDS.passed_on
     assert shared | set(re.findall(r"`(\w+)`", more)) == asked
 
 
@@ -196,13 +196,13 @@ def test_text_stands_between_calls() -> None:
     items = Items(None)
     for piece in pieces:
         items.push(piece)
-    told = items.told("completed")
+    told = items.written("completed")
     assert [item["type"] for item in told] == ["function_call", "message", "function_call"]
     assert [item.get("arguments") for item in told] == ["{}", None, "{}"]
     assert {item["status"] for item in told} == {"completed"}
 
     prepared = PreparedRequest("msg_1", 0, "m", (), 1)
-    answer = MessageAnswer(prepared)
+    answer = MessageBuilder(prepared)
     for piece in pieces:
         answer.push(piece)
     message = answer.message(Usage(1, 3))
@@ -212,7 +212,7 @@ def test_text_stands_between_calls() -> None:
 
 def input_of(arguments: str) -> Any:
     """What a client reads as the input of a call with these arguments."""
-    answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
     return json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))["content"][0]["input"]
 
@@ -235,6 +235,6 @@ def test_arguments_that_are_no_json_are_told_as_text() -> None:
     assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
     assert input_of("") == {}
     number = f'{{"a": {"7" * 5_000}}}'
-    answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
     assert number.encode() in msgspec.json.encode(answer.message(Usage(1, 1)))

@@ -124,6 +124,6 @@ async def test_plain_http_is_not_answered(certified: Certified) -> None:
 
 
 def test_one_file_without_the_other_is_one_sentence(certified: Certified) -> None:
-    with pytest.raises(ConfigError, match="'http_tls_key_file' go together"):
+    with pytest.raises(ConfigError, match="'http_tls_key_file' need each other"):
         server_tls(certified.files("http").cert, None)
     assert server_tls(None, None) is None

@@ -71,7 +71,7 @@ def test_an_entry_comes_back_as_it_was_written() -> None:
         ({"owner": "a", "sha256": HASH, "requests_per_minute": 1.5}, "must be of type int"),
         ({"owner": "a", "sha256": HASH, "admin": "yes"}, "must be of type bool"),
         (["owner"], "is not a JSON object"),
-        ('{"owner": "a", "owner": "b"}', "with each key once"),
+        ('{"owner": "a", "owner": "b"}', "with unique keys"),
         ("owner: a", "is not a JSON object"),
     ],
 )
@@ -90,7 +90,7 @@ def test_lines_that_contradict_each_other_are_named() -> None:
     one = {"owner": "a", "sha256": HASH, "concurrent": 1}
     assert "line 1 and line 3" in refusal(one, "", one)
     told = refusal(one, {"owner": "a", "sha256": OTHER, "concurrent": 2})
-    assert "'a' other limits in line 2 than in line 1" in told
+    assert "different limits for 'a' in line 2 and line 1" in told
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o602])
@@ -100,7 +100,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> N
     path.chmod(0o640)
     assert [entry.owner for entry in read_keys(path)] == ["a"]
     path.chmod(mode)
-    with pytest.raises(ConfigError, match="others may write"):
+    with pytest.raises(ConfigError, match="writable by other users"):
         read_keys(path)
 
 

@@ -64,7 +64,7 @@ def test_each_key_has_its_owner_and_its_rights(tmp_path: Path) -> None:
             ring.operator(f"Bearer {clients}")
     with pytest.raises(Unauthorized):
         ring.operator("Bearer nobodys")
-    assert ring.limited() == {}
+    assert ring.limits_by_owner() == {}
 
 
 def test_a_file_closes_the_admin_port_to_those_without_admin_keys(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.core.request import FinishReason
-from services.gateway.http.messages import MessageAnswer
+from services.gateway.http.messages import MessageBuilder
 from services.gateway.http.response_items import Items
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import Output, OutputPiece, Usage
@@ -80,7 +80,7 @@ def chat(pieces: Iterable[OutputPiece]) -> Any:
 
 def message(pieces: Iterable[OutputPiece]) -> Any:
     """The message of Anthropic's API, which its events make, too."""
-    answer = MessageAnswer(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1))
     events = [event for piece in pieces for event in answer.push(piece)] + answer.end(Usage(1, 1))
     whole = json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))
     texts = [""] * len(whole["content"])
@@ -101,7 +101,7 @@ def response(pieces: Iterable[OutputPiece]) -> Any:
     items = Items(None)
     for piece in pieces:
         items.push(piece)
-    return [{**item, "id": ""} for item in items.told("completed")]
+    return [{**item, "id": ""} for item in items.written("completed")]
 
 
 @pytest.mark.parametrize("form", ToolFormat)

@@ -51,7 +51,7 @@ def test_a_second_key_has_the_limits_of_the_first(path: Path) -> None:
     assert [entry.admin for entry in entries] == [False, True, False]
     before = path.read_bytes()
     result = run("new", "--owner", "alice", "--concurrent", 4, path)
-    assert "other limits" in str(result.exception) and path.read_bytes() == before
+    assert "different limits" in str(result.exception) and path.read_bytes() == before
 
 
 def test_the_list_shows_everything_but_hashes(path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_cannot_be_done_is_told_and_changes_nothing(
 def test_a_file_that_others_may_write_gets_no_key(path: Path) -> None:
     path.touch()
     path.chmod(0o666)
-    assert "others may write" in str(run("new", "--owner", "alice", path).exception)
+    assert "writable by other users" in str(run("new", "--owner", "alice", path).exception)
 
 
 def test_commands_at_once_lose_nothing(path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.bounds.line import Line
-from services.gateway.grpc import lobby
-from services.gateway.grpc.lobby import PARKED_BYTES, PARKED_MAX, Lobby, address_of
+from services.gateway.grpc import call_limits
+from services.gateway.grpc.call_limits import PARKED_BYTES, PARKED_MAX, CallLimits, address_of
 from services.gateway.keys.principal import Principal
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
@@ -47,7 +47,7 @@ def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:
 
 
 async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> None:
-    room = Lobby(reading_max=2, turn_timeout_s=0.05)
+    room = CallLimits(reading_max=2, slot_timeout_s=0.05)
     async with room.waiting("a"), room.waiting("a"):
         with pytest.raises(QueueFull, match="send no message"):
             async with room.waiting("a"):
@@ -59,7 +59,7 @@ async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> Non
 
 
 async def test_calls_begin_when_their_turn_comes() -> None:
-    room = Lobby(reading_max=1, turn_timeout_s=60)
+    room = CallLimits(reading_max=1, slot_timeout_s=60)
     began: list[int] = []
 
     async def call(number: int) -> None:
@@ -72,11 +72,11 @@ async def test_calls_begin_when_their_turn_comes() -> None:
 
 
 def test_what_nobody_takes_counts_by_its_bytes() -> None:
-    room = Lobby()
+    room = CallLimits()
     with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
         room.check("a")
         with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
-            with pytest.raises(QueueFull, match="take nothing"):
+            with pytest.raises(QueueFull, match="unread responses"):
                 room.check("a")
             room.check("b")
     room.check("a")
@@ -84,14 +84,14 @@ def test_what_nobody_takes_counts_by_its_bytes() -> None:
 
 async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WAITING_MAX", "STREAMS_MAX", "PARKED_MAX"):
-        monkeypatch.setattr(lobby, name, 1)
-    room = Lobby()
+        monkeypatch.setattr(call_limits, name, 1)
+    room = CallLimits()
     with room.stream("a"):
         room.check("a")
         with pytest.raises(QueueFull, match="streams"), room.stream("a"):
             pass
     with room.parked("a"):
-        with pytest.raises(QueueFull, match="take nothing"):
+        with pytest.raises(QueueFull, match="unread responses"):
             room.check("a")
         room.check("b")
     async with room.waiting("a"):
@@ -101,9 +101,9 @@ async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     room.check("a")
 
 
-async def test_calls_in_the_lobby_are_told() -> None:
-    metrics, here = Metrics("m", CollectorRegistry()), Lobby()
-    metrics.count_calls(here.lines)
+async def test_calls_are_counted_in_metrics() -> None:
+    metrics, here = Metrics("m", CollectorRegistry()), CallLimits()
+    metrics.count_calls(here.by_kind)
 
     def told() -> dict[str, float | None]:
         found = samples(metrics.render().decode())

@@ -3,7 +3,7 @@
 import pytest
 
 from services.core.service import ServiceClass
-from services.gateway.bounds.body_budget import BodyBudget, Turnover
+from services.gateway.bounds.body_budget import BodyBudget, RetryEstimator
 from services.gateway.bounds.drain import Drain
 from services.gateway.vocabulary.errors import QueueFull
 from tests.support.clock import Clock
@@ -11,7 +11,7 @@ from tests.support.clock import Clock
 
 def test_refused_requests_are_told_to_come_one_after_another() -> None:
     clock = Clock()
-    turnover = Turnover(clock)
+    turnover = RetryEstimator(clock)
     assert turnover.refuse() == 60, "nobody leaves"
     for _ in range(50):
         turnover.leave()

@@ -1,4 +1,4 @@
-// What the page says, from a state of the feed. No drawing here.
+// The texts of the page, derived from a state of the feed. No DOM access.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -17,16 +17,16 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`;
 }
 
-/** Bytes of all parameters of the model at one worker, 0 if nobody knows. */
+/** Parameter bytes of the whole model on a worker; 0 if the model's shape is unknown. */
 export function wholeModel(worker) {
   const shape = worker.shape;
   if (!shape) return 0;
   return shape.num_layers * shape.layer_bytes + shape.embedding_bytes + shape.head_bytes;
 }
 
-/** Sums over the workers; `ebbed` is what parameters have given to the KV cache. */
+/** Sums over the workers; `freed`: parameter bytes that became KV cache. */
 export function totals(state) {
-  const sum = { parameters: 0, used: 0, free: 0, staging: 0, budget: 0, ebbed: 0 };
+  const sum = { parameters: 0, used: 0, free: 0, staging: 0, budget: 0, freed: 0 };
   sum.running = 0;
   sum.waiting = state.queued ?? 0;
   for (const worker of state.workers) {
@@ -35,50 +35,51 @@ export function totals(state) {
     sum.free += worker.kv_free_bytes;
     sum.staging += worker.staging_bytes;
     sum.budget += budget(worker);
-    sum.ebbed += Math.max(0, wholeModel(worker) - worker.parameter_bytes);
+    sum.freed += Math.max(0, wholeModel(worker) - worker.parameter_bytes);
     sum.running += worker.running;
     sum.waiting += worker.waiting;
   }
   return sum;
 }
 
-/** The height of a worker's column. Two reports of one moment may together be more than it. */
+/** The full height of a worker's column in bytes. The parts may briefly exceed the budget, since
+ *  they come from reports of different times. */
 export function budget(worker) {
   const parts =
     worker.parameter_bytes + worker.kv_used_bytes + worker.kv_free_bytes + worker.staging_bytes;
   return Math.max(worker.budget_bytes, parts, 1);
 }
 
-/** How far a change of a group is, in words; "" if there is none. */
+/** Text for the progress of a group's change; "" without a change. */
 export function changing(group, workers) {
   const members = group.members.map((id) => workers.get(id)).filter(Boolean);
   const over = members.filter((worker) => worker.epoch >= group.epoch).length;
   if (over < members.length) return `changing over: ${over} of ${members.length}`;
   if (group.degraded) return "a member was lost; loading its layers";
-  return group.changing ? "getting ready to change" : "";
+  return group.changing ? "preparing to change" : "";
 }
 
-/** The state of the tide in one sentence, and what it rests on in another. */
+/** A headline for the cluster's memory, and a sentence with the figures. */
 export function headline(state) {
   if (!state.workers.length) {
-    return ["No worker yet.", (state.missing ?? []).join("; ") || "They register when they are ready."];
+    return ["No workers yet.", (state.missing ?? []).join("; ") || "Workers register once they are ready."];
   }
   const sum = totals(state);
   const kv = sum.used + sum.free;
   const share = kv ? Math.round((100 * sum.used) / kv) : 0;
-  const load = `${share} % of the KV cache is in use: ${sum.running} requests run, ${sum.waiting} wait.`;
+  const load = `${share} % of the KV cache is in use: ${sum.running} requests running, ${sum.waiting} waiting.`;
   const merged = state.groups.filter((group) => group.members.length > 1);
   const change = state.groups.some((group) => group.changing);
-  if (merged.length && sum.ebbed > 0) {
-    const who = merged.length === 1 ? merged[0].members.join(" and ") : `${merged.length} groups`;
+  if (merged.length && sum.freed > 0) {
+    const subject = merged.length === 1 ? merged[0].members.join(" and ") : `${merged.length} groups`;
     const verb = merged.length === 1 ? "share one model" : "share models";
-    const news = change ? "Parameters are coming back: the group is about to split. " : "";
+    const restore = change ? "The group is about to split and restore its parameters. " : "";
     return [
-      `Parameters ebbed, KV rose: ${who} ${verb}.`,
-      `${news}${size(sum.ebbed)} of parameters became KV cache. ${load}`,
+      `Parameters became KV cache: ${subject} ${verb}.`,
+      `${restore}${size(sum.freed)} of duplicate parameters became KV cache. ${load}`,
     ];
   }
-  if (change) return ["The tide turns: groups get ready to change.", load];
-  if (sum.waiting > 0 && share > 80) return ["Requests flood the KV cache.", load];
-  return ["Calm: every worker holds the whole model; KV takes what is left.", load];
+  if (change) return ["Groups are preparing to change.", load];
+  if (sum.waiting > 0 && share > 80) return ["Requests exceed the KV cache.", load];
+  return ["Normal: every worker holds the whole model; the rest of its memory is KV cache.", load];
 }

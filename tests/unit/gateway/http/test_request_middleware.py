@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.tracing import TraceContext, Tracer
-from services.gateway.http.front_door import HEADER_BYTES_MAX, HttpFrontDoor
+from services.gateway.http.request_middleware import HEADER_BYTES_MAX, RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.reception import Reception
@@ -33,7 +33,7 @@ async def test_only_an_authorized_caller_decides_what_is_traced(
 ) -> None:
     kept = KeptTraces()
     reception = Reception(Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
-    door = HttpFrontDoor(answer_ok, KeyRing(KEY), reception)
+    door = RequestMiddleware(answer_ok, KeyRing(KEY), reception)
     transport = httpx.ASGITransport(app=door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         given = headers | {"traceparent": CALLER.traceparent}
@@ -51,7 +51,9 @@ async def test_a_record_knows_where_its_request_comes_from() -> None:
         addresses.append(record_of(scope).address)
         await answer_ok(scope, receive, send)
 
-    door = HttpFrontDoor(noted, KeyRing(None), Reception(Metrics("m", CollectorRegistry()), None))
+    door = RequestMiddleware(
+        noted, KeyRing(None), Reception(Metrics("m", CollectorRegistry()), None)
+    )
     transport = httpx.ASGITransport(app=door, client=("192.0.2.1", 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         await client.get("/live")

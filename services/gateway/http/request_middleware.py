@@ -1,4 +1,4 @@
-"""The first layer of every HTTP request: its id, limits, its key."""
+"""Middleware of every HTTP request: request id, header limits, authentication, log."""
 
 import logging
 from collections.abc import Awaitable
@@ -20,15 +20,15 @@ from services.gateway.vocabulary.errors import Forbidden, GatewayError, HeadersT
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100
 URI_BYTES_MAX = 8 * 2**10
-# Probes of the platform carry no key.
+# Without authentication: probes of the platform carry no key.
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
-# Shows figures of all owners.
+# For operators only: the data of all owners.
 OPERATORS_ROUTES = frozenset({"/metrics"})
 
 log = logging.getLogger(__name__)
 
 
-class HttpFrontDoor:
+class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, reception: Reception) -> None:
@@ -37,7 +37,7 @@ class HttpFrontDoor:
         self._reception = reception
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it here."""
+        """Forward the request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -50,7 +50,7 @@ class HttpFrontDoor:
 
         started = False
 
-        def noted_send(message: Message) -> Awaitable[None]:
+        def recorded_send(message: Message) -> Awaitable[None]:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
@@ -62,38 +62,38 @@ class HttpFrontDoor:
             try:
                 if refusal is not None:
                     raise refusal
-                await self._app(scope, receive, noted_send)
+                await self._app(scope, receive, recorded_send)
             except GatewayError as error:
-                await error_response(error, scope)(scope, receive, noted_send)
+                await error_response(error, scope)(scope, receive, recorded_send)
                 record.fail(error)
             except Exception:
-                # The server would write the exception's message, which may quote the client.
-                log.exception("a request failed")
-                failure = GatewayError("internal error of the gateway; try again")
-                # Otherwise the client has its error already, or its response breaks off here.
+                # Catch it here: uvicorn would log the exception's text, which may quote the client.
+                log.exception("a request failed unexpectedly")
+                failure = GatewayError("internal error of the gateway; retry")
+                # A started response can only break off.
                 if not started:
-                    await error_response(failure, scope)(scope, receive, noted_send)
+                    await error_response(failure, scope)(scope, receive, recorded_send)
                 record.fail(failure)
             finally:
                 with request_ids(record.request_id, record.trace_id):
                     self._reception.close(record, endpoint_of(scope))
 
     def _refusal(self, scope: Scope, record: RequestRecord) -> GatewayError | None:
-        """Why the request is not passed on, or None; notes its principal."""
+        """The error that refuses the request, or None. Sets the record's principal."""
         path = scope["path"]
         try:
             check_size(scope)
             if path not in OPEN_ROUTES:
                 record.principal = self._keys.principal(authorization_of(scope))
-                if path in OPERATORS_ROUTES and not record.principal.operates:
-                    raise Forbidden("metrics tell of all owners; use an admin key")
+                if path in OPERATORS_ROUTES and not record.principal.is_operator:
+                    raise Forbidden("metrics cover all owners; use an admin key")
         except GatewayError as error:
             return error
         return None
 
 
 def check_size(scope: Scope) -> None:
-    """Raise GatewayError if headers or path are over the limits."""
+    """Raise GatewayError if the headers or the path exceed their limits."""
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if size > HEADER_BYTES_MAX or len(headers) > HEADERS_MAX:
@@ -105,34 +105,31 @@ def check_size(scope: Scope) -> None:
 
 
 def authorization_of(scope: Scope) -> str | None:
-    """The key of a request. It is never taken from the URL, which others may see.
+    """The credentials of a request: `authorization`, or `x-api-key` of Anthropic's clients.
 
-    Clients of Anthropic's API show their key in a header of its own.
+    Never accepts a key in the URL, which appears in logs and histories.
     """
-    given = _header(scope, b"authorization")
-    if given is None and (key := _header(scope, b"x-api-key")) is not None:
-        given = b"Bearer " + key
-    return None if given is None else given.decode("latin-1")
+    credentials = _header(scope, b"authorization")
+    if credentials is None and (key := _header(scope, b"x-api-key")) is not None:
+        credentials = b"Bearer " + key
+    return None if credentials is None else credentials.decode("latin-1")
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes | None:
-    """The last header of that name."""
-    found: list[bytes] = [value for name, value in scope["headers"] if name == wanted]
-    return found[-1] if found else None
+    """The value of the last header with the name."""
+    values: list[bytes] = [value for name, value in scope["headers"] if name == wanted]
+    return values[-1] if values else None
 
 
 def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
-    """What every response has: the request's id, what is left of limits if its owner has any, and
-    warnings in RFC 7234's form if there are some.
-
-    Clients of Anthropic's API look for the id under a shorter name.
-    """
+    """Headers of every response: request id, the owner's rate limits, warnings (RFC 7234)."""
     request_id = record.request_id.encode()
     limits = [(name.encode(), value.encode()) for name, value in record.limit_headers()]
     warnings = [(b"warning", text.encode()) for text in record.told_warnings]
+    # Clients of Anthropic's API read `request-id`.
     return [(REQUEST_ID_HEADER, request_id), (b"request-id", request_id), *limits, *warnings]
 
 
 def endpoint_of(scope: Scope) -> str:
-    """The route's template, so that clients cannot make new label values."""
+    """The route's template: a bounded set of values for metric labels."""
     return getattr(scope.get("route"), "path", "other")

@@ -1,4 +1,4 @@
-"""Messages with fields that this server's contract does not have: of newer clients, or mistakes."""
+"""Unknown fields of protobuf messages: from newer clients, or mistakes."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -13,54 +13,54 @@ from services.gateway.api.parameters import UnknownFields
 from services.gateway.grpc.call import decoded
 
 LOOKED_AT_MAX = 1000
-"""Messages in a message that are looked at for names, and fields; a client may send a million."""
+"""Maximum nested messages, and fields, to search for unknown fields; clients may send millions."""
 
 M = TypeVar("M", bound=Message)
 
 
 def decoded_known(kind: type[M], data: bytes, unknown: UnknownFields) -> M:
-    """The message in `data`, without fields that nobody knows; `unknown` learns their numbers.
+    """Decode a message without its unknown fields; add their numbers to `unknown`.
 
     Raises:
-        BadRequest: if it is no such message, or has such fields and they are refused.
+        BadRequest: if the message is invalid, or has unknown fields and they are refused.
     """
     message = decoded(kind, data)
     message.DiscardUnknownFields()
     size = message.ByteSize()
     if size == len(data):
         return message
-    # Something is left out, or the client has its own way of writing.
+    # The sizes differ: there are unknown fields, or the client encodes known fields differently.
     whole = decoded(kind, data)
     if whole.ByteSize() == size:
         return message
     names = list(islice(_unknown_in(whole), LOOKED_AT_MAX))
     for number, inside in names:
-        unknown.meet(f"field-{number}", inside)
+        unknown.note(f"field-{number}", inside)
     if not names:
-        unknown.meet("field-of-a-long-message")
+        unknown.note("field-of-a-long-message")
     return message
 
 
 def _unknown_in(message: Message) -> Iterator[tuple[int, str]]:
-    """Number of each unknown field, and the path of the message that it is in."""
+    """The number of each unknown field and the path of its message, breadth first."""
     waiting = deque([(message, "")])
     for _ in range(LOOKED_AT_MAX):
         if not waiting:
             return
-        one, path = waiting.popleft()
-        fields = UnknownFieldSet(one)
+        nested, path = waiting.popleft()
+        fields = UnknownFieldSet(nested)
         yield from ((fields[index].field_number, path) for index in range(len(fields)))
-        for field, value in one.ListFields():
+        for field, value in nested.ListFields():
             waiting += islice(_inner(field, value, f"{path}." if path else ""), LOOKED_AT_MAX)
 
 
 def _inner(field: FieldDescriptor, value: Any, prefix: str) -> Iterable[tuple[Message, str]]:
-    """The messages in a field, with their paths as errors name them."""
+    """The messages in a field, with their paths in the notation of errors."""
     kind = field.message_type
     if kind is None or kind.GetOptions().map_entry:
         return
     if isinstance(value, Message):
         yield value, prefix + field.name
         return
-    for index, one in enumerate(value):
-        yield one, f"{prefix}{field.name}.{index}"
+    for index, element in enumerate(value):
+        yield element, f"{prefix}{field.name}.{index}"

@@ -1,0 +1,95 @@
+"""Per-client limits of gRPC calls that occupy no request slot.
+
+A call costs its client nothing while it neither sends nor reads a message, and gRPC's server cannot
+end a stalled call. So stalled calls are counted by client (`guest`, see RequestRecord).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from urllib.parse import unquote
+from weakref import WeakValueDictionary
+
+from services.common.timeouts import timeout
+from services.gateway.bounds.line import Line
+from services.gateway.vocabulary.errors import QueueFull
+
+WAITING_MAX = 2048
+"""Maximum calls per client that wait for their message."""
+READING_MAX = 32
+"""Maximum waiting calls per client whose message gRPC reads into memory at a time."""
+STREAMS_MAX = 32
+"""Maximum open streams of requests per client; gRPC reads each of them at all times."""
+PARKED_MAX = 64
+"""Maximum parked calls per client: completed calls whose client does not read the response."""
+PARKED_BYTES = 256 * 2**10
+"""Unread bytes that count as another parked call."""
+ALL_MAX = 8192
+"""Maximum calls of each kind, all clients together; each client may always have a single call."""
+READ_SLOT_TIMEOUT_S = 30.0
+
+
+def address_of(peer: str) -> str:
+    """The address in gRPC's notation of a peer, such as ipv4:192.0.2.1:5000."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+
+
+class CallLimits:
+    """The limits of waiting calls, open streams and parked calls."""
+
+    def __init__(self, reading_max: int = READING_MAX, slot_timeout_s: float = READ_SLOT_TIMEOUT_S):
+        self._waiting = Line(WAITING_MAX, ALL_MAX)
+        self._streams = Line(STREAMS_MAX, ALL_MAX)
+        self._parked = Line(PARKED_MAX, ALL_MAX)
+        self._reading_max = reading_max
+        self._slot_timeout_s = slot_timeout_s
+        # By client: slots for reading messages; entries vanish with their last holder.
+        self._read_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @property
+    def by_kind(self) -> Mapping[str, Line]:
+        """The limits by the kind of call, for metrics."""
+        return {"waiting": self._waiting, "streams": self._streams, "parked": self._parked}
+
+    def check(self, guest: str) -> None:
+        """Raise QueueFull if the client has too many parked calls."""
+        if self._parked.full(guest):
+            raise QueueFull("too many of your calls have unread responses; read or cancel them")
+
+    @contextlib.asynccontextmanager
+    async def waiting(self, guest: str) -> AsyncIterator[None]:
+        """Count a call that waits for its message; enters once the message may be read.
+
+        Raises:
+            QueueFull: if the client has too many waiting calls, or got no read slot in time.
+        """
+        if self._waiting.full(guest):
+            raise QueueFull("too many of your calls have sent no message yet; retry later")
+        slots = self._read_slots.setdefault(guest, asyncio.Semaphore(self._reading_max))
+        with self._waiting.entered(guest):
+            try:
+                async with timeout(self._slot_timeout_s):
+                    await slots.acquire()
+            except TimeoutError:
+                raise QueueFull(
+                    "other calls of yours that send no message block this call; end them"
+                ) from None
+            try:
+                yield
+            finally:
+                slots.release()
+
+    @contextlib.contextmanager
+    def stream(self, guest: str) -> Iterator[None]:
+        """Count an open stream of requests. Raises QueueFull."""
+        if self._streams.full(guest):
+            raise QueueFull("you have too many open streams; send more requests on each stream")
+        with self._streams.entered(guest):
+            yield
+
+    def parked(self, guest: str, unread_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Count a parked call, which only its client can end.
+
+        `unread_bytes`: bytes that were sent and that the client has not read.
+        """
+        return self._parked.entered(guest, 1 + unread_bytes // PARKED_BYTES)
