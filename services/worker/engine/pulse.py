@@ -1,7 +1,7 @@
-"""Signs of life from a thread of the engine, which come also while an iteration runs.
+"""Heartbeats from a thread of the engine, sent while an iteration runs, too.
 
-The engine's loop speaks between iterations, and these may take long. A process that stands still
-has no pulse; one that only computes has.
+The main loop reports only between iterations, which may take seconds. The heartbeat thread lets the
+servicer distinguish a busy process from a stopped or hung process.
 """
 
 from threading import Thread
@@ -11,17 +11,17 @@ import zmq
 
 from services.worker.ipc import PULSE_S, pulse_address
 
-KEPT_MAX = 4
-"""Signs that wait for a servicer that stands still; more say nothing new."""
+QUEUED_MAX = 4
+"""Heartbeats queued for a servicer that does not read; further heartbeats are dropped."""
 
 
-def start_pulse(address: str) -> None:
-    """Send them until the process ends; `address` is that of the engine's socket."""
+def start_heartbeat(address: str) -> None:
+    """Start the heartbeat thread; `address` is the address of the engine's socket."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, KEPT_MAX)
+    socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(pulse_address(address))
-    Thread(target=_beat, args=(socket,), name="pulse", daemon=True).start()
+    Thread(target=_beat, args=(socket,), name="heartbeat", daemon=True).start()
 
 
 def _beat(socket: zmq.Socket[bytes]) -> None:
@@ -29,7 +29,7 @@ def _beat(socket: zmq.Socket[bytes]) -> None:
         try:
             socket.send(b"", zmq.NOBLOCK)
         except zmq.Again:
-            pass  # the servicer takes none at the moment
+            pass  # the queue is full: the servicer does not read
         except zmq.ZMQError:
-            return  # the process ends
+            return  # the ZeroMQ context was terminated: the process exits
         sleep(PULSE_S)

@@ -1,9 +1,9 @@
-"""Engines that run each batch at the same time as the measured engine.
+"""Co-runners: engines that run each batch at the same time as the profiled engine.
 
-Workers of one machine share its memory bandwidth, which limits decodes: two at once are a quarter
-slower than one. `python -m services.worker.engine.profile.companions` is one companion: it reads
-its configuration as JSON from the first line of standard input, then a batch per line, and answers
-each line with a line.
+Workers of a machine share its memory bandwidth, which limits decodes: two concurrent decodes are a
+quarter slower than a decode alone. `python -m services.worker.engine.profile.companions` starts a
+co-runner: it reads its configuration as JSON from the first line of standard input, then a batch
+per line, and answers each line with a line.
 """
 
 import json
@@ -27,31 +27,32 @@ STOP_GRACE_S = 5.0
 
 
 class CompanionLost(WorkerError):
-    """An engine beside the measured one has ended."""
+    """A co-runner has terminated."""
 
     def __init__(self) -> None:
         super().__init__(
-            "an engine that ran beside the measured one has ended, perhaps for lack of memory;"
-            " measure fewer at once (--workers)"
+            "an engine that ran beside the measured engine has terminated, perhaps for lack of"
+            " memory; measure with fewer engines (--workers)"
         )
 
 
 class Companions:
-    """Engines that have loaded the model; `companions_of` makes them."""
+    """Co-runners that have loaded the model; `companions_of` starts them."""
 
     def __init__(self, processes: Sequence["subprocess.Popen[str]"]) -> None:
         self._processes = processes
 
     @contextmanager
     def run(self, batch: Chunks) -> Iterator[None]:
-        """Have all companions run a batch at the same time. Raises CompanionLost."""
+        """Run a batch on all co-runners while the block runs. Raises CompanionLost."""
         for process in self._processes:
-            _tell(process, json.dumps(batch))
+            _write_line(process, json.dumps(batch))
         yield
+        # The next batch must not overlap this one, or measurements would mix.
         self.await_all()
 
     def await_all(self) -> None:
-        """Wait for one answer of each companion. Raises CompanionLost."""
+        """Wait for an answer of each co-runner. Raises CompanionLost."""
         for process in self._processes:
             assert process.stdout is not None
             if not process.stdout.readline():
@@ -60,12 +61,12 @@ class Companions:
 
 @contextmanager
 def companions_of(config: ProfileConfig) -> Iterator[Companions]:
-    """Start the configured number of companions; end them afterwards. Raises CompanionLost."""
+    """Start the configured number of co-runners; end them afterwards. Raises CompanionLost."""
     first = json.dumps(asdict(config), default=str)
     with ExitStack() as stack:
         processes = [_start(stack) for _ in range(config.companions)]
         for process in processes:
-            _tell(process, first)
+            _write_line(process, first)
         companions = Companions(processes)
         companions.await_all()
         yield companions
@@ -84,7 +85,7 @@ def _start(stack: ExitStack) -> "subprocess.Popen[str]":
     return process
 
 
-def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+def _write_line(process: "subprocess.Popen[str]", line: str) -> None:
     assert process.stdin is not None
     try:
         print(line, file=process.stdin)
@@ -93,7 +94,7 @@ def _tell(process: "subprocess.Popen[str]", line: str) -> None:
 
 
 def keep_company(lines: IO[str]) -> None:
-    """Be a companion until the lines end."""
+    """Run a batch for each of `lines`, until they end."""
     data = json.loads(next(lines))
     config = config_module.from_mapping(ProfileConfig, data, "the profiling process")
     runner = ModelRunner.load(config.runner())
