@@ -62,7 +62,7 @@ class _Compiler:
         self._thread = Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
-    def want(self, owner: str, grammar: Grammar) -> None:
+    def enqueue(self, owner: str, grammar: Grammar) -> None:
         """Queue a grammar for the next turn of its owner."""
         with self._changed:
             # The result of a running compilation serves this owner as well.
@@ -70,7 +70,7 @@ class _Compiler:
                 self._line.join(owner, grammar)
                 self._changed.notify()
 
-    def drop(self, owner: str, grammar: Grammar) -> None:
+    def dequeue(self, owner: str, grammar: Grammar) -> None:
         """Remove a grammar of the owner from the queue."""
         with self._changed:
             self._line.leave(owner, grammar)
@@ -167,7 +167,7 @@ class GrammarCheck:
             self._by_grammar.setdefault(grammar, {})[request.request_id] = None
             self._owned[owner] += 1
             self._wanting[owner, grammar] += 1
-            self._compiler.want(owner, grammar)
+            self._compiler.enqueue(owner, grammar)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, checked or not; returns whether it was held here."""
@@ -222,7 +222,7 @@ class GrammarCheck:
         if not request_ids:
             del self._by_grammar[grammar]
         if _decrement(self._wanting, (owner, grammar)):
-            self._compiler.drop(owner, grammar)
+            self._compiler.dequeue(owner, grammar)
         _decrement(self._owned, owner)
         return request
 

@@ -29,6 +29,7 @@ from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
+from services.worker.engine.heartbeat import start_heartbeat
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.model.catalog import shape_of
 from services.worker.engine.pipeline.fact_log import FactLog
@@ -36,11 +37,10 @@ from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.profile.batches import IDLE
 from services.worker.engine.profile.idle import IdleProfiler
-from services.worker.engine.profile.measurer import Measurer, measure_rough_model, room_of
-from services.worker.engine.profile.point import IDLE
+from services.worker.engine.profile.measurer import Measurer, batch_limits_of, measure_rough_model
 from services.worker.engine.profile.session import ProfileSession, profile_path
-from services.worker.engine.pulse import start_heartbeat
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
@@ -53,18 +53,14 @@ log = logging.getLogger(__name__)
 
 
 def build_engine() -> EngineLoop:
-    """Load the model and report the engine to the servicer; returns the loop to run.
-
-    Exits with EXIT_UNUSABLE if the model, the device or the configuration cannot be used.
-    """
+    """Load the model and report it to the servicer; returns the loop to run, or exits."""
     parser = argparse.ArgumentParser(prog="tideserve-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--incarnation", required=True)
     arguments = parser.parse_args()
     _bind_to_parent(arguments.parent)
-    # Logging works before the configuration is known, so that its errors are logged, too.
-    set_up_logging()
+    set_up_logging()  # with defaults, until the configuration is known
     data = config_module.parse_yaml(sys.stdin.read(), "the servicer's configuration")
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
     set_up_logging(config.log_level, config.log_format)
@@ -75,17 +71,14 @@ def build_engine() -> EngineLoop:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
         profile = stored_profile(config)
-        planner_settings = planner_config(
-            runner, config, cost_model_of(runner, config, pacer or profile)
-        )
+        planner = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         member_config = MemberConfig(
             config.worker_id,
             runner.stage_memory.num_layers,
             runner.stage_memory.tied_embeddings,
-            planner_settings,
-            # The link's rate in KV blocks of one layer per second.
+            planner,
             config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
         )
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
@@ -98,7 +91,6 @@ def build_engine() -> EngineLoop:
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
     facts.start(identity, config.memory_bytes, exact=is_batch_invariant(config))
     member = build_member(identity, lanes, runner, changeover, config, pacer, facts)
-
     send(socket, ready_frame(runner, config, lanes))
     start_heartbeat(arguments.socket)
     member.mover.start()
@@ -108,7 +100,7 @@ def build_engine() -> EngineLoop:
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, changeover.planner.pool, config),
-        ImpossibleTargets(planner_settings.cost_model),
+        ImpossibleTargets(planner.cost_model),
     )
 
 
@@ -118,6 +110,7 @@ def _bind_to_parent(parent: int) -> None:
     # The parent may have died before `die_with_parent` took effect.
     if os.getppid() != parent:
         sys.exit(EXIT_UNUSABLE)
+    # A signal to the process group must not interrupt requests that the servicer still drains.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -210,15 +203,16 @@ def idle_profiler(
     # The profiler allocates blocks outside the event log, so a replay of the log would diverge.
     if config.profile_dir is None or config.event_log is not None:
         return None
+    # A paced engine takes its cost model from the paced device.
     if config.paced is not None or not config.profile_when_idle:
         return None
     if stored_profile(config) is not None:
         return None
     own = runner_config(config)
     path = profile_path(config.profile_dir, own, config.threads)
-    room = room_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
+    limits = batch_limits_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
     return IdleProfiler(
-        ProfileSession(IDLE, room), Measurer(runner, pool), runner, own, config.threads, path
+        ProfileSession(IDLE, limits), Measurer(runner, pool), runner, own, config.threads, path
     )
 
 

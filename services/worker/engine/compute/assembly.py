@@ -60,6 +60,7 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
     logits = geometry.vocab_size * (logit_rows(device) + SAMPLER_ROWS) * compute.itemsize
+    # The sum of the peaks of all parts is an upper bound of the peak.
     upcasts = compute != config.dtype
     needed = _activations_bytes(config, geometry, compute) + logits
     if device.type == "cuda":
@@ -96,6 +97,7 @@ def _activations_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: t
         fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
         few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
         needed = max(needed, few * fused * compute.itemsize)
+    # A suspended batch keeps its hidden states while another batch runs.
     if config.suspends:
         needed += config.max_batch_tokens * geometry.hidden_size * compute.itemsize
     return needed
@@ -122,6 +124,7 @@ def check_gpu_needs(device: torch.device) -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if torch.version.cuda is None or missing:
         raise DeviceError(only_cpus(torch.__version__))
+    # Triton compiles a launcher in C for each kernel.
     compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not any(map(shutil.which, compilers)) or not header.exists():
@@ -351,7 +354,7 @@ def _gpu_layers(
 ) -> LayerRunner | None:
     """All layers by the GPU kernels; None if they do not support the model."""
     from services.worker.engine.model.attention.gpu import GpuPagedAttention
-    from services.worker.engine.model.gpu_graphs import GraphCapture
+    from services.worker.engine.model.gpu_graphs import CudaGraphCapture
     from services.worker.engine.model.gpu_layers import gpu_layers
 
     if not isinstance(attention, GpuPagedAttention):
@@ -364,5 +367,5 @@ def _gpu_layers(
     if layers is not None:
         # Triton compiles each kernel for a second: do it before the first request.
         layers.warm_up()
-        layers.use_graphs(GraphCapture())
+        layers.use_graphs(CudaGraphCapture())
     return layers

@@ -51,6 +51,7 @@ class Pacer:
             (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
         )
         left_s = started_s + cost_s - self._now_s()
+        # Positive if computing alone took longer than the paced device.
         late_s = -left_s
         while left_s > 0:
             self._sleep(left_s if interrupted is None else min(left_s, cost_s / SLICES))

@@ -94,7 +94,7 @@ class ModelRunner:
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
         self._logit_rows = logit_rows(self._device)
-        self._description = _description(config.model_dir) + order_of_sums(
+        self._description = _description(config.model_dir) + summation_order(
             self._device, config.dtype, self._compute_dtype
         )
         self.sampler = Sampler(
@@ -182,6 +182,7 @@ class ModelRunner:
                 f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
             )
         self._check_hidden(batch, hidden)
+        # Only the first stage embeds; later stages receive hidden states.
         if hidden is None:
             token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
             hidden = self.decoder.embed(self._tensor(token_ids))
@@ -228,6 +229,7 @@ class ModelRunner:
             )
         )
         left = range(first_layer, layers.stop)
+        # Preemption between layers: the hidden states and the KV written so far suffice to resume.
         try:
             hidden = self.decoder.run_layers(
                 hidden, self._tensor(positions), metadata, left, interrupted
@@ -282,6 +284,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptRows] = {}
         row = -1
         for chunk in batch.chunks:
+            # Prompt log probabilities need logits of many rows; sampling needs the last row alone.
             if chunk.score is not None:
                 first = row + 1
                 prompt_logprobs[chunk.request_id] = self._score(chunk, hidden[first:])

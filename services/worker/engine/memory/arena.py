@@ -256,7 +256,7 @@ class Arena(ABC):
         """Free all memory and address space. Idempotent."""
 
     def check_invariants(self) -> None:
-        """Assert: free + mapped = total, no handle has two owners, `sweep` covers retired chunks."""
+        """Assert: free + mapped = total, handles have one owner, `sweep` covers retired chunks."""
         mapped = [reserved.handles[reserved.handles >= 0] for reserved in self._ranges]
         counts = np.bincount(
             np.concatenate([*mapped, np.empty(0, np.int64)]), minlength=self.total_chunks
@@ -276,7 +276,9 @@ class Arena(ABC):
         prepared = sum(
             int(np.count_nonzero(reserved.handles == PREPARED)) for reserved in self._ranges
         )
-        assert prepared == sum(place.count for place, _ in self._prepared), "a prepared place leaked"
+        assert prepared == sum(place.count for place, _ in self._prepared), (
+            "a prepared place is lost"
+        )
 
     @abstractmethod
     def _reserve_address(self, size_bytes: int) -> int:

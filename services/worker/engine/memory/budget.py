@@ -25,7 +25,7 @@ class ChunkRule(NamedTuple):
 
 CPU_CHUNKS = ChunkRule(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, 100)
 GPU_CHUNKS = ChunkRule(2 * MIB, 32 * MIB, 25)
-"""The GPU driver has no smaller chunks, and its calls take as long for small chunks as for large."""
+"""The GPU driver has no smaller chunks, and its calls take equally long for chunks of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,12 @@ def plan_memory(
     if chunk_bytes is None:
         kv_bytes = budget_bytes - demand.staging_bytes - sum(demand.slab_bytes)
         chunk_bytes = choose_chunk_bytes(kv_bytes, demand.num_layers, rule)
+    # A slab starts at a chunk of its own, so that dropping it frees whole chunks.
     parameter_chunks = sum(-(-size // chunk_bytes) for size in demand.slab_bytes)
     min_kv_bytes = blocks_for(min_tokens, demand.block_size) * demand.kv_block_bytes
     min_kv_chunks = -(-min_kv_bytes // chunk_bytes)
     total_chunks = max(0, budget_bytes - demand.staging_bytes) // chunk_bytes
+    # A block needs memory in every layer, so all layers get the same number of chunks.
     kv_chunks_per_layer = (total_chunks - parameter_chunks) // demand.num_layers
     if kv_chunks_per_layer < max(1, min_kv_chunks):
         min_chunks = parameter_chunks + demand.num_layers * max(1, min_kv_chunks)
@@ -102,6 +104,7 @@ def plan_memory(
 
 def choose_chunk_bytes(kv_bytes: int, num_layers: int, rule: ChunkRule = CPU_CHUNKS) -> int:
     """The largest power of two within the rule's bounds whose growth step is small enough."""
+    # Large chunks need fewer mapping calls; small chunks waste less memory at each growth step.
     chunk_bytes = rule.most
     while chunk_bytes > rule.least and (num_layers * chunk_bytes * rule.growth_share > kv_bytes):
         chunk_bytes //= 2

@@ -45,6 +45,7 @@ class CudaArena(Arena):
                 f" a multiple of {driver.granularity_bytes >> 20}MiB, or leave it out"
             )
         super().__init__(chunk_bytes=chunk_bytes, total_chunks=total_chunks)
+        # Allocate the whole budget now: a later shortage would fail in the middle of a drop.
         self._driver = driver
         self._chunks: list[Any] = []
         try:
@@ -84,6 +85,7 @@ class CudaArena(Arena):
 
     def _map_address(self, address: int, first_handle: int, count: int) -> None:
         size = self.chunk_bytes
+        # A chunk is a driver allocation, so a run of chunks takes a call per chunk.
         for place, chunk in enumerate(self._chunks[first_handle : first_handle + count]):
             self._driver.map(address + place * size, size, chunk)
         self._driver.allow(address, count * size)

@@ -27,6 +27,7 @@ class CudaDriver:
         # Make torch's primary context current; without it, calls of `driver` have no context.
         context = call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))
         call(driver.cuCtxSetCurrent, context)
+        # Allocations are pinned to this device and accessible by its kernels only.
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

@@ -137,6 +137,7 @@ class KvRange:
 
         Raises InvalidBlocks.
         """
+        # Sources and targets are disjoint, so slices may be copied in any order.
         for first in range(0, len(sources), RELOCATION_SLICE_BLOCKS):
             part = slice(first, first + RELOCATION_SLICE_BLOCKS)
             if self._rows is not None:

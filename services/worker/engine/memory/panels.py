@@ -59,5 +59,5 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
 
 def rows_of(panels: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Gather outputs `indices` [n] of a packed weight as rows [n, in]."""
-    rows = panels[indices // PANEL, :, indices % PANEL]
+    rows = panels[indices // PANEL, :, indices % PANEL]  # [n, line, inputs per word]
     return rows.flatten(1)

@@ -25,7 +25,7 @@ from services.common.clock import monotonic_s
 from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
-from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, prepare_tails, grow_tails
+from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, grow_tails, prepare_tails
 from services.worker.engine.memory.layer_slab import (
     LayerSlab,
     SlabLayout,
@@ -241,7 +241,7 @@ class StageMemory:
         arena, chunks = self.arena, None
         if slice_bytes is not None:
             chunks = max(arena.slice_chunks_min, slice_bytes // arena.chunk_bytes)
-        # Prefault new mappings before sweeping old mappings: iterations would pay for first touches.
+        # Prefault before sweeping: until then, iterations pay for the first touches.
         if not self.arena.prefault(chunks):
             return False
         return self.arena.sweep(chunks)

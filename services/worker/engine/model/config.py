@@ -142,6 +142,7 @@ class _ConfigFile:
         if not self._flag("use_sliding_window"):
             return (None,) * layers
         kinds = self.raw.get("layer_types")
+        # Older files have a number of full-attention layers instead of a list of types.
         if kinds is None:
             full = self._whole("max_window_layers", FULL_LAYERS)
             return tuple(window if index >= full else None for index in range(layers))
@@ -178,6 +179,7 @@ class _ConfigFile:
             if default is None:
                 raise self._invalid(f"{key} is missing")
             return default
+        # In Python, True is an int.
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._invalid(f"{key} is {value!r}, not an integer")
         return value

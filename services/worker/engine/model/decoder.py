@@ -41,6 +41,7 @@ def slab_layouts(
     }
 
     def layout(*modules: str) -> SlabLayout:
+        # The order of parameters in the skeleton defines the layout, hence the digest.
         shapes = {
             f"{module}.{name}": tuple(parameter.shape)
             for module in modules
@@ -135,6 +136,7 @@ class Decoder:
         self._layers = [
             self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
+        # The CPU's layer runner wraps the fused layers built above.
         self.layer_runner = (
             cpu_layers(self._layers, kv_ranges, sliding_windows, config)
             if compiled
@@ -142,6 +144,7 @@ class Decoder:
         )
         self._norm = self._place(skeleton.model.norm, NORM, HEAD)
         self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
+        # A tied head multiplies by the embedding's weight, so it needs the embedding's slab.
         head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
         self._head_slab = head
         head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
@@ -151,6 +154,7 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embed [tokens] → [tokens, hidden] in the compute dtype."""
         self._slabs[EMBEDDING].check_resident()
+        # A tied embedding is packed for the head's product; its rows must be gathered.
         if in_panels(self._embedding):
             return rows_of(self._embedding, token_ids).to(self._compute_dtype)
         return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)

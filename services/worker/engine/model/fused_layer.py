@@ -81,7 +81,7 @@ class CpuLayers:
         cache = self._kv_ranges[layers.start]
         # The kernel works in place, and `hidden` may be a view of a received message.
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-        run = self._kernel.over(
+        run = self._kernel.bind(
             hidden,
             (rotation[0][0].contiguous(), rotation[1][0].contiguous()),
             (cache.num_blocks, cache.shape.block_size),
@@ -140,6 +140,7 @@ def cpu_layers(
     from services.worker.engine.model.cpu_kernels import layer_range, paged_attention
     from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
 
+    # The range kernel contains attention, so the shape of the cache must fit, too.
     kernels = [layer.kernel for layer in layers if isinstance(layer, FusedLayer)]
     block = kv_ranges[0].shape
     if not paged_attention.fits(block.block_size, block.head_dim, block.dtype):

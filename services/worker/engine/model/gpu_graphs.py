@@ -18,9 +18,9 @@ import triton
 from services.worker.engine.model.attention.gpu import (
     PARTS_ROWS,
     PROGRAMS_WANTED,
+    AttentionInputs,
     GpuPagedAttention,
     Tiles,
-    Work,
     single_tiles,
     split_contexts,
 )
@@ -42,7 +42,7 @@ class Layers(Protocol):
     """The interface of `GpuLayers`."""
 
     def run_all(
-        self, layers: range, residual: torch.Tensor, rotation: Rotation, work: Work
+        self, layers: range, residual: torch.Tensor, rotation: Rotation, inputs: AttentionInputs
     ) -> torch.Tensor: ...
 
 
@@ -75,7 +75,7 @@ class CapturedGraph(NamedTuple):
     output: torch.Tensor
 
 
-class GraphCapture:
+class CudaGraphCapture:
     """Captures kernels as CUDA graphs."""
 
     def __init__(self) -> None:
@@ -161,11 +161,11 @@ class DecodeGraphs:
 
     def _captured(self, key: _GraphKey, layers: range) -> CapturedGraph:
         """Capture a graph; evicts the least recently used graph if there are too many."""
-        work, residual = self._work(key), self._residual[: key.rows]
+        inputs, residual = self._inputs(key), self._residual[: key.rows]
         rotation = (self._rotation[0][: key.rows], self._rotation[1][: key.rows])
         if len(self._graphs) == GRAPHS_MAX:
             self._graphs.popitem(last=False)
-        graph = self._capture(lambda: self._layers.run_all(layers, residual, rotation, work))
+        graph = self._capture(lambda: self._layers.run_all(layers, residual, rotation, inputs))
         self._graphs[key] = graph
         return graph
 
@@ -180,7 +180,7 @@ class DecodeGraphs:
             host.numpy()[:] = values
             target[: len(values)].copy_(host, non_blocking=True)
 
-    def _work(self, key: _GraphKey) -> Work:
+    def _inputs(self, key: _GraphKey) -> AttentionInputs:
         starts, counts, positions, firsts, slots = self._columns[:, : key.rows]
         tiles = Tiles(
             starts,
@@ -192,4 +192,4 @@ class DecodeGraphs:
             most=1,
             shares=(key.share, key.splits),
         )
-        return Work(slots, self._tables, (tiles,))
+        return AttentionInputs(slots, self._tables, (tiles,))

@@ -23,7 +23,7 @@ from torch.nn import functional
 from services.core.groups.slab_names import layer_name
 from services.core.request import blocks_for
 from services.worker.engine.memory.kv_range import KvRange
-from services.worker.engine.model.attention.gpu import SHARE_MIN, GpuPagedAttention, Work
+from services.worker.engine.model.attention.gpu import SHARE_MIN, AttentionInputs, GpuPagedAttention
 from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.config import ModelConfig
 from services.worker.engine.model.gpu_graphs import CapturedGraph, DecodeGraphs, Rotation
@@ -135,7 +135,7 @@ class GpuLayers:
         self._norm, self._add_norm, self._gate = (
             Launcher(kernel) for kernel in (kernels.norm, kernels.add_norm, kernels.gate)
         )
-        self._rotate = Launcher(kernels.rotate_and_store, num_warps=1)
+        self._rotate = Launcher(kernels.rotate_and_store, num_warps=1)  # a program is a head
         self._graphs: DecodeGraphs | None = None
 
     def run(
@@ -154,16 +154,14 @@ class GpuLayers:
                 raise Interrupted(hidden, layers.start)
             return self._graphs.run(hidden, angles, metadata, layers)
         residual = hidden.clone(memory_format=torch.contiguous_format)
-        return self.run_all(
-            layers, residual, angles, self._attention.work(metadata), interrupted
-        )
+        return self.run_all(layers, residual, angles, self._attention.inputs(metadata), interrupted)
 
     def run_all(
         self,
         layers: range,
         residual: torch.Tensor,
         rotation: Rotation,
-        work: Work,
+        inputs: AttentionInputs,
         interrupted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
         """Run `layers` over `residual`, which is overwritten.
@@ -172,13 +170,13 @@ class GpuLayers:
         """
         # The output of the last product is added by the next layer's norm kernel.
         update: torch.Tensor | None = None
-        pace = _LaunchLimiter() if interrupted is not None else None
+        limiter = _LaunchLimiter() if interrupted is not None else None
         for index in layers:
             if interrupted is not None and interrupted():
                 raise Interrupted(residual if update is None else residual + update, index)
-            update = self._layer(index, residual, update, rotation, work)
-            if pace is not None:
-                pace.step()
+            update = self._layer(index, residual, update, rotation, inputs)
+            if limiter is not None:
+                limiter.step()
         return residual if update is None else residual + update
 
     def use_graphs(self, capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph]) -> None:
@@ -203,10 +201,10 @@ class GpuLayers:
                 metadata = AttentionMetadata(spans, tables, block_size, like.device, like.dtype)
                 residual = like.new_zeros(rows, len(like))
                 angles = like.new_zeros(rows, self._attention.head_dim)
-                work = self._attention.work(metadata)
+                inputs = self._attention.inputs(metadata)
                 # The first layer of a stage has no update to add, all others have.
-                self._layer(index, residual, None, (angles, angles), work)
-                self._layer(index, residual, residual, (angles, angles), work)
+                self._layer(index, residual, None, (angles, angles), inputs)
+                self._layer(index, residual, residual, (angles, angles), inputs)
 
     def _layer(
         self,
@@ -214,14 +212,16 @@ class GpuLayers:
         residual: torch.Tensor,
         update: torch.Tensor | None,
         rotation: Rotation,
-        work: Work,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """Run layer `index` after `residual` += `update`; returns the MLP's update of `residual`."""
+        """Run layer `index` after `residual` += `update`; returns the MLP's update."""
         weights, blocks = self._weights[index], self._kv_ranges[index].blocks()
-        normed = self._add_and_norm(residual, update, weights.input_norm)
+        normed = self._add_and_norm(residual, update, weights.input_norm)  # [tokens, hidden]
         qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
-        query = self._rotate_and_store(qkv, rotation, weights, blocks, work)
-        attended = self._attention.attend(query, blocks, work, self._windows[index], self._scaling)
+        query = self._rotate_and_store(qkv, rotation, weights, blocks, inputs)
+        attended = self._attention.attend(
+            query, blocks, inputs, self._windows[index], self._scaling
+        )
         update = functional.linear(attended.view(len(attended), -1), weights.output)
         normed = self._add_and_norm(residual, update, weights.post_attention_norm)
         gate_up = functional.linear(normed, weights.gate_up)
@@ -248,16 +248,17 @@ class GpuLayers:
         rotation: Rotation,
         weights: GpuLayerWeights,
         blocks: torch.Tensor,
-        work: Work,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """Rotate queries and keys and store K and V; returns queries [tokens, head, head_dim]."""
         sizes = self._attention
         query = qkv.new_empty(len(qkv), sizes.num_heads, sizes.head_dim)
+        # Without head norms, `qkv` stands in for the unused norm arguments.
         norms = weights.query_norm is not None
         self._rotate(
             (len(qkv), sizes.num_heads + 2 * sizes.num_kv_heads),
             (
-                *(qkv, *rotation, work.slots),
+                *(qkv, *rotation, inputs.slots),
                 *(weights.query_norm if norms else qkv, weights.key_norm if norms else qkv),
                 *(query, blocks, self._epsilon),
             ),

@@ -55,8 +55,8 @@ class UpcastScratch:
 class SlabLinear(nn.Module):
     """Replaces `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
 
-    `compiled`: use the kernel for up to its `rows_max` rows, or for any number of rows if the weight
-    is packed in panels.
+    `compiled`: use the kernel for up to its `rows_max` rows, or for any number of rows if the
+    weight is packed in panels.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class SlabLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
         flat = rows.reshape(-1, rows.shape[-1])
+        # `rows_max` None: the kernel takes any number of rows.
         product = self._compiled
         if product is None or len(flat) > (product.rows_max or len(flat)):
             output = self._linear(flat, self._weight, self._bias)

@@ -75,6 +75,7 @@ class DummySource:
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator(target.device)
         generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # Slices bound the temporary memory for float32 values.
         for piece in target.view(-1).split(_DUMMY_SLICE_ELEMENTS):
             values = torch.randn(piece.shape, generator=generator, device=target.device)
             piece.copy_(values.mul_(self._std))
@@ -120,6 +121,7 @@ def _locate(model_dir: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), path)
     if index_path.exists():
         return _locate_shards(model_dir, index_path)
+    # Explain the refusal of pickled weights rather than report a missing file.
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
         raise ModelError(
             f"{model_dir} has only pickled weights, which can run code and are never loaded; "

@@ -1,8 +1,8 @@
 """The layers of a decoder-only model as torch modules, without weights.
 
 Llama, Mistral, Qwen2 and Qwen3 share these modules. Parameters have the names of checkpoints; their
-order defines the order in slabs. Every operation rounds as in `transformers`, so that float64 yields
-the same tokens; tests compare each architecture.
+order defines the order in slabs. Every operation rounds as in `transformers`, so that float64
+yields the same tokens; tests compare each architecture.
 """
 
 from typing import Any
@@ -24,6 +24,7 @@ class EagerRmsNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., size] → the same shape and dtype."""
+        # As in `transformers`: norm in float32, round, then scale by the weight.
         exact = hidden.float()
         scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * (exact * scale).to(hidden.dtype)
@@ -112,6 +113,7 @@ class DecoderLayer(nn.Module):
         paged: Any,
     ) -> torch.Tensor:
         """[1, tokens, hidden] → the same shape; cosine and sine are [1, tokens, head_dim]."""
+        # Two additions, not one fused sum: the rounding must match `transformers`.
         normed = self.input_layernorm(hidden_states)
         hidden = hidden_states + self.self_attn(normed, position_embeddings, paged)
         output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -143,6 +145,7 @@ class Skeleton(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # Parameters get their memory later, as views of slabs.
         with torch.device("meta"):
             self.model = _Body(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

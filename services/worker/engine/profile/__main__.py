@@ -17,9 +17,9 @@ from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.core.cost.model import CostModel, Sample
 from services.core.planner.block_pool import BlockPool
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.profile.companions import Companions, companions_of
+from services.worker.engine.profile.co_runners import CoRunners, start_co_runners
 from services.worker.engine.profile.config import ProfileConfig
-from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.measurer import Measurer, batch_limits_of
 from services.worker.engine.profile.session import (
     ProfileOutcome,
     ProfileSession,
@@ -52,9 +52,9 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     runner_config = config.runner()
     runner = ModelRunner.load(runner_config)
     try:
-        room = room_of(runner, config.max_batch_tokens, config.max_running)
-        session = ProfileSession(config.effort, room)
-        with companions_of(config) as companions:
+        limits = batch_limits_of(runner, config.max_batch_tokens, config.max_running)
+        session = ProfileSession(config.effort, limits)
+        with start_co_runners(config) as companions:
             measure(session, Measurer(runner, BlockPool(runner.num_blocks)), companions)
         outcome = session.outcome()
         measured = measured_profile(runner, runner_config, config.threads, outcome)
@@ -71,7 +71,7 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     }
 
 
-def measure(session: ProfileSession, measurer: Measurer, companions: Companions) -> None:
+def measure(session: ProfileSession, measurer: Measurer, companions: CoRunners) -> None:
     """Run the session to completion and report progress. Raises WorkerError."""
 
     def duration_s() -> float:

@@ -9,7 +9,7 @@ from services.common.config import like
 from services.core.setting import number
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.profile.point import FULL, GPU, QUICK, Effort
+from services.worker.engine.profile.batches import FULL, GPU, QUICK, Effort
 
 
 @dataclass(frozen=True, slots=True)

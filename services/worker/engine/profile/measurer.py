@@ -8,7 +8,7 @@ from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.profile.point import Room
+from services.worker.engine.profile.batches import BatchLimits
 
 GREEDY = SampleTerms(Sampling(temperature=0.0))
 
@@ -29,6 +29,7 @@ class Measurer:
         the last chunk of a prompt.
         """
         block_size = self._runner.block_size
+        # The prefix is not computed: attention costs the same over garbage in its blocks.
         tables = [
             self._pool.allocate(blocks_for(prefix + new, block_size)) for prefix, new in chunks
         ]
@@ -57,9 +58,9 @@ class Measurer:
         return tuple((31 * index + 7 * position) % vocab for position in range(count))
 
 
-def room_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> Room:
+def batch_limits_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> BatchLimits:
     """The bounds of a batch on `runner`."""
-    return Room(
+    return BatchLimits(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_model_len=runner.geometry.max_model_len,
@@ -74,9 +75,7 @@ REPEATS = 2
 """The first run of a batch warms up caches and memory."""
 
 
-def measure_rough_model(
-    runner: ModelRunner, max_batch_tokens: int, max_running: int
-) -> CostModel:
+def measure_rough_model(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> CostModel:
     """Measure a rough cost model before the first request.
 
     Deadline scheduling needs a cost model to bound iterations. The rough model is not stored: an
@@ -87,7 +86,7 @@ def measure_rough_model(
     measurer = Measurer(runner, BlockPool(runner.num_blocks))
     began_s = monotonic_s()
     best_s: dict[Chunks, float] = {}
-    for chunks in rough_batches(room_of(runner, max_batch_tokens, max_running)):
+    for chunks in rough_batches(batch_limits_of(runner, max_batch_tokens, max_running)):
         for _ in range(REPEATS):
             if best_s and monotonic_s() - began_s > TIME_MAX_S:
                 break
@@ -97,14 +96,14 @@ def measure_rough_model(
     return fit([Sample(chunks, seconds) for chunks, seconds in best_s.items()])
 
 
-def rough_batches(room: Room) -> list[Chunks]:
-    """Prefill, decode and mixed batches within `room`; never empty."""
+def rough_batches(limits: BatchLimits) -> list[Chunks]:
+    """Prefill, decode and mixed batches within `limits`; never empty."""
     points: list[Chunks] = [
         ((0, 1),),
         ((0, 16),),
         ((16, 1),) * 8,
         ((128, 1),) * 8,
         ((128, 64),),
-        ((0, min(256, room.max_batch_tokens)),),
+        ((0, min(256, limits.max_batch_tokens)),),
     ]
-    return [chunks for chunks in points if room.holds(chunks)]
+    return [chunks for chunks in points if limits.allows(chunks)]

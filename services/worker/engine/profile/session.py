@@ -16,7 +16,12 @@ from services.core.cost.model import Chunks, CostModel, Sample, fit, mean_relati
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.model.catalog import shape_of
-from services.worker.engine.profile.point import Effort, Room, fit_points, held_out_points
+from services.worker.engine.profile.batches import (
+    BatchLimits,
+    Effort,
+    fit_batches,
+    held_out_batches,
+)
 
 ROUNDS_MIN = 5
 ROUNDS_MAX = 15
@@ -61,16 +66,17 @@ class ProfileSession:
     The driver runs `next_batch()` and calls `record` with its duration, until `complete`.
     """
 
-    def __init__(self, effort: Effort, room: Room, seed: int = 0) -> None:
+    def __init__(self, effort: Effort, limits: BatchLimits, seed: int = 0) -> None:
         self._rng = Random(seed)
         self._target_s = effort.target_s
-        fitted = fit_points(effort, room)
-        self._kinds = held_out_points(effort, room, self._rng)
+        fitted = fit_batches(effort, limits)
+        self._kinds = held_out_batches(effort, limits, self._rng)
         held_out = [chunks for points in self._kinds.values() for chunks in points]
         self._fitted_count = len(fitted)
         self._points = [*fitted, *held_out]
         self._durations: list[list[float]] = [[] for _ in self._points]
         self._spent_s = 0.0
+        # Indices of the batches left in this round; the last is next.
         self._round: list[int] = []
         self._rounds_done = 0
         self._rounds_wanted = ROUNDS_MIN
@@ -104,6 +110,7 @@ class ProfileSession:
 
     def outcome(self) -> ProfileOutcome:
         """The fit and its accuracy; call it when `complete`."""
+        # Medians are robust against interruptions by other processes.
         samples = [
             Sample(chunks, median(durations))
             for chunks, durations in zip(self._points, self._durations, strict=True)

@@ -62,26 +62,26 @@ def penalise(
 
     All rows are penalized in a single vectorized pass.
     """
-    sizes = [len(counts.ids) for counts in counted]
+    sizes = [len(tokens.ids) for tokens in counted]
     if not any(sizes):
         return
 
     def spread(values: Iterable[float]) -> npt.NDArray[np.floating]:
         return np.repeat(np.array(list(values), logits.dtype), sizes)
 
-    occurrences = np.concatenate([counts.counts for counts in counted]).astype(logits.dtype)
+    occurrences = np.concatenate([tokens.counts for tokens in counted]).astype(logits.dtype)
     places = (
         np.repeat(np.array(rows, np.int64), sizes),
-        np.concatenate([counts.ids for counts in counted]),
+        np.concatenate([tokens.ids for tokens in counted]),
     )
     values = logits[places]
     # Repetition penalty (CTRL §4.1) as in `RepetitionPenaltyLogitsProcessor` of `transformers`:
     # divide positive logits, multiply the others.
-    repetition = spread(counts.sampling.repetition_penalty for counts in counted)
+    repetition = spread(tokens.sampling.repetition_penalty for tokens in counted)
     values = np.where(values > 0, values / repetition, values * repetition)
     # OpenAI's formula: logit − count · frequency − [count > 0] · presence, counts of the output.
-    values -= spread(counts.sampling.frequency_penalty for counts in counted) * occurrences
-    values -= spread(counts.sampling.presence_penalty for counts in counted) * (occurrences > 0)
+    values -= spread(tokens.sampling.frequency_penalty for tokens in counted) * occurrences
+    values -= spread(tokens.sampling.presence_penalty for tokens in counted) * (occurrences > 0)
     logits[places] = values
 
 

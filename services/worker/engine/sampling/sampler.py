@@ -87,7 +87,7 @@ def logprob_rows(
     token_ids: Sequence[int],
     top: int,
 ) -> LogprobRows:
-    """Log probabilities of `token_ids[i]` and of the `top` best tokens at row `rows[i]` of `logits`.
+    """Log probabilities of `token_ids[i]` and the `top` best tokens at row `rows[i]` of `logits`.
 
     `logits` is [any, vocab]; `top` is at most the vocabulary. Ties go to the lowest id.
     """
@@ -202,7 +202,7 @@ class Sampler:
             draws = [(wanted[row].state.draws, wanted[row].index) for row in plain]
             terms = [request_draws.terms for request_draws, _ in draws]
             tokens = draw_on_device(logits, plain, terms, draw_numbers(draws))
-            names = (wanted[row].request_id for row in plain)
+            names = (wanted[row].request_id for row in plain)  # in the order of `tokens`
             into.tokens.update(zip(names, tokens, strict=True))
         if len(plain) == len(wanted):
             return logits, []
@@ -216,9 +216,7 @@ class Sampler:
             row for row, output in enumerate(wanted) if output.state.modifies_logits(output.index)
         ]
         scored = [
-            row
-            for row, output in enumerate(wanted)
-            if output.state.terms.top_logprobs is not None
+            row for row, output in enumerate(wanted) if output.state.terms.top_logprobs is not None
         ]
         rows = self._rows(logits)
         if modified:
@@ -272,7 +270,7 @@ class Sampler:
         wanted: Sequence[SampleRow],
         into: Sampled,
     ) -> None:
-        """Add log probabilities of unmodified rows; each call takes rows of equal `top_logprobs`."""
+        """Add log probabilities of unmodified rows, in groups of equal `top_logprobs`."""
         for top in {wanted[row].state.terms.top_logprobs for row in rows}:
             assert top is not None
             group = [row for row in rows if wanted[row].state.terms.top_logprobs == top]
@@ -312,6 +310,7 @@ def _modify(
     counted = [
         (row, rules.counts) for row in rows if (rules := wanted[row].state.rules) is not None
     ]
+    # All penalties in a single vectorized pass, then the rules row by row.
     penalised = [(row, counts) for row, counts in counted if counts is not None]
     penalise(logits, [row for row, _ in penalised], [counts for _, counts in penalised])
     for row in rows:

@@ -166,7 +166,7 @@ class SdpaPagedAttention:
 
     def _mask(self, prefix: int, rows: int, sliding_window: int | None) -> torch.Tensor:
         """Mask [rows, prefix + rows]: row i sees keys 0 .. prefix + i, limited by the window."""
-        # Visibility depends only on prefix + row - column, so every mask is a view of one matrix per
+        # Visibility depends only on prefix + row - column, so every mask is a view of a matrix per
         # window, without its first `left` columns.
         mask = self._masks.get(sliding_window)
         if mask is None or prefix > mask.shape[1] - QUERY_TILE_ROWS:

@@ -90,7 +90,7 @@ def split_contexts(
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AttentionInputs:
     """The attention inputs of an iteration on the device.
 
     `slots` [tokens]: K's slot of each token, negative for padding.
@@ -126,7 +126,7 @@ class GpuPagedAttention:
             Launcher(kernel) for kernel in (attention.attend, attention.combine)
         )
         self._metadata: AttentionMetadata | None = None
-        self._work: Work | None = None
+        self._inputs: AttentionInputs | None = None
 
     def forward(
         self,
@@ -140,37 +140,37 @@ class GpuPagedAttention:
         scaling: float,
     ) -> torch.Tensor:
         """As `PagedAttention.forward`."""
-        work = self.work(metadata)
+        inputs = self.inputs(metadata)
         rows = blocks.view(-1, *key.shape[1:])
-        rows.index_copy_(0, work.slots, key)
-        rows.index_copy_(0, work.slots + self.block_size, value)
-        return self.attend(query.contiguous(), blocks, work, sliding_window, scaling)
+        rows.index_copy_(0, inputs.slots, key)
+        rows.index_copy_(0, inputs.slots + self.block_size, value)
+        return self.attend(query.contiguous(), blocks, inputs, sliding_window, scaling)
 
     def attend(
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        work: Work,
+        inputs: AttentionInputs,
         sliding_window: int | None,
         scaling: float,
     ) -> torch.Tensor:
         """Attend after K and V of the new tokens are stored; returns [tokens, head, head_dim]."""
         attended = torch.empty_like(query)
-        for tiles in work.tiles:
-            self._attend(query, blocks, work, tiles, sliding_window, scaling, attended)
+        for tiles in inputs.tiles:
+            self._attend(query, blocks, inputs, tiles, sliding_window, scaling, attended)
         return attended
 
-    def work(self, metadata: AttentionMetadata) -> Work:
+    def inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
         """The inputs of the iteration, computed once for all layers."""
-        if self._work is None or metadata is not self._metadata:
-            self._metadata, self._work = metadata, self._work_of(metadata)
-        return self._work
+        if self._inputs is None or metadata is not self._metadata:
+            self._metadata, self._inputs = metadata, self._inputs_of(metadata)
+        return self._inputs
 
     def _attend(
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        work: Work,
+        inputs: AttentionInputs,
         tiles: Tiles,
         window: int | None,
         scaling: float,
@@ -187,7 +187,7 @@ class GpuPagedAttention:
         self._attend_kernel(
             (len(tiles.starts), self.num_kv_heads, splits),
             (
-                *(query, blocks, work.tables),
+                *(query, blocks, inputs.tables),
                 *(tiles.starts, tiles.counts, tiles.positions, tiles.firsts),
                 *(parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0),
             ),
@@ -197,6 +197,7 @@ class GpuPagedAttention:
             num_warps=8 if tiles.rows == PREFILL_ROWS else 4,
             num_stages=1 if wide else 3,
         )
+        # The second pass of flash decoding merges the partial results.
         if splits > 1:
             self._combine_kernel(
                 (len(tiles.starts), tiles.most, self.num_heads),
@@ -204,7 +205,8 @@ class GpuPagedAttention:
                 *(self.num_heads, self.head_dim, SPLITS_MAX),
             )
 
-    def _work_of(self, metadata: AttentionMetadata) -> Work:
+    def _inputs_of(self, metadata: AttentionMetadata) -> AttentionInputs:
+        # Tokens per prefill tile: a program's rows are tokens × the heads of a group.
         each = self._prefill_rows // self._group
         columns = [*single_tiles(metadata.spans), *longer_tiles(metadata.spans, each)]
         *parts, tables, slots = to_device(
@@ -220,7 +222,7 @@ class GpuPagedAttention:
                 starts, counts, positions, firsts = there
                 lengths, most = host_positions + host_counts, int(host_counts.max())
                 tiles.append(Tiles(starts, counts, positions, firsts, lengths, rows, most))
-        return Work(slots, tables, tuple(tiles))
+        return AttentionInputs(slots, tables, tuple(tiles))
 
 
 def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -244,6 +246,7 @@ def single_tiles(spans: np.ndarray) -> Sequence[np.ndarray]:
 def longer_tiles(spans: np.ndarray, tile_tokens: int) -> Sequence[np.ndarray]:
     """The longer spans, cut into tiles of at most `tile_tokens`."""
     spans = spans[spans[:, 1] > 1]
+    # Vectorized: the span of each tile, and the tokens of that span in earlier tiles.
     pieces = -(-spans[:, 1] // tile_tokens)
     owner = np.repeat(np.arange(len(spans)), pieces)
     done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tile_tokens

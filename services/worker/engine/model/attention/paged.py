@@ -89,6 +89,7 @@ class AttentionMetadata:
     @cached_property
     def slots_of_keys(self) -> np.ndarray:
         """[tokens]: K's slot of each token, on the host; V's slot is `block_size` higher."""
+        # Vectorized over tokens: the span of each token, and its offset in that span.
         rows = self.spans[:, 1]
         owner = np.repeat(np.arange(len(rows)), rows)
         within = np.arange(len(owner)) - self.spans[owner, 0]
@@ -212,6 +213,7 @@ class MetadataBuilder:
             chunk.block_ids[:blocks] for chunk, blocks in zip(batch.chunks, needed, strict=True)
         ]
         tables = np.fromiter(chain.from_iterable(used), np.int64, first_block)
+        # Kernels do not check bounds: an invalid id would corrupt memory.
         if tables.min() < 0 or tables.max() >= num_blocks:
             outside = np.flatnonzero((tables < 0) | (tables >= num_blocks))[0]
             index = int(np.searchsorted(spans[:, 3], outside, "right")) - 1

@@ -28,7 +28,7 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
-    """Whether this CPU has a correct product for weights in panels. Call it only if kernels `fit`."""
+    """Whether this CPU has a correct product for weights in panels. Call it if kernels `fit`."""
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None

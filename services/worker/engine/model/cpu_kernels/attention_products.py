@@ -1,9 +1,9 @@
 """Dot products of decode attention, emitted as LLVM instructions.
 
 `LANES` keys are scored at a time, so that their horizontal sums share additions; a compiler would
-reduce each key separately. With avx512_bf16, which multiplies pairs of bfloat16 values and adds both
-products to a float32, queries and weights are rounded to bfloat16. Otherwise all products are in
-float32.
+reduce each key separately. With avx512_bf16, which multiplies pairs of bfloat16 values and adds
+both products to a float32, queries and weights are rounded to bfloat16. Otherwise all products are
+in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class _Pairs:
         return builder.call(function, [total, *(builder.bitcast(o, _PAIRS) for o in (left, right))])
 
     def columns(self, builder: Any, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Interleave the values of every two rows (positions): low half, then high half of columns."""
+        """Interleave the values of every two rows (positions): low half of columns, high half."""
         # vdpbf16ps sums adjacent values, here the same column of two positions.
         halves = (range(LANES), range(LANES, 2 * LANES))
         lanes = [[lane for k in half for lane in (k, k + 2 * LANES)] for half in halves]
@@ -118,7 +118,7 @@ def score_keys(
             _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
         )
         query = _element(builder, rows, head)
-        first = _element(builder, stored, block, _LONG(0), slot, kv_head)
+        first = _element(builder, stored, block, _LONG(0), slot, kv_head)  # half 0: keys
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
         # A vector accumulator per key; LLVM promotes these stack slots to registers.
@@ -164,7 +164,7 @@ def collect_values(
         factors, stored, target = (
             _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
         )
-        first = _element(builder, stored, block, _LONG(1), slot, kv_head)
+        first = _element(builder, stored, block, _LONG(1), slot, kv_head)  # half 1: values
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
         vectors = builder.sdiv(builder.extract_value(target.shape, 1), _LONG(kind.values))

@@ -2,7 +2,8 @@
 
 Token i belongs to *lane* i modulo `LANES`. The maxima of the lanes are tokens, so the `count`-th
 largest maximum is a lower bound for the best `count` tokens of the row. A first pass computes the
-maxima, a second pass gathers the few tokens that reach the bound, and quickselect orders those.
+maxima, a second pass gathers the few tokens that reach the bound, and quickselect finds the best
+among them.
 
 A token is better than another if its value is higher, or if it is equal and its id is lower.
 """
@@ -83,7 +84,7 @@ def best_token(row, lanes, peak):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def lane_edge(lanes, count, ids, values, weights):  # type: ignore[no-untyped-def]
+def lane_threshold(lanes, count, ids, values, weights):  # type: ignore[no-untyped-def]
     """A lower bound that at least `count` tokens of the row reach: the `count`-th largest maximum.
 
     Minus infinity if `count` exceeds `LANES`. Overwrites the first `LANES` entries of `ids`,
@@ -94,30 +95,30 @@ def lane_edge(lanes, count, ids, values, weights):  # type: ignore[no-untyped-de
     # With unit weights, quickselect by mass is quickselect by rank.
     for lane in range(LANES):
         ids[lane], values[lane], weights[lane] = lane, lanes[lane], 1.0
-    lead(ids, values, weights, LANES, float(count), False)
+    select_prefix(ids, values, weights, LANES, float(count), False)
     return values[count - 1]
 
 
 @register_jitable
-def gather(row, edge, ids):  # type: ignore[no-untyped-def]
-    """Fill `ids` with the tokens whose logit reaches `edge`, in order; returns their number."""
+def gather(row, threshold, ids):  # type: ignore[no-untyped-def]
+    """Fill `ids` with the tokens whose logit reaches `threshold`, in order; returns the count."""
     size, count = len(row), 0
     for begin in range(0, size, _STEP):
         part = row[begin : min(begin + _STEP, size)]
         # Count in a vectorized loop first: most steps have no candidate.
         reaching = 0
         for index in range(len(part)):
-            reaching += 1 if part[index] >= edge else 0
+            reaching += 1 if part[index] >= threshold else 0
         if reaching:
             for index in range(len(part)):
-                if part[index] >= edge:
+                if part[index] >= threshold:
                     ids[count] = begin + index
                     count += 1
     return count
 
 
 @register_jitable
-def lead(ids, values, weights, count, target, beyond):  # type: ignore[no-untyped-def]
+def select_prefix(ids, values, weights, count, target, beyond):  # type: ignore[no-untyped-def]
     """Move the smallest best-first prefix of `count` tokens with mass `target` to the front.
 
     Returns its length, at least 1; its last token is its worst. If the total mass is less than

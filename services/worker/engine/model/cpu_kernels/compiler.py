@@ -31,8 +31,8 @@ def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> 
     """The cache folder for machine code of the kernels in the folder `sources`.
 
     It is beside the sources, or in the folder `TIDESERVE_KERNEL_CACHE`. Machine code is specific to
-    a CPU model; other CPUs ignore it and add their own. The function warns about a folder that other
-    users can write to, and returns the folder beside the sources instead.
+    a CPU model; other CPUs ignore it and add their own. The function warns about a folder that
+    other users can write to, and returns the folder beside the sources instead.
     """
     # numba does not notice changes of functions in other files that a kernel inlines, so every
     # version of the sources has a folder of its own.
@@ -168,7 +168,7 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
 
 @intrinsic
 def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[..., Any]]:
-    """Round a float32 to the dtype of `array`: unchanged, or bfloat16 bits (nearest, ties to even)."""
+    """Convert a float32 to the dtype of `array`: float32, or bfloat16 bits (nearest, ties even)."""
     stored = array.dtype
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -177,10 +177,10 @@ def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[
             return number
         word = ir.IntType(32)
         bits = builder.bitcast(number, word)
-        # Round to nearest even: add half of the dropped range, less one unless the result is odd.
+        # Ties to even: add half of the dropped range, minus a unit unless the kept part is odd.
         odd = builder.and_(builder.lshr(bits, word(16)), word(1))
         rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
-        # The addition could turn a NaN into an infinity, so NaN is replaced by the quiet NaN.
+        # The addition could turn a NaN into another value, so select the quiet NaN instead.
         is_nan = builder.fcmp_unordered("uno", number, number)
         chosen = builder.select(is_nan, word(0x7FC0 << 16), rounded)
         return builder.trunc(builder.lshr(chosen, word(16)), ir.IntType(16))

@@ -57,6 +57,7 @@ def _score(queries, blocks, table, scores):  # type: ignore[no-untyped-def]
             for kv_head in range(kv_heads):
                 key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
                 key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
+                # Four independent sums per head hide the latency of the additions.
                 for head in range(kv_head * sharing, (kv_head + 1) * sharing):
                     sum0 = sum1 = sum2 = sum3 = float32(0)
                     for k in range(size):
@@ -112,6 +113,7 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
             for kv_head in range(kv_heads):
                 value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
                 value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
+                # Four positions per pass, so that `attended` is loaded and stored less often.
                 for head in range(kv_head * sharing, (kv_head + 1) * sharing):
                     weight0, weight1 = weights[head, position], weights[head, position + 1]
                     weight2, weight3 = weights[head, position + 2], weights[head, position + 3]
@@ -142,7 +144,7 @@ def _attend_row(  # type: ignore[no-untyped-def]
 
 
 def _attend_best(*arguments):  # type: ignore[no-untyped-def]
-    """Dispatches to `attend_row` if it supports the shape, else to `_attend_row` (see `_choose`)."""
+    """Dispatch to `attend_row` if it supports the shape, else to `_attend_row`; see `_choose`."""
 
 
 @overload(_attend_best)
@@ -177,8 +179,8 @@ def _seen_blocks(span, tables, window, slots):  # type: ignore[no-untyped-def]
 def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type: ignore[no-untyped-def]
     """Write the decode steps of `spans` to `output` [tokens, head, head_dim]; other rows stay.
 
-    `query` has the same shape. `spans` and `tables`: see `paged.AttentionMetadata`. `window`: number
-    of last positions to attend to; 0 for all.
+    `query` has the same shape. `spans` and `tables`: see `paged.AttentionMetadata`. `window`:
+    number of last positions to attend to; 0 for all.
     """
     slots = blocks.shape[2]
     # Collect the decode steps first: each row prefetches the first block of the next.
@@ -189,6 +191,7 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
             longest = max(longest, spans[index, 2] + 1)
             decodes[count] = index
             count += 1
+    # One score buffer for all rows, padded as `attend_row` requires.
     positions = -(-(longest + slots) // WHOLE) * WHOLE
     scores = np.empty((query.shape[1], positions), np.float32)
     for turn in range(count):

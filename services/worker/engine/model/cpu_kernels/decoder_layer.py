@@ -20,8 +20,8 @@ from services.worker.engine.model.cpu_kernels.rms_norm import normalize, rotate
 from services.worker.engine.model.cpu_kernels.skinny_gemm import (
     FEW_ROWS,
     arrange,
+    inputs_buffer,
     multiply,
-    room_for_inputs,
 )
 
 _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
@@ -95,15 +95,15 @@ class DecoderLayerKernel(LayerKernel):
             kernel.load(weights.query.dtype)
 
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
-        inputs = room_for_inputs(hidden, self.hidden_size)
+        inputs = inputs_buffer(hidden, self.hidden_size)
         normed = torch.empty_like(hidden).numpy()
         _before(hidden.numpy(), *rotation, *self.weights_before, normed, inputs, *outputs)
 
     def _run_after(self, hidden: torch.Tensor, attended: torch.Tensor, output: np.ndarray) -> None:
         gate, up = hidden.new_empty(2, len(hidden), self.gated_size).numpy()
         _after(
-            *(hidden.numpy(), attended.numpy(), room_for_inputs(hidden, attended.shape[1])),
+            *(hidden.numpy(), attended.numpy(), inputs_buffer(hidden, attended.shape[1])),
             *self.weights_after,
-            *(torch.empty_like(hidden).numpy(), room_for_inputs(hidden, self.hidden_size)),
-            *(gate, up, room_for_inputs(hidden, self.gated_size), output),
+            *(torch.empty_like(hidden).numpy(), inputs_buffer(hidden, self.hidden_size)),
+            *(gate, up, inputs_buffer(hidden, self.gated_size), output),
         )

@@ -1,4 +1,4 @@
-"""The exponential function as polynomials: for loops that numba vectorizes, and for LLVM vectors."""
+"""The exponential function as polynomials, for loops that numba vectorizes and for LLVM vectors."""
 
 from collections.abc import Sequence
 from math import factorial, log

@@ -60,11 +60,10 @@ class LayerKernel(ABC):
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
         self.weights = weights
         self.head_dim = head_dim
-        self._sizes = [
-            outputs_of(weight) for weight in (weights.query, weights.key, weights.value)
-        ]
+        self._sizes = [outputs_of(weight) for weight in (weights.query, weights.key, weights.value)]
         self.hidden_size = len(weights.input_norm)
         self.gated_size = outputs_of(weights.gate)
+        # Argument tuples are built once; a call adds only the activations.
         # Kernel signatures have no optional arguments: an empty array means no parameter.
         empty = stored_array(weights.input_norm[:0])
 
@@ -102,7 +101,7 @@ class LayerKernel(ABC):
         return query, key, value
 
     def after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output [rows, hidden] from its input and [rows, head, head_dim] `attended`."""
+        """The layer's output [rows, hidden]; `attended` is [rows, head, head_dim]."""
         rows = len(hidden)
         attended = attended.view(rows, -1)
         if attended.shape[1] != self._sizes[0] or hidden.shape[1] != self.hidden_size:

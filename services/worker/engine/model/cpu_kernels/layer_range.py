@@ -23,7 +23,7 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 )
 from services.worker.engine.model.cpu_kernels.decode_attention import unpacked
 from services.worker.engine.model.cpu_kernels.layer_kernel import LayerWeights
-from services.worker.engine.model.cpu_kernels.paged_attention import AttentionRoom, attend
+from services.worker.engine.model.cpu_kernels.paged_attention import AttentionScratch, attend
 from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 from services.worker.engine.model.cpu_kernels.panel_layer import after_attention, before_attention
 from services.worker.engine.model.cpu_kernels.small_product import STEP_ROWS
@@ -106,6 +106,7 @@ def _run(  # type: ignore[no-untyped-def]
         # The caller has checked before the first layer, so at least one layer makes progress.
         if layer > first and descriptor >= 0 and _is_readable(calls[2], descriptor):
             return layer
+        # Parameters are addresses, not arrays, so that a call takes any number of layers.
         part = parts[layer]
         before_attention(
             calls, hidden, cosine, sine, _vector(part[0], size, normed), epsilon,
@@ -167,9 +168,9 @@ class LayerRange:
         self._caches = np.array(cache_addresses, np.int64)
         self._windows = np.array([window or 0 for window in windows], np.int64)
         self._sizes = sizes
-        self._room = AttentionRoom(sizes.head_dim, self._dtype)
+        self._scratch = AttentionScratch(sizes.head_dim, self._dtype)
 
-    def over(
+    def bind(
         self,
         hidden: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
@@ -203,7 +204,7 @@ class LayerRange:
             self._narrowed(rows, width),
             *torch.empty(2, STEP_ROWS, PANEL).numpy(),
             self._narrowed(rows, sizes.gated),
-            *self._room.arrays(spans, sizes.heads),
+            *self._scratch.arrays(spans, sizes.heads),
         )
 
         def run(first: int, last: int, descriptor: int) -> int:

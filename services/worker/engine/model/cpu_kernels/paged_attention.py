@@ -62,6 +62,7 @@ def attend(  # type: ignore[no-untyped-def]
 
     Arguments from `inputs` on are scratch for `attend_chunk`.
     """
+    # Store first: the new tokens attend to each other through the cache.
     store(key, value, blocks, spans, tables)
     attend_rows(query, blocks, spans, tables, window, scaling, output)
     for index in range(len(spans)):
@@ -72,7 +73,7 @@ def attend(  # type: ignore[no-untyped-def]
                 window, scaling, output[first_row : first_row + rows], inputs, states, keys, values,
                 scores, weights,
             )  # fmt: skip
-    release(calls[1])
+    release(calls[1])  # once per batch, not per product
 
 
 def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
@@ -84,7 +85,7 @@ def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
     )
 
 
-class AttentionRoom:
+class AttentionScratch:
     """Scratch for `attend_chunk`, for caches of a dtype."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
@@ -114,7 +115,7 @@ class PagedAttentionKernel:
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         attend.load(storage_dtype)
         self._calls = panel_calls(storage_dtype)
-        self._room = AttentionRoom(head_dim, storage_dtype)
+        self._scratch = AttentionScratch(head_dim, storage_dtype)
 
     def __call__(
         self,
@@ -142,6 +143,6 @@ class PagedAttentionKernel:
         attend(
             *(self._calls, query.numpy(), key.numpy(), value.numpy(), stored_array(blocks)),
             *(spans, tables, window, np.float32(scaling), output.numpy()),
-            *self._room.arrays(spans, heads),
+            *self._scratch.arrays(spans, heads),
         )
         return output

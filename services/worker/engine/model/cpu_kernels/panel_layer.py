@@ -63,6 +63,7 @@ def before_attention(  # type: ignore[no-untyped-def]
     calls, hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v,
     bias_v, norm_q, norm_k, normed, query, key, value,
 ):  # fmt: skip
+    # Round the normed rows once for the three projections.
     _normalize_narrowed(hidden, norm, epsilon, normed)
     _project(calls, normed, weight_q, bias_q, query)
     _project(calls, normed, weight_k, bias_k, key)
@@ -118,6 +119,7 @@ def after_attention(  # type: ignore[no-untyped-def]
     narrowed, normed, gate, up, gated, hidden,
 ):  # fmt: skip
     """Add the updates of attention and of the MLP to the residual stream `hidden`, in place."""
+    # Products take rows in the storage dtype; `hidden` stays in float32.
     narrow_rows(attended, narrowed)
     multiply_panels(calls, narrowed, weight_o, hidden, 1)  # 1: adds to the residual stream
     _normalize_narrowed(hidden, norm, epsilon, normed)
@@ -146,7 +148,7 @@ class PanelLayerKernel(LayerKernel):
         gate, up = (np.empty((STEP_ROWS, PANEL), np.float32) for _ in range(2))
         shapes = (attended.shape, hidden.shape, (len(hidden), self.gated_size))
         narrowed, normed, gated = (np.empty(shape, self._stored) for shape in shapes)
-        np.copyto(output, hidden.numpy())
+        np.copyto(output, hidden.numpy())  # the kernel adds to the residual stream in place
         after_attention(
             *(self._calls, attended.numpy(), *self.weights_after),
             *(narrowed, normed, gate, up, gated, output),

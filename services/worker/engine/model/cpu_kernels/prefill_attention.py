@@ -1,8 +1,8 @@
 """Prefill attention: a chunk of a sequence attends directly over the paged KV cache.
 
 Keys are processed in tiles with an online softmax (FlashAttention-2), so that scores exist for a
-single tile at a time. A tile is packed once for all rows of the chunk and for all query heads of its
-KV head.
+single tile at a time. A tile is packed once for all rows of the chunk and for all query heads of
+its KV head.
 
 Tiles start at multiples of `KEYS` positions, and the result of a row does not depend on other rows.
 A row therefore has the same bits however a prompt is cut into chunks.
@@ -32,7 +32,7 @@ _KEYS, _VALUES = "uint32[:, ::1]", "uint32[:, :, ::1]"
 
 @compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_KEYS})")
 def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
-    """Pack `count` keys from position `first` on: `packed` [head_dim in words, KEYS], zero-padded."""
+    """Pack `count` keys from position `first` on: `packed` [head_dim in words, KEYS]."""
     slots = blocks.shape[2]
     block, slot = first // slots, first % slots
     for index in range(count):
@@ -175,15 +175,16 @@ def attend_chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attend with `query` [rows, head, head_dim] from position `start`; `output` has its shape.
 
-    `table`: blocks of the sequence up to the last row. `window`: number of last positions that a row
-    sees; 0 for all. Scratch: `inputs` like `query` or longer, `states` [head, rows, 2] or longer,
-    `keys`, `values`, `scores` [batched pairs × ROWS, KEYS], `weights` likewise.
+    `table`: blocks of the sequence up to the last row. `window`: number of last positions that a
+    row sees; 0 for all. Scratch: `inputs` like `query` or longer, `states` [head, rows, 2] or
+    longer, `keys`, `values`, `scores` [batched pairs × ROWS, KEYS], `weights` likewise.
     """
     rows, heads, size = query.shape
     kv_heads = blocks.shape[3]
     sharing, end = heads // kv_heads, start + rows
     lowest = max(0, start - window + 1) if window else 0
     width, batched = heads * size, len(scores) // ROWS
+    # Products take queries in the storage dtype.
     narrow_rows(query.reshape((rows, width)), inputs[:rows].reshape((rows, width)))
     output[:] = 0
     states[:, :rows, 0] = -np.inf

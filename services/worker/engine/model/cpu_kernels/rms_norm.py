@@ -58,10 +58,11 @@ def rotate(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
     size = cosine.shape[1]
     half = size // 2
     for m in range(len(rows)):
-        heads = rows[m].reshape((-1, size))
+        heads = rows[m].reshape((-1, size))  # [head, head_dim]
         if len(norm):
             normalize(heads, norm, epsilon, heads)
         for head in heads:
+            # Complex multiplication of (first, second) by (cosine, sine).
             for k in range(half):
                 first, second = head[k], head[half + k]
                 head[k] = first * cosine[m, k] - second * sine[m, k]

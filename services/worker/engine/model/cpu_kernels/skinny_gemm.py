@@ -78,7 +78,9 @@ def multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     whole = teams // _TEAMS * _TEAMS
     rest = teams - whole
     sums = np.empty((_TEAMS * _HEIGHT, VECTOR_FLOATS), np.float32)
+    # Fewer teams leave registers for more weight rows per step.
     height = _HEIGHT_FULL if whole else _HEIGHT_FEW
+    # Weight rows in the outer loop: the weight is read once, the few inputs stay in the cache.
     for n in range(0, len(weight), height):
         for first in range(0, whole, _TEAMS):
             tile_product(_TEAMS, _HEIGHT_FULL, inputs, first, weight, n, sums)
@@ -108,7 +110,7 @@ def _multiply_rows(rows, inputs, weight, output):  # type: ignore[no-untyped-def
     multiply(rows, inputs, weight, output)
 
 
-def room_for_inputs(rows: torch.Tensor, in_features: int) -> np.ndarray:
+def inputs_buffer(rows: torch.Tensor, in_features: int) -> np.ndarray:
     """Allocate the output of `arrange` for `rows` with `in_features`."""
     # torch aligns memory for vectors.
     inputs = rows.new_empty(
@@ -138,6 +140,6 @@ class SkinnyProduct:
             raise ValueError(f"rows {tuple(rows.shape)} do not match weight {self._weight.shape}")
         output = rows.new_empty(len(rows), out_features)
         if len(rows):
-            inputs = room_for_inputs(rows, in_features)
+            inputs = inputs_buffer(rows, in_features)
             _multiply_rows(rows.contiguous().numpy(), inputs, self._weight, output.numpy())
         return output

@@ -77,10 +77,10 @@ def rows_at_once(call, rows):  # type: ignore[no-untyped-def]
     # The vector product is so slow for 64 rows that reading the weight again costs little.
     if call == 0:
         return STEP_ROWS
-    # AMX needs larger blocks: on a Xeon of family 6, model 207, products of 2,048 rows with a weight
-    # of SmolLM2-135M reach 890 to 1,050 GFLOP/s in blocks of 256 or 512 rows, 610 to 770 without
-    # blocks, and the layers take 1.34 s instead of 1.43 s. With 4,096 inputs, 256 rows fill L2, and
-    # a single block is faster.
+    # AMX needs larger blocks: on a Xeon of family 6, model 207, products of 2,048 rows with a
+    # weight of SmolLM2-135M reach 890 to 1,050 GFLOP/s in blocks of 256 or 512 rows, 610 to 770
+    # without blocks, and the layers take 1.34 s instead of 1.43 s. With 4,096 inputs, 256 rows fill
+    # L2, and a single block is faster.
     fitting = _CACHED_BYTES // (rows.shape[1] * rows.itemsize) // STEP_ROWS * STEP_ROWS
     return min(fitting, _CACHED_MOST) if fitting >= _CACHED_LEAST else max(1, len(rows))
 

@@ -35,10 +35,9 @@ def weigh_row(
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     """Turn `keys` scores of a row into softmax weights relative to the running maximum.
 
-    `scores` [rows, keys] are float32, `weights` float32 or bfloat16 bits. Unless the row is `whole`,
-    weights before `begin` and from `end` on become 0; begin < end. `keys`, a multiple of `LANES`,
-    and `whole`, 0 or 1, are compile-time constants. Returns the new maximum, at least `highest`, and
-    the sum of the weights.
+    `scores` [rows, keys] are float32, `weights` float32 or bfloat16 bits, 0 outside `begin` to
+    `end` unless the row is `whole`. `keys`, a multiple of `LANES`, and `whole`, 0 or 1, are
+    compile-time constants. Returns the new maximum, at least `highest`, and the sum of weights.
     """
     result = types.UniTuple(types.float32, 2)
     integer, real = types.int64, types.float32
@@ -71,10 +70,7 @@ def weigh_row(
         powers = _exponentials(builder, loaded, peaks, scalings, signature.args[8].dtype)
         if masked:
             # The exponential clamps its argument, so masked lanes are not exactly 0 yet.
-            powers = [
-                builder.select(sees, power, zeros)
-                for sees, power in zip(visible, powers, strict=True)
-            ]
+            powers = [builder.select(s, p, zeros) for s, p in zip(visible, powers, strict=True)]
         total = reduce(builder.fadd, powers)
         for part, values in enumerate(powers):
             _store(builder, target, part, values, signature.args[8].dtype)
@@ -91,6 +87,7 @@ def _exponentials(
     has_rough = has_pair_products() and "+avx512dq" in processor_features()
     if stored != types.float32 and has_rough:
         return [rough_exponential(builder, values, peaks, scalings) for values in loaded]
+    # Subtract before scaling, so that the largest argument is exactly 0.
     differences = [builder.fsub(values, peaks) for values in loaded]
     return [vector_exponential(builder, builder.fmul(part, scalings)) for part in differences]
 
@@ -129,7 +126,7 @@ def _store(builder: Any, address: Any, part: int, values: Any, stored: Any) -> N
         halves = builder.fptrunc(values, ir.VectorType(BFloat16(), LANES))
         builder.store(halves, builder.bitcast(place, halves.type.as_pointer()), align=2)
         return
-    # Without the instruction: add half of the dropped range, less one unless the result is odd.
+    # Ties to even: add half of the dropped range, minus a unit unless the kept part is odd.
     half, unit, most = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
     bits = builder.bitcast(values, _WORDS)
     odd = builder.and_(builder.lshr(bits, half), unit)

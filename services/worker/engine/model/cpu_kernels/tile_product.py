@@ -67,6 +67,7 @@ class _Loop:
             beyond = builder.icmp_signed(">", row, last)
             rows.append(_row(builder, weight, builder.select(beyond, last, row)))
             next_rows.append(_row(builder, weight, builder.add(row, _LONG(len(self._height)))))
+        # Accumulators [height][team]; LLVM promotes these stack slots to registers.
         totals = [
             [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None)) for _ in self._teams]
             for _ in self._height
@@ -93,7 +94,7 @@ class _Loop:
                 for vector in vectors
             ]
             for row, row_totals in zip(rows, totals, strict=True):
-                weights = _weights(builder, builder.gep(row, [at]))
+                weights = _weights(builder, builder.gep(row, [at]))  # used by every team
                 for factor, total in zip(inputs, row_totals, strict=True):
                     product = builder.fmul(weights, factor, flags=("contract",))
                     total_now = builder.fadd(builder.load(total), product, flags=("contract",))

@@ -1,8 +1,8 @@
 """Chooses a token from each row of logits: greedily, or by a random draw.
 
 Without top-k and top-p, the cumulative distribution over token ids is inverted; with either, the
-distribution over the kept tokens, best first. Weighted quickselect (`candidates.lead`) replaces a
-sort.
+distribution over the kept tokens, best first. Weighted quickselect (`candidates.select_prefix`)
+replaces a sort.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from services.worker.engine.model.cpu_kernels.candidates import (
     Scratch,
     best_token,
     gather,
-    lane_edge,
     lane_peaks,
-    lead,
+    lane_threshold,
+    select_prefix,
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
@@ -83,11 +83,11 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
 
 
 @register_jitable
-def _take(row, edge, peak, temperature, ids, values, weights):  # type: ignore[no-untyped-def]
-    """Gather the tokens whose logit reaches `edge`, scaled; returns their number and mass."""
+def _take(row, threshold, peak, temperature, ids, values, weights):  # type: ignore[no-untyped-def]
+    """Gather the tokens whose logit reaches `threshold`, scaled; returns their number and mass."""
     # Include tokens that may tie with the edge once scaled, so that ties resolve by id.
     lowest = element(_LOWEST, row)
-    count = gather(row, max(element(edge - (peak - edge) * _SLACK, row), lowest), ids)
+    count = gather(row, max(element(threshold - (peak - threshold) * _SLACK, row), lowest), ids)
     mass = 0.0
     for place in range(count):
         values[place] = np.true_divide(row[ids[place]] - peak, temperature)
@@ -99,11 +99,11 @@ def _take(row, edge, peak, temperature, ids, values, weights):  # type: ignore[n
 @register_jitable
 def _take_best(row, peak, temperature, top_k, lanes, ids, values, weights):  # type: ignore[no-untyped-def]
     """Move the `top_k` best tokens to the front; returns their number and mass."""
-    edge = lane_edge(lanes, top_k, ids, values, weights)
-    count, _ = _take(row, edge, peak, temperature, ids, values, weights)
-    # Unit weights make `lead` select by rank; the real weights follow.
+    threshold = lane_threshold(lanes, top_k, ids, values, weights)
+    count, _ = _take(row, threshold, peak, temperature, ids, values, weights)
+    # Unit weights make `select_prefix` select by rank; the real weights follow.
     weights[:count] = 1.0
-    count = lead(ids, values, weights, count, float64(top_k), False)
+    count = select_prefix(ids, values, weights, count, float64(top_k), False)
     mass = 0.0
     for place in range(count):
         weights[place] = np.exp(float64(values[place]))
@@ -116,8 +116,8 @@ def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  
     """Gather tokens with at least the mass `top_p`; returns their number and the total mass."""
     total = mass_of(row, peak, temperature, element(_LOWEST, row))
     # Optimistic first try with few tokens.
-    edge = lane_edge(lanes, NUCLEUS_GUESS, ids, values, weights)
-    count, mass = _take(row, edge, peak, temperature, ids, values, weights)
+    threshold = lane_threshold(lanes, NUCLEUS_GUESS, ids, values, weights)
+    count, mass = _take(row, threshold, peak, temperature, ids, values, weights)
     if mass < top_p * total:
         # All tokens below this edge together have less than the mass outside the nucleus.
         share = (1.0 - top_p) * total / (2 * len(row))
@@ -139,7 +139,7 @@ def _draw_best(  # type: ignore[no-untyped-def]
     else:
         count, total = _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights)
     if top_p < 1:
-        count = lead(ids, values, weights, count, top_p * total, False)
+        count = select_prefix(ids, values, weights, count, top_p * total, False)
     # min-p, on the log scale: `least` is log(min_p).
     kept, mass = 0, 0.0
     for place in range(count):
@@ -147,7 +147,7 @@ def _draw_best(  # type: ignore[no-untyped-def]
             mass += weights[place]
             ids[kept], values[kept], weights[kept] = ids[place], values[place], weights[place]
             kept += 1
-    return ids[lead(ids, values, weights, kept, draw * mass, True) - 1]
+    return ids[select_prefix(ids, values, weights, kept, draw * mass, True) - 1]
 
 
 def _choose(  # type: ignore[no-untyped-def]
@@ -190,15 +190,13 @@ class TokenChooser:
     def __call__(
         self, logits: np.ndarray, terms: Sequence[DrawTerms], draws: np.ndarray
     ) -> tuple[list[int], list[float]]:
-        """Choose a token for each row of `logits` [rows, vocab]; also returns each row's best logit.
+        """Choose a token for each row of `logits` [rows, vocab]; also returns the best logits.
 
         `draws` [rows] are uniform numbers in [0, 1). A row without a finite best logit is chosen
         greedily. Raises ValueError if the logits do not match the scratch.
         """
         self._scratch.check(logits)
-        temperature, top_k, top_p, min_p = (
-            np.array(column) for column in zip(*terms, strict=True)
-        )
+        temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*terms, strict=True))
         with np.errstate(divide="ignore"):
             least = np.log(min_p).astype(logits.dtype)
         tokens = np.empty(len(terms), np.int64)

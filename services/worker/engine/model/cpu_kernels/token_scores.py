@@ -13,9 +13,9 @@ from numba.extending import overload, register_jitable
 from services.worker.engine.model.cpu_kernels.candidates import (
     Scratch,
     gather,
-    lane_edge,
     lane_peaks,
-    lead,
+    lane_threshold,
+    select_prefix,
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_of
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
@@ -114,11 +114,11 @@ def _score(  # type: ignore[no-untyped-def]
             better += 1 if row[token] > own else 0
         out_ids[index, 0], out_logprobs[index, 0] = 1 + better, own - base
         if top:
-            edge = lane_edge(lanes, top, ids, values, weights)
-            count = gather(row, element(edge, row), ids)
+            threshold = lane_threshold(lanes, top, ids, values, weights)
+            count = gather(row, element(threshold, row), ids)
             for place in range(count):
                 values[place], weights[place] = row[ids[place]], 1.0
-            lead(ids, values, weights, count, float(top), False)
+            select_prefix(ids, values, weights, count, float(top), False)
             for place in range(top):
                 # There are fewer candidates only if logits are NaN.
                 out_ids[index, 1 + place] = ids[place] if place < count else place
@@ -164,7 +164,7 @@ class TokenScorer:
             ids,
             values,
         )
-        # `lead` selects the best tokens without ordering them.
+        # `select_prefix` selects the best tokens without ordering them.
         if top:
             order = np.lexsort((ids[:, 1:], -values[:, 1:]))
             ids[:, 1:] = np.take_along_axis(ids[:, 1:], order, 1)

@@ -52,6 +52,7 @@ def _half_ahead(seen, following, reads):  # type: ignore[no-untyped-def]
     A row reads the keys of all its blocks, then their values; the next row starts with the keys of
     `following`. Block -1: nothing to prefetch.
     """
+    # Position in the sequence: keys of the row's blocks, values of the row's blocks, next row.
     due = reads + AHEAD
     if due < len(seen):
         return seen[due], 0
@@ -83,6 +84,7 @@ def _score(queries, blocks, seen, following, scores):  # type: ignore[no-untyped
         ahead = _half_ahead(seen, following, block)
         for group in range(slots // LANES):
             position = block * slots + group * LANES
+            # A few cache lines per product, so that prefetches overlap with the computation.
             for head in range(heads):
                 _prefetch_part(blocks, ahead, group * heads + head, parts)
                 score_keys(
@@ -131,12 +133,12 @@ def _collect(weights, blocks, seen, following, output):  # type: ignore[no-untyp
                 )  # fmt: skip
 
 
-def _factors(rows, blocks):  # type: ignore[no-untyped-def]
-    """Convert `rows` to the factor type of products with `blocks` (see `_made_factors`)."""
+def _as_factors(rows, blocks):  # type: ignore[no-untyped-def]
+    """Convert `rows` to the factor type of products with `blocks` (see `_choose_as_factors`)."""
 
 
-@overload(_factors)
-def _made_factors(rows, blocks):  # type: ignore[no-untyped-def]
+@overload(_as_factors)
+def _choose_as_factors(rows, blocks):  # type: ignore[no-untyped-def]
     def rounded(rows, blocks):  # type: ignore[no-untyped-def]
         narrowed = np.empty(rows.shape, np.uint16)
         narrow_rows(rows, narrowed)
@@ -145,12 +147,12 @@ def _made_factors(rows, blocks):  # type: ignore[no-untyped-def]
     return rounded if in_pairs(blocks.dtype) else lambda rows, blocks: rows
 
 
-def _room(scores, blocks):  # type: ignore[no-untyped-def]
+def _weights_for(scores, blocks):  # type: ignore[no-untyped-def]
     """Allocate weights for `scores` in the factor type of products with `blocks`."""
 
 
-@overload(_room)
-def _made_room(scores, blocks):  # type: ignore[no-untyped-def]
+@overload(_weights_for)
+def _choose_weights_for(scores, blocks):  # type: ignore[no-untyped-def]
     kind = np.uint16 if in_pairs(blocks.dtype) else np.float32
     return lambda scores, blocks: np.empty(scores.shape, kind)
 
@@ -164,13 +166,14 @@ def attend_row(  # type: ignore[no-untyped-def]
 ):
     """Attend with all heads of a row to positions `begin` to `end` of the blocks in `seen`.
 
-    `scores` [head, position] is scratch, with rows padded to a multiple of `WHOLE`. `following`: the
-    blocks of the next row, empty after the last row. The slots per block are a multiple of `LANES`,
-    head_dim is a multiple of `values_at_once`.
+    `scores` [head, position] is scratch, with rows padded to a multiple of `WHOLE`. `following`:
+    the blocks of the next row, empty after the last row. The slots per block are a multiple of
+    `LANES`, head_dim is a multiple of `values_at_once`.
     """
     heads, size = query.shape
-    weights, totals = _room(scores, blocks), np.empty(heads, np.float32)
-    _score(_factors(query, blocks), blocks, seen, following, scores)
+    weights, totals = _weights_for(scores, blocks), np.empty(heads, np.float32)
+    _score(_as_factors(query, blocks), blocks, seen, following, scores)
+    # Softmax over padded rows: no scalar remainder loop.
     padded = -(-len(seen) * blocks.shape[2] // WHOLE) * WHOLE
     for head in range(heads):
         totals[head] = _weigh(scores[head, :padded], begin, end, scaling, weights[head, :padded])

@@ -1,15 +1,15 @@
 """A GEMM micro-kernel with vectors of fused multiply-adds (FMA), emitted as LLVM instructions.
 
 The sums of a tile of rows and columns stay in registers while the loop runs over lines of the right
-matrix: an input per line in float32, two in bfloat16, which are widened in registers. Every sum adds
-its inputs in order, so it does not depend on other rows. The right matrix is processed in blocks
-that stay in L1 for all rows, while the next block is prefetched.
+matrix: an input per line in float32, two in bfloat16, which are widened in registers. Every sum
+adds its inputs in order, so it does not depend on other rows. The right matrix is processed in
+blocks that stay in L1 for all rows, while the next block is prefetched.
 
 Measured on a Xeon of family 6, model 207, single thread, all weights of SmolLM2-135M's layers in
-turn, in milliseconds: `functional.linear` in float32, then panels in float32 and bfloat16. With AVX2
-alone, for torch, too: 1 row 32, 29, 16; 4 rows 57, 33, 23; 16 rows 88, 52, 57; 64 rows 205, 200,
-216; 256 rows 729, 708, 871. With 512 bits, torch's product of small matrices in float32 (`brgemm`)
-does 60 to 160 GFLOP/s with 7 to 1,024 rows of 576 values, vectors do 75 to 157.
+turn, in milliseconds: `functional.linear` in float32, then panels in float32 and bfloat16. With
+AVX2 alone, for torch, too: 1 row 32, 29, 16; 4 rows 57, 33, 23; 16 rows 88, 52, 57; 64 rows 205,
+200, 216; 256 rows 729, 708, 871. With 512 bits, torch's product of small matrices in float32
+(`brgemm`) does 60 to 160 GFLOP/s with 7 to 1,024 rows of 576 values, vectors do 75 to 157.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,10 +60,10 @@ def _tile(
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     """A tile of a product: `rows` (compile-time constant) × `tile_columns(rows)`.
 
-    `left`, `right` and `sums` are addresses: of rows in float32, of lines in the dtype `stored`, and
-    of the output, which is added to if `add`. Strides count float32. `begun`: the address of partial
-    sums of earlier lines, in rows of `COLUMNS`, or 0. The tile prefetches from address `ahead` on,
-    every `step` bytes.
+    `left`, `right` and `sums` are addresses: of rows in float32, of lines in the dtype `stored`,
+    and of the output, which is added to if `add`. Strides count float32. `begun`: the address of
+    partial sums of earlier lines, in rows of `COLUMNS`, or 0. The tile prefetches from address
+    `ahead` on, every `step` bytes.
     """
     signature = types.void(rows, *(10 * [types.int64]), stored)
     return signature, _TileLoop(rows.literal_value, in_pairs=stored.dtype == types.uint16)
@@ -82,6 +82,7 @@ class _TileLoop:
         # Hide how the addresses were computed; otherwise the compiler recomputes them in each loop
         # iteration, and registers do not suffice.
         rows = [_opaque(builder, row) for row in rows]
+        # Accumulators [row][vector]; LLVM promotes these stack slots to registers.
         totals = [[cgutils.alloca_once(builder, _VECTOR) for _ in self._vectors] for _ in rows]
         self._begin(builder, begun, totals)
         first = builder.inttoptr(right, _FLOATS)
@@ -194,25 +195,25 @@ def _tiles(rows, lines, left, stride, right, begun, sums, sum_stride, add, ahead
         _tile(6, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, stored)
 
 
-def _widened(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
+def _widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
     """(address, stride) of `count` rows of `left` as float32.
 
-    bfloat16 rows are widened to `room` [MOST_ROWS, inputs of a block], `inputs` of each row.
+    bfloat16 rows are widened to `scratch` [MOST_ROWS, inputs of a block], `inputs` of each row.
     """
 
 
 @overload(_widened)
-def _choose_widened(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
-    def as_they_are(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
+def _choose_widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
+    def as_they_are(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
         return left.ctypes.data + at * _FLOAT_BYTES, stride
 
-    def widened(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
+    def widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
         for m in range(count):
-            begin, target = at + m * stride, room[m]
+            begin, target = at + m * stride, scratch[m]
             row = left[begin : begin + inputs]
             for k in range(inputs):
                 target[k] = float32_of(row[k])
-        return room.ctypes.data, room.shape[1]
+        return scratch.ctypes.data, scratch.shape[1]
 
     return as_they_are if left.dtype == types.float32 else widened
 
@@ -240,23 +241,26 @@ def multiply(  # type: ignore[no-untyped-def]
     blocks, groups = -(-lines // _LINES), -(-rows // MOST_ROWS)
     # Partial sums between blocks; the last block writes to `sums`.
     totals = np.empty((rows, COLUMNS), np.float32)
-    room = np.empty((MOST_ROWS, _LINES * per_word), np.float32)
+    scratch = np.empty((MOST_ROWS, _LINES * per_word), np.float32)
     for block in range(blocks):
         is_last = block == blocks - 1
         size = min(_LINES, lines - block * _LINES)
         following = right + size * line_bytes
+        # All groups of rows together prefetch the next block once; at the end of the matrix, none
+        # follows.
         step = -(-CACHE_LINE_BYTES // groups) if following < right_end else 0
         for group in range(groups):
             first = group * MOST_ROWS
             count = min(MOST_ROWS, rows - first)
             at = left_at + first * left_stride + block * _LINES * per_word
-            wide, stride = _widened(left, at, left_stride, count, size * per_word, room)
+            wide, stride = _widened(left, at, left_stride, count, size * per_word, scratch)
             target_at = sums_at + first * sum_stride
             width = tile_columns(count)
             for column in range(0, columns, width):
                 offset = column * WORD_BYTES
                 into, into_stride, adds = totals[first:].ctypes.data + offset, COLUMNS, 0
                 begun = into if block else 0
+                # A tile that exceeds the output writes to `totals`, from where columns are copied.
                 is_whole = column + width <= columns
                 if is_last and is_whole:
                     into = sums.ctypes.data + target_at * _FLOAT_BYTES + offset

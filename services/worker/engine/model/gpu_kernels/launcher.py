@@ -23,7 +23,7 @@ class Launcher:
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], *constants: Any, **options: int
     ) -> None:
-        """Launch on `grid`; `constants` follow `arguments`. The first call per constants compiles."""
+        """Launch on `grid`; `constants` follow `arguments`. The first call with them compiles."""
         key = (arguments[0].dtype, *constants)
         compiled = self._compiled.get(key)
         if compiled is None:

@@ -90,7 +90,7 @@ def rotate_and_store(
         # Padding tokens of CUDA graphs store nothing.
         real = row >= 0
         if head >= HEADS + KV_HEADS:
-            row += BLOCK
+            row += BLOCK  # V is the second half of the block
         place = kv + (row * KV_HEADS + (head - HEADS) % KV_HEADS) * DIM
         tl.store(place + at, first.to(kv.dtype.element_ty), real)
         tl.store(place + HALF + at, second.to(kv.dtype.element_ty), real)

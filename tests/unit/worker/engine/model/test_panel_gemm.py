@@ -71,7 +71,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 @needs_panel_product
 def test_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit panels"):
+    with pytest.raises(ValueError, match="do not match panels"):
         product_of(torch.randn(64, 8))(torch.randn(1, 6))
 
 

@@ -11,7 +11,7 @@ HELD_OUT_KINDS = ("prefill", "prefill after prefix", "decode", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BatchLimits:
     """The limits of a batch on a runner, in tokens, sequences and blocks."""
 
     max_batch_tokens: int
@@ -20,7 +20,7 @@ class Room:
     num_blocks: int
     block_size: int
 
-    def holds(self, chunks: Chunks) -> bool:
+    def allows(self, chunks: Chunks) -> bool:
         """Whether the batch is within the limits."""
         blocks = sum(blocks_for(prefix + new, self.block_size) for prefix, new in chunks)
         return (
@@ -76,9 +76,10 @@ IDLE = replace(QUICK, target_s=0.0)
 """For an idle worker: the minimum number of repeats."""
 
 
-def fit_points(effort: Effort, room: Room) -> list[Chunks]:
-    """The batches within `room` to which the coefficients of the cost model are fitted."""
+def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
+    """The batches within `limits` to which the coefficients of the cost model are fitted."""
     prefills: list[Chunks] = [((p, c),) for p in effort.prefixes for c in effort.new_tokens]
+    # A decode batch reads all its contexts, so their sum bounds the time and the KV blocks.
     decodes: list[Chunks] = [
         _decodes(n, p)
         for n in effort.decodes
@@ -90,7 +91,7 @@ def fit_points(effort: Effort, room: Room) -> list[Chunks]:
         ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
     ]
     mixed: list[Chunks] = [(*_decodes(n, 128), (p, 32)) for n in (2, 8) for p in (0, 256)]
-    return _distinct([*prefills, *decodes, *several, *mixed], room)
+    return _distinct([*prefills, *decodes, *several, *mixed], limits)
 
 
 def _decodes(count: int, context: int) -> Chunks:
@@ -103,12 +104,12 @@ def _decodes(count: int, context: int) -> Chunks:
     return tuple((round(context * 4 ** (index / (count - 1) - 0.5)), 1) for index in range(count))
 
 
-def held_out_points(effort: Effort, room: Room, rng: Random) -> dict[str, list[Chunks]]:
+def held_out_batches(effort: Effort, limits: BatchLimits, rng: Random) -> dict[str, list[Chunks]]:
     """Validation batches by kind; the fit excludes them."""
     points: dict[str, list[Chunks]] = {}
     for kind in HELD_OUT_KINDS:
         drawn = [_draw(kind, effort, rng) for _ in range(effort.held_out_each)]
-        points[kind] = _distinct(drawn, room)
+        points[kind] = _distinct(drawn, limits)
     return points
 
 
@@ -132,5 +133,5 @@ def _log_uniform(rng: Random, low: int, high: int) -> int:
     return round(low * (high / low) ** rng.random())
 
 
-def _distinct(points: Sequence[Chunks], room: Room) -> list[Chunks]:
-    return [chunks for chunks in dict.fromkeys(points) if room.holds(chunks)]
+def _distinct(points: Sequence[Chunks], limits: BatchLimits) -> list[Chunks]:
+    return [chunks for chunks in dict.fromkeys(points) if limits.allows(chunks)]
