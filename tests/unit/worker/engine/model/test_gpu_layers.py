@@ -48,7 +48,7 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) ->
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are those of a GPU, whatever computes them."""
     monkeypatch.setattr(assembly, "uses_gpu_kernels", lambda _device: True)
-    monkeypatch.setattr(gpu_graphs, "Capture", GraphCapture)
+    monkeypatch.setattr(gpu_graphs, "CudaGraphCapture", GraphCapture)
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")

@@ -163,7 +163,7 @@ def list_a_file_outside(model_dir: Path) -> None:
         (lambda d: (d / "config.json").unlink(), "does not exist"),
         (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
         (lambda d: edit_config(d, architectures=["GPT2LMHeadModel"]), "not supported"),
-        (lambda d: edit_config(d, auto_map={"AutoModel": "evil.Model"}), "never done"),
+        (lambda d: edit_config(d, auto_map={"AutoModel": "evil.Model"}), "never executed"),
         (lambda d: edit_config(d, quantization_config={"bits": 4}), "quantized"),
         (lambda d: edit_config(d, hidden_size="many"), r"config\.json is invalid"),
     ],

@@ -157,7 +157,7 @@ def test_all_types_of_rotation_are_compared() -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, neither true nor false"),
         ({"rope_scaling": [1]}, "rope_parameters is not an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope of type linear requires a number for factor"),
-        ({"use_sliding_window": True, "layer_types": ["x"]}, "does not have 3 names"),
+        ({"use_sliding_window": True, "layer_types": ["x"]}, "is not a list of 3 names"),
         ({"use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers is 1.5"),
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, but must"),
     ],
