@@ -29,7 +29,7 @@ LONGEST = (
     *("test_group_tokens.py", "test_token_equality.py", "test_default_model_merges.py"),
     *("test_up.py", "test_profile.py", "test_default_model.py", "test_default_model_sampling.py"),
     *("test_event_log.py", "test_bench_command.py", "test_engines_merge.py"),
-    *("test_changes.py", "test_kernel_cache.py", "test_companions.py", "test_attention.py"),
+    *("test_changes.py", "test_kernel_cache.py", "test_co_runners.py", "test_attention.py"),
 )
 """Files that come first, so that none of them goes on when the other processes have ended."""
 

@@ -58,7 +58,7 @@ def uses_kernels(runner: ModelRunner) -> bool:
 
 
 def has_joined_layers(runner: ModelRunner) -> bool:
-    return runner.decoder.joined is not None
+    return runner.decoder.layer_runner is not None
 
 
 def uses_panels(runner: ModelRunner) -> bool:
@@ -137,7 +137,7 @@ def test_joined_layers_have_the_bits_of_single_ones(
     joined: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = run_layers(joined, BATCH)
-    monkeypatch.setattr(joined.decoder, "joined", None)
+    monkeypatch.setattr(joined.decoder, "layer_runner", None)
     assert torch.equal(run_layers(joined, BATCH), together)
 
 

@@ -4,23 +4,23 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.engine.model.gpu_graphs import Capture, Captured
+from services.worker.engine.model.gpu_graphs import CapturedGraph, CudaGraphCapture
 from tests.support.device import ON_GPU
 
 
 class Recorded:
-    """In place of `Capture` where there are no graphs: computes again, to the same place."""
+    """In place of `CudaGraphCapture` where there are no graphs: computes again in place."""
 
     captures = 0
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Captured:
+    def __call__(self, work: Callable[[], torch.Tensor]) -> CapturedGraph:
         Recorded.captures += 1
         output = work()
 
         def replay() -> None:
             output.copy_(work())
 
-        return Captured(replay, output)
+        return CapturedGraph(replay, output)
 
 
-GraphCapture: type[Capture] | type[Recorded] = Capture if ON_GPU else Recorded
+GraphCapture: type[CudaGraphCapture] | type[Recorded] = CudaGraphCapture if ON_GPU else Recorded

@@ -1,19 +1,20 @@
 """The engine process of a worker: `python -m services.worker.engine --socket ADDRESS`.
 
-Started by the servicer process, which writes the configuration to its standard input, and ended
-with it. It handles no signals: draining is the servicer's task.
+The servicer process starts it, writes the configuration to its standard input, and takes it down
+when it exits. The engine ignores SIGINT and SIGTERM: the servicer drains it.
 """
 
 from services.common.collector import lasting
 
 
 def main() -> None:
-    """Load the model, tell the servicer, serve."""
+    """Load the model, report it to the servicer, serve."""
     with lasting():
-        # Within, since most of what lasts comes from imports: torch alone makes 300,000 objects.
-        from services.worker.engine.process import started
+        # Import inside the block: most long-lived objects come from imports (torch alone makes
+        # 300,000), and the garbage collector should not scan them.
+        from services.worker.engine.process import build_engine
 
-        loop = started()
+        loop = build_engine()
     loop.run()
 
 

@@ -1,11 +1,10 @@
-"""Compiles grammars before their requests reach the planner, on a thread of its own.
+"""Compiles grammars on a separate thread before their requests reach the planner.
 
 llguidance releases the interpreter lock while it builds a grammar, so the engine's loop keeps
-running. `grammar.PARSER_LIMITS` bound the work. Owners take turns, and a grammar for which no
-request waits any more is not compiled. A request whose grammar takes longer than `COMPILE_MAX_S` is
-refused for good; a request that has waited longer than `WAIT_MAX_S` for other grammars may come
-again. The thread loads the tokenizer first: that holds the interpreter lock (0.3 s with 49,152
-tokens), at a time when the engine serves no request yet.
+running. `grammar.PARSER_LIMITS` bound the work. Tenants take turns (fair queueing), and a grammar
+that no request waits for is not compiled. A request whose grammar takes longer than
+`COMPILE_MAX_S` is refused for good; a request that has waited longer than `WAIT_MAX_S` for other
+grammars is refused as retryable.
 """
 
 import contextlib
@@ -29,32 +28,32 @@ from services.worker.engine.sampling.grammar import (
 COMPILE_MAX_S = 5.0
 WAIT_MAX_S = 5.0
 CHECKING_MAX = 1_000
-"""Requests whose grammars are being compiled; more are refused for now."""
+"""Requests that may wait for their grammars; further requests are refused as retryable."""
 OWNED_MAX = CHECKING_MAX // 2
-"""How many of these may be requests of one owner."""
+"""Waiting requests per owner (tenant), so that a single tenant cannot fill the queue."""
 
 K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request that may run if `refusal` is None."""
+    """A request whose grammar was checked; it may run if `refusal` is None."""
 
     request: Request
     refusal: RefuseRequest | None = None
 
 
 class _Compiler:
-    """The thread, with its queue and its results; the public methods are for other threads.
+    """The compiler thread with its queue and its results.
 
-    Both threads call `now_s`.
+    Other threads call the public methods. `now_s` must be thread-safe.
     """
 
     def __init__(self, grammars: Grammars, now_s: Callable[[], float]) -> None:
         self._grammars = grammars
         self._now_s = now_s
         self._changed = Condition()
-        # Guards the next four.
+        # Guards the next four attributes.
         self._line = FairLine[Grammar](OWNED_MAX)
         self._done: list[tuple[Grammar, GrammarVerdict]] = []
         self._current: tuple[Grammar, float] | None = None
@@ -63,20 +62,22 @@ class _Compiler:
         self._thread = Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
-    def want(self, owner: str, grammar: Grammar) -> None:
-        """Queue a grammar; it is compiled when it is the owner's turn."""
+    def enqueue(self, owner: str, grammar: Grammar) -> None:
+        """Queue a grammar for the next turn of its owner."""
         with self._changed:
+            # The result of a running compilation serves this owner as well.
             if self._current is None or self._current[0] != grammar:
                 self._line.join(owner, grammar)
                 self._changed.notify()
 
-    def drop(self, owner: str, grammar: Grammar) -> None:
-        """Take a grammar of the owner out of the queue."""
+    def dequeue(self, owner: str, grammar: Grammar) -> None:
+        """Remove a grammar of the owner from the queue."""
         with self._changed:
             self._line.leave(owner, grammar)
 
     def take_done(self) -> list[tuple[Grammar, GrammarVerdict]]:
-        """The grammars that were compiled since the last call, with their results."""
+        """Return the grammars compiled since the last call, with their verdicts."""
+        # A lock-free check: the loop calls this in every iteration, and a miss is retried then.
         if not self._done:
             return []
         with self._changed:
@@ -85,14 +86,14 @@ class _Compiler:
         return done
 
     def overlong(self) -> Grammar | None:
-        """The grammar whose compilation has taken too long so far."""
+        """The grammar whose running compilation exceeds `COMPILE_MAX_S`; None if there is none."""
         with self._changed:
             if self._current is None or self._now_s() - self._current[1] < COMPILE_MAX_S:
                 return None
             return self._current[0]
 
     def close(self) -> None:
-        """End the thread, once it is through with what it does now."""
+        """Stop the thread after the compilation in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -101,6 +102,8 @@ class _Compiler:
         os.close(self._writer)
 
     def _run(self) -> None:
+        # Loading the tokenizer holds the interpreter lock (0.3 s with 49,152 tokens). Load it now,
+        # while the engine serves no request.
         with contextlib.suppress(GrammarRefused):
             self._grammars.load()
         while (grammar := self._next()) is not None:
@@ -110,12 +113,12 @@ class _Compiler:
                 # One compilation serves all owners that queue the grammar.
                 self._line.leave_all(grammar)
                 self._done.append((grammar, verdict))
-                # `reader` is readable while there are results.
+                # One byte in the pipe keeps `reader` readable while there are results.
                 if len(self._done) == 1:
                     os.write(self._writer, b"\0")
 
     def _next(self) -> Grammar | None:
-        """The next grammar, whose compilation begins now; None after `close`."""
+        """Wait for the next grammar and mark it as being compiled; None after `close`."""
         with self._changed:
             while not self._closed:
                 if (grammar := self._line.next()) is not None:
@@ -126,13 +129,13 @@ class _Compiler:
 
 
 class GrammarCheck:
-    """Holds requests with a grammar back from the planner until the grammar is compiled.
+    """Holds back requests with a grammar from the planner until the grammar is compiled.
 
-    All methods are for the engine's thread.
+    Only the engine's thread may call its methods.
     """
 
     def __init__(self, grammars: Grammars, now_s: Callable[[], float]) -> None:
-        """`now_s` may be called by any thread."""
+        """`now_s` must be thread-safe."""
         self._grammars = grammars
         self._now_s = now_s
         self._compiler = _Compiler(grammars, now_s)
@@ -145,17 +148,17 @@ class GrammarCheck:
         self._checked: list[CheckedRequest] = []
 
     def __len__(self) -> int:
-        """Requests whose grammars are being compiled."""
+        """Number of requests that wait for their grammars."""
         return len(self._waiting)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a compilation has ended."""
+        """A descriptor that is readable after a compilation has ended."""
         return self._compiler.reader
 
     def submit(self, request: Request) -> None:
-        """Accept a request with a grammar; `take` returns it, at once if the grammar is known."""
+        """Accept a request with a grammar; `take` returns it, at once if its verdict is cached."""
         grammar, owner = _grammar_of(request), request.service.tenant
-        if (verdict := self._grammars.known(grammar)) is not None:
+        if (verdict := self._grammars.cached_verdict(grammar)) is not None:
             self._decide(request, verdict)
         elif len(self._waiting) >= CHECKING_MAX or self._owned[owner] >= OWNED_MAX:
             self._refuse(request, "too many grammars are being compiled; retry later", True)
@@ -164,17 +167,17 @@ class GrammarCheck:
             self._by_grammar.setdefault(grammar, {})[request.request_id] = None
             self._owned[owner] += 1
             self._wanting[owner, grammar] += 1
-            self._compiler.want(owner, grammar)
+            self._compiler.enqueue(owner, grammar)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request, checked or not; False if it is not here."""
-        kept = [one for one in self._checked if one.request.request_id != request_id]
+        """Drop a request, checked or not; returns whether it was held here."""
+        kept = [checked for checked in self._checked if checked.request.request_id != request_id]
         was_checked = len(kept) < len(self._checked)
         self._checked = kept
         return self._forget(request_id) is not None or was_checked
 
     def take(self) -> list[CheckedRequest]:
-        """The requests that were checked since the last call, or that have waited too long."""
+        """Return the requests that were checked or have timed out since the last call."""
         for grammar, verdict in self._compiler.take_done():
             for request in self._forget_all(self._by_grammar.get(grammar, ())):
                 self._decide(request, verdict)
@@ -184,11 +187,11 @@ class GrammarCheck:
         return checked
 
     def close(self) -> None:
-        """End the thread, once it is through with what it does now."""
+        """Stop the compiler thread after the compilation in progress."""
         self._compiler.close()
 
     def _expire(self) -> None:
-        """Refuse requests whose grammar takes too long, and requests that have waited too long."""
+        """Refuse requests whose grammar exceeds its compile time or that waited too long."""
         if (overlong := self._compiler.overlong()) is not None:
             message = f"grammar: it was not compiled within {COMPILE_MAX_S:.0f} s; simplify it"
             for request in self._forget_all(self._by_grammar.get(overlong, ())):
@@ -196,6 +199,7 @@ class GrammarCheck:
         now_s = self._now_s()
         late = []
         for request_id, (_, deadline_s) in self._waiting.items():
+            # In order of arrival, hence of deadlines: the first request in time ends the scan.
             if deadline_s > now_s:
                 break
             late.append(request_id)
@@ -203,22 +207,23 @@ class GrammarCheck:
             self._refuse(request, "grammars of other requests are compiled; retry later", True)
 
     def _forget_all(self, request_ids: Iterable[str]) -> list[Request]:
-        found = [self._forget(request_id) for request_id in list(request_ids)]
-        return [request for request in found if request is not None]
+        # Copy the ids: `_forget` removes them from the dictionary that `request_ids` may view.
+        forgotten = [self._forget(request_id) for request_id in list(request_ids)]
+        return [request for request in forgotten if request is not None]
 
     def _forget(self, request_id: str) -> Request | None:
-        """Remove a request, and its grammar if no other request of its owner waits for it."""
+        """Remove a request, and dequeue its grammar unless its owner still waits for it."""
         request, _ = self._waiting.pop(request_id, (None, 0.0))
         if request is None:
             return None
         grammar, owner = _grammar_of(request), request.service.tenant
-        alike = self._by_grammar[grammar]
-        del alike[request_id]
-        if not alike:
+        request_ids = self._by_grammar[grammar]
+        del request_ids[request_id]
+        if not request_ids:
             del self._by_grammar[grammar]
-        if _one_less(self._wanting, (owner, grammar)):
-            self._compiler.drop(owner, grammar)
-        _one_less(self._owned, owner)
+        if _decrement(self._wanting, (owner, grammar)):
+            self._compiler.dequeue(owner, grammar)
+        _decrement(self._owned, owner)
         return request
 
     def _decide(self, request: Request, verdict: GrammarVerdict) -> None:
@@ -232,8 +237,8 @@ class GrammarCheck:
         self._checked.append(CheckedRequest(request, refusal))
 
 
-def _one_less(counts: Counter[K], key: K) -> bool:
-    """Count down; returns whether the count is now zero."""
+def _decrement(counts: Counter[K], key: K) -> bool:
+    """Decrement a count and delete it at zero; returns whether it reached zero."""
     counts[key] -= 1
     if counts[key]:
         return False

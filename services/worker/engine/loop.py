@@ -1,7 +1,7 @@
-"""The engine's loop: drain the inbox, let the member take its turn, publish the results.
+"""The engine's main loop: drain the inbox, run one microbatch, publish the results.
 
-Results from other members are published before the next microbatch runs. Otherwise a pipeline's
-tokens would wait for the time of a stage.
+The loop owns the ZeroMQ socket to the servicer process. Planning, group changes and the pipeline
+belong to `Member`.
 """
 
 import logging
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def connect(address: str) -> zmq.Socket[bytes]:
-    """The engine's end of the socket to its servicer; sending gives up after a deadline."""
+    """Connect to the servicer's socket; a send fails after `SEND_TIMEOUT_MS`."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, SEND_TIMEOUT_MS)
@@ -54,12 +54,12 @@ def connect(address: str) -> zmq.Socket[bytes]:
 
 
 def send(socket: zmq.Socket[bytes], frame: FromEngine) -> None:
-    """Send a frame; raises zmq.Again when the servicer takes nothing for `SEND_TIMEOUT_MS`."""
+    """Send a frame. Raises zmq.Again if the queue stays full for `SEND_TIMEOUT_MS`."""
     socket.send(encode(frame))
 
 
 class EngineLoop:
-    """Joins the servicer's socket with the engine's part in its group."""
+    """Connects the servicer's socket with the group member that this engine is."""
 
     def __init__(
         self,
@@ -70,60 +70,69 @@ class EngineLoop:
         profiler: IdleProfiler | None = None,
         impossible: ImpossibleTargets | None = None,
     ) -> None:
-        """`descriptors` are readable when something comes from other members.
+        """`descriptors` become readable when frames from other members arrive.
 
-        `impossible` finds targets that are logged, since no request can keep them.
+        `impossible` detects latency targets that no request can meet; the loop logs them.
         """
         self._member = member
         self._socket = socket
         self._grammars = grammars
         self._profiler = profiler
         self._impossible = impossible or ImpossibleTargets()
+        # Frames of the servicer that were read but not handled yet.
         self._inbox: deque[ToEngine] = deque()
+        # Ids of requests to acknowledge in the next report.
         self._received: list[str] = []
+        # Whether arrivals may interrupt the next iteration; False after they interrupted one.
         self._may_interrupt = True
         self._published_s = 0.0
+        # Prefix-cache evictions reported so far.
         self._dropped_total = 0
-        self._standing = (0, False, "", False)
-        self._waiting = zmq.Poller()
-        self._waiting.register(socket, zmq.POLLIN)
+        # The last reported (epoch, changing, trouble, left): a change is reported at once.
+        self._published_status = (0, False, "", False)
+        # The idle wait watches every source; an iteration watches fewer (`_interrupts`).
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
         for descriptor in (*descriptors, grammars.fileno()):
-            self._waiting.register(descriptor, zmq.POLLIN)
-        self._members = select.epoll()
-        self._anybody = select.epoll()  # also the servicer
-        self._anybody.register(socket.fileno(), select.EPOLLIN)
+            self._poller.register(descriptor, zmq.POLLIN)
+        self._member_sources = select.epoll()
+        self._all_sources = select.epoll()  # members and the servicer
+        self._all_sources.register(socket.fileno(), select.EPOLLIN)
         for descriptor in descriptors:
-            self._members.register(descriptor, select.EPOLLIN)
-            self._anybody.register(descriptor, select.EPOLLIN)
+            self._member_sources.register(descriptor, select.EPOLLIN)
+            self._all_sources.register(descriptor, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve until the process is ended."""
+        """Serve until the process terminates."""
         while True:
             self.step(IDLE_HEARTBEAT_MS)
 
     def step(self, wait_ms: int) -> None:
-        """One turn: take frames, run a microbatch; wait up to `wait_ms` if there was nothing."""
+        """Handle frames and run one microbatch; wait up to `wait_ms` if there was no work."""
         self._drain_inbox()
-        self._take_checked()
+        self._start_checked()
         took = self._member.take()
-        self._return_waiting()
-        told = self._publish()
+        self._requeue_overdue()
+        # Publish the other members' results before running: otherwise a pipeline's tokens would
+        # wait for the duration of this stage.
+        published = self._publish()
         ran = self._member.launch(self._interrupts)
-        told = self._publish() or told
-        if not (took or told or ran) and not self._profiled_a_batch():
+        published = self._publish() or published
+        if not (took or published or ran) and not self._profile_when_idle():
             with self._member.links.lane.attended():
-                self._waiting.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
+                self._poller.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
 
     def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
-        """Interrupt an iteration when one of its requests is aborted meanwhile.
+        """Return the check that decides, between two layers, whether to interrupt an iteration.
 
-        So blocks are free within a layer's time, however long the iteration. Requests interrupt
-        never two in a row, or a storm of them would stop all others. A preemptible one is also
-        interrupted for an online request, for each order of the memory manager, and, while groups
-        change, for all that comes from other members.
+        An abort of a request in the microbatch interrupts it. A preemptible microbatch also yields
+        to online requests, to commands of the memory manager and, during a group change, to any
+        frame of another member. None if the iteration cannot be interrupted.
         """
         if self._profiler is not None:
             self._profiler.note_work()
+        # Arrivals and aborts may interrupt at most every other iteration; otherwise a burst would
+        # starve running requests.
         for_requests, self._may_interrupt = self._may_interrupt, True
         preemptible = microbatch.preemptible
         if not for_requests and not preemptible:
@@ -135,37 +144,41 @@ class EngineLoop:
 
         def interrupted() -> bool:
             self._fill_inbox()
+            # Commands and frames of a group change are exempt from the limit on arrivals: the whole
+            # group waits for this member.
             if preemptible and self._changes_groups():
                 return True
-            if changing and self._members.poll(0):
+            if changing and self._member_sources.poll(0):
                 return True
-            found = for_requests and (
-                self._aborts_one_of(request_ids)
+            # An abort frees its blocks within one layer's time, however long the iteration is.
+            interrupts = for_requests and (
+                self._aborts_any(request_ids)
                 or (preemptible and self._preempts(microbatch, started_s))
             )
-            self._may_interrupt = not found
-            return found
+            self._may_interrupt = not interrupts
+            return interrupts
 
-        def asks_again() -> bool:
-            return for_requests and preemptible and self._keeps_deadlines
+        def time_dependent() -> bool:
+            # A waiting deadline expires without a new frame, so polling a descriptor would miss it.
+            return for_requests and preemptible and self._deadline_waits
 
-        watched = self._anybody if changing else self._socket
-        return WatchedInterrupt(interrupted, watched.fileno(), asks_again)
+        watched = self._all_sources if changing else self._socket
+        return WatchedInterrupt(interrupted, watched.fileno(), time_dependent)
 
     def _changes_groups(self) -> bool:
-        """Whether the inbox holds an order of the memory manager."""
+        """Whether the inbox holds a command of the memory manager."""
         return any(isinstance(frame, ApplyConfiguration | Prepare) for frame in self._inbox)
 
     @property
-    def _keeps_deadlines(self) -> bool:
-        """Whether the inbox holds an online request whose deadline an iteration must keep."""
+    def _deadline_waits(self) -> bool:
+        """Whether the inbox holds an online request with a TTFT target (preemption by deadline)."""
         return self._member.state.config.preempt is Preempt.DEADLINE and any(
             isinstance(frame, StartRequest) and frame.request.service.ttft_s is not None
             for frame in self._inbox
         )
 
     def _preempts(self, microbatch: Microbatch, started_s: float) -> bool:
-        """Whether the inbox holds online requests for which a preemptible iteration ends."""
+        """Whether an online request in the inbox preempts the running microbatch."""
         now_s = monotonic_s()
         online = (
             OnlineRequest.of(frame.request, now_s)
@@ -174,18 +187,20 @@ class EngineLoop:
         )
         return self._member.state.gives_way(microbatch.batch, now_s - started_s, online)
 
-    def _aborts_one_of(self, request_ids: frozenset[str]) -> bool:
-        """Whether the inbox holds an abort of one of them."""
+    def _aborts_any(self, request_ids: frozenset[str]) -> bool:
+        """Whether the inbox holds an abort for any of `request_ids`."""
         return any(
             isinstance(frame, AbortRequest) and frame.request_id in request_ids
             for frame in self._inbox
         )
 
-    def _profiled_a_batch(self) -> bool:
-        """Use a quiet moment of a group of one; only while no sequence owns a block."""
+    def _profile_when_idle(self) -> bool:
+        """Measure a profile batch if this worker is idle; returns whether it did."""
+        # The profiler overwrites free KV blocks, so no sequence may own a block, and a pipeline
+        # could not run its batch.
         if self._profiler is None or self._member.state.sequences or not self._member.alone:
             return False
-        return self._profiler.step(lambda: bool(self._waiting.poll(0)))
+        return self._profiler.step(lambda: bool(self._poller.poll(0)))
 
     def _drain_inbox(self) -> None:
         self._fill_inbox()
@@ -198,8 +213,10 @@ class EngineLoop:
                     else:
                         self._start(request)
                 case AbortRequest(request_id=request_id):
+                    # The planner never saw a request whose grammar is being compiled, so its
+                    # receipt is acknowledged here; `_start` acknowledges all others.
                     if self._grammars.abort(request_id):
-                        self._received.append(request_id)  # each start is told once
+                        self._received.append(request_id)
                     else:
                         self._member.handle(RequestAborted(monotonic_s(), request_id))
                 case ApplyConfiguration():
@@ -209,8 +226,8 @@ class EngineLoop:
                 case AbortAttempt(attempt=attempt):
                     self._member.abort(attempt)
 
-    def _take_checked(self) -> None:
-        """Requests whose grammars are compiled now, or will never be."""
+    def _start_checked(self) -> None:
+        """Start or refuse the requests whose grammar check has ended."""
         for checked in self._grammars.take():
             if checked.refusal is None:
                 self._start(checked.request)
@@ -224,8 +241,8 @@ class EngineLoop:
             log.warning("%s", target)
         self._member.handle(RequestArrived(monotonic_s(), request))
 
-    def _return_waiting(self) -> None:
-        """Give back the requests that have waited too long and cannot start now."""
+    def _requeue_overdue(self) -> None:
+        """Return requests to the scheduler that have waited too long and cannot start now."""
         due_s, now_s = self._member.changeover.return_due_s, monotonic_s()
         if due_s is not None and due_s <= now_s:
             self._member.handle(WaitLooked(now_s))
@@ -235,21 +252,23 @@ class EngineLoop:
             self._inbox.append(to_engine_decoder.decode(self._socket.recv()))
 
     def _publish(self) -> bool:
-        """Send the servicer the results; without any, only a heartbeat now and then.
+        """Send results to the servicer, or a heartbeat if the last report is old.
 
-        Returns whether there were any.
+        Returns whether there was anything to report.
         """
         news, now_s = self._member.take_news(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
         epoch = configuration.epoch if configuration else 0
         member = self._member
-        standing = (epoch, not member.settled, member.trouble, member.changeover.left)
-        happened = bool(news or self._received or standing != self._standing)
+        status = (epoch, not member.settled, member.trouble, member.changeover.left)
+        happened = bool(news or self._received or status != self._published_status)
+        # Half the interval, so that every idle wait of `IDLE_HEARTBEAT_MS` ends in a report.
         if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
             return False
-        self._standing = standing
+        self._published_status = status
         self._published_s = now_s
+
         for answer in news.prepared:
             send(self._socket, answer)
         received, self._received = self._received, []
@@ -258,12 +277,12 @@ class EngineLoop:
         self._dropped_total = dropped.total
         report = EngineReport(
             member.state.load(),
-            *standing[:2],
+            *status[:2],
             member.stage.runner.parameter_bytes,
             member.pipeline_time,
             member.iteration_time,
             member.iteration_tokens,
-            *standing[2:],
+            *status[2:],
             member.slowest_iteration_s,
         )
         send(

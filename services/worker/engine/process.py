@@ -1,4 +1,4 @@
-"""What an engine process is made of."""
+"""Assembles an engine process: model runner, planner, network lanes and main loop."""
 
 import argparse
 import logging
@@ -29,6 +29,7 @@ from services.worker.engine.compute.pacer import Pacer
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
+from services.worker.engine.heartbeat import start_heartbeat
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.model.catalog import shape_of
 from services.worker.engine.pipeline.fact_log import FactLog
@@ -36,11 +37,10 @@ from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.profile.batches import IDLE
 from services.worker.engine.profile.idle import IdleProfiler
-from services.worker.engine.profile.measurer import Measurer, room_of, sketch
-from services.worker.engine.profile.point import IDLE
+from services.worker.engine.profile.measurer import Measurer, batch_limits_of, measure_rough_model
 from services.worker.engine.profile.session import ProfileSession, profile_path
-from services.worker.engine.pulse import start_pulse
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
@@ -52,15 +52,15 @@ from services.worker.ipc import EngineReady, EngineUnusable
 log = logging.getLogger(__name__)
 
 
-def started() -> EngineLoop:
-    """Load the model and tell the servicer; the result is ready to run."""
+def build_engine() -> EngineLoop:
+    """Load the model and report it to the servicer; returns the loop to run, or exits."""
     parser = argparse.ArgumentParser(prog="tideserve-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--incarnation", required=True)
     arguments = parser.parse_args()
-    _live_with(arguments.parent)
-    set_up_logging()
+    _bind_to_parent(arguments.parent)
+    set_up_logging()  # with defaults, until the configuration is known
     data = config_module.parse_yaml(sys.stdin.read(), "the servicer's configuration")
     config = config_module.from_mapping(WorkerConfig, data, "the servicer's configuration")
     set_up_logging(config.log_level, config.log_format)
@@ -71,14 +71,14 @@ def started() -> EngineLoop:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
         profile = stored_profile(config)
-        made_with = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
+        planner = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
         member_config = MemberConfig(
             config.worker_id,
             runner.stage_memory.num_layers,
             runner.stage_memory.tied_embeddings,
-            made_with,
+            planner,
             config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
         )
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
@@ -89,10 +89,10 @@ def started() -> EngineLoop:
         sys.exit(EXIT_UNUSABLE)
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
-    facts.start(identity, config.memory_bytes, exact=promises_tokens(config))
-    member = join(identity, lanes, runner, changeover, config, pacer, facts)
-    send(socket, describe(runner, config, lanes))
-    start_pulse(arguments.socket)
+    facts.start(identity, config.memory_bytes, exact=is_batch_invariant(config))
+    member = build_member(identity, lanes, runner, changeover, config, pacer, facts)
+    send(socket, ready_frame(runner, config, lanes))
+    start_heartbeat(arguments.socket)
     member.mover.start()
     return EngineLoop(
         member,
@@ -100,26 +100,28 @@ def started() -> EngineLoop:
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, changeover.planner.pool, config),
-        ImpossibleTargets(made_with.cost_model),
+        ImpossibleTargets(planner.cost_model),
     )
 
 
-def _live_with(parent: int) -> None:
-    """End with the servicer, and not before it."""
+def _bind_to_parent(parent: int) -> None:
+    """Terminate together with the servicer, and ignore signals that would end the engine first."""
     die_with_parent()
+    # The parent may have died before `die_with_parent` took effect.
     if os.getppid() != parent:
         sys.exit(EXIT_UNUSABLE)
+    # A signal to the process group must not interrupt requests that the servicer still drains.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-def promises_tokens(config: WorkerConfig) -> bool:
-    """Whether a request gets the same tokens whatever it is batched with."""
+def is_batch_invariant(config: WorkerConfig) -> bool:
+    """Whether a request's tokens are independent of the other requests in its batches."""
     return config.device == "cpu" and config.dtype != "bfloat16"
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
-    """The part of the configuration that the model runner needs."""
+    """The model runner's part of the worker configuration."""
     planner = config.planner
     resumes = planner.preempted_work is PreemptedWork.RESUME
     return RunnerConfig(
@@ -139,7 +141,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
 
 
 def lanes_config(config: WorkerConfig) -> LanesConfig:
-    """The part of the configuration that the lanes need; the servicer has settled `advertise`."""
+    """The network lanes' part of the configuration; the servicer has resolved `advertise`."""
     return LanesConfig(
         config.host,
         config.advertise,
@@ -152,7 +154,7 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 def cost_model_of(
     runner: ModelRunner, config: WorkerConfig, known: Pacer | DeviceProfile | None
 ) -> CostModel | None:
-    """The cost model of `known`; without it a sketch is measured if deadlines need one."""
+    """The cost model of `known`, or a rough measured model if the scheduling needs deadlines."""
     if known is not None:
         return known.model
     planner = config.planner
@@ -161,18 +163,18 @@ def cost_model_of(
     log.info(
         "scheduling: %s, and no profile is stored: measuring a rough cost model", planner.scheduling
     )
-    return sketch(runner, planner.max_batch_tokens, planner.max_running)
+    return measure_rough_model(runner, planner.max_batch_tokens, planner.max_running)
 
 
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
-    """The configuration of a planner over the blocks that the runner has."""
+    """The planner's configuration, with the runner's number of blocks and the cost model."""
     return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
-    """The pacer, if the configuration names a device to pace to. Raises ConfigError."""
+    """The pacer if the configuration names a device profile to pace to. Raises ConfigError."""
     if config.paced is None:
         return None
     profile = load_profile(config.paced)
@@ -181,7 +183,7 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
 
 
 def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
-    """The stored profile of this model on this device; None without a usable one."""
+    """The stored profile of this model on this device; None if there is no usable profile."""
     if config.profile_dir is None:
         return None
     path = profile_path(config.profile_dir, runner_config(config), config.threads)
@@ -197,23 +199,24 @@ def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
 def idle_profiler(
     runner: ModelRunner, pool: BlockPool, config: WorkerConfig
 ) -> IdleProfiler | None:
-    """The profiler for idle times; None if a profile is stored or none is wanted."""
-    # The profiler borrows blocks, which a replay of the event log would not know of.
+    """The profiler for idle periods; None if a profile is stored or profiling is disabled."""
+    # The profiler allocates blocks outside the event log, so a replay of the log would diverge.
     if config.profile_dir is None or config.event_log is not None:
         return None
+    # A paced engine takes its cost model from the paced device.
     if config.paced is not None or not config.profile_when_idle:
         return None
     if stored_profile(config) is not None:
         return None
     own = runner_config(config)
     path = profile_path(config.profile_dir, own, config.threads)
-    room = room_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
+    limits = batch_limits_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
     return IdleProfiler(
-        ProfileSession(IDLE, room), Measurer(runner, pool), runner, own, config.threads, path
+        ProfileSession(IDLE, limits), Measurer(runner, pool), runner, own, config.threads, path
     )
 
 
-def join(
+def build_member(
     identity: Identity,
     lanes: Lanes,
     runner: ModelRunner,
@@ -222,7 +225,7 @@ def join(
     pacer: Pacer | None,
     facts: FactLog,
 ) -> Member:
-    """The engine's part in its group."""
+    """Build the group member of this engine over its lanes, its runner and its change-over."""
     gate = ActivationGate()
     settings = MoverConfig(
         link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
@@ -241,8 +244,8 @@ def join(
     return member
 
 
-def describe(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
-    """The facts about this engine, for its registration and its reports."""
+def ready_frame(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
+    """The engine's sizes and addresses, for the worker's registration and reports."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
         context_tokens=runner.geometry.max_model_len,

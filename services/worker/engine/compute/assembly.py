@@ -1,4 +1,4 @@
-"""Loads a model: divides the memory budget, fills the stage's memory, builds the decoder."""
+"""Loads a model: divides the memory budget, fills the stage memory and builds the decoder."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ from services.worker.engine.model.attention.cpu import SdpaPagedAttention, mask_
 from services.worker.engine.model.attention.paged import GROUP_TOKENS, PagedAttention
 from services.worker.engine.model.catalog import ModelGeometry, geometry_of
 from services.worker.engine.model.config import load_config
-from services.worker.engine.model.decoder import Decoder, JoinedLayers, slab_layouts
+from services.worker.engine.model.decoder import Decoder, LayerRunner, slab_layouts
 from services.worker.engine.model.linear import UpcastScratch
 from services.worker.engine.model.loader import DummySource, SafetensorsSource, verify_manifest
 from services.worker.engine.model.modules import Skeleton
@@ -44,22 +44,23 @@ from services.worker.errors import DeviceError
 log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 8 << 20
-"""The buffer for upcast weights. Measured: a smaller one costs calls, a larger one cache misses."""
+"""Size of the buffer for upcast weights. Measured: smaller costs calls, larger cache misses."""
 SAMPLER_ROWS = 5
-"""Rows of logits that would take as much memory as the sampler: scratch, and a copy of a row."""
+"""The sampler's memory (scratch and a copy of a row), expressed in rows of logits."""
 CUDA_BYTES = 128 * MIB
-"""For cuBLAS, which takes 32 MiB on Hopper, and for the gaps of torch's allocator."""
+"""For cuBLAS (32 MiB on Hopper) and for fragmentation of torch's allocator."""
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
-    """The most memory outside the arena: scratch, gathered K/V, activations, logits.
+    """Upper bound of the memory outside the arena: scratch, gathered K/V, activations, logits.
 
-    Also the hidden states of a suspended batch, if there can be one. On a GPU the driver's context
-    comes on top of it, which is outside the budget.
+    Includes the hidden states of a suspended batch if the runner suspends batches. Excludes the
+    context of the GPU driver, which the budget does not cover.
     """
     device = torch.device(config.device)
     compute = compute_dtype(device, config.dtype)
     logits = geometry.vocab_size * (logit_rows(device) + SAMPLER_ROWS) * compute.itemsize
+    # The sum of the peaks of all parts is an upper bound of the peak.
     upcasts = compute != config.dtype
     needed = _activations_bytes(config, geometry, compute) + logits
     if device.type == "cuda":
@@ -69,7 +70,7 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
 
 
 def gathered_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype) -> int:
-    """K and V that torch's attention gathers, and its masks."""
+    """Bytes of the gather buffers and masks of torch's attention."""
     context = max(geometry.max_model_len, GROUP_TOKENS) + config.block_size
     kv_values = 2 * geometry.num_kv_heads * geometry.head_dim
     gathered = context * kv_values * config.dtype.itemsize
@@ -80,21 +81,23 @@ def gathered_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: torch
 
 
 def _activations_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype) -> int:
-    # The widest moment of a layer: residual and norm, then gate, its activation, up, product; or
-    # query, key, value, their rotations and the attention output.
+    # Peak of a layer's live tensors: residual and norm, plus either gate, activation, up and their
+    # product (MLP) or query, key, value, their rotations and the attention output.
     heads = geometry.num_heads * geometry.head_dim
     kv_values = 2 * geometry.num_kv_heads * geometry.head_dim
     widest = 3 * geometry.hidden_size + max(4 * geometry.intermediate_size, 6 * heads)
     if torch.device(config.device).type == "cuda":
-        # `GpuLayers`: what a layer has made lives until the layer has ended.
-        made = 6 * geometry.hidden_size + 3 * (heads + geometry.intermediate_size) + kv_values
-        widest = max(widest, made)
+        # `GpuLayers` keeps all intermediate tensors of a layer alive until the layer has ended.
+        live = 6 * geometry.hidden_size + 3 * (heads + geometry.intermediate_size) + kv_values
+        widest = max(widest, live)
     needed = config.max_batch_tokens * widest * compute.itemsize
     if cpu_kernels.fit(torch.device(config.device), config.dtype, compute):
-        # Fused layers: hidden states five times, heads and the MLP's width three times.
+        # Fused layers hold five tensors of hidden size, and three each of the width of the heads
+        # and of the MLP.
         fused = 5 * geometry.hidden_size + 3 * (heads + kv_values + geometry.intermediate_size)
         few = min(cpu_kernels.ROWS_MAX, config.max_batch_tokens)
         needed = max(needed, few * fused * compute.itemsize)
+    # A suspended batch keeps its hidden states while another batch runs.
     if config.suspends:
         needed += config.max_batch_tokens * geometry.hidden_size * compute.itemsize
     return needed
@@ -106,28 +109,29 @@ def _gpu_attention_bytes(
     from services.worker.engine.model.attention import gpu
 
     if gpu.fits(geometry.head_dim, compute):
-        # Kernels that are launched one by one, and those of graphs, have memory of their own.
+        # Eager kernels and captured graphs have separate memory.
         return 2 * gpu.parts_bytes(geometry.num_heads, geometry.head_dim)
     return gathered_bytes(config, geometry, compute)
 
 
 PACKAGES = ("cuda", "triton")
-"""What torch's build for CUDA brings along."""
+"""Packages that torch's CUDA build installs."""
 COMPILERS = ("gcc", "clang")
 
 
 def check_gpu_needs(device: torch.device) -> None:
-    """Raises DeviceError that says what is missing and how to get it."""
+    """Raise DeviceError if a CUDA build of torch, a C compiler or the GPU itself is missing."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if torch.version.cuda is None or missing:
         raise DeviceError(only_cpus(torch.__version__))
+    # Triton compiles a launcher in C for each kernel.
     compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not any(map(shutil.which, compilers)) or not header.exists():
         raise DeviceError(
-            f"Triton needs a C compiler ({' or '.join(compilers)}) and {header}, once for each"
-            " kernel, and one of them is missing; install them (Debian and Ubuntu: apt-get install"
-            " gcc libc6-dev python3-dev)"
+            f"Triton needs a C compiler ({' or '.join(compilers)}) and {header} to compile its"
+            " kernels, but at least one is missing; install them (Debian and Ubuntu: apt-get"
+            " install gcc libc6-dev python3-dev)"
         )
     try:
         torch.cuda.init()
@@ -138,13 +142,13 @@ def check_gpu_needs(device: torch.device) -> None:
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
         raise DeviceError(
-            f"there is no GPU {index}, since this machine shows {count}, the first of which is 0;"
-            " start fewer workers, or let them share one with --device cuda:0"
+            f"there is no GPU {index}: this machine has {count}, numbered from 0;"
+            " start fewer workers, or let them share a GPU with --device cuda:0"
         )
 
 
 class LoadedModel(NamedTuple):
-    """The parts of a model in memory; its arena belongs to `stage_memory`."""
+    """A model in memory; `stage_memory` owns the arena."""
 
     geometry: ModelGeometry
     stage_memory: StageMemory
@@ -171,7 +175,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     layouts = slab_layouts(
         skeleton, config.dtype, panels=panels, biases_last=uses_gpu_kernels(device)
     )
-    # Weights of a shape that does not fit are row-major all the same.
+    # `slab_layouts` falls back to row-major weights if a shape does not fit panels.
     panels = bool(layouts[layer_name(0)].tag)
     if device.type == "cpu":
         text = products_text(config.dtype, compute, compiled=compiled, panels=panels)
@@ -182,6 +186,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
     plan = _plan(config, geometry, layouts, block_shape)
     arena = _arena(device, plan)
     with ExitStack() as stack:
+        # Free the arena if loading fails; on success `pop_all` leaves it open.
         stack.callback(arena.close)
         stage_memory = StageMemory(
             arena,
@@ -201,16 +206,16 @@ def load_model(config: RunnerConfig) -> LoadedModel:
 
 
 def uses_gpu_kernels(device: torch.device) -> bool:
-    """Whether `gpu_kernels` compute a model's layers, where they can."""
+    """Whether the model's layers run on `gpu_kernels`, as far as these support the model."""
     return device.type == "cuda"
 
 
 def products_text(
     storage: torch.dtype, compute: torch.dtype, *, compiled: bool, panels: bool
 ) -> str:
-    """The products of a model's layers, for the log of an engine.
+    """Describe the matrix products of the layers for the engine's log.
 
-    `compiled`: the kernels compute them; `panels`: with weights in panels.
+    `compiled`: `cpu_kernels` compute them. `panels`: the weights are packed in panels.
     """
     if panels:
         return cpu_kernels.describe_panel_product(storage)
@@ -220,7 +225,7 @@ def products_text(
 
 
 def _limited(geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometry:
-    """`geometry` with `max_model_len`, if that is smaller."""
+    """`geometry` with its context limited to `max_model_len`."""
     if max_model_len is None or max_model_len >= geometry.max_model_len:
         return geometry
     return replace(geometry, max_model_len=max_model_len)
@@ -232,7 +237,7 @@ def _plan(
     layouts: dict[str, SlabLayout],
     block_shape: KvBlockShape,
 ) -> MemoryPlan:
-    """Divide the budget. Raises BudgetTooSmall."""
+    """Divide the memory budget. Raises BudgetTooSmall."""
     demand = MemoryDemand(
         slab_bytes=tuple(layout.size_bytes for layout in layouts.values()),
         num_layers=geometry.num_layers,
@@ -250,14 +255,14 @@ def _plan(
 
 
 def _open_source(config: RunnerConfig) -> WeightSource:
-    """The source of the parameters. Raises ModelError."""
+    """Open the source of the parameters. Raises ModelError."""
     if config.load_format == "dummy":
         return DummySource(seed=config.dummy_seed, std=config.dummy_std)
     return SafetensorsSource(config.model_dir)
 
 
 def _arena(device: torch.device, plan: MemoryPlan) -> Arena:
-    """The memory of `plan`. Raises DeviceError."""
+    """Allocate the memory of `plan`. Raises DeviceError."""
     sizes = {"chunk_bytes": plan.chunk_bytes, "total_chunks": plan.total_chunks}
     if device.type == "cpu":
         return MemfdArena(**sizes)
@@ -288,21 +293,23 @@ def _build_decoder(
         compute_dtype=compute,
         scratch=UpcastScratch(SCRATCH_BYTES, compute, device) if compute != config.dtype else None,
         compiled=compiled,
-        joined=_gpu_layers(skeleton, stage_memory, attention) if uses_gpu_kernels(device) else None,
+        layer_runner=(
+            _gpu_layers(skeleton, stage_memory, attention) if uses_gpu_kernels(device) else None
+        ),
     )
 
 
 def _attention(
     config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype, *, compiled: bool
 ) -> PagedAttention:
-    """The fastest that can compute such a model on the device."""
+    """The fastest attention backend that supports the model on the device."""
     device = torch.device(config.device)
-    found: PagedAttention | None = None
+    backend: PagedAttention | None = None
     if compiled:
-        found = _compiled_attention(config, geometry)
+        backend = _compiled_attention(config, geometry)
     elif uses_gpu_kernels(device):
-        found = _gpu_attention(config, geometry, device)
-    return found or SdpaPagedAttention(
+        backend = _gpu_attention(config, geometry, device)
+    return backend or SdpaPagedAttention(
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         block_size=config.block_size,
@@ -315,7 +322,7 @@ def _attention(
 
 
 def _compiled_attention(config: RunnerConfig, geometry: ModelGeometry) -> PagedAttention | None:
-    """Attention without gathering, None if the processor or the cache is not made for it."""
+    """Compiled CPU attention; None if the CPU or the shape of the cache is not supported."""
     from services.worker.engine.model.attention.compiled import CompiledPagedAttention
     from services.worker.engine.model.cpu_kernels.paged_attention import fits
 
@@ -327,7 +334,7 @@ def _compiled_attention(config: RunnerConfig, geometry: ModelGeometry) -> PagedA
 def _gpu_attention(
     config: RunnerConfig, geometry: ModelGeometry, device: torch.device
 ) -> PagedAttention | None:
-    """Attention by the kernels for GPUs, None if the cache is not made for them."""
+    """Attention by the GPU kernels; None if they do not support the shape of the cache."""
     from services.worker.engine.model.attention.gpu import GpuPagedAttention, fits
 
     if not fits(geometry.head_dim, config.dtype):
@@ -344,10 +351,10 @@ def _gpu_attention(
 
 def _gpu_layers(
     skeleton: Skeleton, stage_memory: StageMemory, attention: PagedAttention
-) -> JoinedLayers | None:
-    """All layers by the kernels for GPUs, None if they cannot compute them."""
+) -> LayerRunner | None:
+    """All layers by the GPU kernels; None if they do not support the model."""
     from services.worker.engine.model.attention.gpu import GpuPagedAttention
-    from services.worker.engine.model.gpu_graphs import Capture
+    from services.worker.engine.model.gpu_graphs import CudaGraphCapture
     from services.worker.engine.model.gpu_layers import gpu_layers
 
     if not isinstance(attention, GpuPagedAttention):
@@ -358,6 +365,7 @@ def _gpu_layers(
     layers = gpu_layers(views, stage_memory.kv_ranges, skeleton.config, attention)
     log.info("layers: %s", "by torch's operations" if layers is None else "by kernels for GPUs")
     if layers is not None:
+        # Triton compiles each kernel for a second: do it before the first request.
         layers.warm_up()
-        layers.use_graphs(Capture())
+        layers.use_graphs(CudaGraphCapture())
     return layers

@@ -1,8 +1,7 @@
-"""Paced mode: iterations that last as long as on another device.
+"""Paced mode: every iteration lasts as long as it would on another device.
 
 Processes, memory and protocol are real; only the duration of an iteration comes from a device
-profile. So compute grows with the number of workers, which it does not do on a machine with two
-processors.
+profile. Compute capacity thus grows with the number of workers, even on a machine with two CPUs.
 """
 
 import logging
@@ -14,13 +13,13 @@ from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch
 
 SLICES = 32
-"""Parts of an iteration's time between which it can be interrupted, as between layers."""
+"""Slices of the padded time; an iteration can be interrupted between them, as between layers."""
 
 log = logging.getLogger(__name__)
 
 
 class Pacer:
-    """Pads every iteration to its modelled cost; counts those that took longer."""
+    """Pads every iteration to its modelled cost; counts the iterations that took longer."""
 
     def __init__(
         self,
@@ -42,16 +41,17 @@ class Pacer:
         share: float = 1.0,
         interrupted: Callable[[], bool] | None = None,
     ) -> bool:
-        """Sleep until `started_s` plus the cost of `batch`; returns whether that time has passed.
+        """Sleep until `started_s` plus the cost of `batch`; returns False if interrupted.
 
-        `share`: the part of the model's layers that this stage runs. `interrupted` is called after
-        each of `SLICES` parts of the cost, and ends the sleep once it returns True; without it, an
-        abort is noticed only at the end.
+        `share`: the fraction of the model's layers in this stage. `interrupted` is called after
+        each of `SLICES` parts of the cost and ends the sleep if it returns True. Without it, aborts
+        wait until the end.
         """
         cost_s = share * self.model.batch_s(
             (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
         )
         left_s = started_s + cost_s - self._now_s()
+        # Positive if computing alone took longer than the paced device.
         late_s = -left_s
         while left_s > 0:
             self._sleep(left_s if interrupted is None else min(left_s, cost_s / SLICES))
@@ -64,7 +64,7 @@ class Pacer:
         return True
 
     def _count(self, late_s: float) -> None:
-        """Count an iteration that was ready `late_s` after the paced device, if that is not < 0."""
+        """Count an iteration; it was late unless `late_s` is negative."""
         self.iterations_total += 1
         if late_s < 0:
             return

@@ -1,7 +1,7 @@
-"""The model and its memory on one device: turns batches into tokens.
+"""The model runner: runs batches through the layers of a stage on a single device.
 
-A worker runs a *stage*, a contiguous range of layers: all layers as a single, fewer in a pipeline.
-The first stage embeds; the last stage applies the final norm and the head, and samples.
+A *stage* is a contiguous range of layers: all layers if the worker serves alone, fewer in a
+pipeline. The first stage embeds; the last stage applies the final norm and the head, and samples.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ from services.worker.engine.sampling.sampler import Sampled, Sampler
 from services.worker.errors import InvalidBatch
 
 
-def order_of_sums(
+def summation_order(
     device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype
 ) -> bytes:
-    """What changes the last bits of sums among processors.
+    """Identify the order of floating-point sums, as part of the model digest.
 
-    Kernels and torch add up as many values at once as a vector of a CPU has; for bfloat16 there no
-    tokens are promised, so such workers may differ. A GPU forms no group with a CPU, with
-    another kind of GPU, or with one under another version of torch, in any dtype.
+    Kernels and torch sum as many values at once as a CPU vector holds, so results differ in the
+    last bits between vector widths. bfloat16 on a CPU promises no identical tokens, so its workers
+    may differ. A GPU never shares a digest with a CPU, another GPU model or another torch version.
     """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}".encode()
@@ -55,8 +55,9 @@ def order_of_sums(
 class StageOutput:
     """The result of a stage for a batch: `hidden` for the next stage, or `sampled` at the last.
 
-    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` has the token of each request
-    whose chunk samples, unless it failed. `notes` has log probabilities and failures; None without.
+    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` maps each request whose chunk
+    samples to its token, failed requests excepted. `notes` has log probabilities and failures; None
+    if there are neither.
     """
 
     hidden: torch.Tensor | None = None
@@ -66,9 +67,9 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """A batch that was interrupted before `layer`, whose input is `hidden` [tokens, hidden_size].
+    """A batch interrupted before `layer`; `hidden` [tokens, hidden_size] is that layer's input.
 
-    K and V of the layers before it are in the blocks.
+    The blocks hold K and V of the layers before `layer`.
     """
 
     batch: Batch
@@ -77,7 +78,7 @@ class Suspended:
 
 
 class ModelRunner:
-    """Owns the stage's memory and runs its layers; build it with `load`."""
+    """Owns the stage's memory and runs its layers. Create it with `load`."""
 
     def __init__(self, config: RunnerConfig, loaded: LoadedModel) -> None:
         geometry = loaded.geometry
@@ -86,13 +87,14 @@ class ModelRunner:
         self.budget_bytes = config.budget_bytes
         self.stage_memory = loaded.stage_memory
         self.decoder = loaded.decoder
+        # The preempted batch to resume; at most one, whose hidden states the budget includes.
         self.suspended: Suspended | None = None
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
         self._max_batch_tokens = config.max_batch_tokens
         self._device = torch.device(config.device)
         self._compute_dtype = compute_dtype(self._device, config.dtype)
         self._logit_rows = logit_rows(self._device)
-        self._description = _description(config.model_dir) + order_of_sums(
+        self._description = _description(config.model_dir) + summation_order(
             self._device, config.dtype, self._compute_dtype
         )
         self.sampler = Sampler(
@@ -111,47 +113,47 @@ class ModelRunner:
 
     @property
     def model_digest(self) -> str:
-        """SHA-256 of configuration, tokenizer, parameters, and what changes the order of sums.
+        """SHA-256 of configuration, tokenizer, parameters and `summation_order`.
 
-        Workers with different digests compute different tokens, or read grammars differently.
+        Workers with different digests may compute different tokens or apply grammars differently.
         """
         return hashlib.sha256(self._description + self.stage_memory.parameters_digest).hexdigest()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every layer of the stage has: ids 0 .. num_blocks - 1."""
+        """Number of KV blocks in every layer of the stage: ids 0 .. num_blocks - 1."""
         return self.stage_memory.num_blocks
 
     @property
     def parameter_bytes(self) -> int:
-        """Device memory behind parameters."""
+        """Device memory mapped for parameters."""
         return self.stage_memory.parameter_bytes
 
     @property
     def slab_bytes(self) -> dict[str, int]:
-        """Device memory behind each parameter slab while it is resident."""
+        """Device memory of each parameter slab by name while it is resident."""
         chunk_bytes = self.stage_memory.plan.chunk_bytes
         return {name: slab.chunks * chunk_bytes for name, slab in self.stage_memory.slabs.items()}
 
     @property
     def staging_bytes(self) -> int:
-        """Memory for scratch, activations and logits."""
+        """Memory reserved for scratch, activations and logits."""
         return self.stage_memory.plan.staging_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers."""
+        """Bytes of K and V per token, over all layers of the model."""
         return self.geometry.num_layers * self.geometry.kv_bytes_per_token_layer
 
     @property
     def hidden_bytes_per_token(self) -> int:
-        """Bytes that one stage sends to the next for each token."""
+        """Bytes of hidden state per token that a stage sends to the next stage."""
         return self.geometry.hidden_size * self._compute_dtype.itemsize
 
     def run(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, int] | None:
-        """Run an iteration of a stage with all layers; returns the sampled tokens."""
+        """Run an iteration over all layers; returns the sampled tokens, None if interrupted."""
         if len(self.stage_memory.layers) < self.geometry.num_layers:
             raise InvalidBatch("this worker runs a part of the layers; run its stage (run_stage)")
         output = self.run_stage(batch, interrupted=interrupted)
@@ -168,11 +170,11 @@ class ModelRunner:
     ) -> StageOutput | None:
         """Run the stage's layers over a batch; stores K and V of all its tokens in their blocks.
 
-        `hidden` is the result of the previous stage, None for the first stage. Block ids are those
-        of this worker. `interrupted` is called before each layer; once it returns True the result
-        is None, and the K and V of the batch are undefined, so the batch must run again. If it
-        `suspends`, `resume_stage` can also go on with it, instead of with an earlier one. Raises
-        InvalidBatch, LayerNotResident.
+        `hidden` is the output of the previous stage, None for the first stage. Block ids refer to
+        this worker's blocks. `interrupted` is called before each layer. If it returns True, the
+        result is None and the K and V of the batch are undefined: run the batch again. With
+        `suspends`, `resume_stage` may continue it instead; this discards an earlier suspended
+        batch. Raises InvalidBatch, LayerNotResident.
         """
         if not 0 < batch.tokens <= self._max_batch_tokens:
             raise InvalidBatch(
@@ -180,11 +182,13 @@ class ModelRunner:
                 f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
             )
         self._check_hidden(batch, hidden)
+        # Only the first stage embeds; later stages receive hidden states.
         if hidden is None:
             token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
             hidden = self.decoder.embed(self._tensor(token_ids))
         if suspends:
-            self.suspended = None  # staging memory has room for one
+            # The memory budget covers the hidden states of a single suspended batch.
+            self.suspended = None
         start = self.stage_memory.layers.start
         return self._run_layers(batch, hidden, start, interrupted, suspends=suspends)
 
@@ -192,11 +196,16 @@ class ModelRunner:
     def resume_stage(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> StageOutput | None:
-        """Go on with `batch`, which is suspended; as `run_stage`, and it may be suspended again."""
-        found, self.suspended = self.suspended, None
-        if found is None or found.batch != batch:
+        """Continue the suspended `batch`, as `run_stage`; it may be suspended again.
+
+        Raises InvalidBatch if `batch` is not the suspended batch.
+        """
+        suspended, self.suspended = self.suspended, None
+        if suspended is None or suspended.batch != batch:
             raise InvalidBatch("a batch was resumed that is not suspended here")
-        return self._run_layers(batch, found.hidden, found.layer, interrupted, suspends=True)
+        return self._run_layers(
+            batch, suspended.hidden, suspended.layer, interrupted, suspends=True
+        )
 
     def _run_layers(
         self,
@@ -210,8 +219,9 @@ class ModelRunner:
         """Run the stage's layers from `first_layer` on; `hidden` is its input."""
         layers = self.stage_memory.layers
         if layers.stop == self.geometry.num_layers:
-            # Compiles grammars while the layers run; the leader has compiled its own already.
-            self.sampler.expect([chunk.sample for chunk in batch.chunks])
+            # Compile grammars while the layers run: the leader has compiled them before planning,
+            # but the last stage may run on another worker.
+            self.sampler.prepare([chunk.sample for chunk in batch.chunks])
         metadata = self.metadata(batch)
         positions = list(
             chain.from_iterable(
@@ -219,6 +229,7 @@ class ModelRunner:
             )
         )
         left = range(first_layer, layers.stop)
+        # Preemption between layers: the hidden states and the KV written so far suffice to resume.
         try:
             hidden = self.decoder.run_layers(
                 hidden, self._tensor(positions), metadata, left, interrupted
@@ -232,9 +243,9 @@ class ModelRunner:
         return self._sample(batch, hidden)
 
     def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size] from the bytes of another stage, without a copy.
+        """View bytes of the previous stage as hidden states [tokens, hidden_size], without a copy.
 
-        Raises InvalidBatch on another size.
+        Raises InvalidBatch if the size does not match.
         """
         shape = (tokens, self.geometry.hidden_size)
         if payload.size != tokens * self.hidden_bytes_per_token:
@@ -247,11 +258,11 @@ class ModelRunner:
         return self._metadata.build(batch, self.num_blocks)
 
     def close(self) -> None:
-        """Free the memory; the runner cannot be used afterwards."""
+        """Free all memory. The runner must not be used afterwards."""
         self.stage_memory.arena.close()
 
     def check_invariants(self) -> None:
-        """Check those of the stage memory, and that all memory is within the budget."""
+        """Assert the invariants of the stage memory and the memory budget."""
         self.stage_memory.check_invariants()
         assert self.stage_memory.plan.arena_bytes + self.staging_bytes <= self.budget_bytes
 
@@ -267,12 +278,13 @@ class ModelRunner:
             )
 
     def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
-        """Sample in slices, which bounds the memory for logits."""
+        """Sample the last rows of all chunks that sample, and score prompts."""
         wanted: list[tuple[str, SampleSpec]] = []
         last_rows: list[int] = []
         prompt_logprobs: dict[str, PromptRows] = {}
         row = -1
         for chunk in batch.chunks:
+            # Prompt log probabilities need logits of many rows; sampling needs the last row alone.
             if chunk.score is not None:
                 first = row + 1
                 prompt_logprobs[chunk.request_id] = self._score(chunk, hidden[first:])
@@ -280,16 +292,17 @@ class ModelRunner:
             if chunk.sample is not None:
                 wanted.append((chunk.request_id, chunk.sample))
                 last_rows.append(row)
-        made = Sampled()
+        sampled = Sampled()
+        # Slices of rows bound the memory for logits, which is rows times vocabulary.
         for first in range(0, len(wanted), self._logit_rows):
             part = slice(first, first + self._logit_rows)
             rows = self._tensor(last_rows[part])
-            self.sampler.sample(self.decoder.logits(hidden[rows]), wanted[part], made)
-        notes = SampleNotes(made.logprobs, prompt_logprobs, made.failed)
-        return StageOutput(sampled=made.tokens, notes=notes or None)
+            self.sampler.sample(self.decoder.logits(hidden[rows]), wanted[part], sampled)
+        notes = SampleNotes(sampled.logprobs, prompt_logprobs, sampled.failed)
+        return StageOutput(sampled=sampled.tokens, notes=notes or None)
 
     def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
-        """Log probabilities of the prompt tokens that a chunk scores; its rows come first."""
+        """Log probabilities of a chunk's scored prompt tokens; `hidden` starts at its first row."""
         score = chunk.score
         assert score is not None
         parts = [LogprobRows(score.top)]
@@ -298,6 +311,7 @@ class ModelRunner:
             row = score.row + first
             logits = self.decoder.logits(hidden[row : row + len(token_ids)])
             parts.append(self.sampler.score(logits, token_ids, score.top))
+        # Row i predicts the token at position i + 1.
         return PromptRows(chunk.start + score.row + 1, joined(parts))
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
@@ -305,7 +319,7 @@ class ModelRunner:
 
 
 def _description(model_dir: Path) -> bytes:
-    """Digest of configuration and tokenizer; a model may have no tokenizer."""
+    """SHA-256 of `config.json` and, if the model has a tokenizer, of `tokenizer.json`."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     tokenizer = model_dir / "tokenizer.json"
     if tokenizer.is_file():

@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 
 LOGIT_ROWS, GPU_LOGIT_ROWS = 64, 256
-"""The number of rows of logits that exist at a time; a GPU waits for the host once for all."""
+"""Rows of logits that exist at a time. A GPU takes more: each slice synchronizes with the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """The model, the device and the memory.
+    """The model, the device and the memory budget.
 
     `budget_bytes` covers parameters, KV cache and staging. `chunk_bytes` None: choose the size.
-    `max_batch_tokens` bounds the new tokens of a batch. `min_tokens`: the smallest KV cache with
-    which the runner starts. `suspends`: memory is set aside for the hidden states of a suspended
-    batch. `dummy_seed` and `dummy_std` shape the weights of load format `dummy`.
+    `max_batch_tokens` bounds the new tokens of a batch. `min_tokens`: the minimum capacity of the
+    KV cache. `suspends`: reserve memory for the hidden states of a suspended batch. `dummy_seed`
+    and `dummy_std` apply to load format `dummy`.
     """
 
     model_dir: Path
@@ -37,17 +37,17 @@ class RunnerConfig:
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:
-    """A CPU computes in float32 with 16-bit weights (`model/linear.py`); others as they store."""
+    """The dtype of activations: float32 on a CPU with 16-bit weights, else the storage dtype."""
     if device.type == "cpu" and storage_dtype.itemsize < torch.float32.itemsize:
         return torch.float32
     return storage_dtype
 
 
 def logit_rows(device: torch.device) -> int:
-    """The number of rows of logits that exist at a time."""
+    """Rows of logits that exist at a time on `device`."""
     return LOGIT_ROWS if device.type == "cpu" else GPU_LOGIT_ROWS
 
 
 def logits_dtype(computed: torch.dtype) -> torch.dtype:
-    """Tokens are sampled on the host in float32 at least."""
+    """The dtype in which the host samples: `computed`, but at least float32."""
     return torch.promote_types(computed, torch.float32)

@@ -1,18 +1,17 @@
-"""The contract of device memory: chunks that move between virtual ranges without a copy.
+"""Device memory as chunks that move between virtual address ranges without a copy.
 
 An arena owns the whole device budget as equal chunks of physical memory, named by *handles*
-`0 .. total_chunks - 1`. A virtual range is reserved address space. Memory is put to use only by
-mapping handles into a range, and becomes free only by retiring them. A handle belongs to one place
-or is free, so free + mapped = total always holds.
+`0 .. total_chunks - 1`. A virtual range is reserved address space. Mapping a handle into a range
+puts its chunk to use; retiring the mapping frees it. A handle is either free or owned by exactly
+one place of a range, so free + mapped = total always holds.
 
-To unmap touched memory is slow, and a drop must not wait for it. So a place is *retired* first,
-which costs nothing: its handles are free and may be mapped elsewhere at once. The old mapping stays
-until `sweep` removes it, in slices; until then it must not be read or written.
+Unmapping touched memory is slow, and a parameter drop must not wait for it. A place is therefore
+*retired* first, which is free of cost: its handles are free and may be mapped elsewhere at once.
+`sweep` removes the old mapping later, in slices; until then it must not be accessed.
 
-To map takes time, and a drop must not wait for that either. So places may be *prepared*: handles
-that belong elsewhere are mapped there a second time, and touched, while they are in use. Once they
-are free, `adopt` gives them to the prepared places, without a call of the driver. Until then a
-prepared place must not be read or written.
+Mapping is slow, too, so the places of a planned drop can be *prepared*: handles still in use
+elsewhere are mapped there a second time and prefaulted. After they become free, `adopt` transfers
+them to the prepared places without a driver call. Until then a prepared place must not be accessed.
 """
 
 from abc import ABC, abstractmethod
@@ -28,17 +27,18 @@ import torch
 from services.worker.errors import ArenaExhausted
 
 Handles = npt.NDArray[np.int64]
+# States of a chunk of a range without a handle.
 UNMAPPED = -1
-RETIRED = -2
-PREPARED = -3
+RETIRED = -2  # mapped until `sweep`, but the handle is free
+PREPARED = -3  # mapped, but the handle belongs to another place until `adopt`
 
 
 @dataclass(eq=False, slots=True)
 class VirtualRange:
     """Reserved address space, mapped chunk by chunk.
 
-    `handles[i]` is the handle at chunk offset `i`, negative if there is none. An access to an
-    `UNMAPPED` place crashes; a write to a `RETIRED` or `PREPARED` place corrupts its owner's data.
+    `handles[i]` is the handle at chunk offset `i`, or a negative state. An access to an `UNMAPPED`
+    chunk crashes; a write to a `RETIRED` or `PREPARED` chunk corrupts the data of its owner.
     """
 
     name: str
@@ -57,7 +57,7 @@ class VirtualRange:
 
     @property
     def mapped_chunks(self) -> int:
-        """Chunks of the range with memory behind them."""
+        """Number of chunks that the range owns."""
         return int(np.count_nonzero(self.handles >= 0))
 
 
@@ -71,12 +71,12 @@ class _Place:
 
     @property
     def window(self) -> Handles:
-        """The range's handles at this place, to read and to write."""
+        """A writable view of the range's handles at this place."""
         return self.reserved.handles[self.offset : self.offset + self.count]
 
 
 def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
-    """Group neighbouring handles: a list of (position in `handles`, first handle, count)."""
+    """Group consecutive handles into runs: (position in `handles`, first handle, count)."""
     values = np.asarray(handles, dtype=np.int64)
     if not len(values):
         return []
@@ -86,45 +86,48 @@ def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
 
 
 class Arena(ABC):
-    """Owns the device budget; backends supply the operations on address space."""
+    """Owns the device budget; backends implement the operations on address space."""
 
     slice_chunks_min = 1
-    """Chunks that background work handles at a time, however large they are."""
+    """Minimum number of chunks per slice of background work, whatever their size."""
 
     def __init__(self, *, chunk_bytes: int, total_chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.total_chunks = total_chunks
         self._ranges: list[VirtualRange] = []
+        # By handle: whether a place owns it.
         self._mapped = np.zeros(total_chunks, dtype=np.bool_)
+        # Work for `sweep` and for `prefault`, oldest first.
         self._retired: deque[_Place] = deque()
         self._cold: deque[_Place] = deque()
+        # Places with the handles that `adopt` will give them.
         self._prepared: list[tuple[_Place, Handles]] = []
 
     @property
     def free_chunks(self) -> int:
-        """Chunks that no range maps."""
+        """Number of chunks without an owner."""
         return self.total_chunks - int(np.count_nonzero(self._mapped))
 
     @property
     def retired_chunks(self) -> int:
-        """Chunks whose old mappings `sweep` has yet to remove."""
+        """Number of retired chunks that `sweep` has not unmapped yet."""
         return sum(int(np.count_nonzero(reserved.handles == RETIRED)) for reserved in self._ranges)
 
-    def free_handles(self, count: int, besides: Handles | None = None) -> Handles:
-        """`count` handles, sorted, that are free or among `besides`; nothing changes.
+    def free_handles(self, count: int, also_free: Handles | None = None) -> Handles:
+        """Select `count` sorted handles that are free or in `also_free`, without claiming them.
 
-        Takes the lowest long enough run of neighbours, or the lowest handles if there is no such
-        run. So the number of mappings stays small however often memory moves. Raises
-        ArenaExhausted.
+        Raises ArenaExhausted.
         """
         available = ~self._mapped
-        if besides is not None:
-            available[besides] = True
+        if also_free is not None:
+            available[also_free] = True
         free = np.flatnonzero(available)
         if count > len(free):
             raise ArenaExhausted(requested_chunks=count, free_chunks=len(free))
-        for position, _, neighbours in coalesce(free):
-            if neighbours >= count:
+        # First fit: the lowest run that is long enough takes a single mapping call, which keeps
+        # the number of mappings small however often memory moves.
+        for position, _, run in coalesce(free):
+            if run >= count:
                 return free[position : position + count]
         return free[:count]
 
@@ -146,8 +149,8 @@ class Arena(ABC):
     ) -> int:
         """Map free, sorted `handles` at `chunk_offset`; returns the number of mapping calls.
 
-        The place must be unmapped or retired. Neighbouring handles take one call. `cold`: leave the
-        first touches to `prefault`. Raises ValueError on a bad argument.
+        The place must be unmapped or retired. A run of consecutive handles takes a single call.
+        `cold`: leave the first touches to `prefault`. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
         place = _Place(reserved, chunk_offset, len(wanted))
@@ -164,10 +167,10 @@ class Arena(ABC):
     def prepare(
         self, reserved: VirtualRange, chunk_offset: int, handles: Sequence[int] | Handles
     ) -> int:
-        """Map sorted `handles`, whoever has them, for a later `adopt`; returns the mapping calls.
+        """Map sorted `handles`, free or owned elsewhere, for a later `adopt`.
 
-        The place must be unmapped or retired; `prefault` touches it. Raises ValueError on a bad
-        argument.
+        Returns the number of mapping calls. The place must be unmapped or retired; `prefault`
+        touches it. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
         place = _Place(reserved, chunk_offset, len(wanted))
@@ -179,11 +182,12 @@ class Arena(ABC):
         return len(runs)
 
     def adopt(self, freed: Sequence[VirtualRange]) -> None:
-        """Retire wholly mapped ranges; give all prepared places the handles that they wait for.
+        """Retire the fully mapped ranges `freed` and transfer handles to all prepared places.
 
-        This is what a drop waits for, so it does little. Raises ValueError if a handle would not be
-        free, or is wanted by two places; then nothing has changed.
+        Raises ValueError, without any effect, if a handle is not free or two places claim it.
         """
+        # A drop pauses the iteration loop for this method, so it only updates tables: no system
+        # call and no memory access. Validate on a copy, so that a failure leaves the arena intact.
         mapped = self._mapped.copy()
         for reserved in freed:
             mapped[reserved.handles] = False
@@ -191,8 +195,9 @@ class Arena(ABC):
         for _, handles in self._prepared:
             mapped[handles] = True
         grown = sum(place.count for place, _ in self._prepared)
+        # Fewer newly mapped handles than prepared chunks: a handle was claimed twice.
         if np.count_nonzero(mapped) != before + grown:
-            raise ValueError("a prepared place wants a handle that another place has")
+            raise ValueError("a prepared place claims a handle that another place owns")
         self._mapped = mapped
         for reserved in freed:
             reserved.handles[:] = RETIRED
@@ -202,14 +207,17 @@ class Arena(ABC):
         self._prepared.clear()
 
     def cancel_prepared(self) -> None:
-        """Give up all prepared places; their mappings are left to `sweep`."""
+        """Retire all prepared places; `sweep` unmaps them."""
         for place, _ in self._prepared:
             place.window[:] = RETIRED
             self._retired.append(place)
         self._prepared.clear()
 
     def retire(self, reserved: VirtualRange, chunk_offset: int, count: int) -> Handles:
-        """Free `count` chunks, but leave them mapped for `sweep`; returns their handles."""
+        """Free `count` chunks and return their handles; `sweep` unmaps the chunks later.
+
+        Raises ValueError if a chunk is not mapped.
+        """
         place = slice(chunk_offset, chunk_offset + count)
         handles = reserved.handles[place].copy()
         if not count:
@@ -222,14 +230,14 @@ class Arena(ABC):
         return handles
 
     def sweep(self, max_chunks: int | None = None) -> bool:
-        """Unmap up to `max_chunks` retired chunks (None: all); returns whether none is left.
+        """Unmap up to `max_chunks` retired chunks (None: all); returns True when all are unmapped.
 
         Takes 30-50 ms per GiB of touched memory on a CPU.
         """
         return self._work(self._retired, self._sweep_place, max_chunks)
 
     def prefault(self, max_chunks: int | None = None) -> bool:
-        """Touch up to `max_chunks` cold chunks (None: all); returns whether none is left.
+        """Touch up to `max_chunks` cold chunks (None: all); returns True when all are touched.
 
         The contents do not change.
         """
@@ -237,9 +245,9 @@ class Arena(ABC):
 
     @abstractmethod
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
-        """One flat tensor over the whole reserved range.
+        """Return a flat tensor over the whole reserved range.
 
-        It stays valid as chunks are mapped and unmapped. An access to an unmapped place, or after
+        It stays valid as chunks are mapped and unmapped. An access to an unmapped chunk, or after
         `close`, crashes.
         """
 
@@ -248,7 +256,7 @@ class Arena(ABC):
         """Free all memory and address space. Idempotent."""
 
     def check_invariants(self) -> None:
-        """Free + mapped = total, no handle is mapped twice, retired places will be swept."""
+        """Assert: free + mapped = total, handles have one owner, `sweep` covers retired chunks."""
         mapped = [reserved.handles[reserved.handles >= 0] for reserved in self._ranges]
         counts = np.bincount(
             np.concatenate([*mapped, np.empty(0, np.int64)]), minlength=self.total_chunks
@@ -265,8 +273,12 @@ class Arena(ABC):
                 assert (id(reserved), offset) in queued, (
                     f"{reserved.name}: {offset} will not be swept"
                 )
-        prepared = sum(int(np.count_nonzero(one.handles == PREPARED)) for one in self._ranges)
-        assert prepared == sum(place.count for place, _ in self._prepared), "prepared for nobody"
+        prepared = sum(
+            int(np.count_nonzero(reserved.handles == PREPARED)) for reserved in self._ranges
+        )
+        assert prepared == sum(place.count for place, _ in self._prepared), (
+            "a prepared place is lost"
+        )
 
     @abstractmethod
     def _reserve_address(self, size_bytes: int) -> int:
@@ -274,18 +286,18 @@ class Arena(ABC):
 
     @abstractmethod
     def _map_address(self, address: int, first_handle: int, count: int) -> None:
-        """Put `count` consecutive chunks at `address`."""
+        """Map `count` chunks from `first_handle` on at `address`."""
 
     @abstractmethod
     def _unmap_address(self, address: int, size_bytes: int) -> None:
-        """Make an interval inaccessible; its address space stays reserved."""
+        """Unmap an interval; its address space stays reserved."""
 
     @abstractmethod
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        """Do the work of the first touches of a mapped interval."""
+        """Create the page-table entries of a mapped interval ahead of its first accesses."""
 
     def _runs(self, place: _Place, wanted: Handles) -> list[tuple[int, int, int]]:
-        """`coalesce(wanted)`. Raises ValueError unless they can be mapped at the empty place."""
+        """Return `coalesce(wanted)`. Raises ValueError if they cannot be mapped at the place."""
         name = place.reserved.name
         if not 0 <= place.offset <= place.reserved.chunks - place.count:
             raise ValueError(f"{name}: chunks at {place.offset} are outside the range")
@@ -299,7 +311,8 @@ class Arena(ABC):
         return coalesce(wanted)
 
     def _map_runs(self, place: _Place, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Map `coalesce`d handles at an empty place."""
+        """Map runs of handles at a place without owner."""
+        # On a GPU, an address must be unmapped before it can be mapped again.
         if place.count and place.window.min() == RETIRED:
             self._sweep_place(place)
         for position, first, count in runs:
@@ -307,20 +320,21 @@ class Arena(ABC):
             self._map_address(place.reserved.address + offset_bytes, first, count)
 
     def _sweep_place(self, place: _Place) -> None:
-        """Unmap the chunks of a place that are still retired."""
+        """Unmap the retired chunks of a place."""
+        # Chunks may have been mapped again since they were queued.
         retired = place.window == RETIRED
         self._apply(self._unmap_address, place, retired)
         place.window[retired] = UNMAPPED
 
     def _prefault_place(self, place: _Place) -> None:
-        """Prefault the chunks of a place that are still mapped or prepared."""
+        """Prefault the mapped or prepared chunks of a place; it may have been retired meanwhile."""
         window = place.window
         self._apply(self._prefault_address, place, (window >= 0) | (window == PREPARED))
 
     def _apply(
         self, operation: Callable[[int, int], None], place: _Place, chosen: npt.NDArray[np.bool_]
     ) -> None:
-        """Call `operation` with address and size of each run of `chosen` chunks of a place."""
+        """Call `operation(address, size_bytes)` for each run of `chosen` chunks of a place."""
         for _, first, count in coalesce(place.offset + np.flatnonzero(chosen)):
             address = place.reserved.address + first * self.chunk_bytes
             operation(address, count * self.chunk_bytes)
@@ -329,7 +343,7 @@ class Arena(ABC):
     def _work(
         places: deque[_Place], apply: Callable[[_Place], None], max_chunks: int | None
     ) -> bool:
-        """Handle at most `max_chunks` chunks, oldest first; returns whether no place is left."""
+        """Apply to at most `max_chunks` chunks, oldest first; returns True when none is left."""
         left = max_chunks
         while places and (left is None or left > 0):
             place = places.popleft()

@@ -1,7 +1,7 @@
-"""Tensors over address space that another owner maps and unmaps.
+"""Tensors over address space that the arena maps and unmaps.
 
-They are made by DLPack, which asks nothing of the memory: not whether it is there, and not whose.
-(`__cuda_array_interface__` asks the driver, which knows nothing of an address without memory.)
+DLPack accepts any address without validation. `__cuda_array_interface__` would query the driver,
+which rejects addresses without memory.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import ctypes
 import torch
 
 _KINDS = {"cpu": 1, "cuda": 2}
-"""The kinds of device that DLPack knows them by."""
+"""DLPack's device types."""
 _UNSIGNED = 1
 
 
@@ -22,7 +22,7 @@ class _Type(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """`DLManagedTensor`; its last two fields stay 0, since nobody frees the memory."""
+    """`DLManagedTensor`; `context` and `deleter` stay 0, because the arena owns the memory."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -40,12 +40,13 @@ class _Managed(ctypes.Structure):
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# A tensor refers to its structure for its lifetime, which DLPack reports only through a deleter.
+# The structures are few and small, so keep all of them.
 _kept: list[_Managed] = []
-"""A tensor reads its own until it is gone, which nobody is told of; they are few, and small."""
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Flat uint8 [size_bytes] at `address`; an access to an unmapped place crashes."""
+    """A uint8 tensor [size_bytes] at `address`; an access to an unmapped page crashes."""
     shape = (ctypes.c_int64 * 1)(size_bytes)
     managed = _Managed(
         data=address,

@@ -1,4 +1,4 @@
-"""Divides a memory budget into parameters, KV cache and staging. Pure arithmetic in bytes."""
+"""Divides the memory budget into parameters, KV cache and staging. Pure arithmetic in bytes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +12,9 @@ MAX_CHUNK_BYTES = 2 * MIB
 
 
 class ChunkRule(NamedTuple):
-    """How large chunks are, in bytes.
+    """Bounds of the chunk size in bytes, and the granularity of KV growth.
 
-    KV grows by one chunk in every layer at once; that step is at most 1 / `growth_share` of the KV
+    KV grows by a chunk in every layer at once; that step is at most 1 / `growth_share` of the KV
     memory.
     """
 
@@ -25,16 +25,16 @@ class ChunkRule(NamedTuple):
 
 CPU_CHUNKS = ChunkRule(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, 100)
 GPU_CHUNKS = ChunkRule(2 * MIB, 32 * MIB, 25)
-"""A GPU's driver has no smaller chunks, and takes as long for a small one as for a large one."""
+"""The GPU driver has no smaller chunks, and its calls take equally long for chunks of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
     """The memory that a model needs.
 
-    `slab_bytes`: one entry per parameter slab (embedding, every layer, head). `kv_block_bytes`: K
-    and V of one block in one layer. `staging_bytes`: scratch, activations and logits, which lie
-    outside the arena but inside the budget.
+    `slab_bytes`: size of each parameter slab (embedding, every layer, head). `kv_block_bytes`: K
+    and V of a block in a layer. `staging_bytes`: scratch, activations and logits, which are outside
+    the arena but part of the budget.
     """
 
     slab_bytes: tuple[int, ...]
@@ -69,18 +69,20 @@ def plan_memory(
     chunk_bytes: int | None = None,
     rule: ChunkRule = CPU_CHUNKS,
 ) -> MemoryPlan:
-    """Divide `budget_bytes`; parameters and staging leave the rest to KV, equal in all layers.
+    """Divide `budget_bytes`: KV gets the memory beside parameters and staging, equal in all layers.
 
-    `chunk_bytes` None: choose the size by `rule`. Raises BudgetTooSmall with the least
-    sufficient budget if fewer than `min_tokens` tokens of KV cache would fit.
+    `chunk_bytes` None: choose the size by `rule`. Raises BudgetTooSmall, with the minimum budget,
+    if the KV cache would hold fewer than `min_tokens` tokens.
     """
     if chunk_bytes is None:
         kv_bytes = budget_bytes - demand.staging_bytes - sum(demand.slab_bytes)
         chunk_bytes = choose_chunk_bytes(kv_bytes, demand.num_layers, rule)
+    # A slab starts at a chunk of its own, so that dropping it frees whole chunks.
     parameter_chunks = sum(-(-size // chunk_bytes) for size in demand.slab_bytes)
     min_kv_bytes = blocks_for(min_tokens, demand.block_size) * demand.kv_block_bytes
     min_kv_chunks = -(-min_kv_bytes // chunk_bytes)
     total_chunks = max(0, budget_bytes - demand.staging_bytes) // chunk_bytes
+    # A block needs memory in every layer, so all layers get the same number of chunks.
     kv_chunks_per_layer = (total_chunks - parameter_chunks) // demand.num_layers
     if kv_chunks_per_layer < max(1, min_kv_chunks):
         min_chunks = parameter_chunks + demand.num_layers * max(1, min_kv_chunks)
@@ -101,7 +103,8 @@ def plan_memory(
 
 
 def choose_chunk_bytes(kv_bytes: int, num_layers: int, rule: ChunkRule = CPU_CHUNKS) -> int:
-    """The largest power of two within bounds whose growth step is small against `kv_bytes`."""
+    """The largest power of two within the rule's bounds whose growth step is small enough."""
+    # Large chunks need fewer mapping calls; small chunks waste less memory at each growth step.
     chunk_bytes = rule.most
     while chunk_bytes > rule.least and (num_layers * chunk_bytes * rule.growth_share > kv_bytes):
         chunk_bytes //= 2

@@ -1,7 +1,7 @@
-"""The arena on an NVIDIA GPU: chunks are allocations of the driver, mapped one by one.
+"""The arena on an NVIDIA GPU: chunks are driver allocations, each mapped by a call of its own.
 
-Time goes by the number of chunks: on an H200, to map one, give access and unmap it takes about 80
-µs in all while kernels run, for 2 MiB as for 32 (benchmarks/results/gpu-h200.json). A chunk can
+The cost is per chunk: on an H200, mapping a chunk, granting access and unmapping it take about 80
+µs in all while kernels run, for 2 MiB as for 32 MiB (benchmarks/results/gpu-h200.json). A chunk can
 only be mapped whole.
 """
 
@@ -15,7 +15,7 @@ from services.worker.errors import DeviceError
 
 
 class VirtualMemory(Protocol):
-    """As `cuda_driver.CudaDriver`."""
+    """The interface of `cuda_driver.CudaDriver`."""
 
     granularity_bytes: int
 
@@ -31,9 +31,9 @@ class VirtualMemory(Protocol):
 
 
 class CudaArena(Arena):
-    """Memory of a GPU as an arena; `chunk_bytes` is a multiple of the driver's granularity.
+    """GPU memory as an arena; `chunk_bytes` is a multiple of the driver's granularity.
 
-    Raises DeviceError if the GPU has less memory than that.
+    Raises DeviceError if the GPU has not enough memory.
     """
 
     slice_chunks_min = 8
@@ -45,6 +45,7 @@ class CudaArena(Arena):
                 f" a multiple of {driver.granularity_bytes >> 20}MiB, or leave it out"
             )
         super().__init__(chunk_bytes=chunk_bytes, total_chunks=total_chunks)
+        # Allocate the whole budget now: a later shortage would fail in the middle of a drop.
         self._driver = driver
         self._chunks: list[Any] = []
         try:
@@ -55,7 +56,7 @@ class CudaArena(Arena):
             raise
 
     def prefault(self, max_chunks: int | None = None) -> bool:
-        """Nothing is left to do: the driver has made the page table's entries with the mapping."""
+        """No effect: the driver creates the page-table entries with the mapping."""
         self._cold.clear()
         return True
 
@@ -63,6 +64,7 @@ class CudaArena(Arena):
         return self._driver.tensor(reserved.address, reserved.size_bytes).view(dtype)
 
     def close(self) -> None:
+        # A kernel in flight may still access the ranges.
         if self._ranges:
             self._driver.wait()
         for reserved in self._ranges:
@@ -83,11 +85,13 @@ class CudaArena(Arena):
 
     def _map_address(self, address: int, first_handle: int, count: int) -> None:
         size = self.chunk_bytes
+        # A chunk is a driver allocation, so a run of chunks takes a call per chunk.
         for place, chunk in enumerate(self._chunks[first_handle : first_handle + count]):
             self._driver.map(address + place * size, size, chunk)
         self._driver.allow(address, count * size)
 
     def _unmap_address(self, address: int, size_bytes: int) -> None:
+        # Driver calls are not ordered with kernels, which may still read the retired chunks.
         self._driver.wait()
         self._driver.unmap(address, size_bytes)
 

@@ -1,7 +1,7 @@
-"""The virtual memory management of CUDA's driver on one GPU: physical chunks and address space.
+"""CUDA's virtual memory management on a GPU: physical chunks and reserved address space.
 
-`cuda.bindings` comes with torch's build for CUDA. To import this needs it, so only a worker on a
-GPU does. Calls are not ordered with kernels: `wait` first where one in flight may use a mapping.
+Import this module only on a GPU: `cuda.bindings` comes with torch's CUDA build. Driver calls are
+not ordered with kernels: call `wait` before unmapping memory that a kernel in flight may access.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,19 @@ from services.worker.errors import DeviceError
 
 
 class CudaDriver:
-    """Chunks and address space of `device`, the first GPU if it has no number.
+    """Chunks and address space of `device` (without an index: the first GPU).
 
-    It is for the thread that made it.
+    Only the thread that created it may use it.
     """
 
     def __init__(self, device: torch.device) -> None:
         index = device.index or 0
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
-        # The context of torch; without this call, those of `driver` have none.
+        # Make torch's primary context current; without it, calls of `driver` have no context.
         context = call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))
         call(driver.cuCtxSetCurrent, context)
+        # Allocations are pinned to this device and accessible by its kernels only.
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -40,60 +41,60 @@ class CudaDriver:
         self.granularity_bytes: int = call(driver.cuMemGetAllocationGranularity, properties, least)
 
     def check_room(self, needed_bytes: int) -> None:
-        """Raise DeviceError unless the GPU has so much free memory."""
+        """Raise DeviceError if the GPU has less than `needed_bytes` of free memory."""
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
         if free_bytes < needed_bytes:
             raise DeviceError(
                 f"'memory' asks for {needed_bytes >> 20} MiB, but the GPU has {free_bytes >> 20} of"
-                f" {all_bytes >> 20} MiB free; lower it, or end what else runs there (nvidia-smi"
-                " shows it)"
+                f" {all_bytes >> 20} MiB free; lower it, or stop other processes on the GPU"
+                " (nvidia-smi lists them)"
             )
 
     def create(self, size_bytes: int) -> Any:
-        """Physical memory of a multiple of `granularity_bytes`. Raises DeviceError."""
+        """Allocate physical memory, a multiple of `granularity_bytes`. Raises DeviceError."""
         return call(driver.cuMemCreate, size_bytes, self._properties, 0)
 
     def release(self, handle: Any) -> None:
-        """Free what `create` has made, once nothing maps it."""
+        """Free memory from `create`; unmap it first."""
         call(driver.cuMemRelease, handle)
 
     def reserve(self, size_bytes: int) -> int:
-        """Address space without memory. Raises DeviceError."""
+        """Reserve address space and return its address. Raises DeviceError."""
         return int(call(driver.cuMemAddressReserve, size_bytes, 0, 0, 0))
 
     def free(self, address: int, size_bytes: int) -> None:
-        """Give back what `reserve` has returned; nothing may be mapped in it."""
+        """Release address space from `reserve`; unmap it first."""
         call(driver.cuMemAddressFree, address, size_bytes)
 
     def map(self, address: int, size_bytes: int, handle: Any) -> None:
-        """Put a whole chunk at an unmapped address; it may be mapped elsewhere, too."""
+        """Map a whole chunk at an unmapped address; a chunk may have several mappings."""
         call(driver.cuMemMap, address, size_bytes, 0, handle, 0)
 
     def allow(self, address: int, size_bytes: int) -> None:
-        """Let kernels read and write an interval that is mapped without a hole."""
+        """Allow kernels to read and write an interval that is mapped without gaps."""
         call(driver.cuMemSetAccess, address, size_bytes, [self._access], 1)
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmap an interval that is mapped without a hole, and begins and ends with a chunk."""
+        """Unmap an interval of whole chunks that is mapped without gaps."""
         call(driver.cuMemUnmap, address, size_bytes)
 
     def wait(self) -> None:
-        """Return once all kernels have ended that were launched so far."""
+        """Block until all kernels launched so far have completed."""
         torch.cuda.synchronize(self.device)
 
     def tensor(self, address: int, size_bytes: int) -> torch.Tensor:
-        """Flat uint8 over address space, mapped or not."""
+        """A flat uint8 tensor over address space, mapped or not."""
         return tensor_over(address, size_bytes, self.device)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call of the driver. Raises DeviceError."""
+    """Call a driver function and return its value. Raises DeviceError."""
     code, *values = function(*arguments)
     if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         free_bytes, all_bytes = torch.cuda.mem_get_info()
         raise DeviceError(
             f"{function.__name__}: the GPU is full: {free_bytes >> 20} of {all_bytes >> 20} MiB are"
-            " free; lower 'memory', or end what else runs there (nvidia-smi shows it)"
+            " free; lower 'memory', or stop other processes on the GPU (nvidia-smi lists them)"
         )
     if code != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"{function.__name__} failed with {code.name}; see the driver's log")

@@ -1,4 +1,4 @@
-"""The KV cache of one layer: one range that grows and shrinks at its tail."""
+"""The KV cache of a layer: a virtual range that grows and shrinks at its tail."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.worker.engine.memory.arena import Arena, Handles
 from services.worker.errors import InvalidBlocks
 
 RELOCATION_SLICE_BLOCKS = 64
-"""Blocks that exist twice at a time while blocks are copied within a range."""
+"""Blocks per slice while blocks are copied within a range; bounds the temporary copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,83 +29,85 @@ class KvBlockShape:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of a block in one layer."""
+        """Bytes of a block in a layer."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KvRange:
-    """K and V of one layer, shaped [block, 2, slot, kv_head, head_dim].
+    """K and V of a layer, shaped [block, 2, slot, kv_head, head_dim].
 
-    The range reserves the size of the whole arena, so that any free chunk can be mapped at its
-    tail. A block may straddle chunks; only wholly mapped blocks count.
+    A block may straddle chunks; only fully mapped blocks are usable.
     """
 
     def __init__(self, arena: Arena, name: str, shape: KvBlockShape) -> None:
         self.name = name
         self.shape = shape
         self._arena = arena
+        # Reserve address space for the whole arena, so that any free chunk can extend the range.
         self._range = arena.reserve(name, arena.total_chunks * arena.chunk_bytes)
         self._mapped_chunks = 0
         self._block_bytes = shape.size_bytes
         reserved_blocks = self._range.size_bytes // self._block_bytes
         used_bytes = reserved_blocks * self._block_bytes
+        # Views of the same memory: bytes, a numpy array on a CPU, 64-bit words where a block has a
+        # whole number of them (faster copies on a GPU), and typed blocks.
         self._bytes = arena.tensor(self._range, torch.uint8)[:used_bytes].view(reserved_blocks, -1)
-        self._rows = self._bytes.numpy() if self._bytes.device.type == "cpu" else None  # the same
+        self._rows = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
         whole = self._block_bytes % torch.int64.itemsize == 0
-        self._words = self._bytes.view(torch.int64) if whole else self._bytes  # the same
+        self._words = self._bytes.view(torch.int64) if whole else self._bytes
         self._blocks = self._bytes.view(-1).view(shape.dtype).view(reserved_blocks, *shape.dims)
 
     @property
     def mapped_chunks(self) -> int:
-        """Chunks behind the range."""
+        """Number of chunks mapped in the range."""
         return self._mapped_chunks
 
     @property
     def address(self) -> int:
-        """Where block 0 begins, mapped or not; it never moves."""
+        """The address of block 0, mapped or not; it never changes."""
         return self._blocks.data_ptr()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that may be used: ids 0 .. num_blocks - 1."""
+        """Number of usable blocks: ids 0 .. num_blocks - 1."""
         return self._mapped_chunks * self._arena.chunk_bytes // self._block_bytes
 
     def chunks_for(self, num_blocks: int) -> int:
-        """Chunks that `num_blocks` blocks occupy."""
+        """Number of chunks that `num_blocks` blocks occupy."""
         return -(-num_blocks * self._block_bytes // self._arena.chunk_bytes)
 
     def blocks(self) -> torch.Tensor:
-        """The usable blocks, [num_blocks, 2, slot, kv_head, head_dim]; no copy."""
+        """A view of the usable blocks, [num_blocks, 2, slot, kv_head, head_dim]."""
         return self._blocks[: self.num_blocks]
 
     def map_tail(self, handles: Sequence[int] | Handles, *, cold: bool = False) -> int:
         """Grow by `handles`; returns the number of mapping calls (`cold`: see `Arena.map`).
 
-        The chunks keep their old contents; a block is cleared when its first slot is written.
+        The chunks keep their old contents; attention clears a block when it writes the first slot.
         """
         calls = self._arena.map(self._range, self._mapped_chunks, handles, cold=cold)
         self._mapped_chunks += len(handles)
         return calls
 
     def prepare_tail(self, handles: Handles) -> int:
-        """Map `handles` behind the tail, whoever has them, for `extend` (see `Arena.prepare`)."""
+        """Map `handles` behind the tail ahead of `extend` (see `Arena.prepare`)."""
         return self._arena.prepare(self._range, self._mapped_chunks, handles)
 
     def extend(self, chunks: int) -> None:
-        """Grow by chunks that the arena has adopted behind the tail."""
+        """Grow by prepared chunks behind the tail after `Arena.adopt`."""
         self._mapped_chunks += chunks
 
     def retire_tail(self, chunks: int) -> None:
-        """Shrink to `chunks` chunks, if there are more. The lost blocks must not be in use."""
+        """Shrink to at most `chunks` chunks. The blocks beyond them must not be in use."""
         lost = self._mapped_chunks - chunks
         if lost > 0:
             self._arena.retire(self._range, chunks, lost)
             self._mapped_chunks = chunks
 
     def pack(self, block_ids: Sequence[int], target: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of these blocks on the host, uint8 [len(block_ids) × block bytes].
+        """Copy blocks to the host, to `target` if given: uint8 [len(block_ids) × block bytes].
 
-        It is `target`, if that is given. Raises InvalidBlocks.
+        Raises InvalidBlocks.
         """
         index = self._index(block_ids)
         if target is None:
@@ -119,19 +121,23 @@ class KvRange:
         return target
 
     def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
-        """Overwrite these blocks with a result of `pack`. Raises InvalidBlocks."""
+        """Overwrite blocks with the result of `pack`. Raises InvalidBlocks."""
         index = self._index(block_ids)
         self._check_size(payload, len(index))
         rows = payload.view(len(index), self._block_bytes)
         if self._rows is not None:
-            # torch's index_copy_ goes byte by byte: 0.55 ms per MiB instead of 0.04.
+            # numpy, because torch's index_copy_ copies byte by byte: 0.55 ms per MiB, not 0.04.
             self._rows[index.numpy()] = rows.numpy()
         else:
             device = self._words.device
             self._words[index.to(device)] = rows.to(device).view(self._words.dtype)
 
     def relocate(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy each source block to its target; no target is a source. Raises InvalidBlocks."""
+        """Copy each source block to its target; sources and targets must be disjoint.
+
+        Raises InvalidBlocks.
+        """
+        # Sources and targets are disjoint, so slices may be copied in any order.
         for first in range(0, len(sources), RELOCATION_SLICE_BLOCKS):
             part = slice(first, first + RELOCATION_SLICE_BLOCKS)
             if self._rows is not None:
@@ -145,72 +151,72 @@ class KvRange:
         if payload.dtype != torch.uint8 or payload.numel() != blocks * self._block_bytes:
             raise InvalidBlocks(
                 f"{self.name}: {payload.numel()} values of {payload.dtype} are not the bytes of "
-                f"{blocks} blocks; send what pack_kv returned"
+                f"{blocks} blocks; send the result of pack_kv"
             )
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(block_ids, dtype=torch.int64)
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.num_blocks:
             raise InvalidBlocks(
-                f"{self.name} has blocks 0 to {self.num_blocks - 1}, but {min(block_ids)} to "
-                f"{max(block_ids)} were named; name blocks that are mapped"
+                f"{self.name} has blocks 0 to {self.num_blocks - 1}, but the ids are "
+                f"{min(block_ids)} to {max(block_ids)}; use ids of mapped blocks"
             )
         return index
 
 
-def raise_tails(
+def grow_tails(
     arena: Arena, ranges: Sequence[KvRange], chunks_max: int | None, *, cold: bool
 ) -> tuple[int, int]:
-    """Map free chunks at the tails of `ranges`, the shortest first; returns (chunks, map calls).
+    """Extend `ranges` by free chunks to a common length; returns (chunks, map calls).
 
-    All ranges grow to one level of at most `chunks_max`; longer ones stay as they are. Chunks that
-    do not suffice for another chunk in every range stay free.
+    The common length is at most `chunks_max`; longer ranges stay unchanged. Chunks that do not
+    suffice for another chunk in every range stay free.
     """
-    lacking = _lacking(ranges, arena.free_chunks, chunks_max)
-    handles = arena.free_handles(int(lacking.sum()))
+    growth = _growth(ranges, arena.free_chunks, chunks_max)
+    handles = arena.free_handles(int(growth.sum()))
     calls = 0
-    for kv_range, part in _parts(ranges, handles, lacking):
+    for kv_range, part in _split(ranges, handles, growth):
         calls += kv_range.map_tail(part, cold=cold)
     return len(handles), calls
 
 
 def prepare_tails(
-    arena: Arena, ranges: Sequence[KvRange], coming: Handles
+    arena: Arena, ranges: Sequence[KvRange], leaving_handles: Handles
 ) -> list[tuple[KvRange, int]]:
-    """Prepare what `raise_tails` would map once the handles `coming` are free, too.
+    """Prepare the mappings of `grow_tails` for the time when `leaving_handles` are free, too.
 
-    Returns which ranges will grow, and by how many chunks.
+    Returns the ranges that will grow, each with its number of additional chunks.
     """
-    lacking = _lacking(ranges, arena.free_chunks + len(coming), None)
-    handles = arena.free_handles(int(lacking.sum()), coming)
-    grown = _parts(ranges, handles, lacking)
+    growth = _growth(ranges, arena.free_chunks + len(leaving_handles), None)
+    handles = arena.free_handles(int(growth.sum()), leaving_handles)
+    grown = _split(ranges, handles, growth)
     for kv_range, part in grown:
         kv_range.prepare_tail(part)
     return [(kv_range, len(part)) for kv_range, part in grown]
 
 
-def _lacking(ranges: Sequence[KvRange], supply: int, chunks_max: int | None) -> Handles:
-    """How many chunks each range grows by."""
+def _growth(ranges: Sequence[KvRange], supply: int, chunks_max: int | None) -> Handles:
+    """Number of chunks to add to each range."""
     mapped = np.array([kv_range.mapped_chunks for kv_range in ranges])
-    level = _common_level(mapped, supply)
+    level = _water_level(mapped, supply)
     if chunks_max is not None:
         level = min(level, chunks_max)
     return np.maximum(level - mapped, 0)
 
 
-def _parts(
-    ranges: Sequence[KvRange], handles: Handles, lacking: Handles
+def _split(
+    ranges: Sequence[KvRange], handles: Handles, growth: Handles
 ) -> list[tuple[KvRange, Handles]]:
-    """Each range that grows, with its part of the handles."""
-    parts = np.split(handles, np.cumsum(lacking)[:-1])
-    return [(one, part) for one, part in zip(ranges, parts, strict=True) if len(part)]
+    """Distribute handles: each range that grows, with its share."""
+    parts = np.split(handles, np.cumsum(growth)[:-1])
+    return [(kv_range, part) for kv_range, part in zip(ranges, parts, strict=True) if len(part)]
 
 
-def _common_level(heights: Handles, supply: int) -> int:
-    """The highest level to which `supply` can raise all `heights` that are lower."""
+def _water_level(heights: Handles, supply: int) -> int:
+    """Water-filling: the highest level to which `supply` raises all `heights` below it."""
     ordered = np.sort(heights).tolist()
     count, total = len(ordered), sum(ordered)
-    # Leave out the highest range while it is above the level that the others reach.
+    # Exclude the highest range while it exceeds the level of the others.
     while (supply + total) // count < ordered[count - 1]:
         count -= 1
         total -= ordered[count]

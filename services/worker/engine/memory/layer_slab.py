@@ -1,4 +1,4 @@
-"""The parameters of one layer (or of the embedding, or of the head) in one contiguous range."""
+"""Slabs: the parameters of a layer, of the embedding or of the head in a contiguous range."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 64
 
 
 class SlabState(Enum):
-    """ABSENT: no memory. FILLING: mapped, contents not verified. RESIDENT: ready to run."""
+    """ABSENT: not mapped. FILLING: mapped, contents not verified. RESIDENT: ready to run."""
 
     ABSENT = "absent"
     FILLING = "filling"
@@ -27,9 +27,9 @@ class SlabState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a parameter lies in its slab; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`.
+    """The place of a parameter in its slab; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`.
 
-    `in_panels`: its values are in the order of `panels`.
+    `in_panels`: its values are packed as in `panels`.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """The parameters of a slab by name, all of one dtype, in the order of the model code."""
+    """The parameters of a slab by name, all of the same dtype, in the order of the model code."""
 
     dtype: torch.dtype
     places: dict[str, TensorPlace]
@@ -57,7 +57,7 @@ class SlabLayout:
         dtype: torch.dtype,
         in_panels: Collection[str] = (),
     ) -> "SlabLayout":
-        """Place `shapes` (name, shape) one after the other; those `in_panels` fit so."""
+        """Place `shapes` (name, shape) consecutively; pack the parameters in `in_panels`."""
         places: dict[str, TensorPlace] = {}
         end_bytes = 0
         for name, shape in shapes:
@@ -68,16 +68,16 @@ class SlabLayout:
 
     @property
     def tag(self) -> bytes:
-        """Names the order of the values; empty if every parameter is in its own."""
-        in_panels = any(one.in_panels for one in self.places.values())
+        """Identifies the order of values for digests; empty if all parameters are row-major."""
+        in_panels = any(place.in_panels for place in self.places.values())
         return panels.tag(self.dtype) if in_panels else b""
 
 
 class WeightSource(Protocol):
-    """Where parameters come from."""
+    """A source of parameters."""
 
     def fill(self, name: str, target: torch.Tensor) -> None:
-        """Write the parameter `name` into `target`, contiguous, cast to its dtype.
+        """Write the parameter `name` to `target`, contiguous, cast to its dtype.
 
         Raises ModelError.
         """
@@ -95,10 +95,8 @@ class _Hash(Protocol):
 class LayerSlab:
     """A slab in the arena; `name` appears in errors.
 
-    The digest covers parameters, padding and the layout's tag. It is computed when the slab is
-    first filled. Workers that load the same model, and keep it in the same order, have the same
-    digests. Whether a later restore brings the same bytes is seen by a checksum (XXH3-128), which
-    takes a tenth of the time.
+    The digest (SHA-256) covers parameters, padding and the layout's tag, and is computed when the
+    slab is first filled. Workers with the same model in the same layout have the same digests.
     """
 
     def __init__(self, arena: Arena, name: str, layout: SlabLayout) -> None:
@@ -113,40 +111,41 @@ class LayerSlab:
         }
         self._state = SlabState.ABSENT
         self._digest: bytes | None = None
-        self._checksum = b""  # of the bytes that have the digest
+        # A later restore is verified by XXH3-128, which takes a tenth of the time of SHA-256.
+        self._checksum = b""  # of the bytes that the digest covers
         self._running, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
-        self._identity: _Hash | None = hashlib.sha256(layout.tag)  # until there is a digest
+        self._identity: _Hash | None = hashlib.sha256(layout.tag)  # None once the digest is known
 
     @property
     def state(self) -> SlabState:
-        """Whether the slab has memory, and whether its contents are verified."""
+        """Whether the slab is mapped, and whether its contents are verified."""
         return self._state
 
     @property
     def resident(self) -> bool:
-        """Whether its parameters may be read."""
+        """Whether the parameters may be read."""
         return self._state is SlabState.RESIDENT
 
     @property
     def chunks(self) -> int:
-        """Chunks that the slab occupies while it is mapped."""
+        """Number of chunks that the slab occupies while it is mapped."""
         return self.reserved.chunks
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the slab when it was first filled."""
+        """SHA-256 of the slab after its first fill."""
         assert self._digest is not None, f"{self.name} was never filled"
         return self._digest
 
     def views(self) -> dict[str, torch.Tensor]:
         """The parameters by name, as views of the range: always valid, readable if resident.
 
-        One in panels has the shape of its panels.
+        A packed parameter has the shape of its panels.
         """
         return self._views
 
     def map(self, handles: Sequence[int] | Handles | None = None, *, cold: bool = False) -> None:
-        """Map `handles`, or free chunks, behind the slab. It may then be filled, but not read.
+        """Map `handles` (None: free chunks) to the slab. It may then be filled, but not read.
 
         `cold`: see `Arena.map`. Raises ArenaExhausted, and InvalidStage if the slab is mapped.
         """
@@ -166,15 +165,15 @@ class LayerSlab:
         return self._bytes
 
     def fill(self, offset_bytes: int, piece: torch.Tensor) -> None:
-        """Write a piece, uint8 [n]; check it at once if all before it is checked.
-
-        If pieces come in order, the checksum is complete with the last one. Raises InvalidStage.
-        """
+        """Write a piece, uint8 [n], at an offset. Raises InvalidStage."""
         self._check_filling()
+        # The piece overwrites hashed bytes: hash again from the start.
         if offset_bytes < self._hashed_bytes:
             self._restart_hash()
         end_bytes = offset_bytes + piece.numel()
         self._bytes[offset_bytes:end_bytes] = piece
+        # Hash pieces in order as they arrive, so that the checksum is complete with the last piece;
+        # `finish` hashes the others.
         if offset_bytes == self._hashed_bytes:
             self._hash(piece)
 
@@ -184,13 +183,14 @@ class LayerSlab:
         return self._bytes
 
     def fill_from(self, source: WeightSource) -> None:
-        """Write all parameters, and zeros between them. Raises InvalidStage, ModelError."""
+        """Write all parameters and zero the padding. Raises InvalidStage, ModelError."""
         end_bytes = 0
         filling = self.bytes_to_fill()
         for name, place in self.layout.places.items():
             filling[end_bytes : place.offset_bytes] = 0
             end_bytes = place.offset_bytes + place.elements * self.layout.dtype.itemsize
             if place.in_panels:
+                # Sources are row-major: read the weight outside the arena and permute it.
                 weight = torch.empty(place.shape, dtype=self.layout.dtype)
                 source.fill(name, weight)
                 self._views[name].copy_(panels.panels_of(weight))
@@ -198,10 +198,10 @@ class LayerSlab:
                 source.fill(name, self._views[name])
 
     def finish(self, max_bytes: int | None = None) -> bool:
-        """Check up to `max_bytes` more (None: all); returns whether the slab is resident now.
+        """Hash up to `max_bytes` more (None: all); returns whether the slab is resident now.
 
-        The first digest is kept. Raises SlabCorrupted if later bytes differ, and InvalidStage if
-        the slab is not being filled. Nothing may be written between two calls.
+        Write nothing between two calls. Raises SlabCorrupted if the bytes differ from the first
+        fill, and InvalidStage if the slab is not being filled.
         """
         self._check_filling()
         end = self.layout.size_bytes
@@ -212,6 +212,7 @@ class LayerSlab:
             return False
         checksum = self._running.digest()
         if self._identity is not None:
+            # The first fill defines the identity; all later fills must match it.
             self._digest, self._checksum = self._identity.digest(), checksum
         self._restart_hash()
         if checksum != self._checksum:
@@ -220,17 +221,17 @@ class LayerSlab:
         return True
 
     def drop(self) -> None:
-        """Free the memory in any state, see `Arena.retire`; no effect if there is none."""
+        """Free the memory in any state (see `Arena.retire`); no effect if absent."""
         if self._state is not SlabState.ABSENT:
             self._state = SlabState.ABSENT
             self._arena.retire(self.reserved, 0, self.chunks)
 
     def note_retired(self) -> None:
-        """The arena has retired `reserved`."""
+        """Mark the slab absent: `Arena.adopt` has retired its range."""
         self._state = SlabState.ABSENT
 
     def check_resident(self) -> None:
-        """Raise LayerNotResident unless the parameters may be read."""
+        """Raise LayerNotResident if the slab is not resident."""
         if self._state is not SlabState.RESIDENT:
             raise LayerNotResident(self.name)
 
@@ -242,7 +243,7 @@ class LayerSlab:
         self._hash(self._bytes[self._hashed_bytes : end_bytes])
 
     def _hash(self, piece: torch.Tensor) -> None:
-        """Check the next bytes."""
+        """Add the next bytes to the running hashes."""
         data = piece.cpu().numpy()
         self._running.update(data)
         if self._identity is not None:

@@ -1,10 +1,8 @@
-"""The arena on a CPU: chunks are pages of one memory file, ranges are reserved address space.
+"""The arena on a CPU: chunks are pages of a memory file (memfd), ranges reserved address space.
 
-A physical page moves from a parameter range to a KV tail without a copy. Mapping takes about 5 µs
-per call. A moved page keeps its memory, but the page table has no entry for it yet, so its first
-write is a fault: measured 580 ms/GiB against 95 warm. `MADV_POPULATE_READ` makes the entries of 16
-pages per fault, and they are writable because the memory is shared: 92 ms/GiB.
-(`MADV_POPULATE_WRITE` and `MAP_POPULATE` take pages one by one: 340.)
+A physical page moves from a parameter range to a KV tail without a copy. A mapping call takes about
+5 µs. A moved page has no page-table entry yet, so its first write faults: measured 580 ms/GiB,
+against 95 ms/GiB warm.
 """
 
 import ctypes
@@ -86,10 +84,13 @@ class MemfdArena(Arena):
         )
 
     def _unmap_address(self, address: int, size_bytes: int) -> None:
+        # Map inaccessible memory over it, which keeps the address space reserved.
         _mmap(address, size_bytes, _PROT_NONE, _RESERVE | _MAP_FIXED, -1, 0)
 
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        # Linux before 5.14 lacks the call; then the first touches are slow.
+        # MADV_POPULATE_READ creates the entries of 16 pages per fault, and they are writable since
+        # the memory is shared: 92 ms/GiB. MADV_POPULATE_WRITE and MAP_POPULATE fault every page:
+        # 340 ms/GiB. Linux before 5.14 lacks the call; the first touches are slow there.
         if _libc.madvise(address, size_bytes, _MADV_POPULATE_READ) and (
             ctypes.get_errno() != errno.EINVAL
         ):
@@ -99,7 +100,7 @@ class MemfdArena(Arena):
 def _mmap(
     address: int | None, size_bytes: int, protection: int, flags: int, file: int, offset_bytes: int
 ) -> int:
-    """`mmap(2)`; raises OSError, for example when `vm.max_map_count` is reached."""
+    """Call `mmap(2)`. Raises OSError, for example if `vm.max_map_count` is reached."""
     result: int | None = _libc.mmap(address, size_bytes, protection, flags, file, offset_bytes)
     if result is None or result == _MAP_FAILED:
         _raise(f"mmap of {size_bytes} bytes")

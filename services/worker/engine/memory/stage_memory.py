@@ -1,15 +1,15 @@
-"""The memory of one stage: parameters and KV cache of the layers that a worker runs.
+"""The memory of a stage: parameters and KV cache of the layers that a worker runs.
 
-A worker begins with all layers. To make room it drops layers that a peer runs, and their chunks
-become the KV tails of the layers that stay (KunServe §4.1). Nothing is copied. `prepare_drop` maps
-the tails while the leaving layers still run, so that the pause only changes who owns the chunks.
-`finish_drop` does the rest in the background, slice by slice.
+A worker starts with all layers. Under memory pressure it drops the parameters of layers that a peer
+runs, and their chunks extend the KV ranges of the remaining layers (KunServe §4.1), without copies.
+`prepare_drop` maps the extensions while the leaving layers still run, so that the pause only
+transfers the ownership of chunks. `finish_drop` does the remaining work in background slices.
 
-Dropping:   prepare_drop → set_stage → (serve, finish_drop in slices) → release_departed as KV moves
-            away → 0. Without `prepare_drop`, or after other steps, `set_stage` maps the tails.
-Restoring:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
-            map_kv_of → set_stage. All steps but the last leave the serving stage unchanged, and
-            `abandon_restore` takes them back.
+Drop:     prepare_drop → set_stage → (serve, finish_drop in slices) → release_departed as KV moves
+          away, until 0. Without `prepare_drop`, or after other steps, `set_stage` maps the tails.
+Restore:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
+          map_kv_of → set_stage. All steps but the last leave the serving stage unchanged;
+          `abandon_restore` undoes them.
 
 A method takes microseconds to a few milliseconds unless its docstring says otherwise.
 """
@@ -25,7 +25,7 @@ from services.common.clock import monotonic_s
 from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
-from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, prepare_tails, raise_tails
+from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, grow_tails, prepare_tails
 from services.worker.engine.memory.layer_slab import (
     LayerSlab,
     SlabLayout,
@@ -35,14 +35,14 @@ from services.worker.engine.memory.layer_slab import (
 from services.worker.errors import InvalidBlocks, InvalidStage
 
 SLICE_BYTES = 8 << 20
-"""Background work per call: about a millisecond on a CPU."""
+"""Background work per call of `finish_drop`: about a millisecond on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropReport:
-    """The result of a drop. `map_calls`: coalesced mappings; `paused_us`: duration of the call.
+    """The result of a drop. `paused_us`: duration of the call.
 
-    `map_calls` is 0 where all was prepared.
+    `map_calls`: number of coalesced mappings, 0 if all were prepared.
     """
 
     dropped_bytes: int
@@ -54,7 +54,7 @@ class DropReport:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedDrop:
-    """A stage to come, what leaves for it, and by how many chunks its KV ranges will grow."""
+    """A prepared stage: its layers, the slabs to drop, and the growth of KV ranges in chunks."""
 
     layers: range
     leaving: list[LayerSlab]
@@ -62,9 +62,9 @@ class _PreparedDrop:
 
 
 class StageMemory:
-    """Owns the slabs and KV ranges of all layers in `arena`.
+    """Owns the slabs and KV ranges of all layers of the model in `arena`.
 
-    `layouts` is by slab name (see `slab_names`); `open_source` opens the source of `load_layer`.
+    `layouts` is by slab name (see `slab_names`); `open_source` opens the model's weight files.
     """
 
     def __init__(
@@ -87,36 +87,37 @@ class StageMemory:
         self.tied_embeddings = tied_embeddings
         self._open_source = open_source
         self._layers = range(num_layers)
+        # Layers of a restore whose KV is mapped but that are not part of the stage yet.
         self._arriving: set[int] = set()
-        # The bound of the stage's KV while a restore needs the other chunks; None otherwise.
+        # Limit of each KV range while a restore needs the other chunks; None otherwise.
         self._kv_chunks_max: int | None = None
         self._prepared: _PreparedDrop | None = None
 
-    # --- what there is
+    # --- state
 
     @property
     def layers(self) -> range:
-        """Layers of the stage."""
+        """The layers of the stage."""
         return self._layers
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.kv_ranges)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every layer of the stage has: ids 0 .. num_blocks - 1."""
+        """Number of KV blocks in every layer of the stage: ids 0 .. num_blocks - 1."""
         return min(self.kv_ranges[layer].num_blocks for layer in self._layers)
 
     @property
     def parameter_bytes(self) -> int:
-        """Device memory behind parameters."""
+        """Device memory mapped for parameters."""
         return self._slab_chunks() * self.arena.chunk_bytes
 
     @property
     def departed_layers(self) -> list[int]:
-        """Layers that have left the stage and whose KV is not released yet."""
+        """Layers that have left the stage but whose KV is not released yet."""
         return [
             layer
             for layer, kv_range in enumerate(self.kv_ranges)
@@ -125,11 +126,11 @@ class StageMemory:
 
     @property
     def departed_blocks(self) -> int:
-        """The number of blocks of the departed layer with the most."""
+        """Maximum number of blocks of a departed layer; 0 without departed layers."""
         return max((self.kv_ranges[layer].num_blocks for layer in self.departed_layers), default=0)
 
     def slabs_of(self, first_layer: int, end_layer: int) -> list[str]:
-        """The slabs that a stage of these layers needs. Raises InvalidStage."""
+        """Names of the slabs that a stage of these layers needs. Raises InvalidStage."""
         if not 0 <= first_layer < end_layer <= self.num_layers:
             raise InvalidStage(
                 f"layers {first_layer} to {end_layer} (exclusive) are no stage of a model with "
@@ -143,13 +144,13 @@ class StageMemory:
         )
 
     def missing_slabs(self, first_layer: int, end_layer: int) -> list[str]:
-        """The slabs of `slabs_of` that are not resident. Raises InvalidStage."""
+        """Names of the slabs in `slabs_of` that are not resident. Raises InvalidStage."""
         return [n for n in self.slabs_of(first_layer, end_layer) if not self.slabs[n].resident]
 
     def blocks_beside(self, first_layer: int, end_layer: int) -> int:
-        """Blocks that remain if these layers, parameters and KV, are added to the present stage.
+        """Number of KV blocks that remain after adding these layers to the current stage.
 
-        The argument of `shrink_kv` before a restore; less than 1 if there is no room. Raises
+        Pass it to `shrink_kv` before a restore; less than 1 if memory does not suffice. Raises
         InvalidStage.
         """
         present = self.slabs_of(self._layers.start, self._layers.stop)
@@ -162,7 +163,7 @@ class StageMemory:
     # --- start
 
     def load(self) -> None:
-        """Fill all slabs and give the rest to KV, once, at start. Slow. Raises ModelError."""
+        """Fill all slabs at start and give the remaining chunks to KV. Slow. Raises ModelError."""
         source = self._open_source()
         try:
             for slab in self.slabs.values():
@@ -176,43 +177,49 @@ class StageMemory:
     # --- drop
 
     def prepare_drop(self, first_layer: int, end_layer: int) -> None:
-        """Map what KV will gain when only these layers run; the stage serves on as it is.
+        """Map the KV extensions of a stage that runs only these layers, while the stage serves on.
 
-        `finish_drop` touches the new mappings. `set_stage` of these layers uses them, unless other
-        memory has moved since; `cancel_drop`, or any step that moves memory, takes them back. No
-        effect unless layers leave and none comes. Raises InvalidStage.
+        `finish_drop` prefaults the mappings and `set_stage` of the same layers uses them.
+        `cancel_drop`, or any method that moves memory, undoes them. No effect unless layers leave
+        and none arrives. Raises InvalidStage.
         """
         self.cancel_drop()
         kept = self.slabs_of(first_layer, end_layer)
         layers = range(first_layer, end_layer)
         leaving = [slab for name, slab in self.slabs.items() if slab.resident and name not in kept]
-        comes = not set(layers) <= set(self._layers) or self.missing_slabs(first_layer, end_layer)
-        if comes or not leaving or self._kv_chunks_max is not None:
+        arrives = not set(layers) <= set(self._layers) or self.missing_slabs(first_layer, end_layer)
+        if arrives or not leaving or self._kv_chunks_max is not None:
             return
-        coming = np.concatenate([slab.reserved.handles for slab in leaving])
+        # The leaving slabs still own these handles; the arena maps them a second time.
+        leaving_handles = np.concatenate([slab.reserved.handles for slab in leaving])
         ranges = [self.kv_ranges[layer] for layer in layers]
-        self._prepared = _PreparedDrop(layers, leaving, prepare_tails(self.arena, ranges, coming))
+        self._prepared = _PreparedDrop(
+            layers, leaving, prepare_tails(self.arena, ranges, leaving_handles)
+        )
 
     def cancel_drop(self) -> None:
-        """Take back what `prepare_drop` has mapped, if anything."""
+        """Undo `prepare_drop`. No effect without a prepared drop."""
         self.arena.cancel_prepared()
         self._prepared = None
 
     def set_stage(self, first_layer: int, end_layer: int) -> DropReport:
         """Run only these layers from now on: drop other parameters, and map free chunks to KV.
 
-        No other step needs the iteration loop to pause. The KV of layers that leave stays until
-        `release_departed`. Raises InvalidStage, LayerNotResident; then nothing has changed.
+        Only this step must run while the iteration loop pauses. The KV of layers that leave stays
+        until `release_departed`. Raises InvalidStage, LayerNotResident, without any effect.
         """
         started_s = monotonic_s()
         prepared = self._prepared
+        # The fast path: all mappings exist, so the pause only transfers ownership.
         if prepared is not None and prepared.layers == range(first_layer, end_layer):
             dropped, map_calls = prepared.leaving, 0
             mapped_chunks = self._adopt(prepared)
         else:
             kept = self._check_ready(first_layer, end_layer)
             self.cancel_drop()
-            dropped = [one for name, one in self.slabs.items() if one.resident and name not in kept]
+            dropped = [
+                slab for name, slab in self.slabs.items() if slab.resident and name not in kept
+            ]
             self._switch(first_layer, end_layer)
             for slab in dropped:
                 slab.drop()
@@ -227,23 +234,22 @@ class StageMemory:
         )
 
     def finish_drop(self, slice_bytes: int | None = SLICE_BYTES) -> bool:
-        """Do a slice (None: all) of the work that remapping left; returns whether none is left.
+        """Do a slice (None: all) of the deferred work of remapping; returns True when all is done.
 
-        It prefaults new mappings first, so that iterations do not pay for the first touches, and
-        then removes old mappings. Call it between iterations after every method that moves memory,
-        until it returns True.
+        Call it between iterations after every method that moves memory, until it returns True.
         """
         arena, chunks = self.arena, None
         if slice_bytes is not None:
             chunks = max(arena.slice_chunks_min, slice_bytes // arena.chunk_bytes)
+        # Prefault before sweeping: until then, iterations pay for the first touches.
         if not self.arena.prefault(chunks):
             return False
         return self.arena.sweep(chunks)
 
     def release_departed(self, blocks_needed: int) -> int:
-        """Free departed layers' KV from block id `blocks_needed` on; returns the new `num_blocks`.
+        """Free the KV of departed layers from block id `blocks_needed` on; returns `num_blocks`.
 
-        `blocks_needed` is 0 when every request has moved.
+        `blocks_needed` is 0 after every request has moved its KV.
         """
         self.cancel_drop()
         for layer in self.departed_layers:
@@ -255,25 +261,25 @@ class StageMemory:
     # --- restore
 
     def relocate(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV blocks (source, target) of all layers from higher ids to free lower ids.
+        """Compact KV: copy blocks (source, target) of all layers to free lower ids.
 
-        Takes the time of the copies. Raises InvalidBlocks; then nothing has changed.
+        Takes as long as the copies. Raises InvalidBlocks, without any effect.
         """
         sources = {source for source, _ in moves}
         targets = {target for _, target in moves}
         distinct = len(sources) == len(targets) == len(moves) and not sources & targets
         if not distinct or any(not 0 <= target < source for source, target in moves):
-            raise InvalidBlocks("blocks move to lower ids, each to a free one of its own")
+            raise InvalidBlocks("blocks must move to distinct free blocks with lower ids")
         if max(sources, default=-1) >= self.num_blocks:
             raise InvalidBlocks(f"block {max(sources)} moves, but there are {self.num_blocks}")
         for layer in (*self._layers, *self.departed_layers):
             kv_range = self.kv_ranges[layer]
-            # A departed layer has lost blocks that are not needed there any more.
+            # A departed layer may have released the blocks of higher ids.
             held = [move for move in moves if move[0] < kv_range.num_blocks]
             kv_range.relocate([source for source, _ in held], [target for _, target in held])
 
     def shrink_kv(self, num_blocks: int, *, used_blocks: int) -> None:
-        """Keep only blocks 0 .. num_blocks - 1, until `set_stage` or `abandon_restore`.
+        """Limit KV to blocks 0 .. num_blocks - 1 until `set_stage` or `abandon_restore`.
 
         `used_blocks`: 1 + the highest id in use. Raises InvalidBlocks.
         """
@@ -288,19 +294,19 @@ class StageMemory:
             self.kv_ranges[layer].retire_tail(self._kv_chunks_max)
 
     def map_layer_parameters(self, name: str) -> None:
-        """Map memory behind a slab; its layer cannot run before `finish_layer`.
+        """Map memory for a slab; its layer cannot run before `finish_layer`.
 
-        Raises InvalidStage if the slab has memory, ArenaExhausted if KV did not shrink enough.
+        Raises InvalidStage if the slab is mapped, ArenaExhausted if KV did not shrink enough.
         """
         self.cancel_drop()
         self.slabs[name].map(cold=True)
 
     def slab_bytes(self, name: str) -> torch.Tensor:
-        """A writable view, uint8 [size], of a slab being restored. Raises InvalidStage."""
+        """A writable view, uint8 [size], of a slab that is being restored. Raises InvalidStage."""
         return self.slabs[name].bytes_to_fill()
 
     def pack_slab(self, name: str, offset_bytes: int, target: torch.Tensor) -> torch.Tensor:
-        """Copy a piece of a resident slab for a peer to `target`, uint8 [n]; returns `target`.
+        """Copy a piece of a resident slab, to send to a peer, to `target`, uint8 [n]; returns it.
 
         Raises LayerNotResident.
         """
@@ -308,7 +314,7 @@ class StageMemory:
         return target.copy_(self.slabs[name].bytes_to_read()[offset_bytes:end_bytes])
 
     def unpack_slab(self, name: str, offset_bytes: int, payload: torch.Tensor) -> None:
-        """Write a piece that came from a peer. Raises InvalidStage."""
+        """Write a piece of a slab received from a peer. Raises InvalidStage."""
         end_bytes = offset_bytes + payload.numel()
         slab = self.slabs[name]
         inside = 0 <= offset_bytes <= end_bytes <= slab.layout.size_bytes
@@ -317,17 +323,17 @@ class StageMemory:
         slab.fill(offset_bytes, payload.view(-1))
 
     def slab_digest(self, name: str) -> bytes:
-        """SHA-256 of a slab's bytes at start."""
+        """SHA-256 of the bytes that a slab had after its first load."""
         return self.slabs[name].digest
 
     @property
     def parameters_digest(self) -> bytes:
-        """SHA-256 over the digests of all slabs at start."""
+        """SHA-256 over the digests of all slabs."""
         digests = b"".join(self.slab_digest(name) for name in sorted(self.slabs))
         return hashlib.sha256(digests).digest()
 
     def load_layer(self, name: str) -> None:
-        """Fill a mapped slab from the model folder, if no peer has it. Takes the time to read it.
+        """Fill a mapped slab from the model folder. Takes as long as reading the files.
 
         Raises InvalidStage, ModelError.
         """
@@ -338,32 +344,33 @@ class StageMemory:
             source.close()
 
     def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
-        """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it may run.
+        """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it is resident.
 
-        At start this takes about a second per GiB (SHA-256), later a tenth of that (XXH3). Raises
-        InvalidStage, and SlabCorrupted: fill it again.
+        The first time this takes about a second per GiB (SHA-256), later a tenth of that (XXH3).
+        Raises InvalidStage, and SlabCorrupted: fill the slab again.
         """
         return self.slabs[name].finish(max_bytes)
 
     def map_kv_of(self, layers: Iterable[int]) -> None:
-        """Map KV for layers that come back, with as many blocks as the stage has.
+        """Map KV for layers to restore, with as many blocks as the stage has.
 
-        Raises ArenaExhausted, and InvalidStage while their old KV is not released.
+        Raises ArenaExhausted, and InvalidStage if the old KV of a layer is not released.
         """
         self.cancel_drop()
-        coming = set(layers).difference(self._layers, self._arriving)
-        if coming.intersection(self.departed_layers):
-            raise InvalidStage("layers come back whose old KV is still here; release it first")
+        arriving = set(layers).difference(self._layers, self._arriving)
+        if arriving.intersection(self.departed_layers):
+            raise InvalidStage("a layer to restore still holds its old KV; release it first")
+        # A block exists in every layer of the stage, so the shortest range is the common size.
         common_chunks = min(self.kv_ranges[layer].mapped_chunks for layer in self._layers)
-        handles = self.arena.free_handles(common_chunks * len(coming))
-        for layer, part in zip(sorted(coming), handles.reshape(-1, common_chunks), strict=True):
+        handles = self.arena.free_handles(common_chunks * len(arriving))
+        for layer, part in zip(sorted(arriving), handles.reshape(-1, common_chunks), strict=True):
             self.kv_ranges[layer].map_tail(part, cold=True)
-        self._arriving |= coming
+        self._arriving |= arriving
 
     def abandon_restore(self, *, keep_verified: bool = False) -> int:
-        """Take back all steps of a restore before `set_stage`; returns the new `num_blocks`.
+        """Undo all steps of a restore before `set_stage`; returns the new `num_blocks`.
 
-        `keep_verified`: slabs that are resident stay.
+        `keep_verified`: keep slabs that are already resident.
         """
         self.cancel_drop()
         present = self.slabs_of(self._layers.start, self._layers.stop)
@@ -382,17 +389,17 @@ class StageMemory:
     def pack_kv(
         self, layer: int, block_ids: Sequence[int], target: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A copy of blocks of one layer, flat uint8, in `target` if given. Raises InvalidBlocks."""
+        """Copy blocks of a layer to flat uint8 (`target` if given). Raises InvalidBlocks."""
         return self.kv_ranges[layer].pack(block_ids, target)
 
     def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:
-        """Overwrite blocks of one layer with a result of `pack_kv`. Raises InvalidBlocks."""
+        """Overwrite blocks of a layer with the result of `pack_kv`. Raises InvalidBlocks."""
         self.kv_ranges[layer].unpack(block_ids, payload)
 
     # --- invariants
 
     def check_invariants(self) -> None:
-        """The arena's; parameters and KV account for what is mapped; the stage can run."""
+        """Assert the arena's invariants, the accounting of chunks, and that the stage can run."""
         self.arena.check_invariants()
         slab_chunks = self._slab_chunks()
         kv_chunks = sum(kv_range.mapped_chunks for kv_range in self.kv_ranges)
@@ -409,7 +416,7 @@ class StageMemory:
     # ---
 
     def _check_ready(self, first_layer: int, end_layer: int) -> list[str]:
-        """Raise unless a stage of these layers can begin; returns its slabs."""
+        """Raise InvalidStage or LayerNotResident unless the stage can run; returns its slabs."""
         names = self.slabs_of(first_layer, end_layer)
         for name in names:
             self.slabs[name].check_resident()
@@ -419,19 +426,20 @@ class StageMemory:
         blocks = min(self.kv_ranges[layer].num_blocks for layer in range(first_layer, end_layer))
         if blocks < self.num_blocks:
             raise InvalidStage(
-                f"the new stage would have {blocks} blocks, the present one has {self.num_blocks}; "
-                "shrink its KV and map that of the layers that come (map_kv_of)"
+                f"the new stage would have {blocks} KV blocks, the current stage has "
+                f"{self.num_blocks}; shrink its KV (shrink_kv) and map the KV of the layers to "
+                "restore (map_kv_of)"
             )
         return names
 
     def _switch(self, first_layer: int, end_layer: int) -> None:
         self._layers = range(first_layer, end_layer)
-        # KV that was mapped for another stage counts as departed, and is released as such.
+        # KV mapped for another stage becomes departed KV, which `release_departed` frees.
         self._arriving.clear()
         self._kv_chunks_max = None
 
     def _adopt(self, prepared: _PreparedDrop) -> int:
-        """Run the prepared layers; returns the chunks that KV has gained."""
+        """Switch to the prepared stage; returns the number of chunks added to KV."""
         self._prepared = None
         self.arena.adopt([slab.reserved for slab in prepared.leaving])
         for slab in prepared.leaving:
@@ -442,11 +450,11 @@ class StageMemory:
         return sum(chunks for _, chunks in prepared.growth)
 
     def _grow(self, *, cold: bool = True) -> tuple[int, int]:
-        """Map free chunks at the KV tails of the stage; returns (chunks, map calls)."""
+        """Extend the stage's KV ranges by the free chunks; returns (chunks, map calls)."""
         ranges = [self.kv_ranges[layer] for layer in self._layers]
-        return raise_tails(self.arena, ranges, self._kv_chunks_max, cold=cold)
+        return grow_tails(self.arena, ranges, self._kv_chunks_max, cold=cold)
 
     def _slab_chunks(self) -> int:
-        """Chunks behind slabs."""
+        """Number of chunks that slabs occupy."""
         present = [slab for slab in self.slabs.values() if slab.state is not SlabState.ABSENT]
         return sum(slab.chunks for slab in present)

@@ -1,4 +1,4 @@
-"""The sizes of a model, as the rest of the engine needs them."""
+"""The sizes of a model for the rest of the engine and for the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from services.worker.engine.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes of a model. `max_model_len` counts prompt and output tokens."""
+    """The sizes of a model. `max_model_len` limits prompt and output tokens together."""
 
     num_layers: int
     hidden_size: int
@@ -25,16 +25,16 @@ class ModelGeometry:
     tied_embeddings: bool
     dtype: torch.dtype
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many last positions a token sees, itself included; None for all of them."""
+    """Per layer: the number of last positions that a token sees, itself included; None for all."""
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
-        """Bytes of K and V of one token in one layer."""
+        """Bytes of K and V of a token in a layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def geometry_of(config: ModelConfig, dtype: torch.dtype) -> ModelGeometry:
-    """The sizes of the model that `config` describes, served in `dtype`."""
+    """The sizes of the model in `config` with storage dtype `dtype`."""
     return ModelGeometry(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -51,12 +51,9 @@ def geometry_of(config: ModelConfig, dtype: torch.dtype) -> ModelGeometry:
 
 
 def shape_of(geometry: ModelGeometry, slab_bytes: Mapping[str, int]) -> ModelShape:
-    """The shape of a model; `slab_bytes` has the size of each slab by name, in whole chunks.
-
-    A pass reads all parameters of a layer, so its cost is assumed proportional to their bytes. The
-    embedding is a look-up and costs nothing. The head multiplies with its own weight or, if tied,
-    with the embedding's.
-    """
+    """The shape of a model for planning layer maps; `slab_bytes` are in whole chunks, by name."""
+    # Cost model: an iteration reads all parameters of a layer, so the cost is proportional to their
+    # bytes. The embedding is a lookup without cost. A tied head reads the embedding's weight.
     layer_bytes = max(slab_bytes[layer_name(index)] for index in range(geometry.num_layers))
     read_by_head = slab_bytes[EMBEDDING] if geometry.tied_embeddings else slab_bytes[HEAD]
     return ModelShape(

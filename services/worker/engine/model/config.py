@@ -1,7 +1,7 @@
-"""What a model folder's `config.json` says, read as `transformers` reads it.
+"""Reads the `config.json` of a model folder with the defaults of `transformers`.
 
-Nothing in a model folder is ever executed: `auto_map` and pickle are refused. `transformers` itself
-takes seconds to import, so an engine reads the file without it.
+Nothing in a model folder is ever executed: `auto_map` and pickle are refused. Importing
+`transformers` itself takes seconds, so the engine parses the file on its own.
 """
 
 import json
@@ -16,13 +16,13 @@ from services.worker.errors import ModelError
 
 FETCH_AGAIN = "fetch the model again"
 WINDOW = 4096
-"""The sliding window of a file that names none."""
+"""Default of `sliding_window`."""
 FULL_LAYERS = 28
-"""Layers before the first with a sliding window, where the file does not say."""
+"""Default of `max_window_layers`: layers with full attention before the first sliding window."""
 
 
 class Biases(NamedTuple):
-    """Which products of a layer have a bias."""
+    """Which linear projections of a layer have a bias."""
 
     qkv: bool = False
     output: bool = False
@@ -31,10 +31,10 @@ class Biases(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only model; most names are those of the file.
+    """A decoder-only model; most field names are those of `config.json`.
 
-    `head_norms`: queries and keys are normed, head by head. `sliding_windows`: per layer, how many
-    last positions a token sees, itself included; None for all of them.
+    `head_norms`: queries and keys are normalized per head. `sliding_windows`: per layer, the number
+    of last positions that a token attends to, itself included; None for all positions.
     """
 
     architecture: str
@@ -63,12 +63,12 @@ def load_config(model_dir: Path) -> ModelConfig:
     if names not in [[name] for name in FAMILIES]:
         supported = ", ".join(sorted(FAMILIES))
         raise ModelError(
-            f"{path}: architecture {names} is not supported; choose one of {supported}"
+            f"{path}: architecture {names} is not supported; choose a model of {supported}"
         )
     if "auto_map" in raw:
         raise ModelError(
-            f"{path}: auto_map asks to run code from the model folder, which is never done; "
-            f"remove it to use the built-in {names[0]}"
+            f"{path}: auto_map refers to code in the model folder, which is never executed; "
+            f"remove auto_map to use the built-in {names[0]}"
         )
     if raw.get("quantization_config"):
         raise ModelError(
@@ -78,21 +78,21 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file. Raises ModelError."""
+    """Parse the JSON object in the file. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; name a folder with a model in it") from None
+        raise ModelError(f"{path} does not exist; give the folder of a model") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error}); {FETCH_AGAIN}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object; {FETCH_AGAIN}")
+        raise ModelError(f"{path} is not a JSON object; {FETCH_AGAIN}")
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class _ConfigFile:
-    """Reads fields of the file, and raises ModelError for those that nothing can be made of."""
+    """Reads and validates the fields of the file. Raises ModelError."""
 
     path: Path
     raw: Mapping[str, Any]
@@ -138,27 +138,30 @@ class _ConfigFile:
         window = self._size("sliding_window", WINDOW) if self._has("sliding_window") else None
         if not family.windows_by_layer:
             return (window,) * layers
+        # Qwen: the window is opt-in, and applies per layer.
         if not self._flag("use_sliding_window"):
             return (None,) * layers
         kinds = self.raw.get("layer_types")
+        # Older files have a number of full-attention layers instead of a list of types.
         if kinds is None:
             full = self._whole("max_window_layers", FULL_LAYERS)
             return tuple(window if index >= full else None for index in range(layers))
         if not isinstance(kinds, list) or len(kinds) != layers:
-            raise self._invalid(f"layer_types does not have {layers} names")
+            raise self._invalid(f"layer_types is not a list of {layers} names")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
     def _rope(self) -> Rope:
+        # `rope_scaling` is the name in files before transformers 5.
         given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         if not isinstance(given, dict):
-            raise self._invalid("rope_parameters is no object")
+            raise self._invalid("rope_parameters is not an object")
         kind = self._choice(
             "rope_type", given.get("rope_type", given.get("type", "default")), ROPE_TYPES
         )
         options = {"rope_theta": self._number("rope_theta", 10_000.0)} | given
         bad = [name for name in ROPE_TYPES[kind] if not _is_number(options.get(name))]
         if bad:
-            raise self._invalid(f"rope of type {kind} needs a number {bad[0]}")
+            raise self._invalid(f"rope of type {kind} requires a number for {bad[0]}")
         return Rope(kind, options)
 
     def _has(self, key: str) -> bool:
@@ -176,14 +179,15 @@ class _ConfigFile:
             if default is None:
                 raise self._invalid(f"{key} is missing")
             return default
+        # In Python, True is an int.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self._invalid(f"{key} is {value!r}, no whole number")
+            raise self._invalid(f"{key} is {value!r}, not an integer")
         return value
 
     def _number(self, key: str, default: float) -> float:
         value = self.raw.get(key, default)
         if not _is_number(value):
-            raise self._invalid(f"{key} is {value!r}, no number")
+            raise self._invalid(f"{key} is {value!r}, not a number")
         return float(value)
 
     def _flag(self, key: str) -> bool:
@@ -195,13 +199,13 @@ class _ConfigFile:
     def _choice(self, key: str, name: Any, known: Mapping[str, Any]) -> str:
         if not isinstance(name, str) or name not in known:
             raise ModelError(
-                f"{self.path}: {key} {name!r} is not supported; choose a model with one of "
+                f"{self.path}: {key} {name!r} is not supported; choose a model with "
                 + ", ".join(sorted(known))
             )
         return name
 
-    def _invalid(self, what: str) -> ModelError:
-        return ModelError(f"{self.path} is invalid ({what}); {FETCH_AGAIN}")
+    def _invalid(self, problem: str) -> ModelError:
+        return ModelError(f"{self.path} is invalid ({problem}); {FETCH_AGAIN}")
 
 
 def _is_number(value: Any) -> bool:
@@ -210,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How an architecture reads its file. `biases`: None if the file says."""
+    """How to read the file of an architecture. `biases` None: the file sets them."""
 
     biases: Biases | None = None
     may_bias_mlp: bool = False

@@ -1,7 +1,7 @@
-"""Runs a decoder-only model one layer at a time over memory in the arena.
+"""Runs a decoder-only model layer by layer over memory in the arena.
 
-The layers are built without weights: their parameters are views of slabs. No parameter lies outside
-the arena.
+The layers are built without weights: all parameters are views of slabs, so none is outside the
+arena.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from services.worker.engine.memory.kv_range import KvRange
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabLayout
 from services.worker.engine.memory.panels import fits, in_panels, rows_of
 from services.worker.engine.model.attention.paged import AttentionMetadata, PagedAttention
-from services.worker.engine.model.fused_layer import fused_layer, joined_layers
+from services.worker.engine.model.fused_layer import cpu_layers, fused_layer
 from services.worker.engine.model.interrupt import Interrupted
 from services.worker.engine.model.linear import Float32RmsNorm, SlabLinear, UpcastScratch
 from services.worker.engine.model.modules import EagerRmsNorm, Skeleton
@@ -29,9 +29,9 @@ def slab_layouts(
 ) -> dict[str, SlabLayout]:
     """The layouts by slab name, in the order of execution; tensors have their checkpoint names.
 
-    A tied head has no weight of its own: its slab holds only the final norm. `panels`: the weights
-    of a slab's products lie in panels, if all of them fit. `biases_last`: no bias lies between two
-    weights, so that neighbours can be one product.
+    A tied head has no weight of its own: its slab holds only the final norm. `panels`: pack the
+    weights of a slab's products in panels if all of them fit. `biases_last`: place biases after all
+    weights, so that adjacent weights can be fused into a single product.
     """
     tied = skeleton.config.tie_word_embeddings
     multiplied = {
@@ -41,13 +41,14 @@ def slab_layouts(
     }
 
     def layout(*modules: str) -> SlabLayout:
+        # The order of parameters in the skeleton defines the layout, hence the digest.
         shapes = {
             f"{module}.{name}": tuple(parameter.shape)
             for module in modules
             for name, parameter in skeleton.get_submodule(module).named_parameters()
         }
         if biases_last:
-            shapes = dict(sorted(shapes.items(), key=lambda one: one[0].endswith(".bias")))
+            shapes = dict(sorted(shapes.items(), key=lambda named: named[0].endswith(".bias")))
         weights = multiplied & shapes.keys()
         in_panels = panels and all(fits(shapes[name], dtype) for name in weights)
         return SlabLayout.of(shapes.items(), dtype, weights if in_panels else ())
@@ -59,8 +60,8 @@ def slab_layouts(
     return layouts
 
 
-class JoinedLayers(Protocol):
-    """Kernels that run several layers in a row."""
+class LayerRunner(Protocol):
+    """A backend that runs a range of layers in a single call."""
 
     def run(
         self,
@@ -75,7 +76,7 @@ class JoinedLayers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _LayerContext:
-    """What the attention of a layer needs beside the layer's own arguments."""
+    """The attention backend, KV cache and metadata for the modules of a layer."""
 
     attention: PagedAttention
     blocks: torch.Tensor
@@ -103,11 +104,11 @@ class _LayerContext:
 
 
 class Decoder:
-    """The model of a worker: takes `skeleton` over and puts its weights into slabs.
+    """The model of a worker: replaces the weights of `skeleton`, which it owns, by slab views.
 
-    `sliding_windows`: per layer, how many last positions a token sees; None for all positions.
+    `sliding_windows`: per layer, the number of last positions that a token sees; None for all.
     `scratch` is None if compute and storage dtype are equal. `compiled`: use the kernels of
-    `cpu_kernels`. `joined` runs the layers instead of the skeleton's modules.
+    `cpu_kernels`. `layer_runner` replaces the skeleton's modules of layers.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Decoder:
         compute_dtype: torch.dtype,
         scratch: UpcastScratch | None,
         compiled: bool,
-        joined: JoinedLayers | None = None,
+        layer_runner: LayerRunner | None = None,
     ) -> None:
         config = skeleton.config
         self._config = config
@@ -135,11 +136,15 @@ class Decoder:
         self._layers = [
             self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
-        self.joined = (
-            joined_layers(self._layers, kv_ranges, sliding_windows, config) if compiled else joined
+        # The CPU's layer runner wraps the fused layers built above.
+        self.layer_runner = (
+            cpu_layers(self._layers, kv_ranges, sliding_windows, config)
+            if compiled
+            else layer_runner
         )
         self._norm = self._place(skeleton.model.norm, NORM, HEAD)
         self._embedding = slabs[EMBEDDING].views()[f"{EMBEDDING}.weight"]
+        # A tied head multiplies by the embedding's weight, so it needs the embedding's slab.
         head = slabs[EMBEDDING if config.tie_word_embeddings else HEAD]
         self._head_slab = head
         head_weight = head.views()[f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight"]
@@ -147,8 +152,9 @@ class Decoder:
         self._rotary = rotary_of(config, self._embedding.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[tokens] → [tokens, hidden] in the compute dtype."""
+        """Embed [tokens] → [tokens, hidden] in the compute dtype."""
         self._slabs[EMBEDDING].check_resident()
+        # A tied embedding is packed for the head's product; its rows must be gathered.
         if in_panels(self._embedding):
             return rows_of(self._embedding, token_ids).to(self._compute_dtype)
         return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)
@@ -163,15 +169,16 @@ class Decoder:
     ) -> torch.Tensor:
         """Run `layers` in order over `hidden` [tokens, hidden] in the compute dtype.
 
-        `interrupted` is called before a layer (see `WatchedInterrupt`); raises Interrupted once it
+        `interrupted` is called before a layer (see `WatchedInterrupt`); raises Interrupted if it
         returns True. Raises LayerNotResident.
         """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
-        if self.joined is not None:
+        if self.layer_runner is not None:
+            # A fused call reads raw addresses: an absent slab would crash the process.
             for index in layers:
                 self._slabs[layer_name(index)].check_resident()
-            return self.joined.run(hidden, rotation, metadata, layers, interrupted)
+            return self.layer_runner.run(hidden, rotation, metadata, layers, interrupted)
         for index in layers:
             if interrupted is not None and interrupted():
                 raise Interrupted(batched[0], index)
@@ -184,7 +191,7 @@ class Decoder:
         return batched[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and head over the positions that sample: [rows, hidden] → [rows, vocab]."""
+        """Apply the final norm and the head: [rows, hidden] → [rows, vocab]."""
         self._slabs[HEAD].check_resident()
         self._head_slab.check_resident()
         return self._head(self._norm(hidden))
@@ -203,13 +210,13 @@ class Decoder:
         )
 
     def _place(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
-        """`module` and its children with slab views as parameters; may return a replacement."""
+        """Replace the parameters of a module tree by slab views; may return a new module."""
         for name, child in list(module.named_children()):
             setattr(module, name, self._place(child, f"{path}.{name}", slab_name))
         return self._placed(module, path, slab_name)
 
     def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
-        """`module` with slab views as parameters, or a faster module with the same result."""
+        """`module` over slab views, or an equivalent faster module."""
         views = self._slabs[slab_name].views()
         if isinstance(module, nn.Linear):
             return SlabLinear(

@@ -1,4 +1,4 @@
-"""A decoder layer as two kernels around attention."""
+"""Decoder layers on a CPU as compiled kernels: per layer around attention, or a range of layers."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ _OPTIONAL = {
 
 
 class FusedLayer(nn.Module):
-    """Replaces a `DecoderLayer`; calls that layer for more tokens than it can."""
+    """Replaces a `DecoderLayer`; falls back to it for more rows than the kernel supports."""
 
     def __init__(
         self, layer: nn.Module, kernel: "LayerKernel", *, sliding_window: int | None
@@ -63,7 +63,7 @@ class FusedLayer(nn.Module):
 
 
 class CpuLayers:
-    """Several layers by one compiled call, as `JoinedLayers`."""
+    """Runs a range of layers in a single compiled call; a `LayerRunner`."""
 
     def __init__(self, kernel: "LayerRange", kv_ranges: Sequence[KvRange]) -> None:
         self._kernel = kernel
@@ -79,8 +79,9 @@ class CpuLayers:
     ) -> torch.Tensor:
         """As `Decoder.run_layers`."""
         cache = self._kv_ranges[layers.start]
-        hidden = hidden.clone(memory_format=torch.contiguous_format)  # it may be a message's
-        run = self._kernel.over(
+        # The kernel works in place, and `hidden` may be a view of a received message.
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        run = self._kernel.bind(
             hidden,
             (rotation[0][0].contiguous(), rotation[1][0].contiguous()),
             (cache.num_blocks, cache.shape.block_size),
@@ -95,7 +96,9 @@ class CpuLayers:
             if interrupted is not None:
                 if interrupted():
                     raise Interrupted(hidden, reached)
-                if watched is None or watched.asks_again():
+                # The kernel can poll a descriptor between layers, but not call Python: return after
+                # each layer if the check must run whatever the descriptor.
+                if watched is None or watched.time_dependent():
                     until = reached + 1
             reached = run(reached, until, descriptor)
         return hidden
@@ -109,39 +112,40 @@ def fused_layer(
     *,
     sliding_window: int | None,
 ) -> nn.Module:
-    """`layer` with kernels, or `layer` itself if the kernels cannot compute it.
+    """`layer` as a `FusedLayer`, or `layer` itself if the kernels do not support it.
 
-    `views` are its parameters; their names begin with `path`. All architectures of the catalogue
-    have the same kind of layer, some with biases and norms that others lack.
+    `views`: the parameters of the layer; their names start with `path`.
     """
     from services.worker.engine.model.cpu_kernels.layer_kernel import LayerWeights
 
     named = {name.removeprefix(f"{path}."): view for name, view in views.items()}
-    known = _WEIGHTS | {field: name for field, name in _OPTIONAL.items() if name in named}
-    if set(known.values()) != set(named) or config.hidden_act != "silu":
+    supported = _WEIGHTS | {field: name for field, name in _OPTIONAL.items() if name in named}
+    # A parameter that the kernels ignore would change the result.
+    if set(supported.values()) != set(named) or config.hidden_act != "silu":
         return layer
-    weights = LayerWeights(**{field: named[name] for field, name in known.items()})
+    weights = LayerWeights(**{field: named[name] for field, name in supported.items()})
     kind = _kernel_of(weights)
     head_dim = outputs_of(weights.query) // config.num_attention_heads
     kernel = kind(weights, head_dim, config.rms_norm_eps)
     return FusedLayer(layer, kernel, sliding_window=sliding_window)
 
 
-def joined_layers(
+def cpu_layers(
     layers: Sequence[nn.Module],
     kv_ranges: Sequence[KvRange],
     sliding_windows: Sequence[int | None],
     config: ModelConfig,
 ) -> "CpuLayers | None":
-    """The layers as one kernel, None unless it can compute them all."""
+    """All layers as a single kernel; None unless it supports all of them."""
     from services.worker.engine.model.cpu_kernels import layer_range, paged_attention
     from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
 
+    # The range kernel contains attention, so the shape of the cache must fit, too.
     kernels = [layer.kernel for layer in layers if isinstance(layer, FusedLayer)]
     block = kv_ranges[0].shape
     if not paged_attention.fits(block.block_size, block.head_dim, block.dtype):
         return None
-    if len(kernels) < len(layers) or not all(isinstance(one, PanelLayerKernel) for one in kernels):
+    if len(kernels) < len(layers) or not all(isinstance(k, PanelLayerKernel) for k in kernels):
         return None
     sizes = layer_range.LayerRangeSizes(
         heads=config.num_attention_heads,
@@ -153,7 +157,7 @@ def joined_layers(
     )
     kernel = layer_range.LayerRange(
         [kernel.weights for kernel in kernels],
-        [one.address for one in kv_ranges],
+        [kv_range.address for kv_range in kv_ranges],
         sliding_windows,
         sizes,
     )
@@ -161,7 +165,7 @@ def joined_layers(
 
 
 def _kernel_of(weights: "LayerWeights") -> "type[LayerKernel]":
-    """What computes such weights, which all lie in panels or none does."""
+    """The kernel class for the layout of weights: all in panels, or all row-major."""
     if in_panels(weights.query):
         from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
 

@@ -1,10 +1,10 @@
-"""Iterations in which every sequence decodes one token, as captured CUDA graphs.
+"""CUDA graphs for decode-only iterations.
 
-The host takes longer to launch the kernels of a layer than the device to run them for few
-tokens. A graph is launched at once. It is captured for a number of rows, and for a way to split
-contexts; fewer rows are padded, with tokens that store nothing and see nothing. Its inputs are
-copied to where they were when it was captured. Weights and KV keep their addresses as layers come
-and go, so a graph stays valid; one is of the layers of a stage.
+For few tokens, the host takes longer to launch the kernels of a layer than the device to run them.
+A graph launches all kernels of a stage in a single call. It is captured per stage, number of rows
+and split of contexts; smaller batches are padded with tokens that store nothing and attend to
+nothing. Inputs are copied to the addresses of the capture. Weights and KV keep their addresses when
+layers leave or return, so graphs stay valid.
 """
 
 from collections import OrderedDict
@@ -18,34 +18,36 @@ import triton
 from services.worker.engine.model.attention.gpu import (
     PARTS_ROWS,
     PROGRAMS_WANTED,
+    AttentionInputs,
     GpuPagedAttention,
     Tiles,
-    Work,
     single_tiles,
     split_contexts,
 )
 from services.worker.engine.model.attention.paged import AttentionMetadata
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
-"""The numbers of rows to capture."""
+"""The batch sizes to capture."""
 TABLE_BLOCKS = 1 << 16
-"""Blocks of all sequences at most; with more, an iteration is launched kernel by kernel."""
+"""Maximum number of blocks of all sequences; larger iterations are launched eagerly."""
 GRAPHS_MAX = 64
 COLUMNS = 5
-"""Inputs of each row: starts, counts, positions and firsts of tiles, and slots."""
+"""Inputs per row: `starts`, `counts`, `positions` and `firsts` of `Tiles`, and slots."""
 
-Turn = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of each token, [tokens, head_dim]."""
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of each token's position, [tokens, head_dim] each."""
 
 
 class Layers(Protocol):
-    """As `GpuLayers`."""
+    """The interface of `GpuLayers`."""
 
-    def all_of(self, layers: range, rest: torch.Tensor, turn: Turn, work: Work) -> torch.Tensor: ...
+    def run_all(
+        self, layers: range, residual: torch.Tensor, rotation: Rotation, inputs: AttentionInputs
+    ) -> torch.Tensor: ...
 
 
-class _Key(NamedTuple):
-    """What a graph is for."""
+class _GraphKey(NamedTuple):
+    """The launch parameters that a graph fixes."""
 
     start: int
     stop: int
@@ -55,7 +57,8 @@ class _Key(NamedTuple):
 
 
 def rounded_split(lengths: np.ndarray, rows: int, kv_heads: int) -> tuple[int, int]:
-    """(share, splits) of `split_contexts` as powers of two, so that few graphs fit all contexts."""
+    """(share, splits) of `split_contexts`, rounded up to powers of two."""
+    # Both are part of the graph key: rounding lets few graphs cover all contexts.
     share, _ = split_contexts(lengths, rows, kv_heads, PROGRAMS_WANTED)
     share, longest = triton.next_power_of_2(share), int(lengths.max())
     while True:
@@ -65,41 +68,41 @@ def rounded_split(lengths: np.ndarray, rows: int, kv_heads: int) -> tuple[int, i
         share *= 2
 
 
-class Captured(NamedTuple):
-    """Kernels that `replay` launches again; their result is where it was."""
+class CapturedGraph(NamedTuple):
+    """A captured graph; `replay` launches its kernels, which write to `output`."""
 
     replay: Callable[[], None]
     output: torch.Tensor
 
 
-class Capture:
-    """Captures kernels on the GPU.
-
-    All graphs share memory, since none runs beside another, and one stream: torch keeps a workspace
-    of cuBLAS for each.
-    """
+class CudaGraphCapture:
+    """Captures kernels as CUDA graphs."""
 
     def __init__(self) -> None:
+        # Graphs never run concurrently, so they share a memory pool, and a stream, since torch
+        # keeps a cuBLAS workspace per stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Captured:
-        """`work` runs once before, for what the first call of a kernel has to do."""
+    def __call__(self, launch: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """Capture the kernels that `launch` launches; its result is the graph's output."""
+        # Warm up: the first call of a kernel may allocate or compile, which a capture must not.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            work()
+            launch()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         where = {"pool": self._pool, "stream": self._stream}
+        # "thread_local": other threads may call CUDA during the capture.
         with torch.cuda.graph(graph, **where, capture_error_mode="thread_local"):
-            output = work()
-        return Captured(graph.replay, output)
+            output = launch()
+        return CapturedGraph(graph.replay, output)
 
 
 class DecodeGraphs:
-    """Captures graphs when they are needed first, and keeps the latest.
+    """Captures graphs on first use and keeps the `GRAPHS_MAX` most recently used.
 
-    `like`: a tensor of the device and the dtype of activations, as long as a hidden state.
+    `like`: a hidden state vector with the device and dtype of activations.
     """
 
     def __init__(
@@ -107,73 +110,77 @@ class DecodeGraphs:
         layers: Layers,
         attention: GpuPagedAttention,
         like: torch.Tensor,
-        capture: Callable[[Callable[[], torch.Tensor]], Captured],
+        capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph],
     ) -> None:
         self._layers = layers
         self._attention = attention
         self._capture = capture
-        self._graphs: OrderedDict[_Key, Captured] = OrderedDict()
+        self._graphs: OrderedDict[_GraphKey, CapturedGraph] = OrderedDict()
+        # Static input buffers: graphs read these addresses.
         most = ROWS[-1]
-        self._rest = like.new_zeros(most, len(like))
-        self._turn = tuple(like.new_zeros(most, attention.head_dim) for _ in range(2))
+        self._residual = like.new_zeros(most, len(like))
+        self._rotation = tuple(like.new_zeros(most, attention.head_dim) for _ in range(2))
         self._columns = torch.zeros(COLUMNS, most, dtype=torch.int64, device=like.device)
         self._tables = torch.zeros(TABLE_BLOCKS, dtype=torch.int64, device=like.device)
 
     def fit(self, metadata: AttentionMetadata) -> bool:
-        """Whether an iteration can be a graph."""
+        """Whether an iteration can run as a graph: decode steps only, within the limits."""
         spans = metadata.spans
         few = len(spans) <= ROWS[-1] and len(metadata.tables) <= TABLE_BLOCKS
         return few and bool((spans[:, 1] == 1).all())
 
     def run(
-        self, hidden: torch.Tensor, turn: Turn, metadata: AttentionMetadata, layers: range
+        self, hidden: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, layers: range
     ) -> torch.Tensor:
-        """As `JoinedLayers.run`."""
+        """As `LayerRunner.run`, for an iteration that `fit`s."""
         count = len(hidden)
         rows = next(rows for rows in ROWS if rows >= count)
         starts, counts, positions, firsts = single_tiles(metadata.spans)
         share, splits = rounded_split(positions + counts, rows, self._attention.num_kv_heads)
-        key = _Key(layers.start, layers.stop, rows, share, splits)
+        key = _GraphKey(layers.start, layers.stop, rows, share, splits)
         columns = np.zeros((COLUMNS, ROWS[-1]), np.int64)
-        columns[-1] = -1
+        columns[-1] = -1  # padding rows: slot -1 stores nothing, count 0 attends to nothing
         columns[:, :count] = starts, counts, positions, firsts, metadata.slots_of_keys
         self._fill(columns, metadata.tables)
 
-        def inputs() -> None:
-            self._rest[:count] = hidden
-            for kept, given in zip(self._turn, turn, strict=True):
-                kept[:count] = given
+        def copy_inputs() -> None:
+            self._residual[:count] = hidden
+            for buffer, values in zip(self._rotation, rotation, strict=True):
+                buffer[:count] = values
 
         graph = self._graphs.get(key)
         if graph is None:
-            inputs()
+            # The warm-up of the capture overwrites the residual, so the inputs are copied twice.
+            copy_inputs()
             graph = self._captured(key, layers)
         self._graphs.move_to_end(key)
-        inputs()
+        copy_inputs()
         graph.replay()
+        # The next replay overwrites the output.
         return graph.output[:count].clone()
 
-    def _captured(self, key: _Key, layers: range) -> Captured:
-        """A new graph, in place of the one that was not used for longest."""
-        work, rest = self._work(key), self._rest[: key.rows]
-        turn = (self._turn[0][: key.rows], self._turn[1][: key.rows])
+    def _captured(self, key: _GraphKey, layers: range) -> CapturedGraph:
+        """Capture a graph; evicts the least recently used graph if there are too many."""
+        inputs, residual = self._inputs(key), self._residual[: key.rows]
+        rotation = (self._rotation[0][: key.rows], self._rotation[1][: key.rows])
         if len(self._graphs) == GRAPHS_MAX:
             self._graphs.popitem(last=False)
-        made = self._capture(lambda: self._layers.all_of(layers, rest, turn, work))
-        self._graphs[key] = made
-        return made
+        graph = self._capture(lambda: self._layers.run_all(layers, residual, rotation, inputs))
+        self._graphs[key] = graph
+        return graph
 
     def _fill(self, columns: np.ndarray, tables: np.ndarray) -> None:
-        """Put the inputs of attention where graphs read them."""
+        """Copy the inputs of attention to the static buffers."""
         for target, values in (
             (self._columns.view(-1), columns.reshape(-1)),
             (self._tables, tables),
         ):
+            # Pinned memory makes the copy asynchronous.
             host = torch.empty(len(values), dtype=torch.int64, pin_memory=target.is_cuda)
             host.numpy()[:] = values
             target[: len(values)].copy_(host, non_blocking=True)
 
-    def _work(self, key: _Key) -> Work:
+    def _inputs(self, key: _GraphKey) -> AttentionInputs:
         starts, counts, positions, firsts, slots = self._columns[:, : key.rows]
         tiles = Tiles(
             starts,
@@ -185,4 +192,4 @@ class DecodeGraphs:
             most=1,
             shares=(key.share, key.splits),
         )
-        return Work(slots, self._tables, (tiles,))
+        return AttentionInputs(slots, self._tables, (tiles,))

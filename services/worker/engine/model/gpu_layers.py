@@ -1,17 +1,12 @@
-"""All layers of a model on a GPU, nine kernels each, or ten where contexts are split.
+"""All layers of a model on a GPU: nine kernels per layer, ten with split contexts.
 
-A layer is: norm; one product for q, k and v; rotation, which stores K and V; attention; product;
-residual and norm; one product for gate and up; gate; product. Products are those of torch (cuBLAS).
-The residual stream is rounded once for each half of a layer, as in `transformers`; all between two
-products is computed in float32.
+A layer is: norm; fused QKV product; rotation, which stores K and V; attention; output product;
+residual and norm; fused gate and up product; gate; down product. Products are torch's (cuBLAS). The
+residual stream is rounded once per half of a layer, as in `transformers`; the steps between two
+products compute in float32.
 
-Kernels run later than the host launches them, so that an interruption would only be seen once all
-layers are launched. Where an iteration can be interrupted, the host is therefore no more than
-`AHEAD` layers ahead: on an H200, 2,048 tokens of a 14B model stop within 6.1 ms so, and take 3 %
-longer (benchmarks/results/gpu-engine-h200.json).
-
-All kernels and copies, those of other threads too, are in torch's default stream. That is why
-memory may change hands between two iterations without a wait.
+All kernels and copies, also of other threads, run in torch's default stream. Memory may therefore
+change its owner between two iterations without synchronization.
 """
 
 from collections import deque
@@ -28,24 +23,25 @@ from torch.nn import functional
 from services.core.groups.slab_names import layer_name
 from services.core.request import blocks_for
 from services.worker.engine.memory.kv_range import KvRange
-from services.worker.engine.model.attention.gpu import SHARE_MIN, GpuPagedAttention, Work
+from services.worker.engine.model.attention.gpu import SHARE_MIN, AttentionInputs, GpuPagedAttention
 from services.worker.engine.model.attention.paged import AttentionMetadata
 from services.worker.engine.model.config import ModelConfig
-from services.worker.engine.model.gpu_graphs import Captured, DecodeGraphs, Turn
+from services.worker.engine.model.gpu_graphs import CapturedGraph, DecodeGraphs, Rotation
 from services.worker.engine.model.gpu_kernels import layer as kernels
 from services.worker.engine.model.gpu_kernels.launcher import Launcher
 from services.worker.engine.model.interrupt import Interrupted
 
 AHEAD = 2
+"""Layers that the host may launch ahead of the device while an iteration can be interrupted."""
 WARM_CONTEXT = 4 * SHARE_MIN
-"""A context that several programs share."""
+"""A context length that is split over several programs."""
 GATE_WIDTH = 1024
-"""Values that one program of `gate` computes."""
+"""Values that a program of `gate` computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLayerWeights:
-    """The parameters of a layer; q, k and v are one matrix, and so are gate and up."""
+    """The parameters of a layer, with fused QKV and fused gate and up matrices."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -59,22 +55,23 @@ class GpuLayerWeights:
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> "GpuLayerWeights | None":
-        """From the parameters of a layer by name, None if there are others or they do not join."""
-        projections = [f"self_attn.{one}_proj" for one in "qkv"]
+        """Fuse the parameters of a layer; None if their names or places do not allow it."""
+        projections = [f"self_attn.{letter}_proj" for letter in "qkv"]
         used = {
             "input_layernorm.weight",
             "self_attn.o_proj.weight",
             "post_attention_layernorm.weight",
-            *(f"{one}.weight" for one in projections),
-            *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")),
+            *(f"{name}.weight" for name in projections),
+            *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
         }
-        biases = [f"{one}.bias" for one in projections if f"{one}.bias" in named]
+        biases = [f"{name}.bias" for name in projections if f"{name}.bias" in named]
         optional = {*biases, "self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        qkv = joined([named[f"{one}.weight"] for one in projections])
-        gate_up = joined([named["mlp.gate_proj.weight"], named["mlp.up_proj.weight"]])
-        bias = joined([named[one] for one in biases]) if biases else None
-        unjoined = qkv is None or gate_up is None or (bias is None and biases)
-        if not used <= named.keys() <= used | optional or len(biases) not in (0, 3) or unjoined:
+        # `slab_layouts` places the weights consecutively, so fusing needs no copy.
+        qkv = contiguous_view([named[f"{name}.weight"] for name in projections])
+        gate_up = contiguous_view([named["mlp.gate_proj.weight"], named["mlp.up_proj.weight"]])
+        bias = contiguous_view([named[name] for name in biases]) if biases else None
+        unfused = qkv is None or gate_up is None or (bias is None and biases)
+        if not used <= named.keys() <= used | optional or len(biases) not in (0, 3) or unfused:
             return None
         assert qkv is not None and gate_up is not None
         return cls(
@@ -90,10 +87,10 @@ class GpuLayerWeights:
         )
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over `parts`, one after the other in memory, by their first dimension.
+def contiguous_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """View adjacent `parts` as a single tensor, concatenated along their first dimension.
 
-    None if there is a gap between two of them.
+    None if there is a gap in memory between two parts.
     """
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
@@ -105,7 +102,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class GpuLayerSizes(NamedTuple):
-    """What layers need to know of their model; `windows`: see `ModelGeometry`."""
+    """Sizes that all layers share. `windows`: see `ModelGeometry.sliding_windows`."""
 
     hidden: int
     gated: int
@@ -114,13 +111,13 @@ class GpuLayerSizes(NamedTuple):
 
 
 class Blocks(Protocol):
-    """The KV cache of a layer, as a `KvRange`."""
+    """The KV cache of a layer; the interface of `KvRange`."""
 
     def blocks(self) -> torch.Tensor: ...
 
 
 class GpuLayers:
-    """Runs layers of these sizes, whose K and V lie in `kv_ranges`."""
+    """Runs layers with K and V in `kv_ranges`; a `LayerRunner`."""
 
     def __init__(
         self,
@@ -138,7 +135,7 @@ class GpuLayers:
         self._norm, self._add_norm, self._gate = (
             Launcher(kernel) for kernel in (kernels.norm, kernels.add_norm, kernels.gate)
         )
-        self._rotate = Launcher(kernels.rotate_and_store, num_warps=1)
+        self._rotate = Launcher(kernels.rotate_and_store, num_warps=1)  # a program is a head
         self._graphs: DecodeGraphs | None = None
 
     def run(
@@ -149,44 +146,51 @@ class GpuLayers:
         layers: range,
         interrupted: Callable[[], bool] | None,
     ) -> torch.Tensor:
-        """As `Decoder.run_layers`; `rotation` is twice [1, tokens, head_dim]."""
-        turn = (rotation[0][0].contiguous(), rotation[1][0].contiguous())
+        """As `Decoder.run_layers`; `rotation` is cosine and sine, [1, tokens, head_dim] each."""
+        angles = (rotation[0][0].contiguous(), rotation[1][0].contiguous())
         if self._graphs is not None and self._graphs.fit(metadata):
+            # A graph launches all layers at once, so it can only be interrupted before it.
             if interrupted is not None and interrupted():
                 raise Interrupted(hidden, layers.start)
-            return self._graphs.run(hidden, turn, metadata, layers)
-        rest = hidden.clone(memory_format=torch.contiguous_format)
-        return self.all_of(layers, rest, turn, self._attention.work(metadata), interrupted)
+            return self._graphs.run(hidden, angles, metadata, layers)
+        residual = hidden.clone(memory_format=torch.contiguous_format)
+        return self.run_all(layers, residual, angles, self._attention.inputs(metadata), interrupted)
 
-    def all_of(
+    def run_all(
         self,
         layers: range,
-        rest: torch.Tensor,
-        turn: Turn,
-        work: Work,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        inputs: AttentionInputs,
         interrupted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """`layers` over `rest`, which is overwritten; `interrupted` as in `Decoder.run_layers`."""
-        added: torch.Tensor | None = None
-        pace = _Pace() if interrupted is not None else None
+        """Run `layers` over `residual`, which is overwritten.
+
+        `interrupted`: as in `Decoder.run_layers`.
+        """
+        # The output of the last product is added by the next layer's norm kernel.
+        update: torch.Tensor | None = None
+        limiter = _LaunchLimiter() if interrupted is not None else None
         for index in layers:
             if interrupted is not None and interrupted():
-                raise Interrupted(rest if added is None else rest + added, index)
-            added = self._layer(index, rest, added, turn, work)
-            if pace is not None:
-                pace.step()
-        return rest if added is None else rest + added
+                raise Interrupted(residual if update is None else residual + update, index)
+            update = self._layer(index, residual, update, rotation, inputs)
+            if limiter is not None:
+                limiter.step()
+        return residual if update is None else residual + update
 
-    def use_graphs(self, capture: Callable[[Callable[[], torch.Tensor]], Captured]) -> None:
-        """Run iterations that only decode as graphs from now on."""
+    def use_graphs(self, capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph]) -> None:
+        """Run decode-only iterations as CUDA graphs from now on."""
         like = self._weights[0].input_norm
         self._graphs = DecodeGraphs(self, self._attention, like, capture)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile all kernels, which takes a second each; overwrites blocks of the cache."""
+        """Compile all kernels, about a second each; overwrites blocks of the KV cache."""
         like = self._weights[0].input_norm
         block_size = self._attention.block_size
+        # A layer per sliding window; decode and prefill; whole and split contexts: each variant has
+        # kernel constants of its own.
         for index in {window: index for index, window in enumerate(self._windows)}.values():
             for rows, start in product((1, 2), (0, WARM_CONTEXT)):
                 needed = blocks_for(start + rows, block_size)
@@ -195,66 +199,70 @@ class GpuLayers:
                 spans = np.array([[0, rows, start, 0, rows == 1]], np.int64)
                 tables = np.arange(needed)
                 metadata = AttentionMetadata(spans, tables, block_size, like.device, like.dtype)
-                rest = like.new_zeros(rows, len(like))
-                turn = like.new_zeros(rows, self._attention.head_dim)
-                work = self._attention.work(metadata)
-                self._layer(index, rest, None, (turn, turn), work)
-                self._layer(index, rest, rest, (turn, turn), work)
+                residual = like.new_zeros(rows, len(like))
+                angles = like.new_zeros(rows, self._attention.head_dim)
+                inputs = self._attention.inputs(metadata)
+                # The first layer of a stage has no update to add, all others have.
+                self._layer(index, residual, None, (angles, angles), inputs)
+                self._layer(index, residual, residual, (angles, angles), inputs)
 
     def _layer(
         self,
         index: int,
-        rest: torch.Tensor,
-        added: torch.Tensor | None,
-        turn: Turn,
-        work: Work,
+        residual: torch.Tensor,
+        update: torch.Tensor | None,
+        rotation: Rotation,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """Layer `index` over `rest` + `added`, which becomes `rest`; returns what comes to it."""
+        """Run layer `index` after `residual` += `update`; returns the MLP's update."""
         weights, blocks = self._weights[index], self._kv_ranges[index].blocks()
-        normed = self._normed(rest, added, weights.input_norm)
+        normed = self._add_and_norm(residual, update, weights.input_norm)  # [tokens, hidden]
         qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
-        query = self._rotate_and_store(qkv, turn, weights, blocks, work)
-        attended = self._attention.attend(query, blocks, work, self._windows[index], self._scaling)
-        added = functional.linear(attended.view(len(attended), -1), weights.output)
-        normed = self._normed(rest, added, weights.post_attention_norm)
-        both = functional.linear(normed, weights.gate_up)
-        inner = both.new_empty(len(both), self._gated)
-        grid = (len(both), triton.cdiv(self._gated, GATE_WIDTH))
-        self._gate(grid, (both, inner, self._gated), GATE_WIDTH)
+        query = self._rotate_and_store(qkv, rotation, weights, blocks, inputs)
+        attended = self._attention.attend(
+            query, blocks, inputs, self._windows[index], self._scaling
+        )
+        update = functional.linear(attended.view(len(attended), -1), weights.output)
+        normed = self._add_and_norm(residual, update, weights.post_attention_norm)
+        gate_up = functional.linear(normed, weights.gate_up)
+        inner = gate_up.new_empty(len(gate_up), self._gated)
+        grid = (len(gate_up), triton.cdiv(self._gated, GATE_WIDTH))
+        self._gate(grid, (gate_up, inner, self._gated), GATE_WIDTH)
         return functional.linear(inner, weights.down)
 
-    def _normed(
-        self, rest: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor
+    def _add_and_norm(
+        self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """`rest` += `added`; returns its norm."""
-        normed, sizes = torch.empty_like(rest), (rest.shape[1], self._epsilon)
-        if added is None:
-            self._norm((len(rest),), (rest, weight, normed, *sizes), self._norm_width)
+        """`residual` += `update`; returns its RMS norm."""
+        normed, sizes = torch.empty_like(residual), (residual.shape[1], self._epsilon)
+        if update is None:
+            self._norm((len(residual),), (residual, weight, normed, *sizes), self._norm_width)
         else:
-            arguments = (added, rest, weight, normed, *sizes)
-            self._add_norm((len(rest),), arguments, self._norm_width)
+            arguments = (update, residual, weight, normed, *sizes)
+            self._add_norm((len(residual),), arguments, self._norm_width)
         return normed
 
     def _rotate_and_store(
         self,
         qkv: torch.Tensor,
-        turn: Turn,
+        rotation: Rotation,
         weights: GpuLayerWeights,
         blocks: torch.Tensor,
-        work: Work,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """The queries, turned: [tokens, head, head_dim]."""
-        one = self._attention
-        query = qkv.new_empty(len(qkv), one.num_heads, one.head_dim)
+        """Rotate queries and keys and store K and V; returns queries [tokens, head, head_dim]."""
+        sizes = self._attention
+        query = qkv.new_empty(len(qkv), sizes.num_heads, sizes.head_dim)
+        # Without head norms, `qkv` stands in for the unused norm arguments.
         norms = weights.query_norm is not None
         self._rotate(
-            (len(qkv), one.num_heads + 2 * one.num_kv_heads),
+            (len(qkv), sizes.num_heads + 2 * sizes.num_kv_heads),
             (
-                *(qkv, *turn, work.slots),
+                *(qkv, *rotation, inputs.slots),
                 *(weights.query_norm if norms else qkv, weights.key_norm if norms else qkv),
                 *(query, blocks, self._epsilon),
             ),
-            *(one.num_heads, one.num_kv_heads, one.head_dim, one.block_size, norms),
+            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_size, norms),
         )
         return query
 
@@ -265,9 +273,9 @@ def gpu_layers(
     config: ModelConfig,
     attention: GpuPagedAttention,
 ) -> GpuLayers | None:
-    """All layers of a model, None if the kernels cannot compute them.
+    """All layers of a model; None if the kernels do not support them.
 
-    `views` are the parameters of each layer, by the names that checkpoints have for them.
+    `views`: the parameters of each layer by their checkpoint names.
     """
     if config.hidden_act not in ("silu", "swish"):
         return None
@@ -275,24 +283,27 @@ def gpu_layers(
     for index, parameters in enumerate(views):
         prefix = f"{layer_name(index)}."
         named = {name.removeprefix(prefix): view for name, view in parameters.items()}
-        found = GpuLayerWeights.of(named)
-        if found is None:
+        layer_weights = GpuLayerWeights.of(named)
+        if layer_weights is None:
             return None
-        weights.append(found)
+        weights.append(layer_weights)
     sizes = GpuLayerSizes(
         config.hidden_size, config.intermediate_size, config.rms_norm_eps, config.sliding_windows
     )
     return GpuLayers(weights, kv_ranges, sizes, attention)
 
 
-class _Pace:
-    """Lets the host be no more than `AHEAD` layers ahead of the device."""
+class _LaunchLimiter:
+    """Keeps the host at most `AHEAD` layers ahead of the device."""
 
+    # Launches are asynchronous: without a limit, the host would see an interrupt only after it has
+    # launched all layers. On an H200, 2,048 tokens of a 14B model stop within 6.1 ms this way, and
+    # take 3 % longer (benchmarks/results/gpu-engine-h200.json).
     def __init__(self) -> None:
         self._ended: deque[torch.cuda.Event] = deque()
 
     def step(self) -> None:
-        """A layer has been launched; returns once few enough are unfinished."""
+        """Record the launch of a layer; block until at most `AHEAD` layers are unfinished."""
         event = torch.cuda.Event()
         event.record()
         self._ended.append(event)

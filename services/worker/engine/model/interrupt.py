@@ -1,4 +1,4 @@
-"""How an iteration is given up between two layers."""
+"""Interruption of an iteration between two layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 
 
 class Interrupted(Exception):
-    """An iteration was interrupted before `layer`, whose input would be `hidden`."""
+    """An iteration was interrupted before `layer`; `hidden` is that layer's input."""
 
     def __init__(self, hidden: torch.Tensor, layer: int) -> None:
         super().__init__(layer)
@@ -17,15 +17,15 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WatchedInterrupt:
-    """Tells whether an iteration shall be given up; `descriptor` is readable when that may change.
+    """An interrupt check that can be skipped while no frame has arrived.
 
-    So a loop over layers calls `answer` only when `descriptor` is readable, or once `asks_again`
-    tells that it may also change by time. Any other callable is called before each layer.
+    A loop over layers calls `check` only if `descriptor` is readable or `time_dependent` returns
+    True (the result may change without a new frame). A plain callable is called before each layer.
     """
 
-    answer: Callable[[], bool]
+    check: Callable[[], bool]
     descriptor: int
-    asks_again: Callable[[], bool] = lambda: False
+    time_dependent: Callable[[], bool] = lambda: False
 
     def __call__(self) -> bool:
-        return self.answer()
+        return self.check()

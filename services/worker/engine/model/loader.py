@@ -1,6 +1,6 @@
-"""Fills parameter slabs from safetensors, tensor by tensor, or with seeded random weights.
+"""Fills parameter slabs from safetensors files, or with seeded random weights.
 
-Only one tensor at a time lies outside the arena, so loading needs no second copy of the model.
+Loading keeps a single tensor at a time outside the arena, so it needs no second copy of the model.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _DUMMY_SLICE_ELEMENTS = 1 << 20
 
 
 class SafetensorsSource:
-    """The weights of a model folder: one safetensors file, or shards with an index."""
+    """The weights of a model folder: a safetensors file, or shards with an index."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
@@ -33,7 +33,7 @@ class SafetensorsSource:
         path = self._path_of.get(name)
         if path is None:
             raise ModelError(
-                f"{self._model_dir} has no tensor {name}, which its config.json asks for; "
+                f"{self._model_dir} has no tensor {name}, which its config.json requires; "
                 "fetch the model again"
             )
         try:
@@ -42,7 +42,7 @@ class SafetensorsSource:
             raise ModelError(f"{path} is corrupted ({error}); fetch the model again") from error
         if tensor.shape != target.shape:
             raise ModelError(
-                f"{path}: tensor {name} has shape {list(tensor.shape)} but config.json asks for "
+                f"{path}: tensor {name} has shape {list(tensor.shape)} but config.json requires "
                 f"{list(target.shape)}; fetch the model again"
             )
         target.copy_(tensor)
@@ -58,9 +58,10 @@ class SafetensorsSource:
 
 
 class DummySource:
-    """Random weights that depend only on (`seed`, name), so all workers have the same weights.
+    """Random weights that depend only on (`seed`, name): all workers generate the same weights.
 
-    They are normal with standard deviation `std`; norm weights are 1. A GPU has others than a CPU.
+    Values are normal with standard deviation `std`; norm weights are 1. Weights on a GPU differ
+    from weights on a CPU.
     """
 
     def __init__(self, *, seed: int = 0, std: float = 0.02) -> None:
@@ -74,18 +75,19 @@ class DummySource:
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator(target.device)
         generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # Slices bound the temporary memory for float32 values.
         for piece in target.view(-1).split(_DUMMY_SLICE_ELEMENTS):
             values = torch.randn(piece.shape, generator=generator, device=target.device)
             piece.copy_(values.mul_(self._std))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No effect."""
 
 
 def verify_manifest(model_dir: Path) -> None:
-    """Check every file against `SHA256SUMS`, if the folder has one. Raises ModelError.
+    """Check every file against `SHA256SUMS`, if it exists. Raises ModelError.
 
-    A safetensors file that the manifest does not list is an error too.
+    A safetensors file missing from the manifest is an error, too.
     """
     path = model_dir / MANIFEST_NAME
     if not path.exists():
@@ -93,7 +95,7 @@ def verify_manifest(model_dir: Path) -> None:
     try:
         entries = read_manifest(model_dir)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); write the manifest anew") from error
+        raise ModelError(f"{path} cannot be read ({error}); write a new manifest") from error
     for digest, name in entries:
         file_path = model_dir / name
         if not file_path.is_file():
@@ -101,17 +103,17 @@ def verify_manifest(model_dir: Path) -> None:
         try:
             matches = file_digest(file_path) == digest
         except OSError as error:
-            raise ModelError(f"{file_path} cannot be read ({error}); correct that") from error
+            raise ModelError(f"{file_path} cannot be read ({error}); make it readable") from error
         if not matches:
             raise ModelError(f"{file_path} does not match {MANIFEST_NAME}; fetch the model again")
     listed = {name for _, name in entries}
     for weights in sorted(model_dir.glob("*.safetensors")):
         if weights.name not in listed:
-            raise ModelError(f"{path} does not list {weights.name}; write the manifest anew")
+            raise ModelError(f"{path} does not list {weights.name}; write a new manifest")
 
 
 def _locate(model_dir: Path) -> dict[str, Path]:
-    """The file of each tensor by the tensor's name. Raises ModelError."""
+    """Map tensor names to their files. Raises ModelError."""
     index_path = model_dir / _INDEX_FILE
     if (model_dir / _SINGLE_FILE).exists():
         path = model_dir / _SINGLE_FILE
@@ -119,12 +121,13 @@ def _locate(model_dir: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), path)
     if index_path.exists():
         return _locate_shards(model_dir, index_path)
+    # Explain the refusal of pickled weights rather than report a missing file.
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
         raise ModelError(
-            f"{model_dir} holds pickled weights only, which can run code and are never loaded; "
+            f"{model_dir} has only pickled weights, which can run code and are never loaded; "
             "convert the model to safetensors"
         )
-    raise ModelError(f"{model_dir} holds no {_SINGLE_FILE} and no {_INDEX_FILE}; fetch the model")
+    raise ModelError(f"{model_dir} has no {_SINGLE_FILE} and no {_INDEX_FILE}; fetch the model")
 
 
 def _locate_shards(model_dir: Path, index_path: Path) -> dict[str, Path]:
@@ -133,6 +136,7 @@ def _locate_shards(model_dir: Path, index_path: Path) -> dict[str, Path]:
         located = {str(tensor): model_dir / str(file) for tensor, file in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index_path} cannot be read ({error}); fetch the model again") from error
+    # An index may not refer to files outside the folder.
     for path in set(located.values()):
         if path.parent != model_dir or not path.is_file():
             raise ModelError(f"{index_path} names {path.name}, which is missing; fetch the model")

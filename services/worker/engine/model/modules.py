@@ -1,8 +1,8 @@
 """The layers of a decoder-only model as torch modules, without weights.
 
-Llama, Mistral, Qwen2 and Qwen3 share one shape. Parameters have the names of checkpoints, and come
-in the order in which slabs have always had them. Every operation rounds as in `transformers`, of
-which the tests compare each architecture, so that float64 gives the same tokens.
+Llama, Mistral, Qwen2 and Qwen3 share these modules. Parameters have the names of checkpoints; their
+order defines the order in slabs. Every operation rounds as in `transformers`, so that float64
+yields the same tokens; tests compare each architecture.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from services.worker.engine.model.config import ModelConfig
 
 
 class EagerRmsNorm(nn.Module):
-    """Normed in float32 whatever the activations are."""
+    """RMSNorm in float32, whatever the dtype of activations."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -23,14 +23,15 @@ class EagerRmsNorm(nn.Module):
         self.variance_epsilon = epsilon
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., size] → the same shape and type."""
+        """[..., size] → the same shape and dtype."""
+        # As in `transformers`: norm in float32, round, then scale by the weight.
         exact = hidden.float()
         scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * (exact * scale).to(hidden.dtype)
 
 
 class LayerAttention(nn.Module):
-    """Projections and rotation; `paged` attends."""
+    """Projections, head norms and rotation; `paged` computes the attention."""
 
     def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
         super().__init__()
@@ -57,11 +58,11 @@ class LayerAttention(nn.Module):
             projected(rows).view(len(rows), -1, self._head_dim)
             for projected in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cosine, sine = (one[0][:, None] for one in rotation)
+        cosine, sine = (angles[0][:, None] for angles in rotation)
         query, key = self.q_norm(query), self.k_norm(key)
         attended = paged.attend(
-            query * cosine + _turned(query) * sine,
-            key * cosine + _turned(key) * sine,
+            query * cosine + _rotate_half(query) * sine,
+            key * cosine + _rotate_half(key) * sine,
             value,
             sliding_window=self._sliding_window,
             scaling=self._head_dim**-0.5,
@@ -70,14 +71,14 @@ class LayerAttention(nn.Module):
         return output[None]
 
 
-def _turned(heads: torch.Tensor) -> torch.Tensor:
-    """[..., head_dim]: each half becomes the other, the second negated."""
+def _rotate_half(heads: torch.Tensor) -> torch.Tensor:
+    """[..., head_dim]: swap the halves and negate the new first half."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 class Mlp(nn.Module):
-    """Gate, activation, up and down."""
+    """The gated MLP: down(activation(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual around it."""
+    """Attention and MLP, each with a pre-norm and a residual connection."""
 
     def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
         super().__init__()
@@ -112,6 +113,7 @@ class DecoderLayer(nn.Module):
         paged: Any,
     ) -> torch.Tensor:
         """[1, tokens, hidden] → the same shape; cosine and sine are [1, tokens, head_dim]."""
+        # Two additions, not one fused sum: the rounding must match `transformers`.
         normed = self.input_layernorm(hidden_states)
         hidden = hidden_states + self.self_attn(normed, position_embeddings, paged)
         output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -119,11 +121,9 @@ class DecoderLayer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A row of weights for each token.
+    """The token embedding, [rows, size]."""
 
-    `torch.nn.Embedding` fills its rows with random numbers, and loads torch's compiler to do so.
-    """
-
+    # Not `torch.nn.Embedding`, which initializes its rows and loads torch's compiler to do so.
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size))
@@ -140,11 +140,12 @@ class _Body(nn.Module):
 
 
 class Skeleton(nn.Module):
-    """A model whose parameters have shapes and names, but no memory."""
+    """The model on torch's meta device: parameters with names and shapes, but no memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # Parameters get their memory later, as views of slabs.
         with torch.device("meta"):
             self.model = _Body(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE), with the frequencies of each type that models use."""
+"""Rotary position embeddings (RoPE), with the frequency scaling of each supported type."""
 
 import math
 from collections.abc import Mapping
@@ -15,24 +15,24 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    # These few models wait for `transformers` to be imported.
+    # These types import `transformers`, which takes seconds; few models use them.
     "dynamic": ("rope_theta", "factor"),
     "yarn": ("rope_theta", "factor"),
     "longrope": ("rope_theta",),
 }
-"""The numbers that each type needs."""
+"""The required numeric options of each type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A type of `ROPE_TYPES`, and its options as the model's file names them."""
+    """A type of `ROPE_TYPES` and its options, with the names of `config.json`."""
 
     kind: str
     options: Mapping[str, Any]
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosine and sine for each position; angles are computed in float32."""
+    """Computes cosine and sine of each position; angles are in float32."""
 
     def __init__(self, frequencies: torch.Tensor) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, tokens, hidden], [1, tokens] → twice [1, tokens, head_dim], as `hidden` is."""
+        """[1, tokens] positions → two tensors [1, tokens, head_dim] in the dtype of `hidden`."""
         angles = positions[..., None].float() * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
 
 
 def rotary_of(config: "ModelConfig", device: torch.device) -> nn.Module:
-    """The rotation of a model's queries and keys."""
+    """The module that computes the rotation of a model's queries and keys."""
     rope = config.rope
     if rope.kind not in ("default", "linear", "llama3"):
         return _of_transformers(config).to(device)
@@ -64,7 +64,8 @@ def rotary_of(config: "ModelConfig", device: torch.device) -> nn.Module:
 def _stretched(
     frequencies: torch.Tensor, options: Mapping[str, Any], positions: int
 ) -> torch.Tensor:
-    """Llama 3.1: low frequencies are divided by `factor`, high ones stay, those between blend."""
+    """Llama 3.1 scaling of `frequencies`; `positions` is the default of the trained context."""
+    # Divide low frequencies by `factor`, keep high frequencies, and interpolate between them.
     trained = options.get("original_max_position_embeddings") or positions
     factor, low, high = (
         options[name] for name in ("factor", "low_freq_factor", "high_freq_factor")
@@ -78,15 +79,15 @@ def _stretched(
 
 
 def _of_transformers(config: "ModelConfig") -> nn.Module:
-    """The module of `transformers`, for types whose frequencies depend on more."""
+    """The module of `transformers`, for types with more complex frequencies."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     sizes = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
-    found: nn.Module = LlamaRotaryEmbedding(
+    rotary: nn.Module = LlamaRotaryEmbedding(
         LlamaConfig(
             rope_parameters={"rope_type": config.rope.kind} | dict(config.rope.options),
             **{name: getattr(config, name) for name in sizes},
         )
     )
-    return found
+    return rotary

@@ -1,7 +1,7 @@
 """Profiles a model: `python -m services.worker.engine.profile`, started by `tideserve profile`.
 
-Reads its configuration as YAML from standard input. Writes one JSON object per line to standard
-output: `progress` while it measures, then `result`, or `error` with one sentence and exit code 2.
+Reads its configuration as YAML from standard input. Writes a JSON object per line to standard
+output: `progress` while it measures, then `result`, or `error` with a message and exit code 2.
 """
 
 import json
@@ -17,9 +17,9 @@ from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.core.cost.model import CostModel, Sample
 from services.core.planner.block_pool import BlockPool
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.profile.companions import Companions, companions_of
+from services.worker.engine.profile.co_runners import CoRunners, start_co_runners
 from services.worker.engine.profile.config import ProfileConfig
-from services.worker.engine.profile.measurer import Measurer, room_of
+from services.worker.engine.profile.measurer import Measurer, batch_limits_of
 from services.worker.engine.profile.session import (
     ProfileOutcome,
     ProfileSession,
@@ -32,7 +32,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Exit code 0 once the profile is stored; 2 if model, device or folder are not usable."""
+    """Profile and store. Exit code 2 if the model, the device or the folder is not usable."""
     die_with_parent()
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
@@ -52,48 +52,48 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     runner_config = config.runner()
     runner = ModelRunner.load(runner_config)
     try:
-        room = room_of(runner, config.max_batch_tokens, config.max_running)
-        session = ProfileSession(config.effort, room)
-        with companions_of(config) as companions:
+        limits = batch_limits_of(runner, config.max_batch_tokens, config.max_running)
+        session = ProfileSession(config.effort, limits)
+        with start_co_runners(config) as companions:
             measure(session, Measurer(runner, BlockPool(runner.num_blocks)), companions)
         outcome = session.outcome()
-        found = measured_profile(runner, runner_config, config.threads, outcome)
+        measured = measured_profile(runner, runner_config, config.threads, outcome)
     finally:
         runner.close()
     path = profile_path(config.profile_dir, runner_config, config.threads)
-    store_profile(found, path)
+    store_profile(measured, path)
     load_1m = os.getloadavg()[0]
     return summary(outcome) | {
-        "profile": to_mapping(found),
+        "profile": to_mapping(measured),
         "path": str(path),
         "took_s": monotonic_s() - started_s,
         "load_average_1m": load_1m,
     }
 
 
-def measure(session: ProfileSession, measurer: Measurer, companions: Companions) -> None:
-    """Run the session to its end and report progress. Raises WorkerError."""
+def measure(session: ProfileSession, measurer: Measurer, companions: CoRunners) -> None:
+    """Run the session to completion and report progress. Raises WorkerError."""
 
     def duration_s() -> float:
         batch = session.next_batch()
         with companions.run(batch):
-            found = measurer.duration_s(batch)
-        assert found is not None, "a profiling is never interrupted"
-        return found
+            measured_s = measurer.duration_s(batch)
+        assert measured_s is not None, "profiling has no interrupt"
+        return measured_s
 
-    # The first batch pays for lazy initialisation and first touches of memory: it does not count.
+    # Discard the first batch, which includes lazy initialization and first touches of memory.
     duration_s()
-    said_s = 0.0
+    reported_s = 0.0
     while not session.complete:
         session.record(duration_s())
-        if monotonic_s() - said_s > PROGRESS_INTERVAL_S:
-            said_s = monotonic_s()
+        if monotonic_s() - reported_s > PROGRESS_INTERVAL_S:
+            reported_s = monotonic_s()
             done, wanted = session.progress
             say("progress", {"done": done, "wanted": wanted})
 
 
 def summary(outcome: ProfileOutcome) -> dict[str, Any]:
-    """The outcome in plain types."""
+    """The outcome as JSON types."""
     accuracy = outcome.accuracy
     return {
         "error": accuracy.error,
@@ -116,7 +116,7 @@ def summary(outcome: ProfileOutcome) -> dict[str, Any]:
 
 
 def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
-    """A batch: the measured and the predicted duration."""
+    """A batch with its measured and its predicted duration."""
     return {
         "chunks": sample.chunks,
         "held_out": held_out,
@@ -126,7 +126,7 @@ def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
 
 
 def say(kind: str, value: Any) -> None:
-    """Write a line for the command that started this process."""
+    """Write a line for `tideserve profile`, which started this process."""
     print(json.dumps({kind: value}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a profiling."""
+"""The configuration of a profiling run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +9,15 @@ from services.common.config import like
 from services.core.setting import number
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.profile.point import FULL, GPU, QUICK, Effort
+from services.worker.engine.profile.batches import FULL, GPU, QUICK, Effort
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileConfig:
-    """The model and device to profile, and the folder for the result.
+    """The model and device to profile, and the folder for the profile.
 
-    `companions`: the number of other engines that run each batch at the same time, as workers of
-    one machine do.
+    `companions`: the number of other engines that run each batch at the same time, as workers of a
+    machine do.
     """
 
     model_dir: Path
@@ -34,13 +34,13 @@ class ProfileConfig:
 
     @property
     def effort(self) -> Effort:
-        """How much to measure on this device."""
+        """The grid of batches to measure on this device, and the time to spend."""
         if self.quick:
             return QUICK
         return GPU if torch.device(self.device).type == "cuda" else FULL
 
     def runner(self) -> RunnerConfig:
-        """The configuration of the measured engine."""
+        """The runner configuration of the profiled engine."""
         return RunnerConfig(
             model_dir=self.model_dir,
             device=self.device,

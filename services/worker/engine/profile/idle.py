@@ -1,4 +1,4 @@
-"""Profiling by an idle worker: one batch at a time."""
+"""Profiling by an idle worker, a batch at a time."""
 
 import logging
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from services.worker.engine.profile.measurer import Measurer
 from services.worker.engine.profile.session import ProfileSession, measured_profile
 
 IDLE_BEFORE_S = 2.0
-"""Time without a request before a batch is measured."""
+"""Idle time before a batch is measured; shorter gaps between requests do not count as idle."""
 
 log = logging.getLogger(__name__)
 
 
 class IdleProfiler:
-    """Measures a batch per call of `step` in quiet times; stores the profile at the end."""
+    """Measures a batch per call of `step` while idle; stores the profile at the end."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class IdleProfiler:
         log.info("no stored profile of this model and device: profiling starts once it is idle")
 
     def note_work(self) -> None:
-        """Note that a request has come."""
+        """Restart the idle period: the engine runs an iteration."""
         self._busy_s = monotonic_s()
 
     def step(self, interrupted: Callable[[], bool]) -> bool:
-        """Measure one batch if the engine is idle and one is left; returns whether it did.
+        """Run the next batch if the engine has been idle long enough; returns whether it did.
 
-        Call it only while no sequence exists, because it uses the blocks. `interrupted` is called
-        before each layer; once it returns True the batch is given up.
+        Call it only while no sequence exists, because it overwrites KV blocks. `interrupted` is
+        called before each layer; the measurement is discarded if it returns True.
         """
         session = self._session
         if session is None or monotonic_s() - self._busy_s < IDLE_BEFORE_S:
@@ -62,6 +62,7 @@ class IdleProfiler:
 
     def _finish(self, session: ProfileSession) -> None:
         outcome = session.outcome()
+        # A profile of a loaded machine would mislead the planner for good: measure at next start.
         if not outcome.quiet:
             log.warning(
                 "profiled while idle, but other processes kept the machine busy: repeat-to-repeat"

@@ -1,4 +1,4 @@
-"""Runs made-up batches on a model runner and times them."""
+"""Runs synthetic batches on a model runner and times them."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.profile.point import Room
+from services.worker.engine.profile.batches import BatchLimits
 
 GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
 class Measurer:
-    """Overwrites K and V of free blocks of `pool`; they are free again after each call."""
+    """Times batches on `runner`; overwrites free KV blocks of `pool` and frees them again."""
 
     def __init__(self, runner: ModelRunner, pool: BlockPool) -> None:
         self._runner = runner
@@ -25,10 +25,11 @@ class Measurer:
     ) -> float | None:
         """Run a batch; returns its duration, None if `interrupted` returned True before a layer.
 
-        Every chunk samples greedily: one token as a decode step, more like the last chunk of a
-        prompt.
+        Every chunk samples greedily: a chunk of a single token as a decode step, a longer chunk as
+        the last chunk of a prompt.
         """
         block_size = self._runner.block_size
+        # The prefix is not computed: attention costs the same over garbage in its blocks.
         tables = [
             self._pool.allocate(blocks_for(prefix + new, block_size)) for prefix, new in chunks
         ]
@@ -57,9 +58,9 @@ class Measurer:
         return tuple((31 * index + 7 * position) % vocab for position in range(count))
 
 
-def room_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> Room:
-    """The bounds of batches on `runner`."""
-    return Room(
+def batch_limits_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> BatchLimits:
+    """The bounds of a batch on `runner`."""
+    return BatchLimits(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_model_len=runner.geometry.max_model_len,
@@ -69,40 +70,40 @@ def room_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> Roo
 
 
 TIME_MAX_S = 2.0
-"""No batch begins later."""
+"""Time limit of the rough measurement: no batch starts later."""
 REPEATS = 2
-"""The first run of a batch warms up."""
+"""The first run of a batch warms up caches and memory."""
 
 
-def sketch(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> CostModel:
-    """A rough cost model, measured before the first request: deadlines cannot bound iterations
-    without one.
+def measure_rough_model(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> CostModel:
+    """Measure a rough cost model before the first request.
 
-    It is not stored: the profile of an idle worker replaces it at the next start, and until then
-    the planner corrects it by what iterations take. No sequence has blocks yet.
-    The pool is one of its own, so that the planner's gives its blocks out as a replay expects.
+    Deadline scheduling needs a cost model to bound iterations. The rough model is not stored: an
+    idle worker measures a profile for the next start, and until then the planner corrects the model
+    by the measured iteration times. Call it before any sequence owns a block.
     """
+    # A separate pool leaves the planner's pool untouched, whose allocations a replay must repeat.
     measurer = Measurer(runner, BlockPool(runner.num_blocks))
     began_s = monotonic_s()
     best_s: dict[Chunks, float] = {}
-    for chunks in sketch_points(room_of(runner, max_batch_tokens, max_running)):
+    for chunks in rough_batches(batch_limits_of(runner, max_batch_tokens, max_running)):
         for _ in range(REPEATS):
             if best_s and monotonic_s() - began_s > TIME_MAX_S:
                 break
             measured_s = measurer.duration_s(chunks)
-            assert measured_s is not None, "nothing interrupts it"
+            assert measured_s is not None, "the measurement has no interrupt"
             best_s[chunks] = min(measured_s, best_s.get(chunks, measured_s))
     return fit([Sample(chunks, seconds) for chunks, seconds in best_s.items()])
 
 
-def sketch_points(room: Room) -> list[Chunks]:
-    """Batches of both phases that `room` holds; every room holds one token."""
+def rough_batches(limits: BatchLimits) -> list[Chunks]:
+    """Prefill, decode and mixed batches within `limits`; never empty."""
     points: list[Chunks] = [
         ((0, 1),),
         ((0, 16),),
         ((16, 1),) * 8,
         ((128, 1),) * 8,
         ((128, 64),),
-        ((0, min(256, room.max_batch_tokens)),),
+        ((0, min(256, limits.max_batch_tokens)),),
     ]
-    return [chunks for chunks in points if room.holds(chunks)]
+    return [chunks for chunks in points if limits.allows(chunks)]

@@ -1,4 +1,4 @@
-"""One profiling: chooses the next batch, and fits the cost model. Reads no clock."""
+"""A profiling session: chooses the next batch and fits the cost model. It reads no clock."""
 
 import hashlib
 import platform
@@ -16,19 +16,24 @@ from services.core.cost.model import Chunks, CostModel, Sample, fit, mean_relati
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.model.catalog import shape_of
-from services.worker.engine.profile.point import Effort, Room, fit_points, held_out_points
+from services.worker.engine.profile.batches import (
+    BatchLimits,
+    Effort,
+    fit_batches,
+    held_out_batches,
+)
 
 ROUNDS_MIN = 5
 ROUNDS_MAX = 15
 ERROR_MAX = 0.05
 NOISE_FACTOR = 1.5
 QUIET_NOISE_MAX = 0.15
-"""With more repeat-to-repeat noise, other processes keep the machine busy."""
+"""More repeat-to-repeat noise than this means that other processes load the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileOutcome:
-    """The result of a complete session. Errors are mean absolute relative errors of medians."""
+    """The fit of a complete session. Errors are mean absolute relative errors of medians."""
 
     model: CostModel
     accuracy: Accuracy
@@ -39,38 +44,39 @@ class ProfileOutcome:
 
     @property
     def error_max(self) -> float:
-        """The largest acceptable error on held-out batches on this machine."""
+        """The maximum acceptable error on held-out batches, given the machine's noise."""
         return max(ERROR_MAX, NOISE_FACTOR * self.accuracy.noise)
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine was idle enough for meaningful figures."""
+        """Whether the machine was idle enough for meaningful measurements."""
         return self.accuracy.noise <= QUIET_NOISE_MAX
 
     @property
     def passed(self) -> bool:
-        """Whether held-out batches are predicted well enough, with and without prefix."""
+        """Whether the errors on held-out batches, with and without prefix, are acceptable."""
         accuracy = self.accuracy
         worst = max(accuracy.error, accuracy.error_without_prefix, accuracy.error_with_prefix)
         return worst <= self.error_max
 
 
 class ProfileSession:
-    """Measures every point once a round, in a new order, so that slow moments hit all points alike.
+    """Measures every batch once per round.
 
     The driver runs `next_batch()` and calls `record` with its duration, until `complete`.
     """
 
-    def __init__(self, effort: Effort, room: Room, seed: int = 0) -> None:
+    def __init__(self, effort: Effort, limits: BatchLimits, seed: int = 0) -> None:
         self._rng = Random(seed)
         self._target_s = effort.target_s
-        fitted = fit_points(effort, room)
-        self._kinds = held_out_points(effort, room, self._rng)
+        fitted = fit_batches(effort, limits)
+        self._kinds = held_out_batches(effort, limits, self._rng)
         held_out = [chunks for points in self._kinds.values() for chunks in points]
         self._fitted_count = len(fitted)
         self._points = [*fitted, *held_out]
         self._durations: list[list[float]] = [[] for _ in self._points]
         self._spent_s = 0.0
+        # Indices of the batches left in this round; the last is next.
         self._round: list[int] = []
         self._rounds_done = 0
         self._rounds_wanted = ROUNDS_MIN
@@ -78,7 +84,7 @@ class ProfileSession:
 
     @property
     def complete(self) -> bool:
-        """Whether everything is measured."""
+        """Whether all rounds are measured."""
         return self._rounds_done >= self._rounds_wanted
 
     @property
@@ -92,17 +98,19 @@ class ProfileSession:
         return self._points[self._round[-1]]
 
     def record(self, duration_s: float) -> None:
-        """Note the duration of `next_batch()`."""
+        """Record the duration of `next_batch()`."""
         self._durations[self._round.pop()].append(duration_s)
         self._spent_s += duration_s
         if not self._round:
             self._rounds_done += 1
+            # Repeat as often as the target time affords at the pace so far.
             affordable = int(self._target_s * self._rounds_done / self._spent_s)
             self._rounds_wanted = max(ROUNDS_MIN, min(ROUNDS_MAX, affordable))
             self._begin_round()
 
     def outcome(self) -> ProfileOutcome:
         """The fit and its accuracy; call it when `complete`."""
+        # Medians are robust against interruptions by other processes.
         samples = [
             Sample(chunks, median(durations))
             for chunks, durations in zip(self._points, self._durations, strict=True)
@@ -131,6 +139,7 @@ class ProfileSession:
         )
 
     def _begin_round(self) -> None:
+        # A new order each round, so that a temporarily slow machine affects all batches alike.
         self._round = list(range(len(self._points)))
         self._rng.shuffle(self._round)
 
@@ -138,7 +147,7 @@ class ProfileSession:
 def repeat_noise(durations: Sequence[Sequence[float]]) -> float:
     """The repeat-to-repeat noise of the machine.
 
-    Mean over points of |median of the even repeats − median of the odd ones| / median of all.
+    Mean over batches of |median of even repeats − median of odd repeats| / median of all repeats.
     """
     return fmean(
         abs(median(repeats[::2]) - median(repeats[1::2])) / median(repeats) for repeats in durations
@@ -150,9 +159,9 @@ LINK_BYTES = 256 << 20
 
 
 def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
-    """The file of the profile of this model, device, dtype and number of threads.
+    """The path of the profile of this model, device, dtype and number of threads. Raises OSError.
 
-    The weights do not influence the time, so config.json identifies the model. Raises OSError.
+    Durations do not depend on the values of weights, so `config.json` identifies the model.
     """
     model = hashlib.sha256((config.model_dir / "config.json").read_bytes())
     device = hashlib.sha256(device_name(config.device).encode())
@@ -166,7 +175,7 @@ def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
 
 
 def device_name(device: str) -> str:
-    """The device's own name."""
+    """The product name of the CPU or GPU."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -180,7 +189,7 @@ def device_name(device: str) -> str:
 def measured_profile(
     runner: ModelRunner, config: RunnerConfig, threads: int, outcome: ProfileOutcome
 ) -> DeviceProfile:
-    """The profile of this model on this device from `outcome`."""
+    """Build the profile of this model on this device from `outcome`."""
     dtype = str(config.dtype).removeprefix("torch.")
     processors = f", {threads} thread{'s' if threads > 1 else ''}"
     return DeviceProfile(
@@ -198,7 +207,7 @@ def measured_profile(
 
 
 def _host_link_bytes_per_s(device: str) -> float | None:
-    """The rate of copies from pinned host memory to a GPU, the best of five; None on a CPU."""
+    """Best of five copy rates from pinned host memory to the GPU; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -1,7 +1,7 @@
-"""Draws tokens where the logits lie, by torch's operations: for GPUs, whose rows are large to copy.
+"""Draws tokens on a GPU with torch operations, because copying rows of logits to the host is slow.
 
-The rules are those of `draw.py`, and so is the number that says which part of a distribution is
-drawn. Sums are in float64, so a token differs from the host's only where rounding decides.
+The filters and the random numbers are those of `token_choice.py` on the host. Sums are in float64,
+so a token differs from the host's token only where rounding decides.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import torch
 from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms
 
 DRAW_ROWS = 16
-"""Rows whose distributions exist at a time."""
+"""Rows whose distributions are in memory at a time."""
 
 
 def draw_bytes(vocab_size: int) -> int:
-    """The most memory of distributions: weights, sums, and sorted ones with their ids."""
+    """Upper bound of the memory of distributions: weights, sums, sorted weights and their ids."""
     return DRAW_ROWS * vocab_size * 8 * torch.float64.itemsize
 
 
@@ -27,9 +27,10 @@ def draw_on_device(
     terms: Sequence[DrawTerms],
     numbers: npt.NDArray[np.float64],
 ) -> list[int]:
-    """A token of each of `rows` of `logits` [any, vocab]; see `draw_tokens`."""
+    """Draw a token for each of `rows` of `logits` [any, vocab]; see `draw_tokens`."""
     tokens = logits.argmax(-1)
-    drawn = [place for place, one in enumerate(terms) if one.temperature]
+    drawn = [place for place, row_terms in enumerate(terms) if row_terms.temperature]
+    # Rows without top-k and top-p need no sort, so each kind of row is drawn separately.
     for cuts in (False, True):
         places = [place for place in drawn if _cuts(terms[place], logits.shape[1]) is cuts]
         for first in range(0, len(places), DRAW_ROWS):
@@ -39,7 +40,7 @@ def draw_on_device(
             index = torch.tensor([rows[place] for place in part], device=logits.device)
             choose = _choose_best if cuts else _choose_any
             chosen = choose(logits[index].double(), *columns)
-            # A row without a finite best logit is taken greedily.
+            # A row without a finite maximum has no distribution: choose greedily.
             finite = logits[index].amax(-1).isfinite()
             tokens[index] = torch.where(finite, chosen, tokens[index])
     chosen_of: list[int] = tokens.tolist()
@@ -47,7 +48,7 @@ def draw_on_device(
 
 
 def _cuts(terms: DrawTerms, vocab_size: int) -> bool:
-    """Whether only the best tokens are drawn from."""
+    """Whether top-k or top-p restricts the candidates."""
     return 0 < terms.top_k < vocab_size or terms.top_p < 1
 
 
@@ -59,7 +60,7 @@ def _choose_any(
     min_p: torch.Tensor,
     number: torch.Tensor,
 ) -> torch.Tensor:
-    """In the order of ids. Every argument but the logits is [rows, 1]."""
+    """Invert the cumulative distribution over token ids; arguments but the logits: [rows, 1]."""
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp() * (scaled >= min_p.log())
     return _drawn(weights, number)
@@ -73,23 +74,26 @@ def _choose_best(
     min_p: torch.Tensor,
     number: torch.Tensor,
 ) -> torch.Tensor:
-    """In the order of logits, best first. Every argument but the logits is [rows, 1]."""
+    """Invert the cumulative distribution, best token first; arguments but the logits: [rows, 1]."""
+    # A stable sort keeps the lower of two ids with equal logits first, as on the host.
     ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
     scaled = (ordered - ordered[:, :1]) / temperature
     weights = scaled.exp()
     place = torch.arange(weights.shape[1], device=weights.device)
     weights *= (place < top_k) | (top_k <= 0)
     sums = weights.cumsum(-1)
-    # The shortest prefix that reaches the mass: all before a token have less.
+    # Top-p keeps the shortest prefix that reaches the mass: a token stays if the mass before it is
+    # less.
     weights *= (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
     weights *= scaled >= min_p.log()
     return ids.gather(1, _drawn(weights, number)[:, None])[:, 0]
 
 
 def _drawn(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """The first place whose cumulative weight exceeds `number` of the total: [rows]."""
+    """The first index whose cumulative weight exceeds `number` times the total: [rows]."""
     sums = weights.cumsum(-1)
     place = torch.searchsorted(sums, number * sums[:, -1:], right=True)[:, 0]
-    # Rounding may put the target beyond the last place that has any weight.
+    # Rounding may put the target beyond the last token with a positive weight.
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]
-    return torch.minimum(place, last).clamp(max=weights.shape[1] - 1)  # where sums are NaN
+    # NaN sums yield an index out of range; clamp it, since the caller discards such rows.
+    return torch.minimum(place, last).clamp(max=weights.shape[1] - 1)

@@ -1,8 +1,8 @@
-"""What a request restricts or prefers beyond temperature and top-k/top-p: a state per request.
+"""Logits processors of a request: penalties, bias, bad words, allowed tokens, grammar.
 
-The state is a function of the terms and of the output so far; a worker that takes a request over
-builds it again from both. Its size is that of the request's tokens, plus one byte for each token of
-the vocabulary if `allowed_token_ids` are given.
+Their state is a function of the terms and of the output so far; a worker that adopts a request
+rebuilds it from both. It takes memory in proportion to the request's tokens, plus a byte per token
+of the vocabulary if `allowed_token_ids` are given.
 """
 
 from collections import defaultdict
@@ -19,14 +19,14 @@ ROOM_MIN = 64
 
 
 class TokenCounts:
-    """How often each token that can be penalised occurs in a request's output.
+    """How often each penalizable token occurs in a request's output.
 
-    Tokens that occur only in the prompt count 0. They are kept for the repetition penalty, and left
-    out without one. The arrays grow by doubling, so that adding a token takes constant time.
+    Tokens that occur only in the prompt have count 0; the repetition penalty applies to them, too.
     """
 
     def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
         self.sampling = sampling
+        # Without a repetition penalty, prompt tokens have no effect and are left out.
         marked = sorted(set(prompt_ids)) if sampling.repetition_penalty != 1 else []
         self._places = {token_id: place for place, token_id in enumerate(marked)}
         self._ids = np.array(marked, np.int64)
@@ -36,6 +36,7 @@ class TokenCounts:
         """Append tokens to the output."""
         for token_id in token_ids:
             place = self._places.setdefault(token_id, len(self._places))
+            # Double the arrays, so that adding a token takes amortized constant time.
             if place == len(self._ids):
                 room = max(ROOM_MIN, place)
                 self._ids = np.pad(self._ids, (0, room))
@@ -45,57 +46,59 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Each token once."""
+        """The distinct tokens."""
         return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> npt.NDArray[np.float64]:
-        """How often each of `ids` occurs in the output."""
+        """The number of occurrences of each of `ids` in the output."""
         return self._counts[: len(self._places)]
 
 
 def penalise(
     logits: npt.NDArray[np.floating], rows: Sequence[int], counted: Sequence[TokenCounts]
 ) -> None:
-    """Lower row `rows[i]` of `logits` [rows, vocab] by the penalties of `counted[i]`.
+    """Apply the penalties of `counted[i]` to row `rows[i]` of `logits` [rows, vocab], in place.
 
-    The repetition penalty follows CTRL §4.1 and `RepetitionPenaltyLogitsProcessor` of
-    `transformers`: positive logits are divided by it, others are multiplied. Then comes OpenAI's
-    formula: logit − count · frequency − [count > 0] · presence, where only the output counts.
+    All rows are penalized in a single vectorized pass.
     """
-    sizes = [len(one.ids) for one in counted]
+    sizes = [len(tokens.ids) for tokens in counted]
     if not any(sizes):
         return
 
     def spread(values: Iterable[float]) -> npt.NDArray[np.floating]:
         return np.repeat(np.array(list(values), logits.dtype), sizes)
 
-    counts = np.concatenate([one.counts for one in counted]).astype(logits.dtype)
+    occurrences = np.concatenate([tokens.counts for tokens in counted]).astype(logits.dtype)
     places = (
         np.repeat(np.array(rows, np.int64), sizes),
-        np.concatenate([one.ids for one in counted]),
+        np.concatenate([tokens.ids for tokens in counted]),
     )
     values = logits[places]
-    repetition = spread(one.sampling.repetition_penalty for one in counted)
+    # Repetition penalty (CTRL §4.1) as in `RepetitionPenaltyLogitsProcessor` of `transformers`:
+    # divide positive logits, multiply the others.
+    repetition = spread(tokens.sampling.repetition_penalty for tokens in counted)
     values = np.where(values > 0, values / repetition, values * repetition)
-    values -= spread(one.sampling.frequency_penalty for one in counted) * counts
-    values -= spread(one.sampling.presence_penalty for one in counted) * (counts > 0)
+    # OpenAI's formula: logit − count · frequency − [count > 0] · presence, counts of the output.
+    values -= spread(tokens.sampling.frequency_penalty for tokens in counted) * occurrences
+    values -= spread(tokens.sampling.presence_penalty for tokens in counted) * (occurrences > 0)
     logits[places] = values
 
 
 class SamplingRules:
-    """One request's penalties, bias, bad words, allowed tokens and grammar."""
+    """The penalties, bias, bad words, allowed tokens and grammar of a request."""
 
     def __init__(self, terms: SampleTerms, vocab_size: int, grammars: Grammars) -> None:
-        """Raises GrammarRefused."""
+        """Build the state for the output in `terms`. Raises GrammarRefused."""
         sampling = terms.sampling
         self._terms = terms
-        # All tokens so far; `terms` leaves the prompt out if no rule reads it.
+        # Prompt and output tokens; `terms` omits the prompt if no rule reads it.
         self._token_ids = list(terms.prompt_ids)
         self.counts = _counts(terms)
         self._bias = _bias(terms)
         self._never = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
-        # Bad words of several tokens by their last but one token, which is compared first.
+        # Multi-token bad words by their penultimate token: a lookup by the last output token skips
+        # all others.
         self._bad_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in sampling.bad_words:
             if len(word) > 1:
@@ -119,21 +122,22 @@ class SamplingRules:
             self._grammar.consume(token_ids)
 
     def add_bias(self, logits: npt.NDArray[np.floating]) -> None:
-        """Add the bias to a row [vocab]."""
+        """Add the logit bias to a row [vocab], in place."""
         if self._bias is not None:
             ids, values = self._bias
             np.add.at(logits, ids, values.astype(logits.dtype))
 
     def forbid(self, logits: npt.NDArray[np.floating], index: int) -> None:
-        """Set the logits [vocab] of tokens that output `index` cannot be to minus infinity.
+        """Mask forbidden tokens of output `index`: set their logits [vocab] to minus infinity.
 
-        If the grammar allows only end tokens, the other rules are ignored. Raises GrammarRefused.
+        Raises GrammarRefused.
         """
-        choice = None
+        allowed = None
         if self._grammar is not None:
-            choice = self._grammar.choice()
-            np.copyto(logits, -np.inf, where=~choice.mask)
-        if choice is not None and choice.end:
+            allowed = self._grammar.allowed_tokens()
+            np.copyto(logits, -np.inf, where=~allowed.mask)
+        # A complete output must end, whatever `min_tokens` or the allowed ids demand.
+        if allowed is not None and allowed.end_only:
             return
         ids = self._never + self._completing()
         if index < self._terms.min_tokens:
@@ -144,7 +148,7 @@ class SamplingRules:
             np.copyto(logits, -np.inf, where=self._forbidden)
 
     def _completing(self) -> list[int]:
-        """Tokens that would complete a bad word now."""
+        """Tokens that would complete a bad word."""
         token_ids = self._token_ids
         if not self._bad_words or not token_ids:
             return []

@@ -1,15 +1,15 @@
-"""Chooses tokens: a function of (raw logits, terms, output so far, output index), nothing else.
+"""Samples tokens: a pure function of (raw logits, terms, output so far, output index).
 
 The steps for a row of logits, in this order:
 
-1. Apply repetition, frequency and presence penalty (`penalties.py`), then add the bias.
-2. Forbid tokens (`rules.py`) that the grammar does not allow, that would complete a bad word, that
-   stop before `min_tokens`, or that are not among the allowed ones. Where the grammar allows only
+1. Apply repetition, frequency and presence penalties, then add the bias (`rules.py`).
+2. Mask tokens (`rules.py`) that the grammar does not allow, that would complete a bad word, that
+   stop before `min_tokens`, or that are not in `allowed_token_ids`. Where the grammar allows only
    end tokens, the other rules are ignored.
-3. Apply temperature, top-k, top-p and min-p, and draw (`draw.py`).
+3. Apply temperature, top-k, top-p and min-p, and draw (`token_choice.py`).
 
-Log probabilities are those of the raw logits, before all steps. Rows of requests that one for
-nothing else take the third step only, all together; on a GPU, where they are.
+Log probabilities are computed from the raw logits, before all steps. Rows without rules and log
+probabilities take only the third step, in a single call; on a GPU, on the device.
 """
 
 import hashlib
@@ -34,18 +34,19 @@ from services.worker.engine.sampling.rules import SamplingRules, has_rules, pena
 from services.worker.errors import InvalidBatch
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: dividing by it would leave the range of float32."""
+"""A lower temperature means greedy sampling: dividing by it would overflow float32."""
 _WORD_BYTES = 8
 
 
 class RequestDraws:
-    """How the tokens of one request are drawn."""
+    """Sampling parameters of a request, and the Philox key from its seed."""
 
     __slots__ = ("key", "terms")
 
     def __init__(self, sampling: Sampling) -> None:
         temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
         self.terms = DrawTerms(temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        # Hash the seed, so that similar seeds have unrelated keys.
         digest = hashlib.blake2b(str(sampling.seed).encode(), digest_size=2 * _WORD_BYTES).digest()
         self.key = tuple(
             int.from_bytes(digest[first : first + _WORD_BYTES], "little")
@@ -58,22 +59,21 @@ def draw_tokens(
     logits: npt.NDArray[np.floating],
     wanted: Sequence[tuple[RequestDraws, int]],
 ) -> tuple[list[int], list[float]]:
-    """A token of each row of `logits` [rows, vocab], and the best logit of each row.
+    """Choose a token for each row of `logits` [rows, vocab]; also returns each row's best logit.
 
-    `wanted[i]`: the request of row i, and the index of the output. A request whose temperature is
-    0 gets the best token, of equal ones that with the lowest id; so does one whose row has no
-    finite best logit.
+    `wanted[i]`: the request of row i and the index of the output. Temperature 0, or a row without a
+    finite maximum, selects the best token; ties go to the lowest id.
 
     The order is temperature, top-k, top-p, min-p, draw. Top-p keeps the shortest best-first prefix
     whose mass reaches `top_p` of the mass that top-k left; min-p keeps tokens that are at least
-    `min_p` times as likely as the best one. The draw of output `i` comes from Philox, keyed by the
-    request's seed, at counter `i`: a preempted or moved request gets the same tokens.
+    `min_p` times as likely as the best token. Output `i` is drawn by Philox, keyed by the request's
+    seed, at counter `i`: a preempted or migrated request gets the same tokens.
     """
     return chooser(logits, [draws.terms for draws, _ in wanted], draw_numbers(wanted))
 
 
 def draw_numbers(wanted: Sequence[tuple[RequestDraws, int]]) -> npt.NDArray[np.float64]:
-    """For each output, which part of its distribution is drawn, in [0, 1)."""
+    """For each output, the uniform number in [0, 1) at which its distribution is inverted."""
     if not any(draws.terms.temperature for draws, _ in wanted):
         return np.zeros(len(wanted))
     keys = np.array([draws.key for draws, _ in wanted], np.uint64)
@@ -87,9 +87,9 @@ def logprob_rows(
     token_ids: Sequence[int],
     top: int,
 ) -> LogprobRows:
-    """How likely `token_ids[i]` was after row `rows[i]` of `logits` [any, vocab].
+    """Log probabilities of `token_ids[i]` and the `top` best tokens at row `rows[i]` of `logits`.
 
-    Among the `top` (at most the vocabulary), the lower of two equally likely ids comes first.
+    `logits` is [any, vocab]; `top` is at most the vocabulary. Ties go to the lowest id.
     """
     ids, values = scorer(logits, rows, token_ids, top)
     return LogprobRows(top, ids.astype("<i4").tobytes(), values.astype("<f4").tobytes())
@@ -104,34 +104,34 @@ NOTHING_LEFT = (
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRequest:
-    """A request that the sampler knows. `refused`: its grammar cannot be used, and why."""
+class RequestState:
+    """The sampler's state of a request. `refused`: why its grammar cannot be used."""
 
     terms: SampleTerms
     draws: RequestDraws
     rules: SamplingRules | None
     refused: Unusable | None = None
 
-    def changes(self, index: int) -> bool:
-        """Whether logits are changed before output `index` is drawn from them."""
+    def modifies_logits(self, index: int) -> bool:
+        """Whether steps 1 and 2 apply before output `index` is drawn."""
         if self.rules is not None or self.refused is not None:
             return True
         return index < self.terms.min_tokens and bool(self.terms.stop_ids)
 
 
 class SampleRow(NamedTuple):
-    """The output that a row of logits is for: number `index` of a request."""
+    """A row of logits for output `index` of a request."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
-    known: KnownRequest
+    state: RequestState
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The results of some rows by request: its token, or why it `failed`.
+    """Results by request id: the token, or the error text in `failed`.
 
-    `logprobs` has a row for each request that asked for log probabilities.
+    `logprobs` has a row for each request that wants log probabilities.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -140,9 +140,9 @@ class Sampled:
 
 
 class Sampler:
-    """Keeps a state per request until `keep_only` forgets it; for one thread.
+    """Keeps a state per request until `keep_only` drops it. Not thread-safe.
 
-    `dtype` of the logits is float32 or float64; others are converted to it.
+    Logits are converted to `dtype`, float32 or float64.
     """
 
     def __init__(self, vocab_size: int, grammars: Grammars, dtype: torch.dtype) -> None:
@@ -152,106 +152,115 @@ class Sampler:
         scratch = Scratch.of(vocab_size, str(dtype).removeprefix("torch."))
         self._chooser = TokenChooser(scratch)
         self._scorer = TokenScorer(scratch)
-        self._known: dict[str, KnownRequest] = {}
+        self._states: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
-        """Number of known requests."""
-        return len(self._known)
+        """Number of requests with a state."""
+        return len(self._states)
 
-    def keep_only(self, known: Collection[str]) -> None:
-        """Forget requests that are not in `known`, once the sampler has more than that."""
-        if len(self._known) > len(known):
-            for request_id in [name for name in self._known if name not in known]:
-                del self._known[request_id]
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        """Drop the states of requests that are not in `request_ids`."""
+        # Comparing the lengths makes the usual call, with nothing to drop, constant time.
+        if len(self._states) > len(request_ids):
+            for request_id in [name for name in self._states if name not in request_ids]:
+                del self._states[request_id]
 
-    def expect(self, specs: Iterable[SampleSpec | None]) -> None:
-        """Begin to compile grammars that `sample` will need and that are not compiled here yet."""
+    def prepare(self, specs: Iterable[SampleSpec | None]) -> None:
+        """Start compiling the grammars that `sample` will need."""
         for spec in specs:
             if spec is None or spec.terms is None:
                 continue
             if (grammar := spec.terms.sampling.grammar) is not None:
-                self._grammars.begin(grammar)
+                self._grammars.start_compiling(grammar)
 
     def sample(
         self, logits: torch.Tensor, specs: Sequence[tuple[str, SampleSpec]], into: Sampled
     ) -> None:
-        """Choose a token from each row of `logits` [rows, vocab], which is overwritten.
+        """Sample a token from each row of `logits` [rows, vocab], which is overwritten.
 
-        `specs[i]`, with its request's id, belongs to row i. Among equal logits the lower token id
-        comes first. A row that is not finite, from a model that overflows, is taken greedily.
-        Raises InvalidBatch on a request whose terms never came.
+        `specs[i]` is the request id and spec of row i. Ties go to the lowest id. A row that is not
+        finite, after an overflow in the model, is sampled greedily. Raises InvalidBatch if the
+        terms of a request are unknown.
         """
-        wanted = [SampleRow(name, spec.index, self._take(name, spec)) for name, spec in specs]
+        wanted = [SampleRow(name, spec.index, self._update(name, spec)) for name, spec in specs]
         if logits.device.type != "cpu":
-            logits, wanted = self._draw_there(logits, wanted, into)
+            logits, wanted = self._draw_on_device(logits, wanted, into)
         if wanted:
             self._sample(logits, wanted, into)
 
-    def _draw_there(
+    def _draw_on_device(
         self, logits: torch.Tensor, wanted: list[SampleRow], into: Sampled
     ) -> tuple[torch.Tensor, list[SampleRow]]:
-        """Draw tokens of rows that ask for nothing else; returns what is left."""
+        """Draw rows without rules and log probabilities on the GPU; returns the other rows."""
         plain = [
             row
-            for row, one in enumerate(wanted)
-            if one.known.terms.top_logprobs is None and not one.known.changes(one.index)
+            for row, output in enumerate(wanted)
+            if output.state.terms.top_logprobs is None
+            and not output.state.modifies_logits(output.index)
         ]
         if plain:
-            draws = [(wanted[row].known.draws, wanted[row].index) for row in plain]
-            terms = [one.terms for one, _ in draws]
+            draws = [(wanted[row].state.draws, wanted[row].index) for row in plain]
+            terms = [request_draws.terms for request_draws, _ in draws]
             tokens = draw_on_device(logits, plain, terms, draw_numbers(draws))
-            names = (wanted[row].request_id for row in plain)
+            names = (wanted[row].request_id for row in plain)  # in the order of `tokens`
             into.tokens.update(zip(names, tokens, strict=True))
         if len(plain) == len(wanted):
             return logits, []
+        # Only rows that the host must process are copied.
         left = sorted(set(range(len(wanted))).difference(plain))
         return logits[left], [wanted[row] for row in left]
 
     def _sample(self, logits: torch.Tensor, wanted: list[SampleRow], into: Sampled) -> None:
-        """All three steps on the host."""
-        changed = [row for row, one in enumerate(wanted) if one.known.changes(one.index)]
-        scored = [row for row, one in enumerate(wanted) if one.known.terms.top_logprobs is not None]
+        """Run all three steps on the host."""
+        modified = [
+            row for row, output in enumerate(wanted) if output.state.modifies_logits(output.index)
+        ]
+        scored = [
+            row for row, output in enumerate(wanted) if output.state.terms.top_logprobs is not None
+        ]
         rows = self._rows(logits)
-        if changed:
-            _change(rows, sorted(set(changed).difference(scored)), wanted, into)
-            for row in sorted(set(changed).intersection(scored)):
-                self._change_with_logprobs(rows, row, wanted, into)
+        if modified:
+            _modify(rows, sorted(set(modified).difference(scored)), wanted, into)
+            for row in sorted(set(modified).intersection(scored)):
+                self._modify_and_score(rows, row, wanted, into)
         tokens, best = self._choose(rows, wanted)
-        for row in changed:
+        for row in modified:
+            # All tokens are masked. A row with NaN is an overflow of the model instead.
             if best[row] == -np.inf and not np.isnan(rows[row]).any():
                 into.failed.setdefault(wanted[row].request_id, NOTHING_LEFT)
         if scored:
-            self._add_logprobs(rows, sorted(set(scored).difference(changed)), tokens, wanted, into)
-        for one, token in zip(wanted, tokens, strict=True):
-            if one.request_id not in into.failed:
-                into.tokens[one.request_id] = token
+            self._add_logprobs(rows, sorted(set(scored).difference(modified)), tokens, wanted, into)
+        for output, token in zip(wanted, tokens, strict=True):
+            if output.request_id not in into.failed:
+                into.tokens[output.request_id] = token
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
-        """How likely `token_ids[i]`, and the `top` best tokens, were after row i of `logits`."""
+        """Log probabilities of `token_ids[i]` and of the `top` best tokens at row i of `logits`."""
         rows = range(len(token_ids))
         return logprob_rows(self._scorer, self._rows(logits), rows, token_ids, top)
 
     def _rows(self, logits: torch.Tensor) -> Logits:
-        """Logits in host memory; the same memory if they lie there."""
+        """Logits in host memory, without a copy if they already are."""
         rows: Logits = logits.to("cpu", self._dtype).numpy()
         return rows
 
     def _choose(self, logits: Logits, wanted: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
-        """Step 3: a token of each row, and the best logit of each row."""
-        draws = [(one.known.draws, one.index) for one in wanted]
+        """Step 3: the token and the best logit of each row."""
+        draws = [(output.state.draws, output.index) for output in wanted]
         return draw_tokens(self._chooser, logits, draws)
 
-    def _change_with_logprobs(
+    def _modify_and_score(
         self, logits: Logits, row: int, wanted: Sequence[SampleRow], into: Sampled
     ) -> None:
-        """Steps 1 to 3 of a row whose raw logits are needed once its token is known."""
+        """Run steps 1 to 3 for a row with rules and log probabilities."""
+        # Log probabilities refer to the raw logits, so keep a copy until the token is known.
         raw = logits[row : row + 1].copy()
-        _change(logits, (row,), wanted, into)
-        one = wanted[row]
-        top = one.known.terms.top_logprobs
-        if one.request_id not in into.failed and top is not None:
-            tokens, _ = self._choose(logits[row : row + 1], (one,))
-            into.logprobs[one.request_id] = logprob_rows(self._scorer, raw, (0,), tokens, top)
+        _modify(logits, (row,), wanted, into)
+        output = wanted[row]
+        top = output.state.terms.top_logprobs
+        if output.request_id not in into.failed and top is not None:
+            tokens, _ = self._choose(logits[row : row + 1], (output,))
+            into.logprobs[output.request_id] = logprob_rows(self._scorer, raw, (0,), tokens, top)
 
     def _add_logprobs(
         self,
@@ -261,56 +270,59 @@ class Sampler:
         wanted: Sequence[SampleRow],
         into: Sampled,
     ) -> None:
-        """Log probabilities of the tokens of unchanged rows, by groups of equal `top_logprobs`."""
-        for top in {wanted[row].known.terms.top_logprobs for row in rows}:
+        """Add log probabilities of unmodified rows, in groups of equal `top_logprobs`."""
+        for top in {wanted[row].state.terms.top_logprobs for row in rows}:
             assert top is not None
-            alike = [row for row in rows if wanted[row].known.terms.top_logprobs == top]
-            of_rows = [tokens[row] for row in alike]
-            found = logprob_rows(self._scorer, logits, alike, of_rows, top)
-            for place, row in enumerate(alike):
-                into.logprobs[wanted[row].request_id] = found.rows(place, place + 1)
+            group = [row for row in rows if wanted[row].state.terms.top_logprobs == top]
+            group_tokens = [tokens[row] for row in group]
+            logprobs = logprob_rows(self._scorer, logits, group, group_tokens, top)
+            for place, row in enumerate(group):
+                into.logprobs[wanted[row].request_id] = logprobs.rows(place, place + 1)
 
-    def _take(self, request_id: str, spec: SampleSpec) -> KnownRequest:
-        """The state of the request, brought up to date by `spec`."""
+    def _update(self, request_id: str, spec: SampleSpec) -> RequestState:
+        """Return the request's state, updated by `spec`. Raises InvalidBatch."""
+        # A spec with terms replaces the state; later specs carry only the new output tokens.
         if spec.terms is not None:
-            begun = self._known[request_id] = self._begin(spec.terms)
-            return begun
-        known = self._known.get(request_id)
-        if known is None:
-            raise InvalidBatch(f"the sampler never got the terms of {request_id}")
-        if known.rules is not None:
-            known.rules.add(spec.output_ids)
-        return known
+            created = self._states[request_id] = self._create(spec.terms)
+            return created
+        state = self._states.get(request_id)
+        if state is None:
+            raise InvalidBatch(f"the sampler never received the terms of {request_id}")
+        if state.rules is not None:
+            state.rules.add(spec.output_ids)
+        return state
 
-    def _begin(self, terms: SampleTerms) -> KnownRequest:
+    def _create(self, terms: SampleTerms) -> RequestState:
         draws = RequestDraws(terms.sampling)
         if not has_rules(terms):
-            return KnownRequest(terms, draws, None)
+            return RequestState(terms, draws, None)
         try:
             rules = SamplingRules(terms, self._vocab_size, self._grammars)
         except GrammarRefused as refused:
-            return KnownRequest(terms, draws, None, Unusable(str(refused)))
-        return KnownRequest(terms, draws, rules)
+            return RequestState(terms, draws, None, Unusable(str(refused)))
+        return RequestState(terms, draws, rules)
 
 
-def _change(
+def _modify(
     logits: Logits, rows: Sequence[int], wanted: Sequence[SampleRow], into: Sampled
 ) -> None:
-    """Steps 1 and 2 of these rows, in place."""
+    """Apply steps 1 and 2 to these rows, in place."""
     counted = [
-        (row, rules.counts) for row in rows if (rules := wanted[row].known.rules) is not None
+        (row, rules.counts) for row in rows if (rules := wanted[row].state.rules) is not None
     ]
+    # All penalties in a single vectorized pass, then the rules row by row.
     penalised = [(row, counts) for row, counts in counted if counts is not None]
     penalise(logits, [row for row, _ in penalised], [counts for _, counts in penalised])
     for row in rows:
-        request_id, index, known = wanted[row]
-        if known.refused is not None:
-            into.failed[request_id] = known.refused.reason
-        elif known.rules is None:
-            logits[row, list(known.terms.stop_ids)] = -np.inf
+        request_id, index, state = wanted[row]
+        if state.refused is not None:
+            into.failed[request_id] = state.refused.reason
+        elif state.rules is None:
+            # Without rules, only `min_tokens` can modify a row: no stop token yet.
+            logits[row, list(state.terms.stop_ids)] = -np.inf
         else:
-            known.rules.add_bias(logits[row])
+            state.rules.add_bias(logits[row])
             try:
-                known.rules.forbid(logits[row], index)
+                state.rules.forbid(logits[row], index)
             except GrammarRefused as refused:
                 into.failed[request_id] = str(refused)

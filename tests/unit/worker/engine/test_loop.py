@@ -206,12 +206,12 @@ def test_layers_ask_again_while_a_deadline_waits(
 
     def launch(interrupts: Any) -> bool:
         watched = interrupts(microbatch_of("b", preemptible=True))
-        answers.append((watched(), watched.asks_again()))
+        answers.append((watched(), watched.time_dependent()))
         service = Service(ServiceClass.INTERACTIVE, ttft_s=ttft_s)
         request = replace(ONLINE.request, service=service, arrival_s=monotonic_s())
         inbox.send(StartRequest(request))
         readable(watched)
-        answers.append((watched(), watched.asks_again()))
+        answers.append((watched(), watched.time_dependent()))
         return True
 
     model = CostModel(alpha=0.0, beta=0.001, gamma=0.0, lam=0.0)

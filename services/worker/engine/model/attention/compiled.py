@@ -1,4 +1,4 @@
-"""Paged attention by one compiled call per layer, without copies of K and V (CPU, one thread)."""
+"""Paged attention by a compiled call per layer, without copies of K and V (CPU, single thread)."""
 
 import torch
 
@@ -7,7 +7,7 @@ from services.worker.engine.model.cpu_kernels.paged_attention import PagedAttent
 
 
 class CompiledPagedAttention:
-    """For caches that fit the kernel (`paged_attention.fits`)."""
+    """Compiled paged attention, for cache shapes that the kernel supports (`fits`)."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         self._kernel = PagedAttentionKernel(head_dim, storage_dtype)

@@ -1,10 +1,8 @@
-"""Paged attention from stock operations of torch: gather, upcast, scaled-dot-product attention.
+"""Paged attention with torch operations: gather, upcast, scaled-dot-product attention (SDPA).
 
-It works on every device of torch, and is written for CPUs: it gathers few sequences at a time,
-which keeps their upcast K/V in the cache and measured best. Query heads that share a KV head are
-folded into the query rows (decode) or into the head dimension with stride 0 (prefill), so grouped K
-and V are never repeated. A compiled kernel decodes if it fits, and if the block size is a multiple
-of four.
+It works on every torch device and is optimized for CPUs: it gathers few sequences at a time, which
+keeps their upcast K/V in the CPU cache and measured best. A compiled kernel replaces decode if
+`cpu_kernels` fit and the block size is a multiple of four.
 """
 
 from collections.abc import Callable
@@ -20,16 +18,16 @@ from services.worker.engine.model.attention.paged import (
 )
 
 QUERY_TILE_ROWS = 128
-"""Rows of a prefill chunk that attend at once if a mask is needed."""
+"""Rows of a prefill chunk per SDPA call if a mask is needed."""
 
 
 def mask_bytes(max_context: int, itemsize: int) -> int:
-    """The most memory of the masks of one window: one in use, and a larger one to replace it."""
+    """Upper bound of mask memory per window: the current mask and the larger mask replacing it."""
     return 2 * QUERY_TILE_ROWS * (max(max_context, GROUP_TOKENS) + QUERY_TILE_ROWS) * itemsize
 
 
 class SdpaPagedAttention:
-    """Owns the gather buffers; `max_context` bounds the context of one sequence, in tokens.
+    """Owns the gather buffers; `max_context` bounds the context of a sequence in tokens.
 
     `compiled`: use the kernels of `cpu_kernels`.
     """
@@ -48,7 +46,7 @@ class SdpaPagedAttention:
     ) -> None:
         self._half_shape = (block_size, num_kv_heads, head_dim)
         half_elements = block_size * num_kv_heads * head_dim
-        # One block more, because a sliding window may begin within a block.
+        # An extra block, because a sliding window may start within a block.
         halves = 2 * (-(-max(max_context, GROUP_TOKENS) // block_size) + 1)
         self._stored = torch.empty(halves, half_elements, dtype=storage_dtype, device=device)
         self._upcast = (
@@ -98,6 +96,8 @@ class SdpaPagedAttention:
         sequences, slots = len(rows), mask.shape[-1]
         _, kv_heads, head_dim = self._half_shape
         gathered = self._gather(blocks, group.halves)
+        # Grouped-query attention: fold the query heads of a KV head into query rows, so that K and
+        # V are never repeated.
         keys, values = gathered.view(2, sequences, slots, kv_heads, head_dim)
         folded = query[rows].view(sequences, kv_heads, -1, head_dim)
         attended = functional.scaled_dot_product_attention(
@@ -120,7 +120,8 @@ class SdpaPagedAttention:
     ) -> None:
         _, kv_heads, head_dim = self._half_shape
         gathered = self._gather(blocks, span.halves).view(2, -1, kv_heads, 1, head_dim)
-        # [kv_head, query heads per kv_head, token, head_dim]; the second stride is 0.
+        # [kv_head, query heads per kv_head, token, head_dim]: expand with stride 0, so that grouped
+        # K and V are never repeated.
         share = query.shape[1] // kv_heads
         keys, values = gathered.permute(0, 2, 3, 1, 4).expand(-1, -1, share, -1, -1)
         end = span.first_row + span.rows
@@ -129,6 +130,7 @@ class SdpaPagedAttention:
         target = output[span.first_row : end].view(span.rows, kv_heads, share, head_dim)
         target = target.permute(1, 2, 0, 3)
         offset = span.start - span.base
+        # A chunk from position 0 that fits the window needs no mask: SDPA's causal path is faster.
         if offset == 0 and (sliding_window is None or span.rows <= sliding_window):
             target.copy_(
                 functional.scaled_dot_product_attention(
@@ -140,6 +142,7 @@ class SdpaPagedAttention:
                 )
             )
             return
+        # Tiles of rows bound the size of the mask and skip keys that no row of a tile sees.
         for first in range(0, span.rows, QUERY_TILE_ROWS):
             last = min(first + QUERY_TILE_ROWS, span.rows)
             lowest = 0 if sliding_window is None else max(0, offset + first - sliding_window + 1)
@@ -153,7 +156,7 @@ class SdpaPagedAttention:
             )
 
     def _gather(self, blocks: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
-        """K and V of half blocks in the compute dtype, in a buffer that the next call reuses."""
+        """Gather half blocks in the compute dtype into a buffer that the next call overwrites."""
         count = len(halves)
         source = blocks.view(2 * len(blocks), -1)
         stored = torch.index_select(source, 0, halves, out=self._stored[:count])
@@ -162,13 +165,12 @@ class SdpaPagedAttention:
         return self._upcast[:count].copy_(stored)
 
     def _mask(self, prefix: int, rows: int, sliding_window: int | None) -> torch.Tensor:
-        """[rows, prefix + rows]: row i sees keys 0 .. prefix + i, or the last of them in a window.
-
-        Whether a key is visible depends only on prefix + row - column. So every mask is a view of
-        one matrix per window, without its first `left` columns.
-        """
+        """Mask [rows, prefix + rows]: row i sees keys 0 .. prefix + i, limited by the window."""
+        # Visibility depends only on prefix + row - column, so every mask is a view of a matrix per
+        # window, without its first `left` columns.
         mask = self._masks.get(sliding_window)
         if mask is None or prefix > mask.shape[1] - QUERY_TILE_ROWS:
+            # Double the size, so that a growing prefix rarely rebuilds the matrix.
             mask = self._build_mask(
                 min(max(2 * prefix, GROUP_TOKENS), self._max_context), sliding_window
             )
@@ -177,7 +179,7 @@ class SdpaPagedAttention:
         return mask[:rows, left : left + prefix + rows]
 
     def _build_mask(self, prefix: int, sliding_window: int | None) -> torch.Tensor:
-        """[tile, prefix + tile]: 0 for a visible key, -inf for others."""
+        """Matrix [tile, prefix + tile]: 0 for visible keys, -inf elsewhere."""
         shape = (QUERY_TILE_ROWS, prefix + QUERY_TILE_ROWS)
         mask = self._upcast.new_full(shape, -torch.inf).triu_(prefix + 1)
         if sliding_window is not None:

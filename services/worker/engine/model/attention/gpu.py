@@ -1,6 +1,6 @@
-"""Paged attention on a GPU by the kernels of `gpu_kernels`, and the inputs of an iteration.
+"""Paged attention on a GPU by the kernels of `gpu_kernels`, and their inputs per iteration.
 
-All that kernels need of a batch is put together on the host and copied to the device once.
+The host assembles the inputs of all kernels of an iteration and copies them to the device once.
 """
 
 from collections.abc import Sequence
@@ -16,38 +16,39 @@ from services.worker.engine.model.gpu_kernels import attention
 from services.worker.engine.model.gpu_kernels.launcher import Launcher
 
 HEAD_DIMS = (16, 32, 64, 128)
-"""With 256, programs need more shared memory than many GPUs have."""
+"""Supported head sizes. 256 would need more shared memory than many GPUs have."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE_TOKENS = 64
-"""Tokens of the context that a program reads at once."""
+"""Context tokens that a program loads at a time."""
 DECODE_ROWS, PREFILL_ROWS, WIDE_PREFILL_ROWS = 16, 128, 32
-"""Rows of a program: query heads that share K and V, of one or more tokens; the last of float32."""
+"""Rows of a program (query heads of a KV head × tokens); `WIDE_PREFILL_ROWS` for float32."""
 PROGRAMS_WANTED = 1024
 PREFILL_PROGRAMS_WANTED = 256
-"""Some for each multiprocessor, so that none waits long for the last."""
+"""Programs per launch: several per multiprocessor, so that the last wave is short."""
 SHARE_MIN, SPLITS_MAX = 256, 64
-"""Tokens of context of a program at least, and programs for a context at most."""
+"""Minimum context tokens per program, and maximum programs per context."""
 PARTS_ROWS = 8192
-"""Rows of all tiles times splits at most, which bounds the memory of parts."""
+"""Maximum of (rows of all tiles) × splits; bounds the memory of partial results."""
 LOG2_E = log2(e)
 
 
 def fits(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels can attend over such a cache."""
+    """Whether the kernels support the shape and dtype of the cache."""
     return head_dim in HEAD_DIMS and dtype in DTYPES
 
 
 def parts_bytes(num_heads: int, head_dim: int) -> int:
-    """The most memory of split attention: parts and weights in float32."""
+    """Upper bound of the memory of split attention: partial results and weights in float32."""
     return PARTS_ROWS * num_heads * (head_dim + 1) * 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Some tiles as the kernels take them, whose programs have `rows`: [tiles] each.
+    """Kernel arguments for tiles whose programs have `rows` rows; tensors are [tiles].
 
-    `lengths` has the context of each up to its last token; `most` is the largest of `counts`.
-    `shares`: how their contexts are split, if that is settled.
+    A tile is `counts` consecutive tokens of a sequence, from row `starts` of the batch and from
+    position `positions`; its blocks start at `firsts` in the tables. `lengths`: context up to the
+    last token. `most`: maximum of `counts`. `shares`: a fixed (share, splits) for `split`.
     """
 
     starts: torch.Tensor
@@ -60,26 +61,28 @@ class Tiles:
     shares: tuple[int, int] | None = None
 
     def split(self, kv_heads: int, window: int | None) -> tuple[int, int]:
-        """Tokens of the context of a program, and how many programs share a context."""
+        """(share, splits): context tokens per program, and programs per context."""
         if self.shares is not None:
             return self.shares
-        seen = self.lengths
+        visible = self.lengths
         if window is not None:
-            seen = np.minimum(seen, window + self.most + TILE_TOKENS)
+            # Programs start at a multiple of TILE_TOKENS, hence up to a tile before the window.
+            visible = np.minimum(visible, window + self.most + TILE_TOKENS)
         wanted = PROGRAMS_WANTED if self.rows == DECODE_ROWS else PREFILL_PROGRAMS_WANTED
-        return split_contexts(seen, len(seen) * self.most, kv_heads, wanted)
+        return split_contexts(visible, len(visible) * self.most, kv_heads, wanted)
 
 
 def split_contexts(
     lengths: np.ndarray, rows: int, kv_heads: int, programs_wanted: int
 ) -> tuple[int, int]:
-    """(share, splits) for contexts of `lengths` whose tiles have `rows` tokens in all."""
+    """(share, splits) for contexts of `lengths` whose tiles have `rows` tokens in total."""
     longest, total = int(lengths.max()), int(lengths.sum())
     splits_max = min(SPLITS_MAX, PARTS_ROWS // rows)
-    # Many programs are busy alike, unless one context is much longer than the others.
+    # Do not split if the GPU is full already, unless a context is much longer than the others.
     busy = len(lengths) * kv_heads >= programs_wanted and longest * len(lengths) <= 2 * total
     if splits_max < 2 or busy:
         return longest, 1
+    # Flash decoding: split long contexts evenly over the wanted number of programs.
     even = total * kv_heads // programs_wanted
     share = max(SHARE_MIN, even, -(-longest // splits_max))
     share = -(-share // TILE_TOKENS) * TILE_TOKENS
@@ -87,10 +90,10 @@ def split_contexts(
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The inputs of an iteration on the device.
+class AttentionInputs:
+    """The attention inputs of an iteration on the device.
 
-    `slots` [tokens]: where K of each token goes, negative for a token that is only padding.
+    `slots` [tokens]: K's slot of each token, negative for padding.
     """
 
     slots: torch.Tensor
@@ -99,7 +102,7 @@ class Work:
 
 
 class GpuPagedAttention:
-    """For caches that `fits`; keeps the inputs of the latest iteration, for all of its layers."""
+    """Attention by the GPU kernels; caches the inputs of the latest iteration for its layers."""
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class GpuPagedAttention:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.block_size = head_dim, block_size
         self._group = num_heads // num_kv_heads
+        # A program holds all query heads of a KV head, so its rows must cover the group.
         least = triton.next_power_of_2(self._group)
         prefill = PREFILL_ROWS if dtype.itemsize == 2 else WIDE_PREFILL_ROWS
         self.decode_rows, self._prefill_rows = max(DECODE_ROWS, least), max(prefill, least)
@@ -122,7 +126,7 @@ class GpuPagedAttention:
             Launcher(kernel) for kernel in (attention.attend, attention.combine)
         )
         self._metadata: AttentionMetadata | None = None
-        self._work: Work | None = None
+        self._inputs: AttentionInputs | None = None
 
     def forward(
         self,
@@ -136,43 +140,44 @@ class GpuPagedAttention:
         scaling: float,
     ) -> torch.Tensor:
         """As `PagedAttention.forward`."""
-        work = self.work(metadata)
+        inputs = self.inputs(metadata)
         rows = blocks.view(-1, *key.shape[1:])
-        rows.index_copy_(0, work.slots, key)
-        rows.index_copy_(0, work.slots + self.block_size, value)
-        return self.attend(query.contiguous(), blocks, work, sliding_window, scaling)
+        rows.index_copy_(0, inputs.slots, key)
+        rows.index_copy_(0, inputs.slots + self.block_size, value)
+        return self.attend(query.contiguous(), blocks, inputs, sliding_window, scaling)
 
     def attend(
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        work: Work,
+        inputs: AttentionInputs,
         sliding_window: int | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Attend when K and V of the new tokens are in the cache: [tokens, head, head_dim]."""
+        """Attend after K and V of the new tokens are stored; returns [tokens, head, head_dim]."""
         attended = torch.empty_like(query)
-        for tiles in work.tiles:
-            self._attend(query, blocks, work, tiles, sliding_window, scaling, attended)
+        for tiles in inputs.tiles:
+            self._attend(query, blocks, inputs, tiles, sliding_window, scaling, attended)
         return attended
 
-    def work(self, metadata: AttentionMetadata) -> Work:
-        """The inputs that all layers of the iteration share."""
-        if self._work is None or metadata is not self._metadata:
-            self._metadata, self._work = metadata, self._work_of(metadata)
-        return self._work
+    def inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
+        """The inputs of the iteration, computed once for all layers."""
+        if self._inputs is None or metadata is not self._metadata:
+            self._metadata, self._inputs = metadata, self._inputs_of(metadata)
+        return self._inputs
 
     def _attend(
         self,
         query: torch.Tensor,
         blocks: torch.Tensor,
-        work: Work,
+        inputs: AttentionInputs,
         tiles: Tiles,
         window: int | None,
         scaling: float,
         attended: torch.Tensor,
     ) -> None:
         share, splits = tiles.split(self.num_kv_heads, window)
+        # Without splits the kernel writes the result directly; `weights` is then unused.
         parts, weights = attended, attended
         if splits > 1:
             shape = (len(tiles.starts), tiles.most, self.num_heads, splits)
@@ -182,7 +187,7 @@ class GpuPagedAttention:
         self._attend_kernel(
             (len(tiles.starts), self.num_kv_heads, splits),
             (
-                *(query, blocks, work.tables),
+                *(query, blocks, inputs.tables),
                 *(tiles.starts, tiles.counts, tiles.positions, tiles.firsts),
                 *(parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0),
             ),
@@ -192,6 +197,7 @@ class GpuPagedAttention:
             num_warps=8 if tiles.rows == PREFILL_ROWS else 4,
             num_stages=1 if wide else 3,
         )
+        # The second pass of flash decoding merges the partial results.
         if splits > 1:
             self._combine_kernel(
                 (len(tiles.starts), tiles.most, self.num_heads),
@@ -199,7 +205,8 @@ class GpuPagedAttention:
                 *(self.num_heads, self.head_dim, SPLITS_MAX),
             )
 
-    def _work_of(self, metadata: AttentionMetadata) -> Work:
+    def _inputs_of(self, metadata: AttentionMetadata) -> AttentionInputs:
+        # Tokens per prefill tile: a program's rows are tokens × the heads of a group.
         each = self._prefill_rows // self._group
         columns = [*single_tiles(metadata.spans), *longer_tiles(metadata.spans, each)]
         *parts, tables, slots = to_device(
@@ -215,14 +222,13 @@ class GpuPagedAttention:
                 starts, counts, positions, firsts = there
                 lengths, most = host_positions + host_counts, int(host_counts.max())
                 tiles.append(Tiles(starts, counts, positions, firsts, lengths, rows, most))
-        return Work(slots, tables, tuple(tiles))
+        return AttentionInputs(slots, tables, tuple(tiles))
 
 
 def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies of int64 `columns`, by one transfer.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
-    """
+    """Copy int64 `columns` to the device in a single transfer."""
+    # Align each column to 16 bytes: Triton specializes, hence recompiles, kernels for pointers that
+    # are not.
     sizes = [len(column) + len(column) % 2 for column in columns]
     host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     for column, place in zip(columns, host.split(sizes), strict=True):
@@ -232,14 +238,15 @@ def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch
 
 
 def single_tiles(spans: np.ndarray) -> Sequence[np.ndarray]:
-    """The spans of one token, a tile each: four columns, as `Tiles` has them."""
+    """A tile per single-token span: starts, counts, positions and firsts, as in `Tiles`."""
     start, count, position, first = spans[spans[:, 1] == 1, :4].T
     return start, count, position, first
 
 
 def longer_tiles(spans: np.ndarray, tile_tokens: int) -> Sequence[np.ndarray]:
-    """The other spans, cut into tiles of `tile_tokens` at most."""
+    """The longer spans, cut into tiles of at most `tile_tokens`."""
     spans = spans[spans[:, 1] > 1]
+    # Vectorized: the span of each tile, and the tokens of that span in earlier tiles.
     pieces = -(-spans[:, 1] // tile_tokens)
     owner = np.repeat(np.arange(len(spans)), pieces)
     done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tile_tokens

@@ -1,8 +1,8 @@
-"""The contract of paged attention, and the metadata that all layers of an iteration share.
+"""The interface of paged attention, and the metadata that all layers of an iteration share.
 
-A layer's KV cache is [block, 2, slot, kv_head, head_dim]. Seen as rows of one token it is
-[block × 2 × slot, kv_head, head_dim] (the *slots* below), seen as half blocks it is
-[block × 2, slot × kv_head × head_dim] (K of block b is half 2b, V is 2b + 1).
+A layer's KV cache is [block, 2, slot, kv_head, head_dim]. It is also viewed per token as
+[block × 2 × slot, kv_head, head_dim] (*slots* below), and per half block as
+[block × 2, slot × kv_head × head_dim] (*halves*: K of block b is half 2b, V is half 2b + 1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ from services.core.request import blocks_for
 from services.worker.errors import InvalidBatch
 
 GROUP_TOKENS = 2048
-"""Padded context tokens of one decode group. Its float32 K/V (3 MiB for SmolLM2) fits into
-the caches of a core; measured best between 1,024 and 4,096."""
+"""Padded context tokens of a decode group. Its float32 K/V (3 MiB for SmolLM2) fits the caches of a
+core; measured best between 1,024 and 4,096."""
 GROUP_PADDING_TOKENS = 256
-"""The most padding with which a sequence joins a decode group."""
+"""Maximum padding of a sequence in a decode group."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of similar length that decode one token each, in one attention call.
+    """Sequences of similar length that decode a token each, in a single attention call.
 
-    `rows` [sequences]: their rows in the batch. `halves` [2 × sequences × blocks]: half blocks, all
-    K before all V. `mask` [sequences, 1, 1, blocks × slot]: 0 where a key counts, -inf elsewhere.
+    `rows` [sequences]: rows in the batch. `halves` [2 × sequences × blocks]: half blocks, all K
+    before all V. `mask` [sequences, 1, 1, blocks × slot]: 0 for visible keys, -inf elsewhere.
     """
 
     rows: torch.Tensor
@@ -39,7 +39,7 @@ class DecodeGroup:
 
 
 class Decode(NamedTuple):
-    """A sequence that decodes one token: row in the batch, position in `table`, visible blocks."""
+    """A decode step: row in the batch, position relative to `table`, visible blocks."""
 
     row: int
     position: int
@@ -48,10 +48,10 @@ class Decode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Consecutive rows `first_row .. first_row + rows - 1` of one sequence.
+    """Consecutive rows `first_row .. first_row + rows - 1` of a sequence in prefill.
 
     The first row has position `start`. `halves` [2 × blocks] covers the positions from `base` (a
-    multiple of the block size) to that of the last row.
+    multiple of the block size) to the last row's position.
     """
 
     first_row: int
@@ -62,15 +62,12 @@ class PrefillSpan:
 
 
 class AttentionMetadata:
-    """What all layers of an iteration share; made by `MetadataBuilder`.
+    """Attention inputs that all layers of an iteration share; `MetadataBuilder` creates them.
 
-    `spans` int64 [sequences, 5]: the first row of a sequence in the batch, its rows, the position
-    of the first one, where its blocks begin in `tables`, and 1 if the row is a decode step.
-    `tables` int64: the blocks of all sequences up to their last rows. What only some attention
-    needs is computed when asked for.
-
-    A single token of a prompt is no decode step, so that its K and V, and all after it, have the
-    same bits however the prompt is cut.
+    `spans` int64 [sequences, 5]: first row in the batch, number of rows, position of the first row,
+    offset of the sequence's blocks in `tables`, and 1 for a decode step. `tables` int64: the block
+    ids of all sequences up to their last rows. Properties that only some backends need are computed
+    on first use.
     """
 
     def __init__(
@@ -91,7 +88,8 @@ class AttentionMetadata:
 
     @cached_property
     def slots_of_keys(self) -> np.ndarray:
-        """[tokens]: the slot for K of each token, on the host; that for V is a block's later."""
+        """[tokens]: K's slot of each token, on the host; V's slot is `block_size` higher."""
+        # Vectorized over tokens: the span of each token, and its offset in that span.
         rows = self.spans[:, 1]
         owner = np.repeat(np.arange(len(rows)), rows)
         within = np.arange(len(owner)) - self.spans[owner, 0]
@@ -100,16 +98,14 @@ class AttentionMetadata:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """[2 × tokens]: the slots for K, then V, of each token."""
+        """[2 × tokens]: the K slots of all tokens, then the V slots."""
         slots = self.slots_of_keys
         return self._tensor(np.concatenate([slots, slots + self._block_size]))
 
     @cached_property
     def begun_blocks(self) -> torch.Tensor | None:
-        """Blocks whose first slot is written now and whose last is not, None if there are none.
-
-        They are cleared, so that padding is finite.
-        """
+        """Blocks that this iteration starts without filling them; None if there are none."""
+        # The caller clears them: attention reads whole blocks, and masked garbage must be finite.
         begun = []
         for _, rows, start, first_block, _ in self.spans:
             last, left = divmod(start + rows, self._block_size)
@@ -118,7 +114,7 @@ class AttentionMetadata:
         return self._tensor(np.array(begun)) if begun else None
 
     def decode_groups(self, window: int | None) -> tuple[DecodeGroup, ...]:
-        """Decode steps, for the layers with a sliding window (None: without)."""
+        """The decode steps, grouped for layers with sliding window `window` (None: full)."""
         if window not in self._groups:
             decodes = [
                 Decode(span[0], span[2] - base, table)
@@ -130,7 +126,7 @@ class AttentionMetadata:
         return self._groups[window]
 
     def prefill_spans(self, window: int | None) -> tuple[PrefillSpan, ...]:
-        """Parts of prompts, for the layers with a sliding window (None: without)."""
+        """The prefill chunks, for layers with sliding window `window` (None: full)."""
         if window not in self._prefills:
             self._prefills[window] = tuple(
                 PrefillSpan(span[0], span[1], span[2], base, self._tensor(_halves(table)))
@@ -140,7 +136,8 @@ class AttentionMetadata:
         return self._prefills[window]
 
     def _visible(self, window: int | None) -> Iterator[tuple[list[int], int, np.ndarray]]:
-        """Each span, the position from which its first row sees, in whole blocks, and these."""
+        """Each span with the first visible position, rounded down to a block, and its blocks."""
+        # A sliding window skips the blocks that the span's first row does not see.
         for span in self.spans.tolist():
             _, rows, start, first_block, _ = span
             skipped = 0 if window is None else max(0, start - window + 1) // self._block_size
@@ -151,7 +148,7 @@ class AttentionMetadata:
         width = len(members[0].table)
         tables = np.empty((len(members), width), dtype=np.int64)
         for padded, member in zip(tables, members, strict=True):
-            # Padding repeats the sequence's own first block: finite values that the mask hides.
+            # Pad with the sequence's own first block: finite values that the mask hides.
             padded[:] = member.table[0]
             padded[: len(member.table)] = member.table
         position = np.array([member.position for member in members])[:, None]
@@ -184,29 +181,31 @@ class PagedAttention(Protocol):
         sliding_window: int | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Store K and V of the new tokens, then attend.
+        """Store K and V of the new tokens in `blocks`, then attend.
 
-        `query` [tokens, head, head_dim], `key` and `value` [tokens, kv_head, head_dim] in the
-        compute dtype; `blocks` [block, 2, slot, kv_head, head_dim] in the storage dtype, written
-        in place. Returns [tokens, head, head_dim].
+        `query` [tokens, head, head_dim], `key` and `value` [tokens, kv_head, head_dim] are in the
+        compute dtype; `blocks` [block, 2, slot, kv_head, head_dim] is in the storage dtype. Returns
+        [tokens, head, head_dim].
         """
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataBuilder:
-    """Turns batches into metadata on `device`; masks have the compute dtype."""
+    """Builds the attention metadata of batches on `device`; masks have the compute dtype."""
 
     block_size: int
     device: torch.device
     compute_dtype: torch.dtype
 
     def build(self, batch: Batch, num_blocks: int) -> AttentionMetadata:
-        """Metadata of `batch`. Raises InvalidBatch when a table is short or outside the cache."""
+        """Build the metadata of `batch`. Raises InvalidBatch if a block table is invalid."""
         spans = np.empty((len(batch.chunks), 5), dtype=np.int64)
         needed = [self._needed_blocks(chunk) for chunk in batch.chunks]
         row = first_block = 0
         for span, chunk, blocks in zip(spans, batch.chunks, needed, strict=True):
             rows = len(chunk.token_ids)
+            # A single prompt token is not a decode step: the prefill path gives its K and V, and
+            # all later ones, the same bits however the prompt is cut into chunks.
             decodes = rows == 1 and chunk.sample is not None and chunk.sample.index > 0
             span[:] = row, rows, chunk.start, first_block, decodes
             row, first_block = row + rows, first_block + blocks
@@ -214,6 +213,7 @@ class MetadataBuilder:
             chunk.block_ids[:blocks] for chunk, blocks in zip(batch.chunks, needed, strict=True)
         ]
         tables = np.fromiter(chain.from_iterable(used), np.int64, first_block)
+        # Kernels do not check bounds: an invalid id would corrupt memory.
         if tables.min() < 0 or tables.max() >= num_blocks:
             outside = np.flatnonzero((tables < 0) | (tables >= num_blocks))[0]
             index = int(np.searchsorted(spans[:, 3], outside, "right")) - 1
@@ -222,7 +222,7 @@ class MetadataBuilder:
         return AttentionMetadata(spans, tables, self.block_size, self.device, self.compute_dtype)
 
     def _needed_blocks(self, chunk: Chunk) -> int:
-        """How many blocks a chunk needs up to its last token."""
+        """Number of blocks up to the chunk's last token. Raises InvalidBatch."""
         needed = blocks_for(chunk.start + len(chunk.token_ids), self.block_size)
         if not chunk.token_ids or len(chunk.block_ids) < needed:
             raise InvalidBatch(f"request {chunk.request_id}: the block table is too short")
@@ -230,7 +230,10 @@ class MetadataBuilder:
 
 
 def group_by_length(members: Sequence[Decode], block_size: int) -> list[list[Decode]]:
-    """Split decodes into groups of similar context, longest first, so that padding stays small."""
+    """Split decode steps into groups of similar context length, longest first.
+
+    A group is padded to its longest context, so similar lengths keep padding small.
+    """
     group_blocks = GROUP_TOKENS // block_size
     padding_blocks = GROUP_PADDING_TOKENS // block_size
     groups: list[list[Decode]] = []
@@ -247,6 +250,6 @@ def group_by_length(members: Sequence[Decode], block_size: int) -> list[list[Dec
 
 
 def _halves(tables: np.ndarray) -> np.ndarray:
-    """Half-block ids of `tables` (any shape), flat: all K, then all V."""
+    """Half-block ids of `tables` (any shape), flattened: all K, then all V."""
     flat = tables.reshape(-1)
     return np.concatenate([2 * flat, 2 * flat + 1])

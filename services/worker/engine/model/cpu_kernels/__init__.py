@@ -1,20 +1,23 @@
-"""Kernels for one thread of a CPU, compiled when a model is loaded, for the dtype of its weights.
+"""Single-threaded CPU kernels (numba), compiled at model load for the dtype of the weights.
 
-To import one takes half a second, so modules import them only where they use them.
+Importing a kernel takes half a second, so modules import kernels only where they use them.
 """
 
 import torch
 
 ROWS_MAX = 64
-"""The most rows of a batch that a kernel accepts whose weights do not lie in panels."""
+"""Maximum rows of a batch for kernels with row-major weights."""
 STORED_TYPES = {torch.float32: "float32", torch.bfloat16: "uint16"}
-"""The dtypes of weights and KV caches, and as what kernels take them; they add up in float32."""
+"""Storage dtypes of weights and KV caches, with the type that kernels declare for them.
+
+Kernels accumulate in float32.
+"""
 
 
 def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
-    """Whether the kernels can compute such a model.
+    """Whether the kernels support these dtypes on this device.
 
-    The kernels do not divide work among threads, so they fit only if torch has one thread.
+    The kernels are single-threaded, so they are used only if torch runs a single thread, too.
     """
     return (
         device.type == "cpu"
@@ -25,17 +28,14 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
-    """Whether there is a product for weights in panels on this processor, one that is right.
-
-    It is not timed; ask only where the kernels `fit`.
-    """
+    """Whether this CPU has a correct product for weights in panels. Call it if kernels `fit`."""
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None
 
 
 def describe_panel_product(storage_dtype: torch.dtype) -> str:
-    """The product that `has_panel_product` has found, for logs."""
+    """Describe the product behind `has_panel_product`, for logs."""
     from services.worker.engine.model.cpu_kernels.panel_gemm import product_instructions
 
     dtype = str(storage_dtype).removeprefix("torch.")

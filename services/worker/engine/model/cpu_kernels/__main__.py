@@ -1,7 +1,7 @@
 """Fills the cache of kernels: `python -m services.worker.engine.model.cpu_kernels [MODULE ...]`.
 
-For all dtypes, and for the processor that it runs on. A module is one of this package; without one,
-it is every module.
+It compiles for all dtypes and for the CPU that it runs on. MODULE is a module name of this package;
+the default is all modules.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from services.worker.engine.model.cpu_kernels.kernel import Kernel
 def main(modules: list[str]) -> None:
     """Load all kernels of `modules`."""
     every = [module.name for module in pkgutil.iter_modules(cpu_kernels.__path__)]
-    for name in modules or [one for one in every if one != "__main__"]:
+    for name in modules or [module for module in every if module != "__main__"]:
         module = importlib.import_module(f"{cpu_kernels.__name__}.{name}")
         for value in vars(module).values():
             if isinstance(value, Kernel):

@@ -1,9 +1,9 @@
-"""Dot products of decode attention, as LLVM instructions.
+"""Dot products of decode attention, emitted as LLVM instructions.
 
-`LANES` keys are scored at a time, so that their sums over lanes share additions; a compiler sums
-the lanes of each key by itself. Where the processor multiplies pairs of bfloat16 values and adds
-both products to a float32 (avx512_bf16), queries and weights are rounded to bfloat16; values of two
-positions are interleaved in registers, as such pairs need it. Else all is multiplied in float32.
+`LANES` keys are scored at a time, so that their horizontal sums share additions; a compiler would
+reduce each key separately. With avx512_bf16, which multiplies pairs of bfloat16 values and adds
+both products to a float32, queries and weights are rounded to bfloat16. Otherwise all products are
+in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
 from services.worker.engine.model.cpu_kernels.exponential import vector_call
 
 LANES = VECTOR_FLOATS
-"""Positions that are scored at once, and float32 in a vector."""
+"""Positions per call, equal to the float32 lanes of a vector."""
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
 _SUMS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(_WORD, LANES)
@@ -31,7 +31,7 @@ _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
 class _Pairs:
-    """Keys and values in bfloat16, times factors in bfloat16, two at a time."""
+    """Keys and values in bfloat16, times factors in bfloat16, in pairs (vdpbf16ps)."""
 
     values = 2 * LANES
     stored_bytes = factor_bytes = 2
@@ -51,7 +51,8 @@ class _Pairs:
         return builder.call(function, [total, *(builder.bitcast(o, _PAIRS) for o in (left, right))])
 
     def columns(self, builder: Any, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Two rows each, as pairs of their values: the first half of the columns, the second."""
+        """Interleave the values of every two rows (positions): low half of columns, high half."""
+        # vdpbf16ps sums adjacent values, here the same column of two positions.
         halves = (range(LANES), range(LANES, 2 * LANES))
         lanes = [[lane for k in half for lane in (k, k + 2 * LANES)] for half in halves]
         return [
@@ -85,8 +86,9 @@ class _Widened(_Floats):
     stored_bytes = 2
 
     def load(self, builder: Any, address: Any, offset: Any) -> Any:
-        words = builder.zext(_load(builder, address, offset, _SHORTS), _WORDS)
-        upper = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
+        # A bfloat16 is the upper half of a float32.
+        bits = builder.zext(_load(builder, address, offset, _SHORTS), _WORDS)
+        upper = builder.shl(bits, ir.Constant(_WORDS, [16] * LANES))
         return builder.bitcast(upper, _SUMS)
 
 
@@ -98,17 +100,17 @@ def _kind(factors: Any, stored: Any) -> _Pairs | _Floats:
 
 @intrinsic
 def score_keys(
-    typing_context: Any, wanted: Any, head: Any, blocks: Any, block: Any, slot: Any, kv_head: Any,
+    typing_context: Any, queries: Any, head: Any, blocks: Any, block: Any, slot: Any, kv_head: Any,
     scores: Any, position: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """`scores` [head, position ..] of the `LANES` keys of a block from `slot` on, for one head.
+    """Score the `LANES` keys of a block from `slot` on for a head: `scores` [head, position ..].
 
-    `wanted` [head, head_dim] and `blocks` [block, 2, slot, kv_head, head_dim] are float32 or have
-    the bits of bfloat16; both have them only where `has_pair_products`. head_dim is a multiple of
-    `LANES`, then of twice as many.
+    `queries` [head, head_dim] and `blocks` [block, 2, slot, kv_head, head_dim] are float32 or
+    bfloat16 bits; both are bfloat16 only if `has_pair_products`. head_dim is a multiple of `LANES`,
+    or of 2 × `LANES` for pairs.
     """
-    integer, kind = types.int64, _kind(wanted, blocks)
-    signature = types.void(wanted, integer, blocks, integer, integer, integer, scores, integer)
+    integer, kind = types.int64, _kind(queries, blocks)
+    signature = types.void(queries, integer, blocks, integer, integer, integer, scores, integer)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         _, head, _, block, slot, kv_head, _, position = arguments
@@ -116,9 +118,10 @@ def score_keys(
             _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
         )
         query = _element(builder, rows, head)
-        first = _element(builder, stored, block, _LONG(0), slot, kv_head)
+        first = _element(builder, stored, block, _LONG(0), slot, kv_head)  # half 0: keys
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
+        # A vector accumulator per key; LLVM promotes these stack slots to registers.
         totals = [cgutils.alloca_once(builder, _SUMS) for _ in starts]
         for total in totals:
             builder.store(ir.Constant(_SUMS, None), total)
@@ -126,7 +129,7 @@ def score_keys(
         with cgutils.for_range(builder, vectors) as loop:
             value = builder.mul(loop.index, _LONG(kind.values))
             at = builder.mul(value, _LONG(kind.factor_bytes))
-            factors = kind.load_factors(builder, query, at)
+            factors = kind.load_factors(builder, query, at)  # shared by all keys
             at = builder.mul(value, _LONG(kind.stored_bytes))
             for start, total in zip(starts, totals, strict=True):
                 key = kind.load(builder, start, at)
@@ -147,9 +150,9 @@ def collect_values(
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     """Add the `LANES` values of a block from `slot` on, times `weights`, to `attended`.
 
-    `weights` [head, position ..] and `blocks` are as `wanted` and `blocks` of `score_keys`;
-    `attended` [head, head_dim] is float32, and its rows from `first_head` to `last_head` are those
-    that share `kv_head`.
+    `weights` [head, position ..] and `blocks` have the types of `queries` and `blocks` of
+    `score_keys`; `attended` [head, head_dim] is float32. Heads `first_head` to `last_head` share
+    `kv_head`.
     """
     integer, kind = types.int64, _kind(weights, blocks)
     signature = types.void(
@@ -161,13 +164,14 @@ def collect_values(
         factors, stored, target = (
             _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
         )
-        first = _element(builder, stored, block, _LONG(1), slot, kv_head)
+        first = _element(builder, stored, block, _LONG(1), slot, kv_head)  # half 1: values
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
         vectors = builder.sdiv(builder.extract_value(target.shape, 1), _LONG(kind.values))
         with cgutils.for_range(builder, vectors) as loop:
             value = builder.mul(loop.index, _LONG(kind.values))
             at = builder.mul(value, _LONG(kind.stored_bytes))
+            # Load the values once for all query heads of the KV head (grouped-query attention).
             columns = kind.columns(builder, [kind.load(builder, start, at) for start in starts])
             at = builder.mul(value, _LONG(_WORD_BYTES))
             with cgutils.for_range_slice(builder, first_head, last_head, _LONG(1)) as (head, _):
@@ -193,10 +197,11 @@ def _shuffled(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
 
 
 def _lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
-    """A vector whose lane i is the sum of all lanes of vector i; there are `LANES` of each."""
+    """Horizontal sums of `LANES` vectors: lane i is the sum of all lanes of vector i."""
+    # A reduction tree over all vectors: each step halves the number of vectors.
     width = 1
     while len(vectors) > 1:
-        # Groups of `width` lanes: every first one of both vectors, and every second one.
+        # Alternating groups of `width` lanes of both vectors: the even groups, and the odd groups.
         begins = range(0, LANES, 2 * width)
         first = [at + k for begin in begins for at in (begin, begin + LANES) for k in range(width)]
         second = [lane + width for lane in first]
@@ -212,8 +217,8 @@ def _lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
 
 def _splat(builder: Any, word: Any) -> Any:
     undefined = ir.Constant(_WORDS, ir.Undefined)
-    one = builder.insert_element(undefined, word, _WORD(0))
-    return _shuffled(builder, one, undefined, [0] * LANES)
+    first = builder.insert_element(undefined, word, _WORD(0))
+    return _shuffled(builder, first, undefined, [0] * LANES)
 
 
 def _made(context: Any, builder: Any, signature: Any, arguments: Sequence[Any], index: int) -> Any:

@@ -1,4 +1,4 @@
-"""bfloat16 in LLVM: its type, and whether the processor rounds to it and multiplies it."""
+"""bfloat16 in LLVM: its type, and detection of the instructions that round and multiply it."""
 
 from functools import cache
 
@@ -18,17 +18,15 @@ define <{_LANES} x bfloat> @rounded(<{_LANES} x float> %sums) {{
 
 @cache
 def has_pair_products() -> bool:
-    """Whether LLVM has the instruction for this processor, in vectors of 16 float32.
-
-    What the processor says of itself is not enough: LLVM takes an instruction away together with
-    any that it builds on, and it ends the process where it must compile one that it lacks. So the
-    rounding that belongs to the same extension is compiled, which it can always do.
-    """
+    """Whether LLVM can emit avx512_bf16 instructions for this CPU, in 512-bit vectors."""
+    # The CPU's feature flags do not suffice: LLVM disables an extension together with any that it
+    # depends on, and aborts the process if it must emit a missing instruction. Rounding belongs to
+    # the same extension and always compiles, so check which instruction LLVM emits for it.
     return any("vcvtneps2bf16" in line and "zmm" in line for line in assembly(_ROUNDED))
 
 
 class BFloat16(ir.Type):
-    """The type of LLVM that llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"

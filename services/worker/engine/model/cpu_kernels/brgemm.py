@@ -1,7 +1,6 @@
-"""torch's product of two small matrices, called from compiled code by its address.
+"""torch's `at::native::cpublas::brgemm`, called from compiled code by its address.
 
-torch exports the product that its own kernels are made of (`at::native::cpublas::brgemm`, oneDNN's
-batch-reduce product).
+It is oneDNN's batch-reduce GEMM, the building block of torch's own kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +22,9 @@ def product(
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     """`sums` [rows, columns] = `left` [rows, depth] times `right` [depth, columns]; added if `add`.
 
-    Each matrix begins at an element of its array, counted from the first one, and has a stride in
-    elements. `sums` are float32. `left` has the bits of bfloat16, and so has `right`, in which
-    pairs of its rows lie beside each other: [depth / 2, columns, 2].
+    Each matrix starts at an element offset (`…_at`) of its array and has a stride in elements.
+    `sums` is float32. `left` and `right` are bfloat16 bits; `right` interleaves pairs of its rows:
+    [depth / 2, columns, 2] (VNNI layout).
     """
     assert left.dtype == types.uint16
     integer = types.int64
@@ -40,7 +39,8 @@ def product(
             offset = builder.mul(arguments[index + 1], made.itemsize)
             return builder.ptrtoint(cgutils.pointer_add(builder, made.data, offset), _LONG)
 
-        # Every argument has a place of eight bytes, also the bool at the end: `right` has pairs.
+        # The C++ signature takes 64-bit integers and pointers; the bool at the end, which says that
+        # `right` interleaves pairs, occupies a 64-bit register as well.
         function = ir.FunctionType(ir.VoidType(), [_LONG] * 11).as_pointer()
         address, *numbers = arguments[:8]
         operands = [*numbers, at(8), at(10), at(12), _LONG(1)]
@@ -52,7 +52,7 @@ def product(
 
 @intrinsic
 def release(typing_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    """Leave matrix registers (AMX) as other code expects them."""
+    """Release the matrix registers (AMX tiles) after products."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         function = ir.FunctionType(ir.VoidType(), [_LONG]).as_pointer()

@@ -1,8 +1,9 @@
-"""The best tokens of a row of logits, without a sort.
+"""Selects the best tokens of a row of logits without a sort; called from kernels only.
 
-Token i lies in *lane* i modulo `LANES`. Each of the best `count` peaks of lanes is a token, so the
-best `count` tokens of the row are not below the least of these peaks: to find them, the row is read
-twice, and few tokens are compared with each other. For kernels only.
+Token i belongs to *lane* i modulo `LANES`. The maxima of the lanes are tokens, so the `count`-th
+largest maximum is a lower bound for the best `count` tokens of the row. A first pass computes the
+maxima, a second pass gathers the few tokens that reach the bound, and quickselect finds the best
+among them.
 
 A token is better than another if its value is higher, or if it is equal and its id is lower.
 """
@@ -18,7 +19,7 @@ _STEP = 64
 
 
 class Scratch(NamedTuple):
-    """Memory for the tokens of one row: at most 20 bytes for each token of the vocabulary."""
+    """Scratch memory for the candidates of a row: at most 20 bytes per token of the vocabulary."""
 
     lanes: np.ndarray
     ids: np.ndarray
@@ -27,7 +28,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int, dtype: npt.DTypeLike) -> "Scratch":
-        """For logits in `dtype`, float32 or float64."""
+        """Allocate scratch for logits in `dtype`, float32 or float64."""
         room = max(vocab_size, LANES)
         return cls(
             np.empty(LANES, dtype), np.empty(room, np.int32), np.empty(room, dtype), np.empty(room)
@@ -35,23 +36,23 @@ class Scratch(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the type of the logits."""
+        """The name of the logits' dtype."""
         return str(self.values.dtype.name)
 
     def check(self, logits: np.ndarray) -> None:
-        """Raise ValueError for logits [rows, vocab] that kernels cannot read with this scratch."""
+        """Raise ValueError if logits [rows, vocab] do not match this scratch."""
         if logits.dtype != self.values.dtype or logits.shape[1] > len(self.ids):
             raise ValueError(
-                f"logits {logits.shape} in {logits.dtype} do not fit scratch for {len(self.ids)}"
+                f"logits {logits.shape} in {logits.dtype} do not match scratch for {len(self.ids)}"
                 f" tokens in {self.dtype}"
             )
 
 
 @register_jitable
 def lane_peaks(row, lanes):  # type: ignore[no-untyped-def]
-    """Fill `lanes` [LANES] with the largest value of each; returns the largest of all.
+    """Fill `lanes` [LANES] with the maximum of each lane; returns the maximum of the row.
 
-    What is not a number counts as minus infinity.
+    NaN counts as minus infinity.
     """
     size = len(row)
     lanes[:] = -np.inf
@@ -59,6 +60,7 @@ def lane_peaks(row, lanes):  # type: ignore[no-untyped-def]
         part = row[begin : begin + LANES]
         for lane in range(len(part)):
             value = part[lane]
+            # A comparison, not `max`: False for NaN, and it vectorizes.
             lanes[lane] = value if value > lanes[lane] else lanes[lane]
     peak = lanes[0]
     for lane in range(1, LANES):
@@ -68,7 +70,8 @@ def lane_peaks(row, lanes):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def best_token(row, lanes, peak):  # type: ignore[no-untyped-def]
-    """The lowest id that has the value `peak`; 0 if none has."""
+    """The lowest id with the value `peak`; 0 if there is none (a row of NaN)."""
+    # Only lanes whose maximum is `peak` are searched, each up to the best id so far.
     size = len(row)
     best = size
     for lane in range(min(LANES, size)):
@@ -81,43 +84,47 @@ def best_token(row, lanes, peak):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def lane_edge(lanes, count, ids, values, weights):  # type: ignore[no-untyped-def]
-    """A value that at least `count` tokens of the row reach; minus infinity if none is known.
+def lane_threshold(lanes, count, ids, values, weights):  # type: ignore[no-untyped-def]
+    """A lower bound that at least `count` tokens of the row reach: the `count`-th largest maximum.
 
-    It overwrites the first `LANES` of `ids`, `values` and `weights`.
+    Minus infinity if `count` exceeds `LANES`. Overwrites the first `LANES` entries of `ids`,
+    `values` and `weights`.
     """
     if count > LANES:
         return lanes[0] - np.inf
+    # With unit weights, quickselect by mass is quickselect by rank.
     for lane in range(LANES):
         ids[lane], values[lane], weights[lane] = lane, lanes[lane], 1.0
-    lead(ids, values, weights, LANES, float(count), False)
+    select_prefix(ids, values, weights, LANES, float(count), False)
     return values[count - 1]
 
 
 @register_jitable
-def gather(row, edge, ids):  # type: ignore[no-untyped-def]
-    """Fill `ids` with the tokens that reach `edge`, in order; returns how many there are."""
+def gather(row, threshold, ids):  # type: ignore[no-untyped-def]
+    """Fill `ids` with the tokens whose logit reaches `threshold`, in order; returns the count."""
     size, count = len(row), 0
     for begin in range(0, size, _STEP):
         part = row[begin : min(begin + _STEP, size)]
+        # Count in a vectorized loop first: most steps have no candidate.
         reaching = 0
         for index in range(len(part)):
-            reaching += 1 if part[index] >= edge else 0
+            reaching += 1 if part[index] >= threshold else 0
         if reaching:
             for index in range(len(part)):
-                if part[index] >= edge:
+                if part[index] >= threshold:
                     ids[count] = begin + index
                     count += 1
     return count
 
 
 @register_jitable
-def lead(ids, values, weights, count, target, beyond):  # type: ignore[no-untyped-def]
-    """Bring the fewest best of `count` tokens to the front whose weights add up to `target`.
+def select_prefix(ids, values, weights, count, target, beyond):  # type: ignore[no-untyped-def]
+    """Move the smallest best-first prefix of `count` tokens with mass `target` to the front.
 
-    Returns their number, at least 1; the last of them is the worst of them. If all together do not
-    reach `target`, these are all tokens. With `beyond`, the sum must exceed it.
+    Returns its length, at least 1; its last token is its worst. If the total mass is less than
+    `target`, the prefix is all tokens. With `beyond`, the mass must exceed `target`.
     """
+    # Weighted quickselect: narrow [begin, end) to the boundary; `before` is the mass left of it.
     begin, end, before = 0, count, 0.0
     while end - begin > 1:
         place, better = _split(ids, values, weights, begin, end)
@@ -134,9 +141,9 @@ def lead(ids, values, weights, count, target, beyond):  # type: ignore[no-untype
 
 @register_jitable
 def _split(ids, values, weights, begin, end):  # type: ignore[no-untyped-def]
-    """Choose a token of this range; bring those that are better before it, and others behind it.
+    """Partition a range by its middle token (the pivot), better tokens first.
 
-    Returns its place, and the sum of the weights of those before it.
+    Returns the place of the pivot, and the mass of the better tokens in the range.
     """
     last = end - 1
     _swap(ids, values, weights, (begin + end) // 2, last)
@@ -152,7 +159,7 @@ def _split(ids, values, weights, begin, end):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def _swap(ids, values, weights, one, other):  # type: ignore[no-untyped-def]
-    ids[one], ids[other] = ids[other], ids[one]
-    values[one], values[other] = values[other], values[one]
-    weights[one], weights[other] = weights[other], weights[one]
+def _swap(ids, values, weights, first, second):  # type: ignore[no-untyped-def]
+    ids[first], ids[second] = ids[second], ids[first]
+    values[first], values[second] = values[second], values[first]
+    weights[first], weights[second] = weights[second], weights[first]

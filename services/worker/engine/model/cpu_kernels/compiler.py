@@ -1,4 +1,4 @@
-"""Shared by the kernels: their compilation, and operations that numba lacks."""
+"""Compilation and cache of the kernels, and operations that numba lacks."""
 
 import hashlib
 import logging
@@ -22,24 +22,20 @@ from numba.extending import intrinsic
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
 
 CACHE_VARIABLE = "TIDESERVE_KERNEL_CACHE"
-# Independent of the umask. Files that numba makes inside get its mode.
+# Mode of the cache folder, independent of the umask; other users cannot reach files inside.
 _PRIVATE = 0o700
 log = logging.getLogger(__name__)
 
 
 def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder for the machine code of the kernels in the folder `sources`.
+    """The cache folder for machine code of the kernels in the folder `sources`.
 
-    It lies beside the sources, or in the folder that `TIDESERVE_KERNEL_CACHE` names. The latter
-    starts as a copy of the former, because an image contains compiled kernels but is read-only. The
-    code is for the CPUs that compiled it; another CPU ignores it and adds its own.
-
-    The code is executed. So a folder that other users may have written to is not used: the function
-    warns, and returns the folder beside the sources.
-
-    A kernel contains the functions that it calls from other files, and numba does not notice when
-    these change. So every state of the sources has a folder of its own.
+    It is beside the sources, or in the folder `TIDESERVE_KERNEL_CACHE`. Machine code is specific to
+    a CPU model; other CPUs ignore it and add their own. The function warns about a folder that
+    other users can write to, and returns the folder beside the sources instead.
     """
+    # numba does not notice changes of functions in other files that a kernel inlines, so every
+    # version of the sources has a folder of its own.
     digest = hashlib.sha256()
     for path in sorted(sources.glob("*.py")):
         digest.update(path.read_bytes())
@@ -47,37 +43,39 @@ def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> 
     chosen = environment.get(CACHE_VARIABLE)
     if not chosen:
         return own
+    # An image contains compiled kernels but is read-only: start with a copy of them.
     folder = Path(chosen).expanduser().absolute() / own.name
-    begin_with(own, folder)
-    for one in (folder.parent, folder):
-        reason = why_not_trusted(one)
+    seed_folder(own, folder)
+    # The process executes the cached code, so no other user may be able to write it.
+    for checked in (folder.parent, folder):
+        reason = untrusted_reason(checked)
         if reason is not None:
             log.warning(
-                "the cache of kernels at %s is not used: %s; give %s a folder of this user that"
-                " nobody else may write to",
-                *(one, reason, CACHE_VARIABLE),
+                "the cache of kernels at %s is not used: %s; set %s to a folder that only this"
+                " user can write to",
+                *(checked, reason, CACHE_VARIABLE),
             )
             return own
     return folder
 
 
-def why_not_trusted(folder: Path) -> str | None:
-    """Which other user may have written to the folder; None if none, or if there is no folder."""
+def untrusted_reason(folder: Path) -> str | None:
+    """Why another user can write to the folder; None if it is private or does not exist."""
     try:
-        seen = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    if seen.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {seen.st_uid}"
-    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"its mode {stat.S_IMODE(seen.st_mode):o} lets others write"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(status.st_mode):o} lets others write"
     return None
 
 
-def begin_with(seed: Path, folder: Path) -> None:
-    """Make `folder` with what is in `seed`, if anything, for this user alone, unless it exists.
+def seed_folder(seed: Path, folder: Path) -> None:
+    """Create `folder`, private to this user, as a copy of `seed`, if any. No effect if it exists.
 
-    Other processes see all of it or nothing.
+    The folder appears atomically.
     """
     try:
         if folder.exists():
@@ -92,18 +90,18 @@ def begin_with(seed: Path, folder: Path) -> None:
             copied.chmod(_PRIVATE)
             copied.rename(folder)
     except OSError as error:
-        # Another process was first, or the folder may not be written to: kernels are then compiled.
-        if not os.path.isdir(folder):  # Path.is_dir raises where it may not look.
-            log.info("the cache of kernels begins empty: %s", error)
+        # Another process was faster, or the folder is not writable: kernels are compiled then.
+        if not os.path.isdir(folder):  # Path.is_dir raises without permission
+            log.info("the cache of kernels starts empty: %s", error)
 
 
 CACHE_LINE_BYTES = 64
 WIDE_FLOATS = 16
-"""How many float32 a vector of 512 bits holds."""
+"""float32 values in a vector of 512 bits."""
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor of one of `STORED_TYPES` as an array of float32 or uint16."""
+    """A view of a tensor in a dtype of `STORED_TYPES` as an array of float32 or uint16."""
     array: np.ndarray = (
         stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
     ).numpy()
@@ -111,33 +109,31 @@ def stored_array(stored: torch.Tensor) -> np.ndarray:
 
 
 def wide_vectors(features: str) -> str:
-    """The `features` of a CPU, with vectors of 512 bits enabled if it has them.
-
-    By default LLVM uses half of such a vector, to keep the clock rate of other code high.
-    """
+    """The `features` of a CPU, with vectors of 512 bits enabled if it has them."""
+    # By default LLVM prefers vectors of 256 bits, to keep the clock rate of other code high.
     has_wide = "+avx512f" in features.split(",")
     return f"{features},-prefer-256-bit" if has_wide else features
 
 
 def vector_floats(features: str) -> int:
-    """How many float32 the widest vector of a CPU with `features` holds; at least eight."""
+    """float32 values in the widest vector of a CPU with `features`; at least eight."""
     return WIDE_FLOATS if "+avx512f" in features.split(",") else WIDE_FLOATS // 2
 
 
 numba.config.CACHE_DIR = str(cache_folder(Path(__file__).parent))
-if numba.config.CPU_FEATURES is None:  # Unless the environment sets it.
+if numba.config.CPU_FEATURES is None:  # the environment may set it
     numba.config.CPU_FEATURES = wide_vectors(get_host_cpu_features())
 VECTOR_FLOATS = vector_floats(numba.config.CPU_FEATURES)
-"""How many float32 a kernel computes with at once."""
+"""float32 values in a vector of the kernels."""
 
 
 def processor_features() -> set[str]:
-    """What kernels may use, as +name, and what not, as -name; `NUMBA_CPU_FEATURES` can say less."""
+    """The CPU features that kernels may use (+name) or not (-name); see `NUMBA_CPU_FEATURES`."""
     return set(numba.config.CPU_FEATURES.split(","))
 
 
 def assembly(module: str) -> list[str]:
-    """The lines that LLVM writes for a `module` in its language, as kernels are compiled."""
+    """The assembly lines of a `module` in LLVM IR, compiled with the options of kernels."""
     initialize_llvm()
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     machine = binding.Target.from_default_triple().create_target_machine(
@@ -147,18 +143,17 @@ def assembly(module: str) -> list[str]:
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """A function as a kernel for `signature`, in which `STORED` stands for the dtypes of weights.
+    """Declare a function as a kernel for `signature`; `STORED` stands for each storage dtype.
 
-    Sums may be reordered, so that they can use vectors; the order is the same in every call. A
-    division by zero is not looked for, which would keep a loop from using vectors. A kernel
-    releases the interpreter lock.
+    Sums may be reordered to vectorize; the order is the same in every call. Divisions by zero are
+    not checked, because the check prevents vectorization. A kernel releases the interpreter lock.
     """
     return lambda function: Kernel(function, signature)
 
 
 @intrinsic
 def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
-    """A float32 unchanged; a bfloat16, given as uint16, as float32."""
+    """Widen a stored value to float32; bfloat16 comes as uint16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         if signature.args[0] == types.float32:
@@ -173,10 +168,7 @@ def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any
 
 @intrinsic
 def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[..., Any]]:
-    """A float32 as `array` stores it: unchanged, or as the bits of the nearest bfloat16.
-
-    Of two as near it is the even one.
-    """
+    """Convert a float32 to the dtype of `array`: float32, or bfloat16 bits (nearest, ties even)."""
     stored = array.dtype
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -185,10 +177,12 @@ def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[
             return number
         word = ir.IntType(32)
         bits = builder.bitcast(number, word)
+        # Ties to even: add half of the dropped range, minus a unit unless the kept part is odd.
         odd = builder.and_(builder.lshr(bits, word(16)), word(1))
         rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
-        broken = builder.fcmp_unordered("uno", number, number)
-        chosen = builder.select(broken, word(0x7FC0 << 16), rounded)
+        # The addition could turn a NaN into another value, so select the quiet NaN instead.
+        is_nan = builder.fcmp_unordered("uno", number, number)
+        chosen = builder.select(is_nan, word(0x7FC0 << 16), rounded)
         return builder.trunc(builder.lshr(chosen, word(16)), ir.IntType(16))
 
     return stored(types.float32, array), generate
@@ -196,7 +190,7 @@ def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[
 
 @intrinsic
 def larger(typing_context: Any, first: Any, second: Any) -> tuple[Any, Callable[..., Any]]:
-    """The larger of two float32 that are numbers, so that the CPU can compare many at once."""
+    """The larger of two float32 that are not NaN; unlike `max`, it vectorizes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         real = ir.FloatType()
@@ -212,7 +206,7 @@ def larger(typing_context: Any, first: Any, second: Any) -> tuple[Any, Callable[
 def prefetch(
     typing_context: Any, array: Any, index: Any, offset_bytes: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """Prefetch the cache line at `offset_bytes` from the start of `array[index]`."""
+    """Prefetch the cache line at `offset_bytes` after the start of `array[index]`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         made = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -225,7 +219,7 @@ def prefetch(
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Emit a prefetch of a cache line into the first cache; any address is safe."""
+    """Emit a prefetch of a cache line into L1. Any address is safe."""
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])

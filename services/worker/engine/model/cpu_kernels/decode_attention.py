@@ -1,8 +1,8 @@
-"""Attention of one new token per sequence, directly over the paged KV cache.
+"""Decode attention: a new token per sequence attends directly over the paged KV cache.
 
-The alternative gathers K and V of the sequences into a buffer, padded to one length. Measured
-against it on AVX2 with SmolLM2-135M, one thread: 14 sequences with 48 tokens each took a quarter of
-the time, with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
+The alternative gathers K and V of the sequences into a buffer, padded to equal lengths. Measured
+against it on AVX2 with SmolLM2-135M, single thread: 14 sequences with 48 tokens each took a quarter
+of the time, with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
 """
 
 import numpy as np
@@ -27,42 +27,41 @@ from services.worker.engine.model.cpu_kernels.vector_attention import (
 )
 
 SLOTS = 4
-"""Positions per step, a divisor of the block size: the CPU overlaps their sums."""
+"""Positions per step, a divisor of the block size: independent sums overlap in the CPU pipeline."""
 _ROWS, _CACHE = "float32[:, ::1]", "STORED[:, :, :, :, ::1]"
 _PLACE = "int64, int64, float32, int64[::1]"
 
 
 @register_jitable
-def unpacked(four):  # type: ignore[no-untyped-def]
-    """The elements of an array, such as first row, rows, position and first block of a span."""
-    return four[0], four[1], four[2], four[3]
+def unpacked(array):  # type: ignore[no-untyped-def]
+    """The first four elements, e.g. first row, rows, position and first block of a span."""
+    return array[0], array[1], array[2], array[3]
 
 
 @compiled(f"void({_ROWS}, {_CACHE}, int64[::1], {_ROWS})")
-def _score(wanted, blocks, table, scores):  # type: ignore[no-untyped-def]
-    """`scores` [head, position] = `wanted` [head, head_dim] · the keys of the blocks in `table`.
-
-    It computes all heads of a position at once, so that memory is read sequentially. It prefetches
-    the next block, and the first values during the last one.
-    """
-    heads, size = wanted.shape
+def _score(queries, blocks, table, scores):  # type: ignore[no-untyped-def]
+    """`scores` [head, position] = `queries` [head, head_dim] · keys of the blocks in `table`."""
+    heads, size = queries.shape
     _, _, slots, kv_heads, _ = blocks.shape
     sharing, slot_bytes = heads // kv_heads, blocks.strides[2]
     for block in range(len(table)):
         keys = blocks[table[block], 0]
+        # Prefetch the keys of the next block; during the last block, the first values.
         is_last = block + 1 == len(table)
         ahead, half = (table[0], blocks.strides[1]) if is_last else (table[block + 1], 0)
         for slot in range(0, slots, SLOTS):
             for offset in range(slot * slot_bytes, (slot + SLOTS) * slot_bytes, CACHE_LINE_BYTES):
                 prefetch(blocks, ahead, half + offset)
             position = block * slots + slot
+            # All heads of a position, so that memory is read sequentially.
             for kv_head in range(kv_heads):
                 key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
                 key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
+                # Four independent sums per head hide the latency of the additions.
                 for head in range(kv_head * sharing, (kv_head + 1) * sharing):
                     sum0 = sum1 = sum2 = sum3 = float32(0)
                     for k in range(size):
-                        factor = wanted[head, k]
+                        factor = queries[head, k]
                         sum0 += factor * float32_of(key0[k])
                         sum1 += factor * float32_of(key1[k])
                         sum2 += factor * float32_of(key2[k])
@@ -75,7 +74,8 @@ def _score(wanted, blocks, table, scores):  # type: ignore[no-untyped-def]
 
 @compiled("void(float32[::1], int64, int64)")
 def _soften(scores, begin, end):  # type: ignore[no-untyped-def]
-    """The softmax of `scores` from `begin` to `end`, in place; others become 0."""
+    """Softmax of `scores` from `begin` to `end`, in place; scores outside become 0."""
+    # Subtract the maximum, so that the exponentials cannot overflow.
     peak = float32(-np.inf)
     for index in range(begin, end):
         peak = larger(peak, scores[index])
@@ -93,9 +93,9 @@ def _soften(scores, begin, end):  # type: ignore[no-untyped-def]
 
 @compiled(f"void({_ROWS}, {_CACHE}, int64[::1], int64, {_ROWS})")
 def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untyped-def]
-    """`attended` [head, head_dim] = `weights` [head, position] · the values of the same blocks.
+    """`attended` [head, head_dim] = `weights` [head, position] · values of the blocks in `table`.
 
-    It prefetches the keys of block `after` during the last one.
+    `after`: the block whose keys the next row reads first.
     """
     heads, size = attended.shape
     _, _, slots, kv_heads, _ = blocks.shape
@@ -103,6 +103,7 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
     attended[:] = 0
     for block in range(len(table)):
         values = blocks[table[block], 1]
+        # Prefetch the values of the next block; during the last block, the next row's keys.
         is_last = block + 1 == len(table)
         ahead, half = (after, 0) if is_last else (table[block + 1], blocks.strides[1])
         for slot in range(0, slots, SLOTS):
@@ -112,6 +113,7 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
             for kv_head in range(kv_heads):
                 value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
                 value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
+                # Four positions per pass, so that `attended` is loaded and stored less often.
                 for head in range(kv_head * sharing, (kv_head + 1) * sharing):
                     weight0, weight1 = weights[head, position], weights[head, position + 1]
                     weight2, weight3 = weights[head, position + 2], weights[head, position + 3]
@@ -128,12 +130,13 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
 def _attend_row(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):
-    """Attend with the heads of one row to positions `begin` to `end` of the blocks in `seen`.
+    """Attend with all heads of a row to positions `begin` to `end` of the blocks in `seen`.
 
-    `scores` [head, position] is room. `following`: the blocks of the next row, if there is one.
+    `query` [head, head_dim]. `scores` [head, position] is scratch. `following`: the blocks of the
+    next row, empty after the last row.
     """
-    wanted = query * scaling
-    _score(wanted, blocks, seen, scores)
+    queries = query * scaling
+    _score(queries, blocks, seen, scores)
     for head in range(len(query)):
         _soften(scores[head, : len(seen) * blocks.shape[2]], begin, end)
     after = following[0] if len(following) else seen[0]
@@ -141,7 +144,7 @@ def _attend_row(  # type: ignore[no-untyped-def]
 
 
 def _attend_best(*arguments):  # type: ignore[no-untyped-def]
-    """Stands for `_attend_row`, or for something faster that this processor has."""
+    """Dispatch to `attend_row` if it supports the shape, else to `_attend_row`; see `_choose`."""
 
 
 @overload(_attend_best)
@@ -163,7 +166,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @register_jitable
 def _seen_blocks(span, tables, window, slots):  # type: ignore[no-untyped-def]
-    """The blocks that the first row of a span sees."""
+    """The blocks that are visible to the first row of a span."""
     _, _, start, first_block = unpacked(span)
     lowest = max(0, start - window + 1) if window else 0
     return tables[first_block + lowest // slots : first_block + start // slots + 1]
@@ -174,12 +177,13 @@ def _seen_blocks(span, tables, window, slots):  # type: ignore[no-untyped-def]
     " float32[:, :, ::1])"
 )
 def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type: ignore[no-untyped-def]
-    """Attend for the decode steps of `spans`; other rows of `output` [tokens, head, head_dim] stay.
+    """Write the decode steps of `spans` to `output` [tokens, head, head_dim]; other rows stay.
 
-    `query` has the same shape. `spans` and `tables`: see `paged.AttentionMetadata`. `window`: how
-    many last positions are seen; 0 for all.
+    `query` has the same shape. `spans` and `tables`: see `paged.AttentionMetadata`. `window`:
+    number of last positions to attend to; 0 for all.
     """
     slots = blocks.shape[2]
+    # Collect the decode steps first: each row prefetches the first block of the next.
     longest, decodes = 0, np.empty(len(spans), np.int64)
     count = 0
     for index in range(len(spans)):
@@ -187,6 +191,7 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
             longest = max(longest, spans[index, 2] + 1)
             decodes[count] = index
             count += 1
+    # One score buffer for all rows, padded as `attend_row` requires.
     positions = -(-(longest + slots) // WHOLE) * WHOLE
     scores = np.empty((query.shape[1], positions), np.float32)
     for turn in range(count):
@@ -209,16 +214,15 @@ def attend(
     scaling: float,
     output: torch.Tensor,
 ) -> None:
-    """Write the rows of `output` [tokens, head, head_dim] that are decode steps.
+    """Write the decode steps to `output` [tokens, head, head_dim]; see `attend_rows`.
 
     `query` has the same shape; both are float32. `blocks` [block, 2, slot, kv_head, head_dim] is
-    float32 or bfloat16. The rest as for `attend_rows`. Raises ValueError if query and blocks do not
-    fit.
+    float32 or bfloat16. Raises ValueError if the shapes do not match.
     """
     _, _, slots, kv_heads, head_dim = blocks.shape
-    _, heads, wanted_dim = query.shape
-    # A kernel does not check bounds.
-    if wanted_dim != head_dim or heads % kv_heads or slots % SLOTS:
+    _, heads, query_dim = query.shape
+    # Kernels do not check bounds.
+    if query_dim != head_dim or heads % kv_heads or slots % SLOTS:
         raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
     attend_rows(
         *(query.contiguous().numpy(), stored_array(blocks), spans, tables),

@@ -1,8 +1,7 @@
-"""The parts of a decoder layer before and after attention, for few rows, as two calls.
+"""A decoder layer with row-major weights, for few rows: one kernel before attention, one after.
 
-For few rows, a layer has some forty operations of a few microseconds each, and to call them costs
-as much again. Rows are arranged for products once for query, key and value, and once for gate and
-up.
+With few rows, a layer is some forty operations of a few microseconds each, and calling them from
+Python costs as much again.
 """
 
 import numpy as np
@@ -17,12 +16,12 @@ from services.worker.engine.model.cpu_kernels.layer_kernel import (
     LayerWeights,
     add_bias,
 )
-from services.worker.engine.model.cpu_kernels.rms_norm import normalize, turn
+from services.worker.engine.model.cpu_kernels.rms_norm import normalize, rotate
 from services.worker.engine.model.cpu_kernels.skinny_gemm import (
     FEW_ROWS,
     arrange,
+    inputs_buffer,
     multiply,
-    room_for_inputs,
 )
 
 _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
@@ -30,7 +29,7 @@ _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
 
 @compiled(f"void({_ROWS}, {_INPUTS}, STORED[:, ::1], STORED[::1], {_ROWS})")
 def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def]
-    """A product, plus `bias` [out]; an empty `bias` [0] means none."""
+    """A product plus `bias` [out]; an empty `bias` [0] means no bias."""
     multiply(rows, inputs, weight, output)
     add_bias(bias, output)
 
@@ -45,21 +44,22 @@ def _before(  # type: ignore[no-untyped-def]
     norm_q, norm_k, normed, inputs, query, key, value,
 ):  # fmt: skip
     normalize(hidden, norm, epsilon, normed)
+    # Arrange the rows once for the three projections.
     arrange(normed, inputs)
     _project(normed, inputs, weight_q, bias_q, query)
     _project(normed, inputs, weight_k, bias_k, key)
     _project(normed, inputs, weight_v, bias_v, value)
-    turn(query, norm_q, epsilon, cosine, sine)
-    turn(key, norm_k, epsilon, cosine, sine)
+    rotate(query, norm_q, epsilon, cosine, sine)
+    rotate(key, norm_k, epsilon, cosine, sine)
 
 
 @compiled(f"void({_ROWS}, {_ROWS})")
 def _gate(gate, up):  # type: ignore[no-untyped-def]
-    """`gate` becomes SiLU of itself times `up`."""
+    """`gate` = SiLU(`gate`) · `up`, in place."""
     for m in range(len(gate)):
         for k in range(gate.shape[1]):
-            wanted = gate[m, k]
-            gate[m, k] = wanted / (float32(1) + exponential(-wanted)) * up[m, k]
+            value = gate[m, k]
+            gate[m, k] = value / (float32(1) + exponential(-value)) * up[m, k]
 
 
 @compiled(
@@ -73,19 +73,19 @@ def _after(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     arrange(attended, inputs_attended)
     multiply(attended, inputs_attended, weight_o, output)
-    output += hidden
+    output += hidden  # residual
     normalize(output, norm, epsilon, normed)
-    arrange(normed, inputs)
+    arrange(normed, inputs)  # once for gate and up
     multiply(normed, inputs, weight_gate, gate)
     multiply(normed, inputs, weight_up, up)
     _gate(gate, up)
     arrange(gate, inputs_gated)
     multiply(gate, inputs_gated, weight_down, normed)
-    output += normed
+    output += normed  # residual
 
 
 class DecoderLayerKernel(LayerKernel):
-    """With weights [out, in] in float32 or bfloat16, for few rows."""
+    """A layer with row-major weights [out, in] in float32 or bfloat16, for few rows."""
 
     rows_max = FEW_ROWS
 
@@ -95,15 +95,15 @@ class DecoderLayerKernel(LayerKernel):
             kernel.load(weights.query.dtype)
 
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
-        inputs = room_for_inputs(hidden, self.hidden_size)
+        inputs = inputs_buffer(hidden, self.hidden_size)
         normed = torch.empty_like(hidden).numpy()
         _before(hidden.numpy(), *rotation, *self.weights_before, normed, inputs, *outputs)
 
     def _run_after(self, hidden: torch.Tensor, attended: torch.Tensor, output: np.ndarray) -> None:
         gate, up = hidden.new_empty(2, len(hidden), self.gated_size).numpy()
         _after(
-            *(hidden.numpy(), attended.numpy(), room_for_inputs(hidden, attended.shape[1])),
+            *(hidden.numpy(), attended.numpy(), inputs_buffer(hidden, attended.shape[1])),
             *self.weights_after,
-            *(torch.empty_like(hidden).numpy(), room_for_inputs(hidden, self.hidden_size)),
-            *(gate, up, room_for_inputs(hidden, self.gated_size), output),
+            *(torch.empty_like(hidden).numpy(), inputs_buffer(hidden, self.hidden_size)),
+            *(gate, up, inputs_buffer(hidden, self.gated_size), output),
         )

@@ -1,4 +1,4 @@
-"""A decoder layer as two calls around attention: what its kernels have in common."""
+"""The base class of layer kernels: a decoder layer as two kernel calls around attention."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Arrays = Sequence[np.ndarray]
 
 @compiled("void(STORED[::1], float32[:, ::1])")
 def add_bias(bias, output):  # type: ignore[no-untyped-def]
-    """Add `bias` [out] to `output` [rows, out]; an empty one [0] means none."""
+    """Add `bias` [out] to `output` [rows, out]; an empty `bias` [0] means no bias."""
     if len(bias):
         for m in range(len(output)):
             for k in range(len(bias)):
@@ -30,7 +30,7 @@ def add_bias(bias, output):  # type: ignore[no-untyped-def]
 class LayerWeights:
     """The parameters of a layer, float32 or bfloat16, contiguous, in host memory.
 
-    Weights are [out, in], or lie in panels. Biases and head norms that the layer lacks are None.
+    Weights are row-major [out, in] or packed in panels. Missing biases and head norms are None.
     """
 
     input_norm: torch.Tensor
@@ -50,9 +50,9 @@ class LayerWeights:
 
 
 class LayerKernel(ABC):
-    """A layer of the Llama shape: norm, attention, norm, gated MLP with SiLU.
+    """A Llama layer: norm, attention, norm, gated MLP with SiLU.
 
-    `rows_max`: the most rows that it computes faster than the modules do; None for any.
+    `rows_max`: up to this number of rows it is faster than the modules; None: always.
     """
 
     rows_max: int | None = None
@@ -60,13 +60,15 @@ class LayerKernel(ABC):
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
         self.weights = weights
         self.head_dim = head_dim
-        self._sizes = [outputs_of(one) for one in (weights.query, weights.key, weights.value)]
+        self._sizes = [outputs_of(weight) for weight in (weights.query, weights.key, weights.value)]
         self.hidden_size = len(weights.input_norm)
         self.gated_size = outputs_of(weights.gate)
-        none = stored_array(weights.input_norm[:0])
+        # Argument tuples are built once; a call adds only the activations.
+        # Kernel signatures have no optional arguments: an empty array means no parameter.
+        empty = stored_array(weights.input_norm[:0])
 
         def array(tensor: torch.Tensor | None) -> np.ndarray:
-            return none if tensor is None else stored_array(tensor)
+            return empty if tensor is None else stored_array(tensor)
 
         self.weights_before = (
             *(array(weights.input_norm), np.float32(epsilon)),
@@ -85,13 +87,13 @@ class LayerKernel(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[rows, hidden] → query, key, value [rows, head, head_dim], rotated; all float32.
 
-        `cosine` and `sine` [rows, head_dim]. Raises ValueError if they do not fit.
+        `cosine` and `sine` are [rows, head_dim]. Raises ValueError if the shapes do not match.
         """
         rows = len(hidden)
-        turned = (rows, self.head_dim)
-        # A kernel does not check bounds.
-        if hidden.shape[1] != self.hidden_size or cosine.shape != turned or sine.shape != turned:
-            raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit this layer")
+        angles = (rows, self.head_dim)
+        # Kernels do not check bounds.
+        if hidden.shape[1] != self.hidden_size or cosine.shape != angles or sine.shape != angles:
+            raise ValueError(f"hidden states {tuple(hidden.shape)} do not match this layer")
         outputs = [hidden.new_empty(rows, size) for size in self._sizes]
         rotation = (cosine.numpy(), sine.numpy())
         self._run_before(hidden, rotation, [output.numpy() for output in outputs])
@@ -99,19 +101,19 @@ class LayerKernel(ABC):
         return query, key, value
 
     def after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] before the layer and [rows, head, head_dim] attended → [rows, hidden]."""
+        """The layer's output [rows, hidden]; `attended` is [rows, head, head_dim]."""
         rows = len(hidden)
         attended = attended.view(rows, -1)
         if attended.shape[1] != self._sizes[0] or hidden.shape[1] != self.hidden_size:
-            raise ValueError(f"attended {tuple(attended.shape)} does not fit this layer")
+            raise ValueError(f"attended {tuple(attended.shape)} does not match this layer")
         output = torch.empty_like(hidden)
         self._run_after(hidden, attended, output.numpy())
         return output
 
     @abstractmethod
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
-        """Fill query, key and value in `outputs`; `rotation` is cosine and sine."""
+        """Write query, key and value to `outputs`; `rotation` is cosine and sine."""
 
     @abstractmethod
     def _run_after(self, hidden: torch.Tensor, attended: torch.Tensor, output: np.ndarray) -> None:
-        """Fill `output`."""
+        """Write the layer's output [rows, hidden] to `output`."""

@@ -1,7 +1,7 @@
-"""Consecutive layers as one call, attention included: nothing of Python or torch lies between.
+"""A range of consecutive layers in a single kernel call, attention included.
 
-The call ends before a layer if a descriptor is readable, so that the caller can look what has come
-and go on from there.
+The call returns before a layer if a descriptor is readable, so that the caller can check for an
+interrupt and continue from that layer.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 )
 from services.worker.engine.model.cpu_kernels.decode_attention import unpacked
 from services.worker.engine.model.cpu_kernels.layer_kernel import LayerWeights
-from services.worker.engine.model.cpu_kernels.paged_attention import AttentionRoom, attend
+from services.worker.engine.model.cpu_kernels.paged_attention import AttentionScratch, attend
 from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 from services.worker.engine.model.cpu_kernels.panel_layer import after_attention, before_attention
 from services.worker.engine.model.cpu_kernels.small_product import STEP_ROWS
@@ -35,12 +35,12 @@ _PARTS = (
 )
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
 _READABLE = 1 << 32
-"""POLLIN in the events of a `struct pollfd`, which is one word of 64 bits with its descriptor."""
+"""POLLIN in the events of a `struct pollfd`, which packs into 64 bits with its descriptor."""
 
 
 @intrinsic
 def _values_at(typing_context: Any, address: Any, like: Any) -> tuple[Any, Callable[..., Any]]:
-    """A pointer to values such as the array `like` has."""
+    """Convert an address to a pointer to elements with the dtype of the array `like`."""
     pointer = types.CPointer(like.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -51,28 +51,32 @@ def _values_at(typing_context: Any, address: Any, like: Any) -> tuple[Any, Calla
 
 @intrinsic
 def _is_readable(typing_context: Any, poll: Any, descriptor: Any) -> tuple[Any, Callable[..., Any]]:
-    """Whether a descriptor can be read now; `poll` is the address of that call."""
+    """Whether a descriptor is readable now; `poll` is the address of libc's function."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         poll, descriptor = arguments
-        asked = cgutils.alloca_once_value(builder, builder.or_(descriptor, _LONG(_READABLE)))
+        pollfd = cgutils.alloca_once_value(builder, builder.or_(descriptor, _LONG(_READABLE)))
         function = ir.FunctionType(_WORD, [_LONG.as_pointer(), _LONG, _WORD]).as_pointer()
-        found = builder.call(builder.inttoptr(poll, function), [asked, _LONG(1), _WORD(0)])
-        return builder.icmp_signed(">", found, _WORD(0))
+        # poll(&pollfd, 1, 0): the number of ready descriptors, without waiting.
+        ready = builder.call(builder.inttoptr(poll, function), [pollfd, _LONG(1), _WORD(0)])
+        return builder.icmp_signed(">", ready, _WORD(0))
 
     return types.boolean(types.int64, types.int64), generate
 
 
 @register_jitable
 def _vector(address, size, like):  # type: ignore[no-untyped-def]
-    """A bias or norm, empty where there is none."""
+    """View a bias or norm at an address; empty for address 0."""
     return carray(_values_at(address, like), (size if address else 0,))
 
 
 @register_jitable
 def _panels(address, outputs, inputs, like):  # type: ignore[no-untyped-def]
-    beside = WORD_BYTES // like.itemsize
-    return carray(_values_at(address, like), (outputs // PANEL, inputs // beside, PANEL, beside))
+    """View a weight [outputs, inputs] in panels at an address."""
+    per_word = WORD_BYTES // like.itemsize
+    return carray(
+        _values_at(address, like), (outputs // PANEL, inputs // per_word, PANEL, per_word)
+    )
 
 
 @compiled(
@@ -88,18 +92,21 @@ def _run(  # type: ignore[no-untyped-def]
     normed, query, key, value, attended, narrowed, gate, up, gated,
     inputs, states, keys, values, scores, weights, first, last, descriptor,
 ):  # fmt: skip
-    """Run the layers from `first` to `last` over `hidden`, in place; returns where it ended.
+    """Run layers `first` to `last` (exclusive) over `hidden`, in place; returns the next layer.
 
-    `parts` [layer, part] are addresses, 0 for one that is not there; `caches` [layer], too. `calls`
-    are those of `panel_calls` and that of `poll`; a negative `descriptor` is never readable.
+    `parts` [layer, part] are addresses of parameters, 0 for a missing parameter; `caches` [layer]
+    are addresses of KV caches. `calls`: the addresses of `panel_calls`, and of `poll`. A negative
+    `descriptor` is never readable.
     """
     rows, size = hidden.shape
     blocks, slots, kv_heads, head_dim = unpacked(cache_shape)
     width, kv_width, gated_width = query.shape[1], key.shape[1], gated.shape[1]
     heads = width // head_dim
     for layer in range(first, last):
+        # The caller has checked before the first layer, so at least one layer makes progress.
         if layer > first and descriptor >= 0 and _is_readable(calls[2], descriptor):
             return layer
+        # Parameters are addresses, not arrays, so that a call takes any number of layers.
         part = parts[layer]
         before_attention(
             calls, hidden, cosine, sine, _vector(part[0], size, normed), epsilon,
@@ -128,7 +135,7 @@ def _run(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class LayerRangeSizes:
-    """Sizes that all layers have; epsilon is that of the norms."""
+    """Sizes that all layers share; `epsilon` belongs to the norms."""
 
     heads: int
     kv_heads: int
@@ -139,7 +146,7 @@ class LayerRangeSizes:
 
 
 class LayerRange:
-    """Layers whose weights lie in panels, and whose caches fit (`paged_attention.fits`)."""
+    """All layers of a model, with weights in panels and caches that `paged_attention.fits`."""
 
     def __init__(
         self,
@@ -151,19 +158,19 @@ class LayerRange:
         self._dtype = layers[0].query.dtype
         _run.load(self._dtype)
         panels = panel_calls(self._dtype)
-        assert panels is not None, "weights lie in panels only where there is a product"
+        assert panels is not None, "weights are packed in panels only if a product supports them"
         poll = ctypes.cast(ctypes.CDLL(None).poll, ctypes.c_void_p).value
         self._calls = np.array([*panels, poll], np.int64)
-        self._layers = layers  # keeps what has these addresses
+        self._layers = layers  # keeps the tensors alive whose addresses follow
         self._parts = np.array(
             [[_address(getattr(layer, part)) for part in _PARTS] for layer in layers], np.int64
         )
         self._caches = np.array(cache_addresses, np.int64)
         self._windows = np.array([window or 0 for window in windows], np.int64)
         self._sizes = sizes
-        self._room = AttentionRoom(sizes.head_dim, self._dtype)
+        self._scratch = AttentionScratch(sizes.head_dim, self._dtype)
 
-    def over(
+    def bind(
         self,
         hidden: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
@@ -171,32 +178,33 @@ class LayerRange:
         spans: np.ndarray,
         tables: np.ndarray,
     ) -> Callable[[int, int, int], int]:
-        """What runs layers over `hidden` [rows, hidden], float32, contiguous, in place.
+        """Return a function that runs layers over `hidden` [rows, hidden], float32, in place.
 
-        `rotation`: cosine and sine [rows, head_dim]. `block_shape`: how many blocks a cache has,
-        and positions a block. `spans` and `tables`: see `paged.AttentionMetadata`.
+        `rotation`: cosine and sine [rows, head_dim]. `block_shape`: blocks per cache, slots per
+        block. `spans` and `tables`: see `paged.AttentionMetadata`.
 
-        The result takes the first layer, the layer to end before, and a descriptor or -1. It
-        returns the layer to go on from: an earlier one if the descriptor became readable. Raises
-        ValueError if `hidden` or `rotation` do not fit.
+        The function takes the first layer, the end layer (exclusive), and a descriptor or -1. It
+        returns the layer to continue from, which is before the end if the descriptor became
+        readable. Raises ValueError if the shapes do not match.
         """
         sizes, rows = self._sizes, len(hidden)
         width, kv_width = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        turned = [tuple(one.shape) for one in rotation]
+        shapes = [tuple(angles.shape) for angles in rotation]
         # The kernel does not check bounds.
-        if hidden.shape[1] != sizes.hidden or turned != 2 * [(rows, sizes.head_dim)]:
-            raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit these layers")
+        if hidden.shape[1] != sizes.hidden or shapes != 2 * [(rows, sizes.head_dim)]:
+            raise ValueError(f"hidden states {tuple(hidden.shape)} do not match these layers")
         arguments = (
             *(self._calls, self._parts, self._caches, self._windows),
             np.array([*block_shape, sizes.kv_heads, sizes.head_dim]),
             *(np.float32(sizes.epsilon), np.float32(sizes.head_dim**-0.5)),
-            *(hidden.numpy(), *(one.numpy() for one in rotation), spans, tables),
+            *(hidden.numpy(), *(angles.numpy() for angles in rotation), spans, tables),
+            # Scratch for activations, in the order of `_run`'s arguments.
             self._narrowed(rows, sizes.hidden),
             *(torch.empty(rows, each).numpy() for each in (width, kv_width, kv_width, width)),
             self._narrowed(rows, width),
             *torch.empty(2, STEP_ROWS, PANEL).numpy(),
             self._narrowed(rows, sizes.gated),
-            *self._room.arrays(spans, sizes.heads),
+            *self._scratch.arrays(spans, sizes.heads),
         )
 
         def run(first: int, last: int, descriptor: int) -> int:
@@ -206,7 +214,7 @@ class LayerRange:
         return run
 
     def _narrowed(self, rows: int, columns: int) -> np.ndarray:
-        # torch's memory is aligned for vectors.
+        # torch aligns memory for vectors, numpy does not.
         return stored_array(torch.empty(rows, columns, dtype=self._dtype))
 
 

@@ -1,4 +1,4 @@
-"""Attention of a batch over the paged KV cache, as one call: store, decode, prefill."""
+"""Attention of a batch over the paged KV cache in a single call: store, decode, prefill."""
 
 import numpy as np
 import torch
@@ -29,14 +29,12 @@ _SPANS = "int64[:, ::1], int64[::1]"
 
 @compiled(f"void({_HEADS}, {_HEADS}, {_CACHE}, {_SPANS})")
 def store(key, value, blocks, spans, tables):  # type: ignore[no-untyped-def]
-    """Write `key` and `value` [tokens, kv_head, head_dim] into `blocks`.
-
-    A block that is begun now and not filled is cleared before, so that what is read beside the
-    tokens is finite.
-    """
+    """Write `key` and `value` [tokens, kv_head, head_dim] to `blocks`."""
     _, _, slots, kv_heads, size = blocks.shape
     for index in range(len(spans)):
         first_row, rows, start, first_block = unpacked(spans[index])
+        # Clear a block that is started but not filled: products read whole blocks, and masked
+        # garbage must be finite.
         last, left = (start + rows) // slots, (start + rows) % slots
         if left and start <= last * slots:
             blocks[tables[first_block + last]] = 0
@@ -60,10 +58,11 @@ def attend(  # type: ignore[no-untyped-def]
     calls, query, key, value, blocks, spans, tables, window, scaling, output, inputs, states, keys,
     values, scores, weights,
 ):  # fmt: skip
-    """Store `key` and `value`, then write `output` [tokens, head, head_dim]; `window` 0: none.
+    """Store `key` and `value`, then attend: `output` [tokens, head, head_dim]. `window` 0: none.
 
-    The rest is room for `attend_chunk`.
+    Arguments from `inputs` on are scratch for `attend_chunk`.
     """
+    # Store first: the new tokens attend to each other through the cache.
     store(key, value, blocks, spans, tables)
     attend_rows(query, blocks, spans, tables, window, scaling, output)
     for index in range(len(spans)):
@@ -74,11 +73,11 @@ def attend(  # type: ignore[no-untyped-def]
                 window, scaling, output[first_row : first_row + rows], inputs, states, keys, values,
                 scores, weights,
             )  # fmt: skip
-    release(calls[1])
+    release(calls[1])  # once per batch, not per product
 
 
 def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
-    """Whether there are products for such a cache on this processor, and tiles fit into it."""
+    """Whether this CPU has products for the dtype, and tiles divide the shape of the cache."""
     return (
         block_size % SLOTS == 0
         and head_dim % WORD_BYTES == 0
@@ -86,37 +85,37 @@ def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
     )
 
 
-class AttentionRoom:
-    """Memory for `attend_chunk`, with caches of that dtype."""
+class AttentionScratch:
+    """Scratch for `attend_chunk`, for caches of a dtype."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         self._head_dim = head_dim
         self._storage_dtype = storage_dtype
-        words = head_dim * storage_dtype.itemsize // WORD_BYTES
+        key_words = head_dim * storage_dtype.itemsize // WORD_BYTES
         value_words = KEYS * storage_dtype.itemsize // WORD_BYTES
         pairs = AMX_PAIRS if "amx_bf16" in product_instructions(storage_dtype) else 1
-        # torch's memory is aligned for vectors. Columns after the last value stay 0.
+        # torch aligns memory for vectors. Columns beyond head_dim in the last panel stay 0.
         self._tile = (
-            torch.zeros(words, KEYS, dtype=torch.uint32).numpy(),
+            torch.zeros(key_words, KEYS, dtype=torch.uint32).numpy(),
             torch.zeros(-(-head_dim // PANEL), value_words, PANEL, dtype=torch.uint32).numpy(),
             torch.empty(pairs * ROWS, KEYS).numpy(),
             stored_array(torch.empty(pairs * ROWS, KEYS, dtype=storage_dtype)),
         )
 
     def arrays(self, spans: np.ndarray, heads: int) -> tuple[np.ndarray, ...]:
-        """The room for the longest of `spans`, as arguments of `attend`."""
+        """The scratch arguments of `attend`, sized for the longest of `spans`."""
         longest = int(spans[:, 1].max())
         inputs = torch.empty(longest, heads, self._head_dim, dtype=self._storage_dtype)
         return (stored_array(inputs), torch.empty(heads, longest, 2).numpy(), *self._tile)
 
 
 class PagedAttentionKernel:
-    """`attend` with the room that it needs; a cache of that dtype fits."""
+    """`attend` with its scratch, for caches of a dtype."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         attend.load(storage_dtype)
         self._calls = panel_calls(storage_dtype)
-        self._room = AttentionRoom(head_dim, storage_dtype)
+        self._scratch = AttentionScratch(head_dim, storage_dtype)
 
     def __call__(
         self,
@@ -129,14 +128,14 @@ class PagedAttentionKernel:
         window: int,
         scaling: float,
     ) -> torch.Tensor:
-        """[tokens, head, head_dim] attended; arguments as for `attend`, contiguous.
+        """Attend; returns [tokens, head, head_dim]. Arguments as for `attend`, contiguous.
 
-        Raises ValueError if query, keys and blocks do not fit each other.
+        Raises ValueError if the shapes of query, keys and blocks do not match.
         """
         _, _, slots, kv_heads, head_dim = blocks.shape
-        tokens, heads, wanted_dim = query.shape
-        # A kernel does not check bounds.
-        if wanted_dim != head_dim or heads % kv_heads or slots % SLOTS:
+        tokens, heads, query_dim = query.shape
+        # Kernels do not check bounds.
+        if query_dim != head_dim or heads % kv_heads or slots % SLOTS:
             raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
         if not key.shape == value.shape == (tokens, kv_heads, head_dim):
             raise ValueError(f"keys {tuple(key.shape)} cannot be stored in {tuple(blocks.shape)}")
@@ -144,6 +143,6 @@ class PagedAttentionKernel:
         attend(
             *(self._calls, query.numpy(), key.numpy(), value.numpy(), stored_array(blocks)),
             *(spans, tables, window, np.float32(scaling), output.numpy()),
-            *self._room.arrays(spans, heads),
+            *self._scratch.arrays(spans, heads),
         )
         return output

@@ -1,11 +1,10 @@
-"""Products with weights that lie in panels, at the speed of the processor.
+"""Matrix products with weights in panels (`memory/panels.py`).
 
-The product of two small matrices (`small_product.py`) takes weights as they lie in
-`memory/panels.py`, so it reads a weight in order, and no library copies it into a layout of its own
-first.
+The micro-kernel (`small_product.py`) reads the packed weight sequentially; a library would first
+repack it into a layout of its own.
 
-Measured on Zen 4, one thread, weights of 576 x 1536, as shares of the time of `functional.linear`
-in float32: 4 / 16 / 64 / 256 rows take 0.10 / 0.25 / 0.37 / 0.42 in bfloat16.
+Measured on Zen 4, single thread, weights of 576 x 1536, as shares of the time of
+`functional.linear` in float32: 4 / 16 / 64 / 256 rows take 0.10 / 0.25 / 0.37 / 0.42 in bfloat16.
 """
 
 import ctypes
@@ -36,31 +35,31 @@ _PRODUCT = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
 _VECTORS = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl"}
 _NAMES = {"+avx512bf16": "avx512_bf16", "+amx-bf16": "amx_bf16"}
-"""Instructions that multiply bfloat16, by the names that /proc/cpuinfo has for them.
+"""Instructions that multiply bfloat16, with their names in /proc/cpuinfo.
 
-Without `_VECTORS` and one of them oneDNN has no such product, and ends the process.
+Without `_VECTORS` and one of these, oneDNN has no bfloat16 brgemm and aborts the process.
 """
 _FUSED_VECTORS = {"+avx2", "+fma"}
-"""Instructions without which products by vectors were not measured."""
+"""Required by the vector product; it was not measured without them."""
 
 
 @cache
 def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
-    """What `product` calls for a dtype, and `release` after it: addresses (int64 [2]).
+    """The addresses that `product` and `release` call for a dtype, int64 [2].
 
-    They are 0 where vectors compute it: float32, and bfloat16 if the processor or torch lacks a
-    product, or if a trial of it is wrong. None if vectors do not fit either.
+    Zeros select the vector product: for float32, and for bfloat16 if the CPU or torch has no brgemm
+    or its test product is wrong. None if the vector product is not available either.
     """
     if dtype not in STORED_TYPES:
         return None
     candidates = [_torch_calls()] if dtype == torch.bfloat16 else []
     if processor_features() >= _FUSED_VECTORS:
         candidates.append(np.zeros(2, np.int64))
-    return next((one for one in candidates if one is not None and _is_right(one, dtype)), None)
+    return next((c for c in candidates if c is not None and _is_correct(c, dtype)), None)
 
 
 def product_instructions(dtype: torch.dtype) -> list[str]:
-    """The instructions that multiply a dtype with panels here, as /proc/cpuinfo names them."""
+    """The instructions of the panel product for a dtype, with their names in /proc/cpuinfo."""
     calls = panel_calls(dtype)
     if calls is None:
         return []
@@ -80,15 +79,16 @@ def _torch_calls() -> np.ndarray | None:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         loaded = ctypes.CDLL(str(library))
-        found = [getattr(loaded, symbol) for symbol in (_PRODUCT, _RELEASE)]
+        functions = [getattr(loaded, symbol) for symbol in (_PRODUCT, _RELEASE)]
     except (OSError, AttributeError):
+        # Not a public interface of torch: another version may lack the symbols.
         return None
-    return np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], np.int64)
+    return np.array([ctypes.cast(f, ctypes.c_void_p).value for f in functions], np.int64)
 
 
 @compiled("void(float32[:, ::1], STORED[:, ::1])")
 def narrow_rows(rows, narrowed):  # type: ignore[no-untyped-def]
-    """Copy `rows` [rows, in], rounded if weights are stored in bfloat16."""
+    """Copy `rows` [rows, in] to `narrowed`, rounded to the storage dtype."""
     for m in range(len(rows)):
         row, target = rows[m], narrowed[m]
         for k in range(len(row)):
@@ -102,9 +102,9 @@ def narrow_rows(rows, narrowed):  # type: ignore[no-untyped-def]
 def multiply_panel(  # type: ignore[no-untyped-def]
     calls, count, rows, first, panels, panel, output, row, column, add
 ):
-    """`count` rows from `first` on times a panel, to `output` from `row` and `column` on.
+    """Multiply `count` rows from `first` on by a panel, to `output` from (`row`, `column`) on.
 
-    It is added to what is there if `add`. `calls` are those of `panel_calls`.
+    Adds to `output` if `add`. `calls`: see `panel_calls`.
     """
     inputs, outputs = rows.shape[1], output.shape[1]
     product(
@@ -115,10 +115,12 @@ def multiply_panel(  # type: ignore[no-untyped-def]
 
 @compiled("void(int64[::1], STORED[:, ::1], STORED[:, :, :, ::1], float32[:, ::1], int64)")
 def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untyped-def]
-    """`output` [rows, out] = `rows` [rows, in] times a weight in panels; plus itself if `add`."""
-    at_once = rows_at_once(calls[0], rows)
-    for begin in range(0, len(rows), at_once):
-        end = min(begin + at_once, len(rows))
+    """`output` [rows, out] = `rows` [rows, in] times a weight in panels; adds to it if `add`."""
+    # Loop blocking: a block of rows stays in L2 while the weight streams past it, and a panel stays
+    # in a cache for all steps of the block.
+    block_rows = rows_at_once(calls[0], rows)
+    for begin in range(0, len(rows), block_rows):
+        end = min(begin + block_rows, len(rows))
         for panel in range(len(panels)):
             for first in range(begin, end, STEP_ROWS):
                 count = min(STEP_ROWS, end - first)
@@ -128,27 +130,27 @@ def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untype
 
 
 class PanelProduct:
-    """A weight [out, in] whose panels lie in host memory, contiguous."""
+    """The product with a weight [out, in] whose panels are contiguous in host memory."""
 
     rows_max = None
 
     def __init__(self, panels: torch.Tensor, calls: np.ndarray | None = None) -> None:
-        """`calls` None: those of this processor, which has some."""
+        """`calls` None: use `panel_calls`."""
         for kernel in (narrow_rows, multiply_panels):
             kernel.load(panels.dtype)
         self._panels = stored_array(panels)
         self._calls = panel_calls(panels.dtype) if calls is None else calls
-        assert self._calls is not None, "weights lie in panels only where there is a product"
+        assert self._calls is not None, "panels are used only if a product supports them"
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in] in float32, which is rounded as the weight is → [rows, out] in float32.
+        """Multiply [rows, in], rounded to the weight's dtype → [rows, out]; both float32.
 
-        Raises ValueError for another `in`.
+        Raises ValueError if `in` does not match.
         """
-        panels, words, _, beside = self._panels.shape
+        panels, lines, _, per_word = self._panels.shape
         # The kernel does not check bounds.
-        if rows.shape[1] != words * beside:
-            raise ValueError(f"rows {tuple(rows.shape)} do not fit panels {self._panels.shape}")
+        if rows.shape[1] != lines * per_word:
+            raise ValueError(f"rows {tuple(rows.shape)} do not match panels {self._panels.shape}")
         output = torch.empty(len(rows), panels * PANEL)
         narrowed = np.empty(rows.shape, self._panels.dtype)
         narrow_rows(rows.contiguous().numpy(), narrowed)
@@ -156,8 +158,9 @@ class PanelProduct:
         return output
 
 
-def _is_right(calls: np.ndarray, dtype: torch.dtype) -> bool:
-    """Try the product, with numbers that bfloat16 has exactly."""
+def _is_correct(calls: np.ndarray, dtype: torch.dtype) -> bool:
+    """Compare a test product with torch's."""
+    # Small integers: exact in bfloat16, and their sums are exact in float32.
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(-8, 8, (STEP_ROWS + 3, 200), generator=generator).float()
     weight = torch.randint(-8, 8, (2 * PANEL, 200), generator=generator).float()

@@ -1,7 +1,7 @@
-"""The parts of a decoder layer before and after attention, with weights in panels, for any rows.
+"""A decoder layer with weights in panels: a kernel before attention and a kernel after it.
 
-With weights in bfloat16, rows are rounded to that for each product; sums, norms and what is added
-up stay in float32.
+With bfloat16 weights, rows are rounded to bfloat16 for each product; sums, norms and the residual
+stream stay in float32.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ from services.worker.engine.model.cpu_kernels.panel_gemm import (
     narrow_rows,
     panel_calls,
 )
-from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale, turn
+from services.worker.engine.model.cpu_kernels.rms_norm import norm_scale, rotate
 from services.worker.engine.model.cpu_kernels.small_product import STEP_ROWS, rows_at_once
 
 _ROWS, _NARROWED, _PANELS = "float32[:, ::1]", "STORED[:, ::1]", "STORED[:, :, :, ::1]"
@@ -38,7 +38,7 @@ _VECTOR = "STORED[::1]"
 
 @compiled(f"void({_ROWS}, {_VECTOR}, float32, {_NARROWED})")
 def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
-    """The norm of `rms_norm`, rounded like weights."""
+    """The norm of `rms_norm`, rounded to the storage dtype."""
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
@@ -49,7 +49,7 @@ def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyp
 
 @compiled(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_VECTOR}, {_ROWS})")
 def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
-    """A product, plus `bias` [out]; an empty `bias` [0] means none."""
+    """A product plus `bias` [out]; an empty `bias` [0] means no bias."""
     multiply_panels(calls, rows, panels, output, 0)
     add_bias(bias, output)
 
@@ -63,22 +63,23 @@ def before_attention(  # type: ignore[no-untyped-def]
     calls, hidden, cosine, sine, norm, epsilon, weight_q, bias_q, weight_k, bias_k, weight_v,
     bias_v, norm_q, norm_k, normed, query, key, value,
 ):  # fmt: skip
+    # Round the normed rows once for the three projections.
     _normalize_narrowed(hidden, norm, epsilon, normed)
     _project(calls, normed, weight_q, bias_q, query)
     _project(calls, normed, weight_k, bias_k, key)
     _project(calls, normed, weight_v, bias_v, value)
-    turn(query, norm_q, epsilon, cosine, sine)
-    turn(key, norm_k, epsilon, cosine, sine)
+    rotate(query, norm_q, epsilon, cosine, sine)
+    rotate(key, norm_k, epsilon, cosine, sine)
 
 
 @register_jitable
 def _gate(gate, up, count, output, column):  # type: ignore[no-untyped-def]
-    """SiLU of `count` rows of `gate`, times `up`, to the columns of `output` from `column` on."""
+    """SiLU(`gate`) · `up` for `count` rows, to the columns of `output` from `column` on."""
     for m in range(count):
         target = output[m, column : column + PANEL]
         for k in range(PANEL):
-            wanted = gate[m, k]
-            gated = wanted / (float32(1) + exponential(-wanted)) * up[m, k]
+            value = gate[m, k]
+            gated = value / (float32(1) + exponential(-value)) * up[m, k]
             target[k] = narrow(gated, target)
 
 
@@ -92,14 +93,14 @@ def _multiply_gated(  # type: ignore[no-untyped-def]
     up,
     output,
 ):
-    """`output` [rows, out] = SiLU of one product, times another, rounded like weights.
+    """`output` [rows, out] = SiLU(rows · gate weight) · (rows · up weight), rounded for storage.
 
-    It computes both a panel at a time, so that they stay in the cache: `gate` and `up`
-    [STEP_ROWS, PANEL] are room for that.
+    `gate` and `up` [STEP_ROWS, PANEL] are scratch.
     """
-    at_once = rows_at_once(calls[0], rows)
-    for begin in range(0, len(rows), at_once):
-        end = min(begin + at_once, len(rows))
+    # Fused per panel: the gate and up values of a step are consumed while they are in the cache.
+    block_rows = rows_at_once(calls[0], rows)
+    for begin in range(0, len(rows), block_rows):
+        end = min(begin + block_rows, len(rows))
         for panel in range(len(weight_gate)):
             for first in range(begin, end, STEP_ROWS):
                 count = min(STEP_ROWS, end - first)
@@ -117,23 +118,24 @@ def after_attention(  # type: ignore[no-untyped-def]
     calls, attended, weight_o, norm, epsilon, weight_gate, weight_up, weight_down,
     narrowed, normed, gate, up, gated, hidden,
 ):  # fmt: skip
-    """Add to `hidden` what attention and the MLP give."""
+    """Add the updates of attention and of the MLP to the residual stream `hidden`, in place."""
+    # Products take rows in the storage dtype; `hidden` stays in float32.
     narrow_rows(attended, narrowed)
-    multiply_panels(calls, narrowed, weight_o, hidden, 1)
+    multiply_panels(calls, narrowed, weight_o, hidden, 1)  # 1: adds to the residual stream
     _normalize_narrowed(hidden, norm, epsilon, normed)
     _multiply_gated(calls, normed, weight_gate, weight_up, gate, up, gated)
     multiply_panels(calls, gated, weight_down, hidden, 1)
 
 
 class PanelLayerKernel(LayerKernel):
-    """With weights in panels; this processor has the product."""
+    """A layer with weights in panels, for any number of rows."""
 
     def __init__(self, weights: LayerWeights, head_dim: int, epsilon: float) -> None:
         super().__init__(weights, head_dim, epsilon)
         for kernel in (before_attention, after_attention):
             kernel.load(weights.query.dtype)
         self._calls = panel_calls(weights.query.dtype)
-        assert self._calls is not None, "weights lie in panels only where there is a product"
+        assert self._calls is not None, "panels are used only if a product supports them"
         self._stored = stored_array(weights.query).dtype
 
     def _run_before(self, hidden: torch.Tensor, rotation: Arrays, outputs: Arrays) -> None:
@@ -146,7 +148,7 @@ class PanelLayerKernel(LayerKernel):
         gate, up = (np.empty((STEP_ROWS, PANEL), np.float32) for _ in range(2))
         shapes = (attended.shape, hidden.shape, (len(hidden), self.gated_size))
         narrowed, normed, gated = (np.empty(shape, self._stored) for shape in shapes)
-        np.copyto(output, hidden.numpy())
+        np.copyto(output, hidden.numpy())  # the kernel adds to the residual stream in place
         after_attention(
             *(self._calls, attended.numpy(), *self.weights_after),
             *(narrowed, normed, gate, up, gated, output),

@@ -1,15 +1,11 @@
-"""Attention of consecutive new tokens of one sequence, directly over the paged KV cache.
+"""Prefill attention: a chunk of a sequence attends directly over the paged KV cache.
 
-Keys are taken in tiles, and the softmax of a row is corrected when a later tile has a higher score,
-so that scores exist for one tile at a time (FlashAttention-2). A tile is put into the order of the
-product once for all rows of the chunk, and for all query heads that share its KV head.
+Keys are processed in tiles with an online softmax (FlashAttention-2), so that scores exist for a
+single tile at a time. A tile is packed once for all rows of the chunk and for all query heads of
+its KV head.
 
-Tiles begin at multiples of `KEYS` positions, and a row is computed alike in any company. So a row
-has the same bits however a prompt is cut into chunks.
-
-The two products of a tile differ, and a processor with AMX is set up anew whenever another product
-comes (1.5 to 2 microseconds, as long as both take). So several pairs of rows and head take turns
-there: all their scores first, then all weights, then all values.
+Tiles start at multiples of `KEYS` positions, and the result of a row does not depend on other rows.
+A row therefore has the same bits however a prompt is cut into chunks.
 """
 
 import numpy as np
@@ -25,18 +21,18 @@ from services.worker.engine.model.cpu_kernels.small_product import product
 from services.worker.engine.model.cpu_kernels.softmax_row import weigh_row
 
 KEYS = PANEL
-"""Positions of a tile, a multiple of the positions whose values a product takes together."""
+"""Positions per tile; a panel of keys, and a multiple of the positions per word of values."""
 ROWS = 64
-"""Rows that attend to a tile at once."""
+"""Rows per pair (rows × head) that attends to a tile."""
 AMX_PAIRS = 8
-"""Pairs of rows and head that take turns where products use AMX; else each goes on at once."""
+"""Pairs that are batched per tile if products use AMX; a single pair otherwise."""
 _CACHE = "STORED[:, :, :, :, ::1]"
 _KEYS, _VALUES = "uint32[:, ::1]", "uint32[:, :, ::1]"
 
 
 @compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_KEYS})")
 def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
-    """`packed` [head_dim in words, KEYS]: `count` keys from position `first` on, then zeros."""
+    """Pack `count` keys from position `first` on: `packed` [head_dim in words, KEYS]."""
     slots = blocks.shape[2]
     block, slot = first // slots, first % slots
     for index in range(count):
@@ -52,15 +48,15 @@ def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no
 
 @compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_VALUES})")
 def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
-    """`packed` [panel, KEYS in words, PANEL]: values of the same positions, then zeros.
+    """Pack the values of the same positions: `packed` [panel, KEYS in words, PANEL], zero-padded.
 
-    The positions of a word lie in one block.
+    The positions of a word are in the same block.
     """
     slots, size = blocks.shape[2], blocks.shape[4]
-    together = WORD_BYTES // blocks.itemsize
+    per_word = WORD_BYTES // blocks.itemsize
     block, slot = first // slots, first % slots
-    for word in range(KEYS // together):
-        left = count - word * together
+    for word in range(KEYS // per_word):
+        left = count - word * per_word
         if left <= 0:
             packed[:, word] = 0
             continue
@@ -69,7 +65,8 @@ def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[
             begin = panel * PANEL
             width = min(PANEL, size - begin)
             target = packed[panel, word]
-            if together == 1:
+            # A word interleaves two positions of a bfloat16 column, as the product expects.
+            if per_word == 1:
                 whole = values[slot, kv_head].view(np.uint32)
                 for k in range(width):
                     target[k] = whole[begin + k]
@@ -81,7 +78,7 @@ def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[
                 even, odd = values[slot, kv_head], values[slot + 1, kv_head]
                 for k in range(width):
                     target[k] = uint32(even[begin + k]) | (uint32(odd[begin + k]) << uint32(16))
-        slot += together
+        slot += per_word
         if slot == slots:
             block, slot = block + 1, 0
 
@@ -93,13 +90,14 @@ def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[
 def _weigh_tile(  # type: ignore[no-untyped-def]
     scores, begin_row, count, distance, window, scaling, states, head, first_row, weights, output
 ):
-    """Turn `count` rows of `scores` into `weights`, 0 for a position that a row misses.
+    """Turn `count` rows of `scores` into unnormalized softmax `weights`, 0 for masked positions.
 
-    `states` [head, row]: the highest score of a row, and the sum of its weights. What the row has
-    attended to so far, in `output`, shrinks if a higher score comes.
+    `states` [head, row, 2]: running maximum and sum of the weights of a row. `output`: the values
+    attended to so far.
     """
     size = output.shape[2]
     for m in range(count):
+        # Causal mask: row m sees positions before `end`; a window hides those before `begin`.
         end = distance + m + 1
         begin = max(0, end - window) if window else 0
         end = min(KEYS, end)
@@ -109,10 +107,12 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
         row = first_row + m
         highest = states[head, row, 0]
         place = begin_row + m
+        # The constants select a variant at compile time; most rows see the whole tile.
         if begin == 0 and end == KEYS:
             peak, total = weigh_row(scores, place, KEYS, 1, 0, KEYS, highest, scaling, weights)
         else:
             peak, total = weigh_row(scores, place, KEYS, 0, begin, end, highest, scaling, weights)
+        # Online softmax: a new maximum rescales the sum and the output accumulated so far.
         if peak > highest:
             shrink = exponential((highest - peak) * scaling)
             states[head, row, 0] = peak
@@ -132,13 +132,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     calls, inputs, first_head, sharing, first_row, first_pair, last_pair, keys, values, distance,
     window, scaling, scores, weights, states, output,
 ):  # fmt: skip
-    """Attend to a tile with some pairs of `ROWS` rows and a head.
+    """Attend to a tile with pairs `first_pair` to `last_pair`; a pair is `ROWS` rows × a head.
 
-    Pair 0 has row `first_row`, which is `distance` positions after the begin of the tile, and
-    `first_head`; `sharing` heads follow each other. `states` and `output` are of the same rows as
-    `inputs`, all of the chunk, or fewer than that.
+    Pair 0 is `first_row`, which is `distance` positions after the start of the tile, with
+    `first_head`; pairs iterate over the `sharing` heads of the KV head, then over rows. `inputs`,
+    `states` and `output` cover the rows of the chunk.
     """
     rows, heads, size = output.shape
+    # Phase by phase for all pairs: with AMX, switching between the two products costs 1.5 to 2
+    # microseconds, as long as both take.
     for pair in range(first_pair, last_pair):
         row, head = first_row + pair // sharing * ROWS, first_head + pair % sharing
         product(
@@ -171,17 +173,18 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     calls, query, blocks, table, start, window, scaling, output, inputs, states, keys, values,
     scores, weights,
 ):  # fmt: skip
-    """Write `output` [rows, head, head_dim] for `query` of the same shape, from position `start`.
+    """Attend with `query` [rows, head, head_dim] from position `start`; `output` has its shape.
 
-    `table` has the blocks of the sequence up to the last row. `window`: how many last positions a
-    row sees; 0 for all. Room: `inputs` like `query` or longer, `states` [head, rows, 2] or longer,
-    `keys`, `values`, `scores` [pairs of a turn times ROWS, KEYS], `weights` likewise.
+    `table`: blocks of the sequence up to the last row. `window`: number of last positions that a
+    row sees; 0 for all. Scratch: `inputs` like `query` or longer, `states` [head, rows, 2] or
+    longer, `keys`, `values`, `scores` [batched pairs × ROWS, KEYS], `weights` likewise.
     """
     rows, heads, size = query.shape
     kv_heads = blocks.shape[3]
     sharing, end = heads // kv_heads, start + rows
     lowest = max(0, start - window + 1) if window else 0
-    width, turn = heads * size, len(scores) // ROWS
+    width, batched = heads * size, len(scores) // ROWS
+    # Products take queries in the storage dtype.
     narrow_rows(query.reshape((rows, width)), inputs[:rows].reshape((rows, width)))
     output[:] = 0
     states[:, :rows, 0] = -np.inf
@@ -191,16 +194,17 @@ def attend_chunk(  # type: ignore[no-untyped-def]
             positions = min(KEYS, end - first)
             _pack_keys(blocks, table, kv_head, first, positions, keys)
             _pack_values(blocks, table, kv_head, first, positions, values)
-            # Rows before these are before the tile; those after them see no position of it.
+            # Skip rows before the tile (causal), and rows whose window starts after the tile.
             first_row = max(0, first - start) // ROWS * ROWS
             last_row = min(rows, first + KEYS - 1 + window - start) if window else rows
             pairs = -(-(last_row - first_row) // ROWS) * sharing
-            for pair in range(0, pairs, turn):
+            for pair in range(0, pairs, batched):
                 _attend_tile(
                     calls, inputs, kv_head * sharing, sharing, first_row, pair,
-                    min(pair + turn, pairs), keys, values, start + first_row - first, window,
+                    min(pair + batched, pairs), keys, values, start + first_row - first, window,
                     scaling, scores, weights, states, output,
                 )  # fmt: skip
+    # Normalize once at the end, by the total weight of each row.
     for m in range(rows):
         for head in range(heads):
             share = float32(1) / states[head, m, 1]

@@ -1,4 +1,4 @@
-"""Root mean square norm: two passes over each row while it is in the cache.
+"""Root mean square norm (RMSNorm): two passes over each row while it is in the cache.
 
 Measured with 14 rows of 576: half the time of torch, which needs six operations.
 """
@@ -12,7 +12,7 @@ from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_
 
 @compiled("float32(float32[::1], float32)")
 def norm_scale(row, epsilon):  # type: ignore[no-untyped-def]
-    """The factor by which a row has the norm 1."""
+    """The factor that scales a row to root mean square 1."""
     total = float32(0)
     for k in range(len(row)):
         total += row[k] * row[k]
@@ -21,7 +21,7 @@ def norm_scale(row, epsilon):  # type: ignore[no-untyped-def]
 
 @compiled("void(float32[:, ::1], STORED[::1], float32, float32[:, ::1])")
 def normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
-    """`output` may be `rows`."""
+    """`output` [rows, size] = RMSNorm of `rows` times `weight`; may be `rows` itself."""
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
@@ -31,7 +31,7 @@ def normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
 
 
 class RmsNorm:
-    """The norm with a `weight` [size] in float32 or bfloat16 in host memory."""
+    """RMSNorm with a `weight` [size] in float32 or bfloat16 in host memory."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         normalize.load(weight.dtype)
@@ -50,18 +50,19 @@ _ROWS = "float32[:, ::1]"
 
 
 @compiled(f"void({_ROWS}, STORED[::1], float32, {_ROWS}, {_ROWS})")
-def turn(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
-    """Rotate `rows` [rows, head × head_dim] by their positions; apply `norm` before, if any.
+def rotate(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
+    """Apply RoPE to `rows` [rows, head × head_dim] in place, after a head norm if `norm` is given.
 
-    `cosine` and `sine` [rows, head_dim]; the halves of a head are the parts of complex numbers.
+    `cosine` and `sine` are [rows, head_dim]. The halves of a head are real and imaginary parts.
     """
     size = cosine.shape[1]
     half = size // 2
     for m in range(len(rows)):
-        heads = rows[m].reshape((-1, size))
+        heads = rows[m].reshape((-1, size))  # [head, head_dim]
         if len(norm):
             normalize(heads, norm, epsilon, heads)
         for head in heads:
+            # Complex multiplication of (first, second) by (cosine, sine).
             for k in range(half):
                 first, second = head[k], head[half + k]
                 head[k] = first * cosine[m, k] - second * sine[m, k]

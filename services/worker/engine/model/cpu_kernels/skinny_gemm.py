@@ -1,10 +1,10 @@
-"""The product of few rows and a weight, at nearly the speed of reading the weight.
+"""Skinny GEMM: few rows times a row-major weight, at nearly the speed of reading the weight.
 
-A matrix library first copies a weight into another layout, which pays off only for many rows.
-Measured with SmolLM2-135M, one thread, all products of its layers in turn with `functional.linear`,
-as shares of its time. With vectors of 512 bits, 1 / 4 / 8 / 16 / 32 / 48 / 64 rows took
+A matrix library first repacks the weight, which pays off only for many rows. Measured with
+SmolLM2-135M, single thread, all products of its layers in alternation with `functional.linear`, as
+shares of its time. With vectors of 512 bits, 1 / 4 / 8 / 16 / 32 / 48 / 64 rows took
 1.1 / 0.7 / 0.55 / 0.6 / 0.85 / 0.95 / 1.0 in float32, and 0.5 / 0.4 / 0.4 / 0.45 / 0.7 / – / 1.0
-with weights in bfloat16, which the library needs upcast. With vectors of 256 bits (on the same CPU,
+with bfloat16 weights, which the library needs upcast. With vectors of 256 bits (on the same CPU,
 whose library may still use 512), 1 / 4 / 8 / 16 / 24 / 32 rows took
 1.0 / 0.65 / 0.6 / 0.75 / 0.95 / 1.15 in float32, and 1 / 4 / 8 / 16 / 32 rows
 0.5 / 0.4 / 0.4 / 0.65 / 1.05 in bfloat16.
@@ -25,20 +25,20 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 from services.worker.engine.model.cpu_kernels.tile_product import BLOCK, PART, TEAM, tile_product
 
 _TEAMS = 4
-"""The most teams that one step multiplies; each vector of weights is used once per team."""
+"""Maximum teams per step; each vector of weights is used once per team."""
 _SUMS = 16 if VECTOR_FLOATS == WIDE_FLOATS else 9
-"""How many vectors of sums fit into the registers, beside inputs and weights."""
+"""Accumulator vectors that fit into the registers beside inputs and weights."""
 _HEIGHT = 4
-"""Rows of the weight that one step multiplies, if the sums of all teams fit."""
+"""Weight rows per step, if the accumulators of all teams fit into registers."""
 _HEIGHT_FULL, _HEIGHT_FEW = min(_HEIGHT, _SUMS // _TEAMS), min(_HEIGHT, _SUMS // (_TEAMS - 1))
 FEW_ROWS = ROWS_MAX if VECTOR_FLOATS == WIDE_FLOATS else 24
-"""With more rows, the library is faster."""
+"""Maximum rows for which this kernel is faster than the library."""
 _PRODUCT = "void(float32[:, ::1], float32[:, :, ::1], STORED[:, ::1], float32[:, ::1])"
 
 
 @compiled("void(float32[:, ::1], float32[:, :, ::1])")
 def arrange(rows, inputs):  # type: ignore[no-untyped-def]
-    """`inputs` [team, part, VECTOR_FLOATS] from `rows` [rows, in], filled up with zeros."""
+    """Interleave `rows` [rows, in] by teams: `inputs` [team, part, VECTOR_FLOATS], zero-padded."""
     for team in range(len(inputs)):
         for member in range(TEAM):
             m = team * TEAM + member
@@ -53,7 +53,7 @@ def arrange(rows, inputs):  # type: ignore[no-untyped-def]
     " float32[:, ::1])"
 )
 def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignore[no-untyped-def]
-    """Add up the parts of `sums`, and the inputs after the last block; see `tile_product`."""
+    """Reduce the four parts of `sums` and add the inputs after the last block (`tile_product`)."""
     size = rows.shape[1]
     for index in range(min(height, len(weight) - n)):
         for team in range(teams):
@@ -71,20 +71,23 @@ def _finish(sums, rows, weight, teams, height, first, n, output):  # type: ignor
 def multiply(rows, inputs, weight, output):  # type: ignore[no-untyped-def]
     """`output` [rows, out] = `rows` [rows, in] · `weight` [out, in] transposed.
 
-    `inputs` are the rows as arranged by `arrange`. Every element is the sum of one loop in one
-    order, so it does not depend on the other rows.
+    `inputs` are the rows after `arrange`. Every element is summed in a fixed order, so it does not
+    depend on the other rows (batch invariance).
     """
     teams = len(inputs)
     whole = teams // _TEAMS * _TEAMS
     rest = teams - whole
     sums = np.empty((_TEAMS * _HEIGHT, VECTOR_FLOATS), np.float32)
+    # Fewer teams leave registers for more weight rows per step.
     height = _HEIGHT_FULL if whole else _HEIGHT_FEW
+    # Weight rows in the outer loop: the weight is read once, the few inputs stay in the cache.
     for n in range(0, len(weight), height):
         for first in range(0, whole, _TEAMS):
             tile_product(_TEAMS, _HEIGHT_FULL, inputs, first, weight, n, sums)
             _finish(sums, rows, weight, _TEAMS, height, first, n, output)
         if rest == 0:
             continue
+        # `tile_product` takes literal sizes, so every remainder is a call of its own.
         if whole:
             if rest == 1:
                 tile_product(1, _HEIGHT_FULL, inputs, whole, weight, n, sums)
@@ -107,9 +110,9 @@ def _multiply_rows(rows, inputs, weight, output):  # type: ignore[no-untyped-def
     multiply(rows, inputs, weight, output)
 
 
-def room_for_inputs(rows: torch.Tensor, in_features: int) -> np.ndarray:
-    """Memory for the result of `arrange` for as many rows as `rows` has, with `in_features`."""
-    # torch's memory is aligned for vectors.
+def inputs_buffer(rows: torch.Tensor, in_features: int) -> np.ndarray:
+    """Allocate the output of `arrange` for `rows` with `in_features`."""
+    # torch aligns memory for vectors.
     inputs = rows.new_empty(
         -(-len(rows) // TEAM), in_features // BLOCK * BLOCK // PART, VECTOR_FLOATS
     )
@@ -118,7 +121,7 @@ def room_for_inputs(rows: torch.Tensor, in_features: int) -> np.ndarray:
 
 
 class SkinnyProduct:
-    """A `weight` [out, in] in float32 or bfloat16, contiguous, in host memory, for few rows."""
+    """The product with a `weight` [out, in], float32 or bfloat16, contiguous, in host memory."""
 
     rows_max = FEW_ROWS
 
@@ -129,14 +132,14 @@ class SkinnyProduct:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in] → [rows, out], both float32; a row's result does not depend on other rows.
 
-        Raises ValueError for another `in`.
+        Raises ValueError if `in` does not match.
         """
         out_features, in_features = self._weight.shape
         # The kernel does not check bounds.
         if rows.shape[1] != in_features:
-            raise ValueError(f"rows {tuple(rows.shape)} do not fit a weight {self._weight.shape}")
+            raise ValueError(f"rows {tuple(rows.shape)} do not match weight {self._weight.shape}")
         output = rows.new_empty(len(rows), out_features)
         if len(rows):
-            inputs = room_for_inputs(rows, in_features)
+            inputs = inputs_buffer(rows, in_features)
             _multiply_rows(rows.contiguous().numpy(), inputs, self._weight, output.numpy())
         return output

@@ -1,4 +1,4 @@
-"""The product of two small matrices: torch's where it has one in bfloat16, else by vectors."""
+"""The GEMM micro-kernel: torch's brgemm for bfloat16 if available, else the vector product."""
 
 from numba import types
 from numba.extending import overload, register_jitable
@@ -8,9 +8,9 @@ from services.worker.engine.model.cpu_kernels import brgemm
 from services.worker.engine.model.cpu_kernels.vector_product import multiply
 
 STEP_ROWS = 64
-"""The most rows of one product."""
+"""Maximum rows per product."""
 _CACHED_BYTES, _CACHED_LEAST, _CACHED_MOST = 1 << 20, 4 * STEP_ROWS, 8 * STEP_ROWS
-"""What stays in the second cache of rows, and how many rows are worth that."""
+"""L2 capacity for a block of rows, and the bounds of its number of rows."""
 
 
 def product(  # type: ignore[no-untyped-def]
@@ -19,8 +19,8 @@ def product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`sums` [rows, columns] = `left` [rows, depth] times `right` [depth, columns]; added if `add`.
 
-    Arguments are those of `brgemm.product`, and `call` is its address, or 0 where vectors compute
-    it, as they do in float32. There are at most `PANEL` columns, and a line of `right` has `PANEL`.
+    Arguments as for `brgemm.product`. `call` is the address of brgemm; 0, or float32, selects the
+    vector product. There are at most `PANEL` columns; a line of `right` has exactly `PANEL`.
     """
 
 
@@ -70,23 +70,23 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @register_jitable
 def rows_at_once(call, rows):  # type: ignore[no-untyped-def]
-    """How many of `rows` [rows, in] to multiply with a whole weight before going on; at least 1.
+    """Number of `rows` [rows, in] to multiply by the whole weight per block; at least 1.
 
-    More rows at once read the weight less often, fewer rows stay in a cache. Vectors take so long
-    for 64 rows that to read the weight again costs little. torch's product with AMX needs more: on
-    a Xeon of family 6, model 207, the products of 2,048 rows with a weight of SmolLM2-135M do 890
-    to 1,050 GFLOP/s by 256 or 512 rows, 610 to 770 with all at once, and its layers take 1.34 s
-    instead of 1.43. With 4,096 inputs, of which 256 rows fill the second cache, all at once are
-    faster.
+    A larger block reads the weight less often; a smaller block stays in the cache.
     """
+    # The vector product is so slow for 64 rows that reading the weight again costs little.
     if call == 0:
         return STEP_ROWS
+    # AMX needs larger blocks: on a Xeon of family 6, model 207, products of 2,048 rows with a
+    # weight of SmolLM2-135M reach 890 to 1,050 GFLOP/s in blocks of 256 or 512 rows, 610 to 770
+    # without blocks, and the layers take 1.34 s instead of 1.43 s. With 4,096 inputs, 256 rows fill
+    # L2, and a single block is faster.
     fitting = _CACHED_BYTES // (rows.shape[1] * rows.itemsize) // STEP_ROWS * STEP_ROWS
     return min(fitting, _CACHED_MOST) if fitting >= _CACHED_LEAST else max(1, len(rows))
 
 
 @register_jitable
 def release(call):  # type: ignore[no-untyped-def]
-    """After products: leave the processor as other code expects it; `call` is an address, or 0."""
+    """Release AMX state after products; `call` is an address of `panel_calls`, or 0."""
     if call:
         brgemm.release(call)

@@ -1,7 +1,7 @@
-"""The weights of one row of scores, as LLVM instructions: the row stays in registers.
+"""Softmax weights of a row of scores, emitted as LLVM instructions: the row stays in registers.
 
-A call for each row, whose loops the compiler vectorises, takes four times as long: 5.9 and 1.4
-microseconds for 64 rows of 64 keys (EPYC of family 26).
+Loops that the compiler vectorizes take four times as long: 5.9 against 1.4 microseconds for 64 rows
+of 64 keys (EPYC of family 26).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,11 @@ def weigh_row(
     typing_context: Any, scores: Any, row: Any, keys: Any, whole: Any, begin: Any, end: Any,
     highest: Any, scaling: Any, weights: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """Turn `keys` scores of a row into weights, relative to the highest score.
+    """Turn `keys` scores of a row into softmax weights relative to the running maximum.
 
-    `scores` [rows, keys] are float32, `weights` float32 or the bits of bfloat16. Those before
-    `begin` or from `end` on become 0, unless the row is `whole`; one at least is between. `keys`, a
-    multiple of `LANES`, and `whole`, 0 or 1, are known at compile time. Returns the highest score,
-    which may be `highest`, and the sum of the weights.
+    `scores` [rows, keys] are float32, `weights` float32 or bfloat16 bits, 0 outside `begin` to
+    `end` unless the row is `whole`. `keys`, a multiple of `LANES`, and `whole`, 0 or 1, are
+    compile-time constants. Returns the new maximum, at least `highest`, and the sum of weights.
     """
     result = types.UniTuple(types.float32, 2)
     integer, real = types.int64, types.float32
@@ -51,25 +50,29 @@ def weigh_row(
         size = _LONG(len(parts) * LANES)
         source = _row(context, builder, signature.args[0], arguments[0], row, size)
         target = _row(context, builder, signature.args[8], arguments[8], row, size)
-        begins, ends = (_each(builder, builder.trunc(one, _WORD), _WORDS) for one in (begin, end))
-        loaded, seen = [_load(builder, source, part) for part in parts], []
+        begins, ends = (
+            _each(builder, builder.trunc(bound, _WORD), _WORDS) for bound in (begin, end)
+        )
+        loaded, visible = [_load(builder, source, part) for part in parts], []
         if masked:
-            seen = [_between(builder, part, begins, ends) for part in parts]
+            visible = [_between(builder, part, begins, ends) for part in parts]
+            # Masked scores must not raise the maximum.
             loaded = [
                 builder.select(sees, values, _LOWEST)
-                for sees, values in zip(seen, loaded, strict=True)
+                for sees, values in zip(visible, loaded, strict=True)
             ]
         largest = reduce(lambda a, b: vector_call(builder, "maxnum", a, b), loaded)
         peak = _fold(builder, "fmax", largest, (_VECTOR,), ())
         is_higher = builder.fcmp_ordered(">", peak, highest)
         peak = builder.select(is_higher, peak, highest)
         peaks, scalings = _each(builder, peak, _VECTOR), _each(builder, scaling, _VECTOR)
-        none = ir.Constant(_VECTOR, [0.0] * LANES)
-        made = _exponentials(builder, loaded, peaks, scalings, signature.args[8].dtype)
+        zeros = ir.Constant(_VECTOR, [0.0] * LANES)
+        powers = _exponentials(builder, loaded, peaks, scalings, signature.args[8].dtype)
         if masked:
-            made = [builder.select(sees, one, none) for sees, one in zip(seen, made, strict=True)]
-        total = reduce(builder.fadd, made)
-        for part, values in enumerate(made):
+            # The exponential clamps its argument, so masked lanes are not exactly 0 yet.
+            powers = [builder.select(s, p, zeros) for s, p in zip(visible, powers, strict=True)]
+        total = reduce(builder.fadd, powers)
+        for part, values in enumerate(powers):
             _store(builder, target, part, values, signature.args[8].dtype)
         total = _fold(builder, "fadd", total, (_FLOAT, _VECTOR), (ir.Constant(_FLOAT, 0.0),))
         return context.make_tuple(builder, result, [peak, total])
@@ -80,16 +83,17 @@ def weigh_row(
 def _exponentials(
     builder: Any, loaded: Sequence[Any], peaks: Any, scalings: Any, stored: Any
 ) -> list[Any]:
-    """The weights of `loaded` scores, as exact as what is `stored` of them."""
+    """The weights of `loaded` scores, as precise as the `stored` dtype requires."""
     has_rough = has_pair_products() and "+avx512dq" in processor_features()
     if stored != types.float32 and has_rough:
         return [rough_exponential(builder, values, peaks, scalings) for values in loaded]
+    # Subtract before scaling, so that the largest argument is exactly 0.
     differences = [builder.fsub(values, peaks) for values in loaded]
-    return [vector_exponential(builder, builder.fmul(one, scalings)) for one in differences]
+    return [vector_exponential(builder, builder.fmul(part, scalings)) for part in differences]
 
 
 def _row(context: Any, builder: Any, kind: Any, array: Any, row: Any, size: Any) -> Any:
-    """The address of the first value of a row of `size` values."""
+    """The address of row `row` of an array with `size` columns."""
     made = context.make_array(kind)(context, builder, array)
     return builder.gep(made.data, [builder.mul(row, size)])
 
@@ -101,7 +105,7 @@ def _each(builder: Any, value: Any, kind: Any) -> Any:
 
 
 def _between(builder: Any, part: int, begins: Any, ends: Any) -> Any:
-    """Which lanes of a part of the row are at `begins` or after, and before `ends`."""
+    """The lanes of a part of the row whose positions are in [begin, end)."""
     lanes = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
     after = builder.icmp_signed(">=", lanes, begins)
     return builder.and_(after, builder.icmp_signed("<", lanes, ends))
@@ -113,7 +117,7 @@ def _load(builder: Any, address: Any, part: int) -> Any:
 
 
 def _store(builder: Any, address: Any, part: int, values: Any, stored: Any) -> None:
-    """Store weights as `stored`; of two bfloat16 as near it is the even one."""
+    """Store weights in the `stored` dtype; bfloat16 rounds to nearest, ties to even."""
     place = builder.gep(address, [_LONG(part * LANES)])
     if stored == types.float32:
         builder.store(values, builder.bitcast(place, _VECTOR.as_pointer()), align=4)
@@ -122,16 +126,17 @@ def _store(builder: Any, address: Any, part: int, values: Any, stored: Any) -> N
         halves = builder.fptrunc(values, ir.VectorType(BFloat16(), LANES))
         builder.store(halves, builder.bitcast(place, halves.type.as_pointer()), align=2)
         return
-    half, one, most = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
+    # Ties to even: add half of the dropped range, minus a unit unless the kept part is odd.
+    half, unit, most = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
     bits = builder.bitcast(values, _WORDS)
-    odd = builder.and_(builder.lshr(bits, half), one)
+    odd = builder.and_(builder.lshr(bits, half), unit)
     rounded = builder.lshr(builder.add(builder.add(bits, odd), most), half)
-    words = builder.trunc(rounded, _HALVES)
-    builder.store(words, builder.bitcast(place, _HALVES.as_pointer()), align=2)
+    halves = builder.trunc(rounded, _HALVES)
+    builder.store(halves, builder.bitcast(place, _HALVES.as_pointer()), align=2)
 
 
 def _fold(builder: Any, name: str, vector: Any, kinds: Sequence[Any], before: Sequence[Any]) -> Any:
-    """One number of all lanes."""
+    """Reduce a vector to a scalar with `llvm.vector.reduce.{name}`."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(_FLOAT, kinds),

@@ -1,8 +1,8 @@
-"""The innermost loop of `skinny_gemm`, as LLVM instructions: its sums stay in registers.
+"""The inner loop of `skinny_gemm`, emitted as LLVM instructions: its sums stay in registers.
 
-A vector holds four consecutive inputs of each of several rows, a *team*. Four weights are read
-once, repeated across a vector, and multiplied with every team. A sum has four parts, which the
-caller adds up.
+A vector holds `PART` = 4 consecutive inputs of each of several rows, a *team*. Four weights are
+loaded once, repeated across a vector, and multiplied by every team. A sum has four partial sums,
+which the caller adds up.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from numba.extending import intrinsic
 from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS, fetch
 
 PART = 4
-"""Inputs of a row in one vector."""
+"""Inputs of a row in a vector."""
 TEAM = VECTOR_FLOATS // PART
 """Rows that share a vector."""
 BLOCK = 16
-"""Inputs between two prefetches: a cache line of float32."""
+"""Inputs per loop iteration and prefetch: a cache line of float32."""
 
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, VECTOR_FLOATS)
@@ -34,19 +34,18 @@ def tile_product(
     typing_context: Any, teams: Any, height: Any, inputs: Any, first: Any, weight: Any, n: Any,
     sums: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """`sums` [height × teams, VECTOR_FLOATS]: the product of some teams and `height` weight rows.
+    """Multiply `teams` teams by `height` weight rows: `sums` [height × teams, VECTOR_FLOATS].
 
     `inputs` [team, blocks × BLOCK / PART, VECTOR_FLOATS], from team `first` on; `weight` [out, in]
-    in float32 or as the bits of bfloat16, from row `n` on; beyond the end the last row is repeated.
-    `teams` and `height` are known at compile time. Inputs after the last whole block are ignored.
-    The loop prefetches the next rows of the weight, also beyond the end, which is safe.
+    in float32 or bfloat16 bits, from row `n` on. `teams` and `height` are compile-time constants.
+    Ignores the inputs after the last whole block.
     """
     signature = types.void(teams, height, inputs, types.int64, weight, types.int64, sums)
     return signature, _Loop(teams.literal_value, height.literal_value)
 
 
 class _Loop:
-    """Writes the loop of one `tile_product`."""
+    """Emits the loop of a `tile_product` call."""
 
     def __init__(self, teams: int, height: int) -> None:
         self._teams, self._height = range(teams), range(height)
@@ -62,17 +61,20 @@ class _Loop:
         last = builder.sub(builder.extract_value(weight.shape, 0), _LONG(1))
         vectors = [_row(builder, inputs, builder.add(first, _LONG(team))) for team in self._teams]
         rows, next_rows = [], []
+        # Beyond the end of the weight, repeat the last row: the caller ignores those sums.
         for index in self._height:
             row = builder.add(n, _LONG(index))
             beyond = builder.icmp_signed(">", row, last)
             rows.append(_row(builder, weight, builder.select(beyond, last, row)))
             next_rows.append(_row(builder, weight, builder.add(row, _LONG(len(self._height)))))
+        # Accumulators [height][team]; LLVM promotes these stack slots to registers.
         totals = [
             [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None)) for _ in self._teams]
             for _ in self._height
         ]
         with cgutils.for_range(builder, builder.sdiv(size, _LONG(BLOCK))) as loop:
             begin = builder.mul(loop.index, _LONG(BLOCK))
+            # Prefetch the rows of the next step; beyond the end a prefetch is harmless.
             for row in next_rows:
                 fetch(builder, builder.gep(row, [begin]))
             self._multiply_block(builder, vectors, rows, begin, totals)
@@ -92,7 +94,7 @@ class _Loop:
                 for vector in vectors
             ]
             for row, row_totals in zip(rows, totals, strict=True):
-                weights = _weights(builder, builder.gep(row, [at]))
+                weights = _weights(builder, builder.gep(row, [at]))  # used by every team
                 for factor, total in zip(inputs, row_totals, strict=True):
                     product = builder.fmul(weights, factor, flags=("contract",))
                     total_now = builder.fadd(builder.load(total), product, flags=("contract",))
@@ -100,24 +102,25 @@ class _Loop:
 
 
 def _row(builder: Any, array: Any, index: Any) -> Any:
-    """Pointer to the first element of row `index` of an array in C order."""
+    """A pointer to row `index` of an array in C order."""
     stride = builder.extract_value(array.strides, 0)
     return cgutils.pointer_add(builder, array.data, builder.mul(index, stride))
 
 
 def _weights(builder: Any, address: Any) -> Any:
-    """`PART` weights, repeated for each row of a team."""
+    """Load `PART` weights as float32 and repeat them for each row of a team."""
     stored = address.type.pointee
     part = _load(builder, address, ir.VectorType(stored, PART))
     if stored != _FLOAT:
-        words = ir.VectorType(_WORD, PART)
-        shifted = builder.shl(builder.zext(part, words), ir.Constant(words, [16] * PART))
+        # bfloat16 is the upper half of a float32.
+        bits = ir.VectorType(_WORD, PART)
+        shifted = builder.shl(builder.zext(part, bits), ir.Constant(bits, [16] * PART))
         part = builder.bitcast(shifted, ir.VectorType(_FLOAT, PART))
     return builder.shuffle_vector(part, ir.Constant(part.type, ir.Undefined), _REPEATED)
 
 
 def _load(builder: Any, address: Any, vector: Any) -> Any:
-    """A vector from memory that is aligned for its elements alone."""
+    """Load a vector from memory that is aligned only for its elements."""
     size = vector.element.width // 8 if isinstance(vector.element, ir.IntType) else 4
     return builder.load(builder.bitcast(address, vector.as_pointer()), align=size)
 

@@ -1,8 +1,8 @@
-"""Chooses a token from each row of logits: the best one, or one that is drawn.
+"""Chooses a token from each row of logits: greedily, or by a random draw.
 
-Without top-k and top-p, the cumulative distribution over the token ids is inverted; with one of
-them, that over the kept tokens, best first. Nothing is sorted: the tokens before the drawn one are
-split off by their mass.
+Without top-k and top-p, the cumulative distribution over token ids is inverted; with either, the
+distribution over the kept tokens, best first. Weighted quickselect (`candidates.select_prefix`)
+replaces a sort.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from services.worker.engine.model.cpu_kernels.candidates import (
     Scratch,
     best_token,
     gather,
-    lane_edge,
     lane_peaks,
-    lead,
+    lane_threshold,
+    select_prefix,
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
 from services.worker.engine.model.cpu_kernels.token_scores import element, mass_of, weight
 
 SPAN = 256
-"""Weights that are summed in one step when a distribution is inverted."""
-FIRST_LOOK = 64
-"""Most nuclei lie within about so many best tokens; for a larger one, more are gathered."""
+"""Tokens per partial sum when a distribution is inverted."""
+NUCLEUS_GUESS = 64
+"""Number of best tokens that contain most top-p nuclei; larger nuclei gather more tokens."""
 _LOWEST = -3.4e38
-"""Tokens below it cannot be chosen."""
-# Logits nearer to each other than this share of their distance from the best may be equal once the
-# distance is divided by the temperature.
+"""Logits at or below it are masked: such tokens are never chosen."""
+# Relative rounding error of scaled logits: logits closer than this share of their distance from the
+# maximum may become equal after the division by the temperature.
 _SLACK = 2.0**-20
 _SIGNATURE = (
     "void({real}[:, ::1], {real}[::1], {real}[::1], float64[::1], int64[::1], float64[::1],"
@@ -42,7 +42,7 @@ _SIGNATURE = (
 
 
 class DrawTerms(NamedTuple):
-    """How a request's tokens are drawn. `temperature` 0 is greedy; see `Sampling`."""
+    """Sampling parameters of a request; `temperature` 0 is greedy. See `Sampling`."""
 
     temperature: float
     top_k: int
@@ -52,10 +52,11 @@ class DrawTerms(NamedTuple):
 
 @register_jitable
 def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-untyped-def]
-    """The first token in the order of ids whose cumulative weight exceeds `draw` of the total.
+    """The first token, in the order of ids, whose cumulative weight exceeds `draw` × total.
 
-    `masses` is scratch for the sums of spans.
+    `masses` is scratch for the cumulative sums of spans.
     """
+    # Two levels: cumulative sums per span, then a scan within the span that contains the target.
     size, total = len(row), 0.0
     spans = (size + SPAN - 1) // SPAN
     for span in range(spans):
@@ -72,7 +73,7 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
             chosen, before = token, before + mass
             if before > target:
                 return chosen
-    # Rounding has put the target just beyond the last token that has any weight.
+    # Rounding put the target beyond the last token with a positive weight: take that token.
     token = span * SPAN
     while chosen < 0 and token > 0:
         token -= 1
@@ -82,13 +83,11 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
 
 
 @register_jitable
-def _take(row, edge, peak, temperature, ids, values, weights):  # type: ignore[no-untyped-def]
-    """Gather the tokens that reach logit `edge`, scaled; returns their number and their mass.
-
-    Those go with them that only rounding may have put below `edge`.
-    """
+def _take(row, threshold, peak, temperature, ids, values, weights):  # type: ignore[no-untyped-def]
+    """Gather the tokens whose logit reaches `threshold`, scaled; returns their number and mass."""
+    # Include tokens that may tie with the edge once scaled, so that ties resolve by id.
     lowest = element(_LOWEST, row)
-    count = gather(row, max(element(edge - (peak - edge) * _SLACK, row), lowest), ids)
+    count = gather(row, max(element(threshold - (peak - threshold) * _SLACK, row), lowest), ids)
     mass = 0.0
     for place in range(count):
         values[place] = np.true_divide(row[ids[place]] - peak, temperature)
@@ -99,11 +98,12 @@ def _take(row, edge, peak, temperature, ids, values, weights):  # type: ignore[n
 
 @register_jitable
 def _take_best(row, peak, temperature, top_k, lanes, ids, values, weights):  # type: ignore[no-untyped-def]
-    """Put the `top_k` best tokens in front; returns their number and their mass."""
-    edge = lane_edge(lanes, top_k, ids, values, weights)
-    count, _ = _take(row, edge, peak, temperature, ids, values, weights)
+    """Move the `top_k` best tokens to the front; returns their number and mass."""
+    threshold = lane_threshold(lanes, top_k, ids, values, weights)
+    count, _ = _take(row, threshold, peak, temperature, ids, values, weights)
+    # Unit weights make `select_prefix` select by rank; the real weights follow.
     weights[:count] = 1.0
-    count = lead(ids, values, weights, count, float64(top_k), False)
+    count = select_prefix(ids, values, weights, count, float64(top_k), False)
     mass = 0.0
     for place in range(count):
         weights[place] = np.exp(float64(values[place]))
@@ -113,12 +113,13 @@ def _take_best(row, peak, temperature, top_k, lanes, ids, values, weights):  # t
 
 @register_jitable
 def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  # type: ignore[no-untyped-def]
-    """Gather tokens that hold the mass `top_p`; returns their number and the mass of all."""
+    """Gather tokens with at least the mass `top_p`; returns their number and the total mass."""
     total = mass_of(row, peak, temperature, element(_LOWEST, row))
-    edge = lane_edge(lanes, FIRST_LOOK, ids, values, weights)
-    count, mass = _take(row, edge, peak, temperature, ids, values, weights)
+    # Optimistic first try with few tokens.
+    threshold = lane_threshold(lanes, NUCLEUS_GUESS, ids, values, weights)
+    count, mass = _take(row, threshold, peak, temperature, ids, values, weights)
     if mass < top_p * total:
-        # All tokens below this edge together have less than the mass that may be left out.
+        # All tokens below this edge together have less than the mass outside the nucleus.
         share = (1.0 - top_p) * total / (2 * len(row))
         count, _ = _take(
             row, peak + temperature * log(share), peak, temperature, ids, values, weights
@@ -130,22 +131,23 @@ def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  
 def _draw_best(  # type: ignore[no-untyped-def]
     row, peak, temperature, least, top_p, top_k, draw, lanes, ids, values, weights
 ):
-    """The first token that passes the filters, best first, whose cumulative weight exceeds `draw`
-    of their total.
+    """Among the tokens that pass the filters, best first, the first whose cumulative weight exceeds
+    `draw` × their total.
     """
     if 0 < top_k < len(row):
         count, total = _take_best(row, peak, temperature, top_k, lanes, ids, values, weights)
     else:
         count, total = _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights)
     if top_p < 1:
-        count = lead(ids, values, weights, count, top_p * total, False)
+        count = select_prefix(ids, values, weights, count, top_p * total, False)
+    # min-p, on the log scale: `least` is log(min_p).
     kept, mass = 0, 0.0
     for place in range(count):
         if values[place] >= least:
             mass += weights[place]
             ids[kept], values[kept], weights[kept] = ids[place], values[place], weights[place]
             kept += 1
-    return ids[lead(ids, values, weights, kept, draw * mass, True) - 1]
+    return ids[select_prefix(ids, values, weights, kept, draw * mass, True) - 1]
 
 
 def _choose(  # type: ignore[no-untyped-def]
@@ -155,6 +157,7 @@ def _choose(  # type: ignore[no-untyped-def]
         row = logits[m]
         peak = lane_peaks(row, lanes)
         best[m] = peak
+        # A row without a usable maximum (NaN, infinity, all masked) falls back to greedy.
         if temperature[m] == 0 or not isfinite(peak) or peak <= _LOWEST:
             tokens[m] = best_token(row, lanes, peak)
         elif 0 < top_k[m] < len(row) or top_p[m] < 1:
@@ -173,12 +176,12 @@ def _kernel(real: str) -> Kernel:
     return kernel
 
 
-# Few models are computed in float64.
+# Compile for float32 at import; few models compute in float64.
 _kernel("float32")
 
 
 class TokenChooser:
-    """Chooses from rows of one vocabulary; for one thread, as its `scratch`."""
+    """Chooses tokens with a shared `scratch`. Not thread-safe."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -187,13 +190,13 @@ class TokenChooser:
     def __call__(
         self, logits: np.ndarray, terms: Sequence[DrawTerms], draws: np.ndarray
     ) -> tuple[list[int], list[float]]:
-        """A token of each row of `logits` [rows, vocab], and the best logit of each row.
+        """Choose a token for each row of `logits` [rows, vocab]; also returns the best logits.
 
-        `draws` [rows], in [0, 1), say which part of the distribution is drawn. A row without a
-        finite best logit is taken greedily. Raises ValueError for logits that do not fit.
+        `draws` [rows] are uniform numbers in [0, 1). A row without a finite best logit is chosen
+        greedily. Raises ValueError if the logits do not match the scratch.
         """
         self._scratch.check(logits)
-        temperature, top_k, top_p, min_p = (np.array(one) for one in zip(*terms, strict=True))
+        temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*terms, strict=True))
         with np.errstate(divide="ignore"):
             least = np.log(min_p).astype(logits.dtype)
         tokens = np.empty(len(terms), np.int64)

@@ -1,4 +1,4 @@
-"""How likely tokens were, and which tokens were most likely, from rows of raw logits."""
+"""Log probabilities and ranks of tokens, and the most likely tokens, from raw logits."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from numba.extending import overload, register_jitable
 from services.worker.engine.model.cpu_kernels.candidates import (
     Scratch,
     gather,
-    lane_edge,
     lane_peaks,
-    lead,
+    lane_threshold,
+    select_prefix,
 )
 from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_of
 from services.worker.engine.model.cpu_kernels.kernel import Kernel
 
 _LOG2_E, _LN2 = np.float32(1 / log(2)), log(2)
 _LEAST = np.float32(-87.0)
-"""Below it a power leaves the normal numbers of float32; it counts as zero."""
-# The Taylor series of e to the power of -0.35 to 0.35; its error is below 1e-8.
+"""Exponents below it would yield subnormal float32 values, which count as zero."""
+# Taylor series of e^x for x in [-0.35, 0.35]; its error is below 1e-8.
 _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / factorial(n)) for n in range(2, 8))
 
 
@@ -39,7 +39,7 @@ def _element(number, row):  # type: ignore[no-untyped-def]
 
 
 def power(number: Any) -> Any:
-    """e to the power of a number that is at most 0, in its own dtype."""
+    """e^`number` for a number that is at most 0, in its dtype."""
     return np.exp(number)
 
 
@@ -55,28 +55,29 @@ def _float64_power(number):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def _float32_power(number):  # type: ignore[no-untyped-def]
-    """It is right to about 1e-7 of itself. What is not a number has the power 0."""
+    """e^`number` with a relative error of about 1e-7; NaN yields 0."""
     clipped = max(number, _LEAST)
     whole = np.floor(clipped * _LOG2_E + float32(0.5))
-    # In float64: a rounded exponent would cost the last digits of small powers.
+    # Subtract in float64: rounding the reduced argument would lose digits of small powers.
     rest = float32(float64(clipped) - float64(whole) * _LN2)
     series = ((_T7 * rest + _T6) * rest + _T5) * rest + _T4
     series = (((series * rest + _T3) * rest + _T2) * rest + float32(1)) * rest + float32(1)
-    # A float32 without mantissa: the upper half of its bits is the exponent, biased.
-    found = series * float32_of(uint16((int32(whole) + int32(127)) << int32(7)))
-    return found if number >= _LEAST else float32(0)
+    # 2^whole as a float32: the biased exponent in the upper 16 bits, with a zero mantissa.
+    scaled = series * float32_of(uint16((int32(whole) + int32(127)) << int32(7)))
+    return scaled if number >= _LEAST else float32(0)
 
 
 @register_jitable
 def weight(logit, peak, temperature, least):  # type: ignore[no-untyped-def]
-    """How likely a token is, compared with that of logit `peak`, which is the best.
+    """The probability of a token relative to the best token, whose logit is `peak`.
 
-    It is 0 if its logarithm is below `least`. All are in the dtype of the logits.
+    It is 0 if its logarithm is below `least`. All values have the dtype of the logits.
     """
-    # numpy's division: that of Python would look for a zero in every round of a loop.
+    # numpy's division; Python's would check for zero, which prevents vectorization.
     scaled = np.true_divide(logit - peak, temperature)
-    found = power(scaled)
-    return found if scaled >= least else found - found
+    likelihood = power(scaled)
+    # The difference is a zero of the right dtype.
+    return likelihood if scaled >= least else likelihood - likelihood
 
 
 @register_jitable
@@ -95,29 +96,33 @@ _SIGNATURE = (
 
 
 def _score(  # type: ignore[no-untyped-def]
-    logits, rows, tokens, lanes, ids, values, weights, found_ids, found
+    logits, rows, tokens, lanes, ids, values, weights, out_ids, out_logprobs
 ):
-    """`found_ids` and `found` [row, 1 + top]: those of the token first, then of the best ones."""
-    top = found.shape[1] - 1
+    """Write `out_ids` and `out_logprobs` [row, 1 + top]: the token first, then the best tokens.
+
+    Column 0 of `out_ids` is the token's rank.
+    """
+    top = out_logprobs.shape[1] - 1
     for index in range(len(rows)):
         row = logits[rows[index]]
         peak = lane_peaks(row, lanes)
-        one = element(1.0, row)
-        base = peak + log(mass_of(row, peak, one, element(-np.inf, row)))
+        temperature = element(1.0, row)
+        # Log-sum-exp relative to the maximum, so that the sum cannot overflow.
+        base = peak + log(mass_of(row, peak, temperature, element(-np.inf, row)))
         own, better = row[tokens[index]], 0
         for token in range(len(row)):
             better += 1 if row[token] > own else 0
-        found_ids[index, 0], found[index, 0] = 1 + better, own - base
+        out_ids[index, 0], out_logprobs[index, 0] = 1 + better, own - base
         if top:
-            edge = lane_edge(lanes, top, ids, values, weights)
-            count = gather(row, element(edge, row), ids)
+            threshold = lane_threshold(lanes, top, ids, values, weights)
+            count = gather(row, element(threshold, row), ids)
             for place in range(count):
                 values[place], weights[place] = row[ids[place]], 1.0
-            lead(ids, values, weights, count, float(top), False)
+            select_prefix(ids, values, weights, count, float(top), False)
             for place in range(top):
-                # There are fewer only if logits are no numbers.
-                found_ids[index, 1 + place] = ids[place] if place < count else place
-                found[index, 1 + place] = values[place] - base if place < count else np.nan
+                # There are fewer candidates only if logits are NaN.
+                out_ids[index, 1 + place] = ids[place] if place < count else place
+                out_logprobs[index, 1 + place] = values[place] - base if place < count else np.nan
 
 
 @cache
@@ -127,12 +132,12 @@ def _kernel(real: str) -> Kernel:
     return kernel
 
 
-# Few models are computed in float64.
+# Compile for float32 at import; few models compute in float64.
 _kernel("float32")
 
 
 class TokenScorer:
-    """Scores rows of one vocabulary; for one thread, as its `scratch`."""
+    """Scores tokens with a shared `scratch`. Not thread-safe."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -141,11 +146,12 @@ class TokenScorer:
     def __call__(
         self, logits: np.ndarray, rows: Sequence[int], tokens: Sequence[int], top: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How likely `tokens[i]` was after row `rows[i]` of `logits` [any, vocab].
+        """Score `tokens[i]` and the `top` best tokens at row `rows[i]` of `logits` [any, vocab].
 
         Returns int32 [rows, 1 + top]: the rank of the token, from 1, and the ids of the `top` best
-        ones, best first; and their log probabilities, float64 of the same shape. Weights have the
-        dtype of the logits and are summed in float64. Raises ValueError for logits that do not fit.
+        tokens, best first; and their log probabilities, float64 of the same shape. Weights have the
+        dtype of the logits and are summed in float64. Raises ValueError if the logits do not match
+        the scratch.
         """
         self._scratch.check(logits)
         ids = np.empty((len(rows), 1 + top), np.int32)
@@ -158,6 +164,7 @@ class TokenScorer:
             ids,
             values,
         )
+        # `select_prefix` selects the best tokens without ordering them.
         if top:
             order = np.lexsort((ids[:, 1:], -values[:, 1:]))
             ids[:, 1:] = np.take_along_axis(ids[:, 1:], order, 1)

@@ -1,10 +1,11 @@
-"""Attention of one new token, by products of whole vectors (`attention_products.py`).
+"""Decode attention with vector products (`attention_products.py`).
 
-To read keys and values takes longer than to compute with them, and a sequence's blocks lie anywhere
-in memory, where the processor foresees nothing. So the row prefetches what it reads soon, line by
-line among its products: many lines at once would hold up what is computed. One row of a model with
-9 heads of 64 values, of 128 tokens that are in the cache, takes 2.6 microseconds in bfloat16; 64
-such rows in 30 layers 10 ms, 22 if they prefetch nothing and 7 to read them (EPYC of family 26).
+Reading keys and values takes longer than computing with them, and the blocks of a sequence are
+scattered in memory, so hardware prefetching fails. Each row therefore prefetches its next blocks,
+interleaved with its products: a burst of prefetches would stall the computation. A row of a model
+with 9 heads of 64 values and a cached context of 128 tokens takes 2.6 microseconds in bfloat16; 64
+such rows in 30 layers take 10 ms, 22 ms without prefetching, and 7 ms for the memory reads alone
+(EPYC of family 26).
 """
 
 import numpy as np
@@ -28,29 +29,30 @@ from services.worker.engine.model.cpu_kernels.exponential import exponential
 from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
 
 WHOLE = 64
-"""Scores of a row begin at multiples of it: loops over them use vectors only."""
+"""Rows of scores are padded to a multiple of it, so that loops need no scalar remainder."""
 AHEAD = 2
-"""Half blocks between the one that is read and the one that is prefetched."""
+"""Prefetch distance in half blocks (keys or values of a block)."""
 _LEAST = np.float32(-3e38)
 
 
 def in_pairs(stored: object) -> bool:
-    """Whether the products of a cache of `stored` (a type of numba) are pairs of bfloat16."""
+    """Whether products with a cache of the numba type `stored` use pairs of bfloat16."""
     return stored == types.uint16 and has_pair_products()
 
 
 def values_at_once(stored: object) -> int:
-    """How many values of a head the least product has."""
+    """Number of values of a head per vector product."""
     return 2 * LANES if in_pairs(stored) else LANES
 
 
 @register_jitable
 def _half_ahead(seen, following, reads):  # type: ignore[no-untyped-def]
-    """The block whose keys (0) or values (1) are due `AHEAD` after half `reads`, and which of them.
+    """(block, half) to prefetch at half block `reads` of a row; half 0 is keys, 1 is values.
 
-    A row reads the keys of all its blocks and then their values; then comes the row of `following`.
-    The block is -1 if there is none.
+    A row reads the keys of all its blocks, then their values; the next row starts with the keys of
+    `following`. Block -1: nothing to prefetch.
     """
+    # Position in the sequence: keys of the row's blocks, values of the row's blocks, next row.
     due = reads + AHEAD
     if due < len(seen):
         return seen[due], 0
@@ -62,7 +64,7 @@ def _half_ahead(seen, following, reads):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def _prefetch_part(blocks, ahead, part, parts):  # type: ignore[no-untyped-def]
-    """Prefetch one of `parts` parts of what `_half_ahead` has named."""
+    """Prefetch part `part` of `parts` of the half block `ahead` (see `_half_ahead`)."""
     block, half = ahead
     if block < 0:
         return
@@ -74,28 +76,30 @@ def _prefetch_part(blocks, ahead, part, parts):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def _score(wanted, blocks, seen, following, scores):  # type: ignore[no-untyped-def]
-    """`scores` [head, position] = `wanted` [head, head_dim] · the keys of the blocks in `seen`."""
-    slots, heads = blocks.shape[2], len(wanted)
+def _score(queries, blocks, seen, following, scores):  # type: ignore[no-untyped-def]
+    """`scores` [head, position] = `queries` [head, head_dim] · keys of the blocks in `seen`."""
+    slots, heads = blocks.shape[2], len(queries)
     sharing, parts = heads // blocks.shape[3], slots // LANES * heads
     for block in range(len(seen)):
         ahead = _half_ahead(seen, following, block)
         for group in range(slots // LANES):
             position = block * slots + group * LANES
+            # A few cache lines per product, so that prefetches overlap with the computation.
             for head in range(heads):
                 _prefetch_part(blocks, ahead, group * heads + head, parts)
                 score_keys(
-                    wanted, head, blocks, seen[block], group * LANES, head // sharing, scores,
+                    queries, head, blocks, seen[block], group * LANES, head // sharing, scores,
                     position,
                 )  # fmt: skip
 
 
 @compiled("float32(float32[::1], int64, int64, float32, STORED[::1])")
 def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def]
-    """`weights`: the softmax of `scores` from `begin` to `end`, times what is returned.
+    """Unnormalized softmax `weights` of `scores` from `begin` to `end`; returns their sum.
 
-    Both have a length that whole loops over vectors cover; scores outside are overwritten.
+    The length of both is a multiple of `WHOLE`; scores outside the interval are overwritten.
     """
+    # Mask before the loops, which then run over whole vectors without a condition.
     scores[:begin] = _LEAST
     scores[end:] = _LEAST
     peak = _LEAST
@@ -113,7 +117,7 @@ def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def
 
 @register_jitable
 def _collect(weights, blocks, seen, following, output):  # type: ignore[no-untyped-def]
-    """`output` [head, head_dim] = `weights` [head, position] · the values of the same blocks."""
+    """`output` [head, head_dim] = `weights` [head, position] · values of the blocks in `seen`."""
     slots, kv_heads = blocks.shape[2], blocks.shape[3]
     sharing, parts = len(weights) // kv_heads, slots // LANES * kv_heads
     output[:] = 0
@@ -129,26 +133,26 @@ def _collect(weights, blocks, seen, following, output):  # type: ignore[no-untyp
                 )  # fmt: skip
 
 
-def _factors(rows, blocks):  # type: ignore[no-untyped-def]
-    """Stands for `rows` as the products with `blocks` take them."""
+def _as_factors(rows, blocks):  # type: ignore[no-untyped-def]
+    """Convert `rows` to the factor type of products with `blocks` (see `_choose_as_factors`)."""
 
 
-@overload(_factors)
-def _made_factors(rows, blocks):  # type: ignore[no-untyped-def]
+@overload(_as_factors)
+def _choose_as_factors(rows, blocks):  # type: ignore[no-untyped-def]
     def rounded(rows, blocks):  # type: ignore[no-untyped-def]
-        made = np.empty(rows.shape, np.uint16)
-        narrow_rows(rows, made)
-        return made
+        narrowed = np.empty(rows.shape, np.uint16)
+        narrow_rows(rows, narrowed)
+        return narrowed
 
     return rounded if in_pairs(blocks.dtype) else lambda rows, blocks: rows
 
 
-def _room(scores, blocks):  # type: ignore[no-untyped-def]
-    """Stands for as many weights as there are `scores`, as the products with `blocks` take them."""
+def _weights_for(scores, blocks):  # type: ignore[no-untyped-def]
+    """Allocate weights for `scores` in the factor type of products with `blocks`."""
 
 
-@overload(_room)
-def _made_room(scores, blocks):  # type: ignore[no-untyped-def]
+@overload(_weights_for)
+def _choose_weights_for(scores, blocks):  # type: ignore[no-untyped-def]
     kind = np.uint16 if in_pairs(blocks.dtype) else np.float32
     return lambda scores, blocks: np.empty(scores.shape, kind)
 
@@ -160,19 +164,21 @@ def _made_room(scores, blocks):  # type: ignore[no-untyped-def]
 def attend_row(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):
-    """Attend with the heads of one row to positions `begin` to `end` of the blocks in `seen`.
+    """Attend with all heads of a row to positions `begin` to `end` of the blocks in `seen`.
 
-    `scores` [head, position] is room, in rows of a multiple of `WHOLE`; `following` are the blocks
-    of the next row, if there is one. A block has a multiple of `LANES` slots, a head one of
-    `values_at_once` values.
+    `scores` [head, position] is scratch, with rows padded to a multiple of `WHOLE`. `following`:
+    the blocks of the next row, empty after the last row. The slots per block are a multiple of
+    `LANES`, head_dim is a multiple of `values_at_once`.
     """
     heads, size = query.shape
-    weights, totals = _room(scores, blocks), np.empty(heads, np.float32)
-    _score(_factors(query, blocks), blocks, seen, following, scores)
+    weights, totals = _weights_for(scores, blocks), np.empty(heads, np.float32)
+    _score(_as_factors(query, blocks), blocks, seen, following, scores)
+    # Softmax over padded rows: no scalar remainder loop.
     padded = -(-len(seen) * blocks.shape[2] // WHOLE) * WHOLE
     for head in range(heads):
         totals[head] = _weigh(scores[head, :padded], begin, end, scaling, weights[head, :padded])
     _collect(weights, blocks, seen, following, output)
+    # Normalize the output rather than the weights, which are rounded to the storage dtype.
     for head in range(heads):
         share = float32(1) / totals[head]
         for k in range(size):

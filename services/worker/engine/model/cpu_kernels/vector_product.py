@@ -1,15 +1,15 @@
-"""The product of two small matrices by vectors of fused multiply-adds, as LLVM instructions.
+"""A GEMM micro-kernel with vectors of fused multiply-adds (FMA), emitted as LLVM instructions.
 
-The sums of some rows and columns, a tile, stay in registers while the loop goes over lines of the
-right matrix: one input each in float32, two in bfloat16, which are widened in registers. Every sum
-is added up in the order of its inputs, so it does not depend on other rows. The right matrix is
-taken in blocks that stay in the first cache for all rows, while the next block is fetched.
+The sums of a tile of rows and columns stay in registers while the loop runs over lines of the right
+matrix: an input per line in float32, two in bfloat16, which are widened in registers. Every sum
+adds its inputs in order, so it does not depend on other rows. The right matrix is processed in
+blocks that stay in L1 for all rows, while the next block is prefetched.
 
-Measured on a Xeon of family 6, model 207, one thread, all weights of SmolLM2-135M's layers in turn,
-in milliseconds: `functional.linear` in float32, then panels in float32 and bfloat16. With AVX2
-alone, for torch, too: 1 row 32, 29, 16; 4 rows 57, 33, 23; 16 rows 88, 52, 57; 64 rows 205, 200,
-216; 256 rows 729, 708, 871. With 512 bits, torch's product of small matrices in float32 (`brgemm`)
-does 60 to 160 GFLOP/s with 7 to 1,024 rows of 576 values, vectors do 75 to 157.
+Measured on a Xeon of family 6, model 207, single thread, all weights of SmolLM2-135M's layers in
+turn, in milliseconds: `functional.linear` in float32, then panels in float32 and bfloat16. With
+AVX2 alone, for torch, too: 1 row 32, 29, 16; 4 rows 57, 33, 23; 16 rows 88, 52, 57; 64 rows 205,
+200, 216; 256 rows 729, 708, 871. With 512 bits, torch's product of small matrices in float32
+(`brgemm`) does 60 to 160 GFLOP/s with 7 to 1,024 rows of 576 values, vectors do 75 to 157.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ from services.worker.engine.model.cpu_kernels.compiler import (
 )
 
 COLUMNS = PANEL
-"""The most columns of a product; a line of the right matrix has so many in memory."""
+"""Maximum columns of a product, and the words per line of the right matrix."""
 MOST_ROWS = 6
-"""Rows of the largest of `_tiles`: sums of more do not fit into the registers beside a line."""
+"""Maximum rows per tile: the sums of more rows do not fit into the registers beside a line."""
 _LINES = 64
-"""Lines of a block of the right matrix, which has 16 KiB."""
+"""Lines per block of the right matrix: 16 KiB."""
 _FLOAT_BYTES = 4
 _LINE_FLOATS = CACHE_LINE_BYTES // _FLOAT_BYTES
 _LONG, _FLOAT, _WORD = ir.IntType(64), ir.FloatType(), ir.IntType(32)
@@ -47,7 +47,7 @@ _WORDS = ir.VectorType(_WORD, VECTOR_FLOATS)
 
 @register_jitable
 def tile_columns(rows: int) -> int:
-    """How many columns a tile of that many rows has, at least two vectors; divides `COLUMNS`."""
+    """Columns of a tile with `rows` rows: at least two vectors, and a divisor of `COLUMNS`."""
     if VECTOR_FLOATS == WIDE_FLOATS or rows == 1:
         return COLUMNS
     return COLUMNS // 2 if rows == 2 else COLUMNS // 4
@@ -58,11 +58,11 @@ def _tile(
     typing_context: Any, rows: Any, lines: Any, left: Any, stride: Any, right: Any, begun: Any,
     sums: Any, sum_stride: Any, add: Any, ahead: Any, step: Any, stored: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """`rows` rows and `tile_columns(rows)` columns of a product; `rows` is known at compile time.
+    """A tile of a product: `rows` (compile-time constant) × `tile_columns(rows)`.
 
-    `left`, `right`, `sums` are addresses: of rows in float32, of lines of what is `stored` (a
-    dtype), and of what is written, or added to if `add`; strides count float32. `begun`: the
-    address of sums of earlier lines, in rows of `COLUMNS`, or 0. Memory is fetched from the address
+    `left`, `right` and `sums` are addresses: of rows in float32, of lines in the dtype `stored`,
+    and of the output, which is added to if `add`. Strides count float32. `begun`: the address of
+    partial sums of earlier lines, in rows of `COLUMNS`, or 0. The tile prefetches from address
     `ahead` on, every `step` bytes.
     """
     signature = types.void(rows, *(10 * [types.int64]), stored)
@@ -70,7 +70,7 @@ def _tile(
 
 
 class _TileLoop:
-    """Writes the loop of one `_tile`."""
+    """Emits the loop of a `_tile` call."""
 
     def __init__(self, rows: int, *, in_pairs: bool) -> None:
         self._rows, self._in_pairs = range(rows), in_pairs
@@ -79,13 +79,16 @@ class _TileLoop:
     def __call__(self, context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         _, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, _ = arguments
         rows = [_row(builder, left, stride, n) for n in self._rows]
-        # Else the compiler computes these addresses in each round, for which registers lack.
-        rows = [_kept(builder, row) for row in rows]
+        # Hide how the addresses were computed; otherwise the compiler recomputes them in each loop
+        # iteration, and registers do not suffice.
+        rows = [_opaque(builder, row) for row in rows]
+        # Accumulators [row][vector]; LLVM promotes these stack slots to registers.
         totals = [[cgutils.alloca_once(builder, _VECTOR) for _ in self._vectors] for _ in rows]
         self._begin(builder, begun, totals)
         first = builder.inttoptr(right, _FLOATS)
         fetched = cgutils.alloca_once_value(builder, builder.inttoptr(ahead, _BYTES))
         with cgutils.for_range(builder, lines) as loop:
+            # Prefetch the next block at the rate at which this block is consumed.
             for _ in range(0, len(self._vectors) * VECTOR_FLOATS, _LINE_FLOATS):
                 place = builder.load(fetched)
                 fetch(builder, place)
@@ -112,7 +115,7 @@ class _TileLoop:
                     builder.store(builder.load(place, align=_FLOAT_BYTES), total)
 
     def _add_line(self, builder: Any, index: Any, rows: Any, line: Any, totals: Any) -> None:
-        """Add the products of one line of the right matrix, of one or two inputs."""
+        """Add the products of a line of the right matrix, which has one or two inputs."""
         loaded = [
             builder.load(_vector_at(builder, line, vector), align=_FLOAT_BYTES)
             for vector in self._vectors
@@ -120,17 +123,18 @@ class _TileLoop:
         if not self._in_pairs:
             _add_input(builder, index, rows, loaded, totals)
             return
-        words = [builder.bitcast(one, _WORDS) for one in loaded]
+        # A word holds two bfloat16 inputs; shifting and masking widens each to float32.
+        pairs = [builder.bitcast(vector, _WORDS) for vector in loaded]
         shift, mask = (ir.Constant(_WORDS, [each] * VECTOR_FLOATS) for each in (16, 0xFFFF0000))
-        lower = [builder.bitcast(builder.shl(one, shift), _VECTOR) for one in words]
-        upper = [builder.bitcast(builder.and_(one, mask), _VECTOR) for one in words]
+        lower = [builder.bitcast(builder.shl(pair, shift), _VECTOR) for pair in pairs]
+        upper = [builder.bitcast(builder.and_(pair, mask), _VECTOR) for pair in pairs]
         first = builder.mul(index, _LONG(2))
         _add_input(builder, first, rows, lower, totals)
         _add_input(builder, builder.add(first, _LONG(1)), rows, upper, totals)
 
 
 def _add_input(builder: Any, index: Any, rows: Any, factors: Any, totals: Any) -> None:
-    """Add the products of one input to `totals` [row][vector]."""
+    """Add the products of an input to `totals` [row][vector]."""
     for row, row_totals in zip(rows, totals, strict=True):
         each = _repeated(builder, builder.load(builder.gep(row, [index])))
         for factor, total in zip(factors, row_totals, strict=True):
@@ -142,7 +146,7 @@ def _is_set(builder: Any, number: Any) -> Any:
 
 
 def _row(builder: Any, address: Any, stride: Any, row: int) -> Any:
-    """A pointer to row `row` of a matrix at an address, whose stride counts float32."""
+    """A pointer to row `row` of a matrix at an address; the stride counts float32."""
     offset = builder.mul(stride, _LONG(row * _FLOAT_BYTES))
     return builder.inttoptr(builder.add(address, offset), _FLOATS)
 
@@ -152,14 +156,14 @@ def _vector_at(builder: Any, line: Any, vector: int) -> Any:
     return builder.bitcast(place, _VECTOR.as_pointer())
 
 
-def _kept(builder: Any, pointer: Any) -> Any:
-    """A pointer of which the compiler does not know how it was made."""
+def _opaque(builder: Any, pointer: Any) -> Any:
+    """The same pointer through empty inline assembly, which hides its origin from the compiler."""
     kind = ir.FunctionType(pointer.type, [pointer.type])
     return builder.asm(kind, "", "=r,0", [pointer], False)
 
 
 def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """`left` times `right` plus `total`, as one: the compiler cannot change the order of sums."""
+    """`left` · `right` + `total` as an FMA, so that the compiler cannot reorder the sums."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(_VECTOR, 3 * [_VECTOR]),
@@ -170,13 +174,13 @@ def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
 
 def _repeated(builder: Any, number: Any) -> Any:
     undefined = ir.Constant(_VECTOR, ir.Undefined)
-    one = builder.insert_element(undefined, number, _WORD(0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * VECTOR_FLOATS))
+    first = builder.insert_element(undefined, number, _WORD(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_WORDS, [0] * VECTOR_FLOATS))
 
 
 @register_jitable
 def _tiles(rows, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, stored):  # type: ignore[no-untyped-def]
-    """As `_tile`, for a number of rows that is not known at compile time."""
+    """Dispatch a runtime number of rows to `_tile`, which needs a compile-time constant."""
     if rows == 1:
         _tile(1, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, stored)
     elif rows == 2:
@@ -191,32 +195,32 @@ def _tiles(rows, lines, left, stride, right, begun, sums, sum_stride, add, ahead
         _tile(6, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, stored)
 
 
-def _widened(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
-    """The address and stride of `count` rows of `left` as float32.
+def _widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
+    """(address, stride) of `count` rows of `left` as float32.
 
-    Unless they are that, `room` [MOST_ROWS, inputs of a block] is filled with `inputs` of each.
+    bfloat16 rows are widened to `scratch` [MOST_ROWS, inputs of a block], `inputs` of each row.
     """
 
 
 @overload(_widened)
-def _choose_widened(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
-    def as_they_are(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
+def _choose_widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
+    def as_they_are(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
         return left.ctypes.data + at * _FLOAT_BYTES, stride
 
-    def widened(left, at, stride, count, inputs, room):  # type: ignore[no-untyped-def]
+    def widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
         for m in range(count):
-            begin, target = at + m * stride, room[m]
+            begin, target = at + m * stride, scratch[m]
             row = left[begin : begin + inputs]
             for k in range(inputs):
                 target[k] = float32_of(row[k])
-        return room.ctypes.data, room.shape[1]
+        return scratch.ctypes.data, scratch.shape[1]
 
     return as_they_are if left.dtype == types.float32 else widened
 
 
 @register_jitable
 def _store_edge(totals, begin, end, sums, sums_at, sum_stride, add):  # type: ignore[no-untyped-def]
-    """Write columns `begin` to `end` of `totals` [row, column], of which a tile has more."""
+    """Write columns `begin` to `end` of `totals` [row, column]: a tile at the right edge."""
     for m in range(len(totals)):
         for n in range(begin, end):
             place = sums_at + m * sum_stride + n
@@ -231,39 +235,43 @@ def multiply(  # type: ignore[no-untyped-def]
     rows, columns, depth, left_stride, sum_stride, add, left, left_at, right, right_end, sums,
     sums_at,
 ):  # fmt: skip
-    """As `small_product.product`, but `right` is an address, up to `right_end`."""
-    together = WORD_BYTES // left.itemsize
-    lines, line_bytes = depth // together, COLUMNS * WORD_BYTES
+    """As `small_product.product`, but `right` is an address; its matrix ends at `right_end`."""
+    per_word = WORD_BYTES // left.itemsize
+    lines, line_bytes = depth // per_word, COLUMNS * WORD_BYTES
     blocks, groups = -(-lines // _LINES), -(-rows // MOST_ROWS)
+    # Partial sums between blocks; the last block writes to `sums`.
     totals = np.empty((rows, COLUMNS), np.float32)
-    room = np.empty((MOST_ROWS, _LINES * together), np.float32)
+    scratch = np.empty((MOST_ROWS, _LINES * per_word), np.float32)
     for block in range(blocks):
         is_last = block == blocks - 1
         size = min(_LINES, lines - block * _LINES)
         following = right + size * line_bytes
+        # All groups of rows together prefetch the next block once; at the end of the matrix, none
+        # follows.
         step = -(-CACHE_LINE_BYTES // groups) if following < right_end else 0
         for group in range(groups):
             first = group * MOST_ROWS
             count = min(MOST_ROWS, rows - first)
-            at = left_at + first * left_stride + block * _LINES * together
-            wide, stride = _widened(left, at, left_stride, count, size * together, room)
+            at = left_at + first * left_stride + block * _LINES * per_word
+            wide, stride = _widened(left, at, left_stride, count, size * per_word, scratch)
             target_at = sums_at + first * sum_stride
             width = tile_columns(count)
             for column in range(0, columns, width):
                 offset = column * WORD_BYTES
                 into, into_stride, adds = totals[first:].ctypes.data + offset, COLUMNS, 0
                 begun = into if block else 0
+                # A tile that exceeds the output writes to `totals`, from where columns are copied.
                 is_whole = column + width <= columns
                 if is_last and is_whole:
                     into = sums.ctypes.data + target_at * _FLOAT_BYTES + offset
                     into_stride, adds = sum_stride, add
-                # Each tile fetches its part of the next block.
+                # Each tile prefetches its share of the next block.
                 part = (group * COLUMNS + column) // _LINE_FLOATS
                 _tiles(
                     count, size, wide, stride, right + offset, begun, into, into_stride, adds,
                     following + part * _LINES * step, step, left.dtype,
                 )  # fmt: skip
                 if is_last and not is_whole:
-                    found = totals[first : first + count]
-                    _store_edge(found, column, columns, sums, target_at, sum_stride, add)
+                    tile = totals[first : first + count]
+                    _store_edge(tile, column, columns, sums, target_at, sum_stride, add)
         right = following

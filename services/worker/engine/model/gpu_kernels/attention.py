@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, block by block, without a copy of K and V.
+"""Attention over a paged KV cache, without a copy of K and V.
 
-The work is in *tiles*: one token that decodes, or some consecutive tokens of a prompt, with all
-query heads that share a KV head. A long context is split over several programs, whose results
-`combine` adds up (flash decoding).
+A program computes a *tile*: a decode token, or consecutive tokens of a prompt, with all query heads
+of a KV head. A long context is split over several programs; `combine` merges their partial results
+(flash decoding).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,15 +19,16 @@ def attend(
     DIM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the tokens of a tile over a part of their context, by the block table.
+    """Attend with the tokens of a tile to a part of their context. Grid: [tile, kv_head, split].
 
-    `query` and the result are [token, head, dim], `kv` is [block, 2, slot, kv_head, dim]. Tile i
-    has `counts[i]` tokens from row `starts[i]` on, the first at position `positions[i]`; its blocks
-    begin at `tables[firsts[i]]`. `scale` is that of scores times log2(e). A program reads `share`
-    tokens of the context. WINDOWED: a token sees the last `window` positions alone.
+    `query` is [token, head, dim], `kv` is [block, 2, slot, kv_head, dim]. Tile i has `counts[i]`
+    tokens from row `starts[i]` on, the first at position `positions[i]`; its blocks start at
+    `tables[firsts[i]]`. `scale`: scaling of scores × log2(e). A program reads `share` tokens of the
+    context. WINDOWED: a token sees only the last `window` positions.
 
-    Without SPLIT to `parts`; else there, [tile, token, head, splits, dim] in float32 with
-    `most_tokens` for each tile, and the logarithm of each part's weight to `weights`.
+    Without SPLIT, `parts` is the result [token, head, dim]. With SPLIT, it is [tile, token, head,
+    splits, dim] in float32 with `most_tokens` per tile, and `weights` receives the log2 of the
+    softmax denominator of each part.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -37,39 +38,43 @@ def attend(
     position = tl.load(positions + tile).to(tl.int32)
     table = tables + tl.load(firsts + tile).to(tl.int64)
     length = position + count
+    # The part of the context that this program reads: [begin, end).
     lowest = 0
     if WINDOWED:
         lowest = tl.maximum(position - window + 1, 0) // TILE * TILE
     begin = tl.minimum(lowest + split * share, length)
     end = tl.minimum(begin + share, length)
+    # Rows are tokens × the query heads of the KV head; rows beyond `count` are padding.
     row = tl.arange(0, ROWS)
     token = row // GROUP
     real = token < count
     at = tl.arange(0, DIM)
     own = (start + token) * HEADS + head * GROUP + row % GROUP
-    asked = tl.load(query + own[:, None] * DIM + at[None, :], real[:, None], 0.0)
+    queries = tl.load(query + own[:, None] * DIM + at[None, :], real[:, None], 0.0)  # [ROWS, DIM]
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
-    # Parts of the context that every row sees whole, then the others.
+    # First the tiles of keys that every row sees completely (no mask), then the others.
     whole = begin
     if not WINDOWED:
         whole = tl.maximum(begin, tl.minimum(end, position + 1) // TILE * TILE)
     for first in range(begin, whole, TILE):
-        most, total, sums = _see(
-            asked, kv, table, first, end, token + position, most, total, sums, scale, head, window,
-            KV_HEADS, DIM, BLOCK, TILE, False, False,
+        most, total, sums = _accumulate(
+            queries, kv, table, first, end, token + position, most, total, sums, scale, head,
+            window, KV_HEADS, DIM, BLOCK, TILE, False, False,
         )  # fmt: skip
     for first in range(whole, end, TILE):
-        most, total, sums = _see(
-            asked, kv, table, first, end, token + position, most, total, sums, scale, head, window,
-            KV_HEADS, DIM, BLOCK, TILE, True, WINDOWED,
+        most, total, sums = _accumulate(
+            queries, kv, table, first, end, token + position, most, total, sums, scale, head,
+            window, KV_HEADS, DIM, BLOCK, TILE, True, WINDOWED,
         )  # fmt: skip
+    # A row without visible keys in this part has total 0: avoid 0 / 0.
     divisor = tl.where(total > 0, total, 1.0)
     part = sums / divisor[:, None]
     if SPLIT:
         out = (tile.to(tl.int64) * most_tokens + token) * HEADS + head * GROUP + row % GROUP
         out = out * splits + split
+        # log2 of the part's softmax denominator, by which `combine` weighs it.
         weight = tl.where(total > 0, most + tl.log2(divisor), float("-inf"))
         tl.store(parts + out[:, None] * DIM + at[None, :], part, real[:, None] & (begin < end))
         tl.store(weights + out, weight, real)
@@ -79,17 +84,19 @@ def attend(
 
 
 @triton.jit
-def _see(
-    asked, kv, table, first, end, places, most, total, sums, scale, head, window,
+def _accumulate(
+    queries, kv, table, first, end, places, most, total, sums, scale, head, window,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, total and sums of `attend` after `TILE` more tokens of the context.
+    """Online softmax step: returns `most` (maximum), `total` and `sums` after `TILE` more keys.
 
-    Slots behind the last token may hold anything, so MASKED reads none of them.
+    `places` [ROWS]: position of each row. MASKED: apply the causal mask, and read no key from `end`
+    on.
     """
     tokens = first + tl.arange(0, TILE)
     at = tl.arange(0, DIM)
+    # Slots after the last token hold garbage, possibly NaN: do not load them.
     there = tokens < end
     block = tl.load(table + tokens // BLOCK, there if MASKED else None).to(tl.int64)
     rows = (block * 2 * BLOCK + tokens % BLOCK) * KV_HEADS + head
@@ -97,17 +104,18 @@ def _see(
     mask = there[:, None] if MASKED else None
     other = 0.0 if MASKED else None
     key = tl.load(sources, mask, other)
-    score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+    # "ieee": no TF32 for float32 inputs. Scores are on the log2 scale (see `scale`).
+    score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
     if MASKED:
-        seen = (tokens[None, :] <= places[:, None]) & there[None, :]
+        visible = (tokens[None, :] <= places[:, None]) & there[None, :]
         if WINDOWED:
-            seen &= tokens[None, :] > places[:, None] - window
-        score = tl.where(seen, score, float("-inf"))
+            visible &= tokens[None, :] > places[:, None] - window
+        score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(most, tl.max(score, 1))
-    # A row that has seen nothing yet: -inf less -inf is no number.
+    # For a row without visible keys so far, -inf - -inf would be NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher)
     portion = tl.exp2(score - level[:, None])
-    kept = tl.exp2(most - level)
+    kept = tl.exp2(most - level)  # rescales the state to the new maximum
     value = tl.load(sources + BLOCK * KV_HEADS * DIM, mask, other)
     added = tl.dot(portion.to(value.dtype), value, input_precision="ieee")
     return higher, total * kept + tl.sum(portion, 1), sums * kept[:, None] + added
@@ -118,7 +126,7 @@ def combine(
     parts, weights, attended, starts, counts, splits, most_tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS_MAX: tl.constexpr,
 ):  # fmt: skip
-    """`attended` [token, head, dim] from the parts of `attend`, one token and head a program."""
+    """Merge the parts of `attend` into `attended` [token, head, dim]. Grid: [tile, token, head]."""
     tile = tl.program_id(0)
     token = tl.program_id(1)
     if token < tl.load(counts + tile):
@@ -129,9 +137,11 @@ def combine(
         split = tl.arange(0, SPLITS_MAX)
         place = part_row * splits + split
         weight = tl.load(weights + place, split < splits, float("-inf"))
+        # Softmax over the parts' log-denominators gives the share of each part.
         portion = tl.exp2(weight - tl.max(weight, 0))
         portion = portion / tl.sum(portion, 0)
         places = place[:, None] * DIM + at[None, :]
+        # Parts without visible keys were never written: do not load them.
         part = tl.load(parts + places, (portion > 0)[:, None], 0.0)
         result = tl.sum(part * portion[:, None], 0)
         tl.store(attended + row * DIM + at, result.to(attended.dtype.element_ty))

@@ -1,9 +1,10 @@
-"""Launches a kernel without looking at its arguments each time.
+"""Launches a Triton kernel without inspecting its arguments each time.
 
-Triton looks at every argument of every launch: its type, whether an address is a multiple of 16,
-whether a number is 1. That takes the host longer than a small kernel runs. Here it happens once for
-all launches with equal constants, so their arguments must be alike: tensors of the same dtypes that
-begin at multiples of 16 bytes, and numbers that are either always equal or `do_not_specialize`d.
+Triton inspects every argument of every launch: its type, whether an address is a multiple of 16,
+whether a number is 1. This takes the host longer than a small kernel runs. `Launcher` inspects only
+the first launch for each set of constants, so all its launches must have equivalent arguments:
+tensors of the same dtypes aligned to 16 bytes, and numbers that are always equal or marked
+`do_not_specialize`.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from triton.runtime.jit import KernelInterface
 
 
 class Launcher:
-    """`kernel`, whose last parameters are the constants; `options` as Triton has them."""
+    """Launches `kernel`, whose last parameters are `tl.constexpr`; `options` go to Triton."""
 
     def __init__(self, kernel: KernelInterface[Any], **options: int) -> None:
         self._kernel = kernel
@@ -22,11 +23,11 @@ class Launcher:
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], *constants: Any, **options: int
     ) -> None:
-        """Launch it; `arguments` are all but the `constants`. The first call compiles it."""
+        """Launch on `grid`; `constants` follow `arguments`. The first call with them compiles."""
         key = (arguments[0].dtype, *constants)
         compiled = self._compiled.get(key)
         if compiled is None:
-            # Triton's interpreter returns nothing, and is called anew each time.
+            # Triton's interpreter returns None, so it takes this path every time.
             self._compiled[key] = self._kernel[grid](
                 *arguments, *constants, **self._options, **options
             )

@@ -52,4 +52,4 @@ def test_a_gpu_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("cuda_build")
 def test_a_gpu_that_is_not_there_is_told() -> None:
     check_gpu_needs(torch.device("cuda:1"))
-    assert "there is no GPU 2, since this machine shows 2" in told("cuda:2")
+    assert "there is no GPU 2: this machine has 2" in told("cuda:2")

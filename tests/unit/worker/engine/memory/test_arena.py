@@ -124,7 +124,7 @@ def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: Arena) -> No
     assert arena.prepare(second, 2, [3]) == 1
     arena.check_invariants()
     assert (arena.free_chunks, second.mapped_chunks) == (28, 0)
-    with pytest.raises(ValueError, match="another place has"):
+    with pytest.raises(ValueError, match="another place owns"):
         arena.adopt([])
     assert arena.prefault()
     assert (arena.tensor(first, torch.float32) == 3.0).all()
@@ -156,7 +156,7 @@ def test_two_prepared_places_cannot_have_one_chunk(arena: Arena) -> None:
     reserved = arena.reserve("range", 4 * CHUNK_BYTES)
     arena.prepare(reserved, 0, [5])
     arena.prepare(reserved, 1, [5])
-    with pytest.raises(ValueError, match="another place has"):
+    with pytest.raises(ValueError, match="another place owns"):
         arena.adopt([])
     assert reserved.mapped_chunks == 0
     with pytest.raises(ValueError, match="are mapped"):

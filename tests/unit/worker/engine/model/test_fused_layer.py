@@ -148,9 +148,9 @@ def test_what_does_not_fit_is_refused() -> None:
     layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
     kernel = fused_layer(layer, stored, "it", model.config, sliding_window=None).kernel
     turn = torch.ones(2, 16)
-    with pytest.raises(ValueError, match="do not fit this layer"):
+    with pytest.raises(ValueError, match="do not match this layer"):
         kernel.before(torch.ones(2, 63), turn, turn)
-    with pytest.raises(ValueError, match="do not fit this layer"):
+    with pytest.raises(ValueError, match="do not match this layer"):
         kernel.before(torch.ones(3, 64), turn, turn)
-    with pytest.raises(ValueError, match="does not fit this layer"):
+    with pytest.raises(ValueError, match="does not match this layer"):
         kernel.after(torch.ones(2, 64), torch.ones(2, 3, 16))

@@ -48,7 +48,7 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) ->
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are those of a GPU, whatever computes them."""
     monkeypatch.setattr(assembly, "uses_gpu_kernels", lambda _device: True)
-    monkeypatch.setattr(gpu_graphs, "Capture", GraphCapture)
+    monkeypatch.setattr(gpu_graphs, "CudaGraphCapture", GraphCapture)
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
 def test_what_the_kernels_cannot_compute_is_left_to_torch(tmp_path: Path) -> None:
     odd = make_tiny_model(tmp_path / "gelu", dtype=torch.float32, hidden_act="gelu")
     runner = load(odd)
-    assert not isinstance(runner.decoder.joined, GpuLayers)
+    assert not isinstance(runner.decoder.layer_runner, GpuLayers)
     runner.close()
 
 
@@ -89,7 +89,7 @@ def test_graphs_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gpu_graphs, "GRAPHS_MAX", 2)
 
     class Layers:
-        def all_of(
+        def run_all(
             self, layers: range, rest: torch.Tensor, _turn: object, _work: object
         ) -> torch.Tensor:
             return rest + layers.start

@@ -66,7 +66,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     assert folder.parent == tmp_path / "chosen"
     (folder if inner else folder.parent).chmod(mode)
     assert cache_folder(sources, environment) == cache_folder(sources, {})
-    assert f"its mode {mode:o} lets others write; give {CACHE_VARIABLE} a folder" in caplog.text
+    assert f"its mode {mode:o} lets others write; set {CACHE_VARIABLE} to a folder" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")

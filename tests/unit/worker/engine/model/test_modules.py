@@ -151,13 +151,13 @@ def test_all_types_of_rotation_are_compared() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_size": True}, "hidden_size is True, no whole number"),
+        ({"hidden_size": True}, "hidden_size is True, not an integer"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', no number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, neither true nor false"),
-        ({"rope_scaling": [1]}, "rope_parameters is no object"),
-        ({"rope_scaling": {"type": "linear"}}, "rope of type linear needs a number factor"),
-        ({"use_sliding_window": True, "layer_types": ["x"]}, "does not have 3 names"),
+        ({"rope_scaling": [1]}, "rope_parameters is not an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope of type linear requires a number for factor"),
+        ({"use_sliding_window": True, "layer_types": ["x"]}, "is not a list of 3 names"),
         ({"use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers is 1.5"),
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, but must"),
     ],

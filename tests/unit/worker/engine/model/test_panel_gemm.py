@@ -71,7 +71,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 @needs_panel_product
 def test_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit panels"):
+    with pytest.raises(ValueError, match="do not match panels"):
         product_of(torch.randn(64, 8))(torch.randn(1, 6))
 
 
@@ -112,7 +112,7 @@ def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_vectors
 def test_vectors_multiply_where_torch_s_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_gemm, "_torch_calls", lambda: np.ones(2, np.int64))
-    monkeypatch.setattr(panel_gemm, "_is_right", lambda calls, _dtype: not calls.any())
+    monkeypatch.setattr(panel_gemm, "_is_correct", lambda calls, _dtype: not calls.any())
     calls = panel_gemm.panel_calls.__wrapped__(torch.bfloat16)
     assert calls is not None
     assert not calls.any()

@@ -39,7 +39,7 @@ def test_the_weight_is_not_copied() -> None:
 
 def test_rows_that_do_not_fit_are_refused_and_none_is_no_row() -> None:
     product = SkinnyProduct(torch.ones(8, 16))
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         product(torch.ones(2, 17))
     assert product(torch.ones(0, 16)).shape == (0, 8)
 

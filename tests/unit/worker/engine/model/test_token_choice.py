@@ -107,5 +107,5 @@ def test_logits_of_another_size_or_type_are_refused() -> None:
     choose = TokenChooser(Scratch.of(300, np.float32))
     terms, draws = [DrawTerms(1.0, 0, 1.0, 0.0)], np.zeros(1)
     for logits in (np.zeros((1, 301), np.float32), np.zeros((1, 300))):
-        with pytest.raises(ValueError, match="do not fit scratch for 300 tokens in float32"):
+        with pytest.raises(ValueError, match="do not match scratch for 300 tokens in float32"):
             choose(logits, terms, draws)

@@ -17,9 +17,9 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.process import idle_profiler
 from services.worker.engine.profile import idle, session
+from services.worker.engine.profile.batches import Effort
 from services.worker.engine.profile.idle import IdleProfiler
-from services.worker.engine.profile.measurer import Measurer, room_of
-from services.worker.engine.profile.point import Effort
+from services.worker.engine.profile.measurer import Measurer, batch_limits_of
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.ipc import StartRequest
 from tests.support.engine_inbox import open_inbox
@@ -95,7 +95,7 @@ def profiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> IdleProfiler:
     monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
-    own = ProfileSession(TINY, room_of(runner, 64, 16))
+    own = ProfileSession(TINY, batch_limits_of(runner, 64, 16))
     measurer = Measurer(runner, state.pool)
     return IdleProfiler(own, measurer, runner, config, 1, tmp_path / "p" / "mine.yaml")
 

@@ -5,16 +5,16 @@ from random import Random
 import pytest
 
 from services.core.cost.model import Chunks, Coefficients, CostModel
-from services.worker.engine.profile.point import (
+from services.worker.engine.profile.batches import (
     FULL,
     GPU,
     HELD_OUT_KINDS,
     IDLE,
     QUICK,
+    BatchLimits,
     Effort,
-    Room,
-    fit_points,
-    held_out_points,
+    fit_batches,
+    held_out_batches,
 )
 from services.worker.engine.profile.session import (
     ROUNDS_MAX,
@@ -24,13 +24,15 @@ from services.worker.engine.profile.session import (
     repeat_noise,
 )
 
-ROOM = Room(
+ROOM = BatchLimits(
     max_batch_tokens=256, max_running=128, max_model_len=8192, num_blocks=2000, block_size=16
 )
-GPU_ROOM = Room(
+GPU_ROOM = BatchLimits(
     max_batch_tokens=4096, max_running=256, max_model_len=32_768, num_blocks=12_000, block_size=16
 )
-SMALL = Room(max_batch_tokens=32, max_running=4, max_model_len=300, num_blocks=24, block_size=16)
+SMALL = BatchLimits(
+    max_batch_tokens=32, max_running=4, max_model_len=300, num_blocks=24, block_size=16
+)
 DEVICE = CostModel(2e-6, 3e-3, 0.11, 0.1, Coefficients(2e-5, 4e-3, 0.1), 1e-5)
 
 
@@ -45,16 +47,16 @@ def profiled(effort: Effort, noise: float, seed: int = 0) -> tuple[ProfileSessio
 
 @pytest.mark.parametrize("effort", [FULL, QUICK, IDLE, GPU])
 @pytest.mark.parametrize("room", [ROOM, SMALL, GPU_ROOM])
-def test_points_fit_and_are_distinct(effort: Effort, room: Room) -> None:
-    kinds = held_out_points(effort, room, Random(1))
-    points = [*fit_points(effort, room), *(p for some in kinds.values() for p in some)]
-    assert all(room.holds(point) for point in points)
+def test_points_fit_and_are_distinct(effort: Effort, room: BatchLimits) -> None:
+    kinds = held_out_batches(effort, room, Random(1))
+    points = [*fit_batches(effort, room), *(p for some in kinds.values() for p in some)]
+    assert all(room.allows(point) for point in points)
     assert len(points) == len(set(points))
     assert {new == 1 for point in points for _, new in point} == {True, False}
 
 
 def test_held_out_batches_are_what_their_kind_says() -> None:
-    kinds = held_out_points(FULL, ROOM, Random(2))
+    kinds = held_out_batches(FULL, ROOM, Random(2))
     assert tuple(kinds) == HELD_OUT_KINDS
 
     def prefilled(point: Chunks) -> list[int]:

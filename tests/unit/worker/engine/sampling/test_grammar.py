@@ -57,7 +57,7 @@ def grammars(model_dir: Path) -> Grammars:
 def allowed_after(grammars: Grammars, grammar: Grammar, ids: list[int], stops=STOP) -> set[int]:
     matcher = grammars.matcher(grammar, stops)
     matcher.consume(ids)
-    return set(np.flatnonzero(matcher.choice().mask).tolist())
+    return set(np.flatnonzero(matcher.allowed_tokens().mask).tolist())
 
 
 def test_stop_tokens_may_come_where_the_grammar_accepts(
@@ -225,9 +225,9 @@ def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
     for grammar in made:
         assert grammars.check(grammar) == Usable()
         grammars.compile(made[0])
-    assert grammars.known(made[0]) == Usable(), "it is used all the time"
-    assert sum(grammars.known(one) is not None for one in made) == COMPILED_MAX
-    assert grammars.known(made[1]) is None
+    assert grammars.cached_verdict(made[0]) == Usable(), "it is used all the time"
+    assert sum(grammars.cached_verdict(one) is not None for one in made) == COMPILED_MAX
+    assert grammars.cached_verdict(made[1]) is None
 
 
 def test_a_lexer_that_others_have_filled_up_is_built_anew(
@@ -252,7 +252,7 @@ def test_a_lexer_that_others_have_filled_up_is_built_anew(
         matcher = grammars.matcher(grammar, STOP)
         for _ in range(20):
             matcher.consume([rng.choice((a, b))])
-            assert {a, b} <= set(np.flatnonzero(matcher.choice().mask).tolist())
+            assert {a, b} <= set(np.flatnonzero(matcher.allowed_tokens().mask).tolist())
     assert 1 < len(built) < 60
 
 
@@ -271,12 +271,12 @@ def test_a_grammar_that_is_needed_soon_is_compiled_by_another_thread_and_once(
     monkeypatch.setattr(grammar_module, "_built", noted)
     good, bad = regex("a+"), regex("a(")
     for _ in range(2):
-        grammars.begin(good)
-        grammars.begin(bad)
+        grammars.start_compiling(good)
+        grammars.start_compiling(bad)
     may_go.set()
-    assert grammars.matcher(good, STOP).choice().mask.any()
+    assert grammars.matcher(good, STOP).allowed_tokens().mask.any()
     with pytest.raises(GrammarRefused, match="unclosed group"):
         grammars.compile(bad)
-    grammars.begin(good)
+    grammars.start_compiling(good)
     assert [grammar for grammar, _ in built] == [good, bad]
     assert get_ident() not in {thread for _, thread in built}

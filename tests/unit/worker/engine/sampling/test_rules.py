@@ -207,7 +207,7 @@ def test_contradicting_rules_fail_the_request_alone() -> None:
 
 def test_a_request_without_terms_is_a_defect() -> None:
     sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB), torch.float64)
-    with pytest.raises(InvalidBatch, match="never got"):
+    with pytest.raises(InvalidBatch, match="never received"):
         sampler.sample(row(0), [("a", SampleSpec(None, 1))], Sampled())
 
 

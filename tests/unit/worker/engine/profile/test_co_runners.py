@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.worker.engine.profile.companions import CompanionLost, companions_of
+from services.worker.engine.profile.co_runners import CoRunnerLost, start_co_runners
 from services.worker.engine.profile.config import ProfileConfig
 from tests.support.tiny_models import make_tiny_model
 
@@ -27,18 +27,18 @@ def config(folder: Path, companions: int) -> ProfileConfig:
 
 def test_one_runs_each_batch_and_is_gone_at_the_end(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    with companions_of(config(tmp_path, 1)) as companions:
+    with start_co_runners(config(tmp_path, 1)) as companions:
         (process,) = set(psutil.Process().children()) - before
         for _ in range(2):
             with companions.run(BATCH):
                 pass
         process.kill()
         process.wait(10)
-        with pytest.raises(CompanionLost, match="--workers"), companions.run(BATCH):
+        with pytest.raises(CoRunnerLost, match="--workers"), companions.run(BATCH):
             pass
     assert not process.is_running()
 
 
 def test_none_is_needed(tmp_path: Path) -> None:
-    with companions_of(config(tmp_path, 0)) as companions, companions.run(BATCH):
+    with start_co_runners(config(tmp_path, 0)) as companions, companions.run(BATCH):
         pass

@@ -6,8 +6,8 @@ import torch
 
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.engine.profile.measurer import sketch, sketch_points
-from services.worker.engine.profile.point import Room
+from services.worker.engine.profile.batches import BatchLimits
+from services.worker.engine.profile.measurer import measure_rough_model, rough_batches
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -25,11 +25,11 @@ def test_a_sketch_predicts_that_more_tokens_cost_more(tmp_path: Path) -> None:
         )
     )
     try:
-        model = sketch(runner, max_batch_tokens=64, max_running=16)
+        model = measure_rough_model(runner, max_batch_tokens=64, max_running=16)
     finally:
         runner.close()
     assert 0 < model.chunk_s(0, 1) <= model.chunk_s(0, 64)
 
 
 def test_a_small_room_is_measured_too() -> None:
-    assert sketch_points(Room(1, 1, 8, 1, 4)) == [((0, 1),), ((0, 1),)]
+    assert rough_batches(BatchLimits(1, 1, 8, 1, 4)) == [((0, 1),), ((0, 1),)]

@@ -1,4 +1,4 @@
-"""The batches to measure: spaced exponentially for the fit, drawn at random to test the fit."""
+"""The batches to measure: an exponential grid for the fit, random batches to validate it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ HELD_OUT_KINDS = ("prefill", "prefill after prefix", "decode", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The bounds of a batch on a runner, in tokens, sequences and blocks."""
+class BatchLimits:
+    """The limits of a batch on a runner, in tokens, sequences and blocks."""
 
     max_batch_tokens: int
     max_running: int
@@ -20,8 +20,8 @@ class Room:
     num_blocks: int
     block_size: int
 
-    def holds(self, chunks: Chunks) -> bool:
-        """Whether the batch can run."""
+    def allows(self, chunks: Chunks) -> bool:
+        """Whether the batch is within the limits."""
         blocks = sum(blocks_for(prefix + new, self.block_size) for prefix, new in chunks)
         return (
             sum(new for _, new in chunks) <= self.max_batch_tokens
@@ -33,9 +33,9 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure: spacings of the fit, held-out batches per kind, and time.
+    """The grid to measure: its coordinates, held-out batches per kind, and the target time.
 
-    `decode_context_tokens` is the largest context of all decodes of a batch together.
+    `decode_context_tokens` bounds the summed context of all decodes in a batch.
     """
 
     prefixes: tuple[int, ...]
@@ -73,49 +73,48 @@ GPU = Effort(
     decode_context_tokens=160_000,
 )
 IDLE = replace(QUICK, target_s=0.0)
-"""For an idle worker: the fewest repeats."""
+"""For an idle worker: the minimum number of repeats."""
 
 
-def fit_points(effort: Effort, room: Room) -> list[Chunks]:
-    """The batches within `room` to which the coefficients are fitted."""
+def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
+    """The batches within `limits` to which the coefficients of the cost model are fitted."""
     prefills: list[Chunks] = [((p, c),) for p in effort.prefixes for c in effort.new_tokens]
+    # A decode batch reads all its contexts, so their sum bounds the time and the KV blocks.
     decodes: list[Chunks] = [
         _decodes(n, p)
         for n in effort.decodes
         for p in effort.contexts
         if n * p <= effort.decode_context_tokens
     ]
-    # Several prefills, and batches of both phases, separate γ, λ and β.
+    # Batches of several prefills, and mixed batches, make the coefficients γ, λ and β identifiable.
     several: list[Chunks] = [
         ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
     ]
     mixed: list[Chunks] = [(*_decodes(n, 128), (p, 32)) for n in (2, 8) for p in (0, 256)]
-    return _distinct([*prefills, *decodes, *several, *mixed], room)
+    return _distinct([*prefills, *decodes, *several, *mixed], limits)
 
 
 def _decodes(count: int, context: int) -> Chunks:
-    """`count` decodes after half to twice `context` tokens, evenly spaced on a logarithmic scale.
-
-    The requests of a service have different lengths. Attention groups decodes of similar length, so
-    equal lengths are the cheapest case: a fit to equal lengths predicted 12 % too little, on
-    average, for the held-out decodes.
-    """
+    """`count` decodes with contexts of half to twice `context`, evenly spaced on a log scale."""
     if count == 1:
         return ((context, 1),)
+    # Requests differ in length, and attention groups decodes of similar length, so equal lengths
+    # are the cheapest case: a fit to them predicted 12 % too little, on average, for the held-out
+    # decodes.
     return tuple((round(context * 4 ** (index / (count - 1) - 0.5)), 1) for index in range(count))
 
 
-def held_out_points(effort: Effort, room: Room, rng: Random) -> dict[str, list[Chunks]]:
-    """Batches by kind that the fit does not see."""
+def held_out_batches(effort: Effort, limits: BatchLimits, rng: Random) -> dict[str, list[Chunks]]:
+    """Validation batches by kind; the fit excludes them."""
     points: dict[str, list[Chunks]] = {}
     for kind in HELD_OUT_KINDS:
         drawn = [_draw(kind, effort, rng) for _ in range(effort.held_out_each)]
-        points[kind] = _distinct(drawn, room)
+        points[kind] = _distinct(drawn, limits)
     return points
 
 
 def _draw(kind: str, effort: Effort, rng: Random) -> Chunks:
-    """A batch like those of a service; sizes are drawn on a logarithmic scale."""
+    """Draw a batch as in serving; sizes are log-uniform."""
     after_prefix = kind == "prefill after prefix" or (kind == "mixed" and rng.random() < 0.5)
     chunks: list[tuple[int, int]] = []
     if kind in ("decode", "mixed"):
@@ -134,5 +133,5 @@ def _log_uniform(rng: Random, low: int, high: int) -> int:
     return round(low * (high / low) ** rng.random())
 
 
-def _distinct(points: Sequence[Chunks], room: Room) -> list[Chunks]:
-    return [chunks for chunks in dict.fromkeys(points) if room.holds(chunks)]
+def _distinct(points: Sequence[Chunks], limits: BatchLimits) -> list[Chunks]:
+    return [chunks for chunks in dict.fromkeys(points) if limits.allows(chunks)]

@@ -1,9 +1,9 @@
-"""Engines that run each batch at the same time as the measured engine.
+"""Co-runners: engines that run each batch at the same time as the profiled engine.
 
-Workers of one machine share its memory bandwidth, which limits decodes: two at once are a quarter
-slower than one. `python -m services.worker.engine.profile.companions` is one companion: it reads
-its configuration as JSON from the first line of standard input, then a batch per line, and answers
-each line with a line.
+Workers of a machine share its memory bandwidth, which limits decodes: two concurrent decodes are a
+quarter slower than a decode alone. `python -m services.worker.engine.profile.co_runners` starts a
+co-runner: it reads its configuration as JSON from the first line of standard input, then a batch
+per line, and answers each line with a line.
 """
 
 import json
@@ -26,47 +26,49 @@ from services.worker.errors import WorkerError
 STOP_GRACE_S = 5.0
 
 
-class CompanionLost(WorkerError):
-    """An engine beside the measured one has ended."""
+class CoRunnerLost(WorkerError):
+    """A co-runner has terminated."""
 
     def __init__(self) -> None:
         super().__init__(
-            "an engine that ran beside the measured one has ended, perhaps for lack of memory;"
-            " measure fewer at once (--workers)"
+            "an engine that ran beside the measured engine has terminated, perhaps for lack of"
+            " memory; measure with fewer engines (--workers)"
         )
 
 
-class Companions:
-    """Engines that have loaded the model; `companions_of` makes them."""
+class CoRunners:
+    """Co-runners that have loaded the model; `start_co_runners` starts them."""
 
     def __init__(self, processes: Sequence["subprocess.Popen[str]"]) -> None:
         self._processes = processes
 
     @contextmanager
     def run(self, batch: Chunks) -> Iterator[None]:
-        """Have all companions run a batch at the same time. Raises CompanionLost."""
+        """Run a batch on all co-runners while the block runs. Raises CoRunnerLost."""
         for process in self._processes:
-            _tell(process, json.dumps(batch))
+            _write_line(process, json.dumps(batch))
         yield
+        # The next batch must not overlap this one, or measurements would mix.
         self.await_all()
 
     def await_all(self) -> None:
-        """Wait for one answer of each companion. Raises CompanionLost."""
+        """Wait for an answer of each co-runner. Raises CoRunnerLost."""
         for process in self._processes:
             assert process.stdout is not None
+            # End of file: the process has terminated.
             if not process.stdout.readline():
-                raise CompanionLost
+                raise CoRunnerLost
 
 
 @contextmanager
-def companions_of(config: ProfileConfig) -> Iterator[Companions]:
-    """Start the configured number of companions; end them afterwards. Raises CompanionLost."""
+def start_co_runners(config: ProfileConfig) -> Iterator[CoRunners]:
+    """Start the configured number of co-runners; end them afterwards. Raises CoRunnerLost."""
     first = json.dumps(asdict(config), default=str)
     with ExitStack() as stack:
         processes = [_start(stack) for _ in range(config.companions)]
         for process in processes:
-            _tell(process, first)
-        companions = Companions(processes)
+            _write_line(process, first)
+        companions = CoRunners(processes)
         companions.await_all()
         yield companions
 
@@ -79,21 +81,22 @@ def _start(stack: ExitStack) -> "subprocess.Popen[str]":
         text=True,
         bufsize=1,
     )
+    # Callbacks run in reverse order: kill, then reap.
     stack.callback(process.wait, STOP_GRACE_S)
     stack.callback(process.kill)
     return process
 
 
-def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+def _write_line(process: "subprocess.Popen[str]", line: str) -> None:
     assert process.stdin is not None
     try:
         print(line, file=process.stdin)
     except BrokenPipeError as error:
-        raise CompanionLost from error
+        raise CoRunnerLost from error
 
 
-def keep_company(lines: IO[str]) -> None:
-    """Be a companion until the lines end."""
+def serve_batches(lines: IO[str]) -> None:
+    """Run a batch for each of `lines`, until they end."""
     data = json.loads(next(lines))
     config = config_module.from_mapping(ProfileConfig, data, "the profiling process")
     runner = ModelRunner.load(config.runner())
@@ -106,4 +109,4 @@ def keep_company(lines: IO[str]) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    keep_company(sys.stdin)
+    serve_batches(sys.stdin)
