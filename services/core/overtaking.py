@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from services.core.setting import number
 
-LOOKED_AT = 16
+SCAN_MAX = 16
 """Requests at the head of a line among which one that fits is looked for."""
 OVERTAKEN_MAX = 8
 """How often a request may be overtaken by default; 0 keeps the order of the line."""
@@ -53,9 +53,9 @@ def next_to_start(
     """The request of `line`, oldest first, that may start now; None if there is none.
 
     `holds_all` hears of each that holds the line, and tells whether it holds every place; if not,
-    `fits` has to leave its places out from then on. Call `start` when one starts. O(`LOOKED_AT`).
+    `fits` has to leave its places out from then on. Call `start` when one starts. O(`SCAN_MAX`).
     """
-    for waiter in islice(line, LOOKED_AT):
+    for waiter in islice(line, SCAN_MAX):
         if fits(waiter):
             return waiter
         if waiter.overtaken >= overtaken_max and holds_all(waiter):

@@ -15,13 +15,13 @@ class Follower:
     """A stage after the first, when a configuration begins.
 
     `used_blocks` are those that its table has, when all of its last configuration has reached it.
-    `was` is the number that the stage had in the leader's previous configuration; None if it was
+    `previous_stage` is the number that the stage had in the leader's previous configuration; None if it was
     not in it and thus has no blocks for the leader's sequences yet.
     """
 
     capacity_blocks: int
     used_blocks: int = 0
-    was: int | None = None
+    previous_stage: int | None = None
 
 
 @dataclass(slots=True)
@@ -35,12 +35,12 @@ class BlockLedger:
     pool: BlockPool
     capacity: list[int] = field(default_factory=list)  # of stages 1, 2, …
     used: list[int] = field(default_factory=list)
-    promised: list[int] = field(default_factory=lambda: [0])  # of stages 0, 1, …
+    reserved: list[int] = field(default_factory=lambda: [0])  # of stages 0, 1, …
 
     @property
     def stages(self) -> int:
         """Stages of the group."""
-        return len(self.promised)
+        return len(self.reserved)
 
     def configure(self, followers: Iterable[Follower]) -> None:
         """Start anew with these stages after the leader's; nothing is promised.
@@ -50,7 +50,7 @@ class BlockLedger:
         followers = tuple(followers)
         self.capacity = [follower.capacity_blocks for follower in followers]
         self.used = [follower.used_blocks for follower in followers]
-        self.promised = [0] * (1 + len(followers))
+        self.reserved = [0] * (1 + len(followers))
 
     def capacity_of(self, stage: int) -> int:
         """The blocks of stage `stage` ≥ 1. Raises ValueError for another one."""
@@ -92,8 +92,8 @@ class BlockLedger:
     def free(self) -> int:
         """Blocks that every stage has and has not promised: for requests that start."""
         if not self.capacity:
-            return self.pool.free_count - self.promised[0]
-        return min([self.room(stage) - blocks for stage, blocks in enumerate(self.promised)])
+            return self.pool.free_count - self.reserved[0]
+        return min([self.room(stage) - blocks for stage, blocks in enumerate(self.reserved)])
 
     def full_stages(self) -> frozenset[int]:
         """Stages without a block to take."""
@@ -104,28 +104,28 @@ class BlockLedger:
         for index in range(len(self.used)):
             self.used[index] += blocks
 
-    def give_back(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
+    def release(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
         """Take back `take`, or the promise at the stages in `absent`."""
         if not (self.capacity or absent):
             return
         for stage in range(self.stages):
             if stage in absent:
-                self.promised[stage] -= blocks
+                self.reserved[stage] -= blocks
             elif stage:
                 self.used[stage - 1] -= blocks
 
-    def promise(self, blocks: int, absent: frozenset[int]) -> None:
+    def reserve(self, blocks: int, absent: frozenset[int]) -> None:
         """Count blocks that a sequence will need at the stages in `absent`."""
         for stage in absent:
-            self.promised[stage] += blocks
+            self.reserved[stage] += blocks
 
-    def keep(self, blocks: int, stage: int) -> None:
+    def use_reserved(self, blocks: int, stage: int) -> None:
         """A promise at `stage` becomes use."""
-        self.promised[stage] -= blocks
+        self.reserved[stage] -= blocks
         if stage:
             self.used[stage - 1] += blocks
 
     def check_invariants(self) -> None:
         """Nothing is negative; there is one entry for each stage."""
         assert len(self.capacity) == len(self.used) == self.stages - 1
-        assert all(blocks >= 0 for blocks in (*self.used, *self.promised))
+        assert all(blocks >= 0 for blocks in (*self.used, *self.reserved))

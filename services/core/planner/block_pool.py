@@ -76,7 +76,7 @@ class BlockPool:
         for block in blocks:
             users = self._taken.get(block, 0)
             if not users:
-                self.cache.use(block)
+                self.cache.reuse(block)
             self._taken[block] = users + 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -94,7 +94,7 @@ class BlockPool:
             del taken[block]
             if block >= self._limit:
                 self.cache.forget(block)
-            elif not self.cache.park(block):
+            elif not self.cache.make_idle(block):
                 heappush(self._empty, block)
 
     def move(self, source: int) -> int:
@@ -106,7 +106,7 @@ class BlockPool:
         (target,) = self.allocate(1)
         self._taken[target] = self._taken[source]
         self._taken[source] = 1
-        self.cache.rename(source, target)
+        self.cache.relocate(source, target)
         self.release((source,))
         return target
 
@@ -120,10 +120,10 @@ class BlockPool:
         heappush(self._empty, block)
         return block_hash
 
-    def name(self, block: int, block_hash: bytes) -> None:
+    def register(self, block: int, block_hash: bytes) -> None:
         """Name a block in use; another one that has the name loses it."""
         self.forget(block_hash)
-        self.cache.name(block, block_hash)
+        self.cache.register(block, block_hash)
 
     def forget(self, block_hash: bytes) -> None:
         """No block has this name any more; a cached one is empty then."""

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from services.core.planner.block_pool import BlockPool
-from services.core.prefix.news import NO_NEWS, PrefixNews
+from services.core.prefix.news import NO_PREFIX_UPDATE, PrefixNews
 
 
 class Move(NamedTuple):
@@ -65,7 +65,7 @@ class StageTable:
         self,
         released: Iterable[str],
         chunks: Iterable[tuple[str, int]],
-        prefixes: PrefixNews = NO_NEWS,
+        prefixes: PrefixNews = NO_PREFIX_UPDATE,
     ) -> None:
         """Follow a microbatch before it runs: release, then cover each chunk's block count.
 
@@ -79,7 +79,7 @@ class StageTable:
         for request_id, place, block_hash in prefixes.named:
             table = self.tables.get(request_id, ())
             if place < len(table):
-                self.pool.name(table[place], block_hash)
+                self.pool.register(table[place], block_hash)
         for request_id in released:
             self.release(request_id)
         for block_hash in prefixes.evicted:

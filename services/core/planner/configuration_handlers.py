@@ -10,14 +10,14 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import BlocksFreed, Command, MoveBlocks
 from services.core.planner.feedback import Feedback
 from services.core.planner.flight import Flight
-from services.core.planner.refusal import given_back, too_large
+from services.core.planner.refusal import returned_after_loss, too_large
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
-from services.core.prefix.news import NO_NEWS
+from services.core.prefix.news import NO_PREFIX_UPDATE
 from services.core.request import blocks_for
 
 
-def beyond_share(
+def excess_lost_sequences(
     sequences: Iterable[Sequence], members: int, *, batch_yields: bool
 ) -> list[Sequence]:
     """The youngest sequences without KV, beyond 1/`members` of all tokens to be computed again.
@@ -115,10 +115,12 @@ class ConfigurationHandlers:
             return []
         table, names = self.sequence_table, event.request_ids
         lost = [one for one in table.sequences.values() if names is None or one.request_id in names]
-        found = beyond_share(lost, event.members, batch_yields=table.precedence.batch_yields)
+        found = excess_lost_sequences(
+            lost, event.members, batch_yields=table.precedence.batch_yields
+        )
         for sequence in found:
             table.end(sequence)
-        return [given_back(sequence.request_id) for sequence in found]
+        return [returned_after_loss(sequence.request_id) for sequence in found]
 
     def _assert_nothing_flies(self) -> None:
         assert not self.flight.plans, "drain or discard the microbatches in flight first"
@@ -163,7 +165,7 @@ class ConfigurationHandlers:
         self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
         after = self._sequences[event.request_id]
         after.due_s, after.group_left = before.due_s, before.group_left
-        after.unpromised_s, after.token_s = before.unpromised_s, before.token_s
+        after.implied_due_s, after.token_s = before.implied_due_s, before.token_s
         self.sequence_table.hold(after)
         return []
 
@@ -195,7 +197,7 @@ class ConfigurationHandlers:
             self.sequence_table.drop_prefixes()
         match event:
             case changes.MicrobatchFollowed():
-                table.apply(event.released, event.chunks, event.prefixes or NO_NEWS)
+                table.apply(event.released, event.chunks, event.prefixes or NO_PREFIX_UPDATE)
             case changes.BlocksAdopted():
                 table.adopt(event.request_id, event.blocks)
             case changes.BlocksReleased():

@@ -23,14 +23,14 @@ def begin(sequence: Sequence, began_s: float) -> None:
     those that begin.
     """
     service, sequence.due_s, sequence.group_left = sequence.request.service, inf, 1
-    sequence.unpromised_s = sequence.arrival_s + UNTARGETED_S
+    sequence.implied_due_s = sequence.arrival_s + UNTARGETED_S
     sequence.token_s = sequence.arrival_s
     if not sequence.output_count:
-        sequence.unpromised_s = began_s + UNTARGETED_S
+        sequence.implied_due_s = began_s + UNTARGETED_S
         if service.ttft_s is not None:
             sequence.due_s = began_s + service.ttft_s
     elif service.tpot_s is not None:
-        sequence.unpromised_s = began_s
+        sequence.implied_due_s = began_s
 
 
 def note_token(sequence: Sequence, now_s: float) -> bool:
@@ -73,7 +73,7 @@ def slack_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> f
 
 def order_s(sequence: Sequence) -> float:
     """When its group is due, for the order of prompts: these have groups of one token."""
-    return sequence.due_s if sequence.due_s < inf else sequence.unpromised_s
+    return sequence.due_s if sequence.due_s < inf else sequence.implied_due_s
 
 
 def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:

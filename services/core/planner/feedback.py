@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from services.core.line_order import Scheduling
 from services.core.planner import deadline
 from services.core.planner.budget import Budget
-from services.core.planner.fill import FillLevel, OnlineArrivals
+from services.core.planner.harvest import HarvestShare, OnlineArrivals
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 
@@ -22,7 +22,7 @@ class Feedback:
     requests are in each iteration: so it is with ConServe as printed, the former two with BROS.
     """
 
-    fill: FillLevel
+    harvest: HarvestShare
     corrects: bool = True
     budget: Budget = field(init=False)
     arrivals: OnlineArrivals = field(default_factory=OnlineArrivals)
@@ -61,16 +61,16 @@ class Feedback:
             return
         if plan.resumes is None:  # else it is not known how much of it was left
             self.budget.observe(plan.predicted_s, measured_s, plan.allowed_s, plan.mixed)
-        if plan.filled:
-            self.fill.observe(missed or plan.pressed)
+        if plan.harvested:
+            self.harvest.observe(missed or plan.contended)
 
 
 def feedback_of(scheduling: Scheduling, harvest: float) -> Feedback | None:
     """What a planner that keeps deadlines learns; None for one that keeps none."""
     match scheduling:
         case Scheduling.SLO:
-            return Feedback(FillLevel(harvest))
+            return Feedback(HarvestShare(harvest))
         case Scheduling.CONSERVE | Scheduling.BROS:
-            return Feedback(FillLevel(1.0), corrects=False)
+            return Feedback(HarvestShare(1.0), corrects=False)
         case _:
             return None

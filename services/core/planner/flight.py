@@ -17,7 +17,7 @@ class Flight:
 
     plans: deque[Plan] = field(default_factory=deque)
     number: int = 0
-    _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _unacknowledged: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def launch(self, plan: Plan) -> None:
         """The decided microbatch runs from now on; one that goes on has counted its tokens."""
@@ -26,9 +26,9 @@ class Flight:
         self.number = plan.number
         self.plans.append(plan)
 
-    def carries(self, plan: Plan, released: tuple[str, ...]) -> None:
+    def note_released(self, plan: Plan, released: tuple[str, ...]) -> None:
         """The launched microbatch tells the stages of these."""
-        self._unheard[plan.number] = released
+        self._unacknowledged[plan.number] = released
 
     def next_result(self, number: int | None) -> Plan | None:
         """The oldest plan in flight, whose result is here; None if that plan was discarded."""
@@ -39,7 +39,7 @@ class Flight:
         assert plans, "no iteration is running"
         plan = plans.popleft()
         assert number in (None, plan.number), f"result {number} before that of {plan.number}"
-        self._unheard.pop(plan.number, None)
+        self._unacknowledged.pop(plan.number, None)
         return plan
 
     def suspend(self, table: SequenceTable, now_s: float) -> None:
@@ -49,7 +49,7 @@ class Flight:
         plan.ran_s += now_s - plan.planned_s
         plan.suspended_s = now_s
         self.plans.clear()
-        table.release_again(self._unheard.pop(plan.number, ()))
+        table.release_again(self._unacknowledged.pop(plan.number, ()))
         table.suspend(plan)
 
     def discard(self, table: SequenceTable) -> None:
@@ -57,14 +57,14 @@ class Flight:
         while self.plans:
             plan = self.plans.pop()
             plan.discard()
-            table.release_again(self._unheard.pop(plan.number, ()))
+            table.release_again(self._unacknowledged.pop(plan.number, ()))
 
     def check_invariants(self, stages: int) -> None:
         """There are at most as many as stages, and no sequence runs twice where it must not."""
         assert len(self.plans) <= stages
         numbers = [plan.number for plan in self.plans]
         assert numbers == list(range(self.number - len(numbers) + 1, self.number + 1))
-        assert set(self._unheard) <= set(numbers)
+        assert set(self._unacknowledged) <= set(numbers)
         for plan in self.plans:
             names = [seq.request_id for seq in plan.decodes]
             names += [prefill.sequence.request_id for prefill in plan.prefills]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from services.core.cost.model import CostModel
 from services.core.service import Service
 
-TOLD_MAX = 64
+REPORTED_MAX = 64
 """So many different targets are told: each request may have its own."""
 
 
@@ -41,7 +41,7 @@ class ImpossibleTargets:
         lone_s = self.cost_model.chunk_s(0, 1)
         found = []
         for name, target_s in (("ttft_ms", service.ttft_s), ("tpot_ms", service.tpot_s)):
-            if target_s is None or target_s >= lone_s or len(self._told) >= TOLD_MAX:
+            if target_s is None or target_s >= lone_s or len(self._told) >= REPORTED_MAX:
                 continue
             key = (name, str(service.service_class), target_s)
             if key not in self._told:

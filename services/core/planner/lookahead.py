@@ -18,14 +18,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 from services.core.cost.model import CostModel
 
-SLACK = 1e-6
+COST_TOLERANCE = 1e-6
 """Relative: sums of the same costs in another order are the same."""
 
-LONGER = 0.02
+ROUND_TOLERANCE = 0.02
 """By how much a round with more parts may be longer than the shortest one: stages wait less in it.
 Modelled: a sixth less bubbles, first tokens up to a sixth later."""
 
-BALANCED = 2e-3
+BALANCE_TOLERANCE = 2e-3
 """How close the largest cost of the parts comes to the least one, relative to it."""
 
 Key = TypeVar("Key")
@@ -81,24 +81,24 @@ def form_round(
     """
     if not pieces:
         return []
-    dealer = _Dealer(pieces, model.beyond_knee, tokens_max)
-    tokens = dealer.tokens[-1]
+    partitioner = _Partitioner(pieces, model.beyond_knee, tokens_max)
+    tokens = partitioner.tokens[-1]
     parts = -(-tokens // tokens_max)
     if cost_max < inf:
-        parts = max(parts, dealer.parts_within(cost_max - (base or model.lam)))
+        parts = max(parts, partitioner.parts_within(cost_max - (base or model.lam)))
     most = max(parts, 2 * tokens // (tokens_min + 1))
     tried: list[tuple[float, list[list[Piece[Key]]]]] = []
     least = inf
     while parts <= most:
-        formed = dealer.deal(parts)
+        formed = partitioner.partition(parts)
         cost = _round_cost_of(formed, stages, model, base)
         tried.append((cost, formed))
         least = min(least, cost)
         # Each part loads the parameters again: beyond some number the round only gets longer.
-        if cost > least * (1 + LONGER):
+        if cost > least * (1 + ROUND_TOLERANCE):
             break
         parts += max(1, parts // 4)
-    return next(formed for cost, formed in reversed(tried) if cost <= least * (1 + LONGER))
+    return next(formed for cost, formed in reversed(tried) if cost <= least * (1 + ROUND_TOLERANCE))
 
 
 def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -> int:
@@ -112,14 +112,14 @@ def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -
     others += [0.0] * (stages - 1 - len(others))
     heapify(others)
     cost, count = sum(ready), len(ready)
-    while count > 1 and others[0] + ready[count - 1] < cost * (1 - SLACK):
+    while count > 1 and others[0] + ready[count - 1] < cost * (1 - COST_TOLERANCE):
         count -= 1
         cost -= ready[count]
         heapreplace(others, others[0] + ready[count])
     return count
 
 
-class _Dealer(Generic[Key]):
+class _Partitioner(Generic[Key]):
     """Cuts a row of pieces into consecutive batches of at most `tokens_max` tokens."""
 
     def __init__(self, pieces: Row[Piece[Key]], model: CostModel, tokens_max: int) -> None:
@@ -131,15 +131,15 @@ class _Dealer(Generic[Key]):
         self._costs = list(accumulate(costs, initial=0.0))
         self.tokens = list(accumulate((piece.tokens for piece in pieces), initial=0))
 
-    def deal(self, parts: int) -> list[list[Piece[Key]]]:
+    def partition(self, parts: int) -> list[list[Piece[Key]]]:
         """At most `parts` batches, enough for the tokens; the largest cost is nearly the least."""
-        cuts = self._fill(inf, parts)
+        cuts = self._cut(inf, parts)
         assert cuts is not None, f"{parts} parts of {self._tokens_max} tokens are too few"
         # A chunk reads the K/V of those before it: cut pieces cost no less than whole ones.
         low, high = self._costs[-1] / parts, self._costs[-1]
         trial = 1.02 * low
-        while low * (1 + BALANCED) < high:
-            found = self._fill(trial, parts)
+        while low * (1 + BALANCE_TOLERANCE) < high:
+            found = self._cut(trial, parts)
             if found is None:
                 low = trial
             else:
@@ -152,11 +152,11 @@ class _Dealer(Generic[Key]):
         """How many parts there are if each costs up to `limit`, or little more than a token."""
         tokens = self.tokens[-1]
         limit = max(limit, self._costs[-1] / tokens)
-        while (cuts := self._fill(limit, tokens)) is None:
+        while (cuts := self._cut(limit, tokens)) is None:
             limit *= 2
         return len(cuts) + 1
 
-    def _fill(self, limit: float, parts: int) -> list[_Place] | None:
+    def _cut(self, limit: float, parts: int) -> list[_Place] | None:
         """Where batches end that cost up to `limit`, the last left out; None if too many."""
         place: _Place = (0, 0)
         cuts: list[_Place] = []

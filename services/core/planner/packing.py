@@ -22,7 +22,7 @@ UNBOUNDED = 2**31
 
 
 @dataclass(slots=True)
-class Slots:
+class AdaptiveSlots:
     """How many sequences an iteration may have (BROS §4.2, adaptive batch sizing)."""
 
     most: int
@@ -33,7 +33,7 @@ class Slots:
 
     @property
     def base(self) -> int:
-        """Slots to begin with, and after a deadline has bound an iteration."""
+        """AdaptiveSlots to begin with, and after a deadline has bound an iteration."""
         return max(1, self.most // BASE_PART)
 
     def observe(self, bound: bool) -> None:
@@ -46,14 +46,14 @@ class Slots:
 
 
 @dataclass(slots=True)
-class Spare:
+class Replaceable:
     """Online decodes of one iteration that can do without it, the one with most time last."""
 
     _plan: Plan
     _found: list[tuple[float, Sequence]]
 
     @classmethod
-    def of(cls, plan: Plan, most_s: float, iteration_s: float) -> "Spare":
+    def of(cls, plan: Plan, most_s: float, iteration_s: float) -> "Replaceable":
         """Look at the decodes of `plan`, which may take `most_s` seconds in the end.
 
         Their deadlines hold if this iteration and one of `iteration_s` seconds, the mean, end
@@ -69,7 +69,7 @@ class Spare:
         found.sort(key=lambda entry: entry[0])
         return cls(plan, found)
 
-    def give(self, spent: Spent) -> Sequence | None:
+    def take_next(self, spent: Spent) -> Sequence | None:
         """Take the one with most time out of the iteration; None if there is none left."""
         if not self._found:
             return None
@@ -78,7 +78,7 @@ class Spare:
         spent.add_decodes(-1, -sequence.computed)
         return sequence
 
-    def put_back(self, sequence: Sequence, spent: Spent) -> None:
+    def restore(self, sequence: Sequence, spent: Spent) -> None:
         """It runs in this iteration after all; nobody else gives a turn to this batch request."""
         self._plan.decodes.append(sequence)
         spent.add_decodes(1, sequence.computed)

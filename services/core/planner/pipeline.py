@@ -47,11 +47,11 @@ class PipelinePlanner:
     stages: int
     formed: deque[list[Piece[Sequence]]] = field(default_factory=deque)
 
-    def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
         running = self.sequence_table.running
         ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
-        chosen = self._deal_decodes(ready, [other.decode_cost for other in in_flight])
+        chosen = self._share_decodes(ready, [other.decode_cost for other in in_flight])
         preempted = self._add_decodes(plan, chosen)
         if not self.formed:
             begun = [seq for seq in running if seq.remaining > 1]
@@ -63,12 +63,12 @@ class PipelinePlanner:
             self._decode_cost(prefill.sequence) for prefill in plan.prefills if prefill.samples
         )
 
-    def _deal_decodes(self, ready: list[Sequence], in_flight: list[float]) -> list[Sequence]:
+    def _share_decodes(self, ready: list[Sequence], in_flight: list[float]) -> list[Sequence]:
         """A microbatch's share of the `ready` decodes, the one that ran longest ago first.
 
         `in_flight` is what decodes cost after each microbatch in flight.
         """
-        ready.sort(key=lambda seq: (seq.turn, seq.age))
+        ready.sort(key=lambda seq: (seq.last_microbatch, seq.age))
         costs = [self._decode_cost(seq) for seq in ready]
         count = decodes_to_run(costs, in_flight, self.stages)
         return ready[: min(count, self.config.max_batch_tokens)]
@@ -86,7 +86,7 @@ class PipelinePlanner:
                 preempted = self.sequence_table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
-            sequence.turn = plan.number
+            sequence.last_microbatch = plan.number
             plan.decodes.append(sequence)
         if preempted:  # by a policy perhaps one that was added
             plan.decodes = [one for one in plan.decodes if one.phase is Phase.RUNNING]
@@ -159,9 +159,9 @@ class PipelinePlanner:
             for sequence, _, formed in self.formed.popleft():
                 covered = sequence.blocks * self.config.block_size - sequence.computed
                 tokens = min(formed, sequence.remaining, covered, budget)
-                runs = sequence.phase is Phase.RUNNING and sequence.turn != plan.number
+                runs = sequence.phase is Phase.RUNNING and sequence.last_microbatch != plan.number
                 if runs and tokens > 0:
-                    sequence.turn = plan.number
+                    sequence.last_microbatch = plan.number
                     plan.add(sequence, tokens)
                     budget -= tokens
 

@@ -25,7 +25,7 @@ class Plan:
     `decode_cost` is the cost of its sequences that decode after it has run; under `slo` of online
     ones, and `batch_decode_cost` of the others. Then it also has a time: it was planned at
     `planned_s`, costs `cost_s` by the model, and its result comes `predicted_s` later. `allowed_s`
-    is the residual time that it keeps. `filled`: batch work could join online work; `pressed`: that
+    is the residual time that it keeps. `harvested`: batch work could join online work; `contended`: that
     lacked memory or places; `bound`: its decodes alone exceeded what deadlines leave.
 
     `made`: its batch since the launch, if it may be suspended. One that was suspended at
@@ -44,9 +44,9 @@ class Plan:
     predicted_s: float = 0.0
     cost_s: float = 0.0
     allowed_s: float = inf
-    filled: bool = False
-    pressed: bool = False
-    bound: bool = False
+    harvested: bool = False
+    contended: bool = False
+    deadline_bound: bool = False
     ran_s: float = 0.0
     suspended_s: float = 0.0
 
@@ -122,4 +122,4 @@ def _rewind(sequence: Sequence, start: int) -> None:
     if sequence.phase is not Phase.ENDED:
         sequence.computed = min(sequence.computed, start)
         sequence.sample_due = False
-        sequence.forget_told()
+        sequence.reset_sampler()

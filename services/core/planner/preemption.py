@@ -30,25 +30,25 @@ class PreemptedWork(StrEnum):
     DISCARD = "discard"
 
 
-PATIENCE = 4.0
+SUSPENDED_WAIT_FACTOR = 4.0
 """A suspended microbatch is given up after so many times the seconds that it had run. So at most a
 fifth of the time of batch work is spent on what runs again."""
-LEFT_MIN = 0.1
+REMAINING_SHARE_MIN = 0.1
 """Part of a suspended microbatch that is taken to be left at least: predictions are not exact."""
 
 
-def is_given_up(ran_s: float, waited_s: float) -> bool:
+def is_abandoned(ran_s: float, waited_s: float) -> bool:
     """Whether a microbatch that ran for `ran_s`, then waited for `waited_s`, is discarded.
 
     Under a steady load somebody online can always run. Its sequences then have more from a share
     of the other iterations than from what the microbatch has computed.
     """
-    return waited_s > PATIENCE * ran_s
+    return waited_s > SUSPENDED_WAIT_FACTOR * ran_s
 
 
-def left_s(predicted_s: float, ran_s: float) -> float:
+def remaining_s(predicted_s: float, ran_s: float) -> float:
     """Seconds that a suspended microbatch has yet to run, of `predicted_s` in all."""
-    return max(LEFT_MIN * predicted_s, predicted_s - ran_s)
+    return max(REMAINING_SHARE_MIN * predicted_s, predicted_s - ran_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def gives_way(
 
     Predictions of the model are corrected as those of `budget`. While they hold, the answer stays
     the same: what is left of the iteration shrinks as the slack does. One that takes longer has
-    `LEFT_MIN` left until it ends, so that it gives way in time if it is asked again.
+    `REMAINING_SHARE_MIN` left until it ends, so that it gives way in time if it is asked again.
 
     Without a cost model nobody knows how long it lasts, so that a deadline is kept by giving way.
     """
@@ -92,5 +92,5 @@ def gives_way(
     mixed = any(len(chunk.token_ids) > 1 for chunk in batch.chunks)
     whole_s = cost_model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
     theirs_s = cost_model.batch_s((0, one.prompt_tokens) for one in requests)
-    left = left_s(scales.scale(mixed) * whole_s, elapsed_s)
+    left = remaining_s(scales.scale(mixed) * whole_s, elapsed_s)
     return left + scales.mixed_scale * theirs_s > least_s

@@ -23,7 +23,7 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Sequence
 from services.core.prefix.block_hash import THIN_STRIDE, block_hashes, prompt_root
 from services.core.prefix.cached_blocks import CachedBlocks
-from services.core.prefix.news import NamedBlock, NewsDraft, PrefixNews, SharedPrefix
+from services.core.prefix.news import NamedBlock, PendingPrefixUpdate, PrefixNews, SharedPrefix
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class PrefixCache:
     queries_total: int = 0
     hits_total: int = 0
     shrinking: set[int] = field(default_factory=set)
-    _draft: NewsDraft = field(default_factory=NewsDraft)
+    _draft: PendingPrefixUpdate = field(default_factory=PendingPrefixUpdate)
 
     @property
     def on(self) -> bool:
@@ -54,7 +54,7 @@ class PrefixCache:
     def _blocks_move(self) -> bool:
         """Whether KV moves between stages, or a stage empties blocks that it will not have."""
         pool = self.table.pool
-        return any(self.ledger.promised) or bool(self.shrinking) or pool.usable < pool.num_blocks
+        return any(self.ledger.reserved) or bool(self.shrinking) or pool.usable < pool.num_blocks
 
     @property
     def _single(self) -> bool:
@@ -66,7 +66,7 @@ class PrefixCache:
 
     def configure(self) -> None:
         """Other stages follow: they have forgotten all names by themselves."""
-        self._draft = NewsDraft()
+        self._draft = PendingPrefixUpdate()
         self.shrinking.clear()
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
@@ -90,11 +90,11 @@ class PrefixCache:
         hashes, in_use = self._hashes(sequence, blocks), self._cache.in_use
         if not in_use(hashes[blocks - 1]):
             return False
-        if sequence.unshared < blocks and not in_use(hashes[sequence.unshared]):
+        if sequence.first_unshared < blocks and not in_use(hashes[sequence.first_unshared]):
             return False
         for place in range(blocks):
             if not in_use(hashes[place]):
-                sequence.unshared = place
+                sequence.first_unshared = place
                 return False
         return True
 
@@ -105,9 +105,9 @@ class PrefixCache:
         found = self.find(sequence)
         self.table.share(sequence.request_id, found)
         sequence.computed = len(found) * self.block_size
-        sequence.named = len(found)
+        sequence.registered = len(found)
         sequence.hit_blocks = 0 if self._single else len(found)
-        sequence.hits_told = False
+        sequence.hits_sent = False
         if self._looks_up(sequence) and not sequence.begun:
             sequence.cached_tokens = sequence.computed
             self.queries_total += len(sequence.token_ids)
@@ -138,29 +138,29 @@ class PrefixCache:
         block_size = self.block_size
         for sequence in sequences:
             blocks = sequence.computed // block_size
-            if blocks > sequence.named and sequence.blocks:
+            if blocks > sequence.registered and sequence.blocks:
                 self._name(sequence, blocks)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
         """Forget all prefixes, at every stage; these are all sequences."""
         self.table.pool.drop_cache()
-        self._draft = NewsDraft(forget=not self._single)
+        self._draft = PendingPrefixUpdate(forget=not self._single)
         for sequence in sequences:
-            sequence.named = 0
+            sequence.registered = 0
 
     def resend_hits(self, sequences: Iterable[Sequence]) -> None:
         """Microbatches were discarded: the stages may have to learn again with what these begin."""
         for sequence in sequences:
             if sequence.computed <= sequence.hit_blocks * self.block_size:
-                sequence.hits_told = False
+                sequence.hits_sent = False
 
-    def take_news(self, sequences: Iterable[Sequence]) -> PrefixNews | None:
+    def take_update(self, sequences: Iterable[Sequence]) -> PrefixNews | None:
         """What the stages have to know before they run a microbatch of these sequences."""
         for sequence in sequences:
-            if sequence.has_untold_hits:
+            if sequence.has_unsent_hits:
                 hashes = tuple(sequence.block_hashes[: sequence.hit_blocks])
                 self._draft.shared.append(SharedPrefix(sequence.request_id, hashes))
-                sequence.hits_told = True
+                sequence.hits_sent = True
         return self._draft.take()
 
     def _looks_up(self, sequence: Sequence) -> bool:
@@ -174,7 +174,7 @@ class PrefixCache:
     def _name(self, sequence: Sequence, blocks: int) -> None:
         hashes, table = self._hashes(sequence, blocks), self.table
         ids = table.block_ids(sequence.request_id)
-        for place in range(sequence.named, blocks):
+        for place in range(sequence.registered, blocks):
             reported = (place + 1) % THIN_STRIDE == 0
             if self._single:
                 self._cache.name(ids[place], hashes[place], reported)
@@ -182,7 +182,7 @@ class PrefixCache:
                 self._name_everywhere(
                     sequence.request_id, place, ids[place], hashes[place], reported
                 )
-        sequence.named = blocks
+        sequence.registered = blocks
 
     def _name_everywhere(
         self, request_id: str, place: int, block: int, block_hash: bytes, reported: bool

@@ -21,7 +21,7 @@ def returned(request_id: str) -> RefuseRequest:
     return RefuseRequest(request_id, message, retryable=True, returned=True)
 
 
-def given_back(request_id: str) -> RefuseRequest:
+def returned_after_loss(request_id: str) -> RefuseRequest:
     """It has lost its KV here, and another worker shall go on with it."""
     message = "the worker's group has lost a member; go on with it at another place"
     return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)

@@ -21,14 +21,14 @@ RETURN_AFTER_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RequeueDelays:
     """Seconds after which requests that wait go back; `inf`: they stay."""
 
     online_s: float = inf
     batch_s: float = inf
 
     @property
-    def is_one(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether it is the same for both classes, so that the oldest request goes first."""
         return self.online_s == self.batch_s
 
@@ -37,12 +37,12 @@ class Patience:
         return self.online_s if sequence.online else self.batch_s
 
 
-ROOM = Patience()
-NO_ROOM = Patience(RETURN_AFTER_S, RETURN_AFTER_S)
+KEEP_QUEUED = RequeueDelays()
+REQUEUE_SOON = RequeueDelays(RETURN_AFTER_S, RETURN_AFTER_S)
 
 
 @dataclass(slots=True)
-class Returns:
+class RequeueTimers:
     """The returnable requests that wait, with the times of their arrival here, oldest first."""
 
     _since_s: dict[str, float] = field(default_factory=dict)
@@ -55,21 +55,21 @@ class Returns:
             self._since_s.pop(sequence.request_id, None)
             self._since_s[sequence.request_id] = now_s
 
-    def any_wait(self, sequences: Mapping[str, Sequence]) -> bool:
+    def any_waiting(self, sequences: Mapping[str, Sequence]) -> bool:
         """Whether one of them waits."""
         return next(self._waiting(sequences), None) is not None
 
-    def due_s(self, sequences: Mapping[str, Sequence], patience: Patience) -> float | None:
+    def due_s(self, sequences: Mapping[str, Sequence], patience: RequeueDelays) -> float | None:
         """When the first of them will have waited too long; None if none ever will."""
         due_s = inf
         for one, since_s in self._waiting(sequences):
             due_s = min(due_s, since_s + patience.of(one))
-            if patience.is_one:
+            if patience.is_uniform:
                 break
         return due_s if due_s < inf else None
 
     def take(
-        self, sequences: Mapping[str, Sequence], now_s: float, patience: Patience
+        self, sequences: Mapping[str, Sequence], now_s: float, patience: RequeueDelays
     ) -> list[Sequence]:
         """The requests that have waited too long; they are forgotten."""
         waiting = self._waiting(sequences)

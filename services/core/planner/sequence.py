@@ -80,17 +80,17 @@ class Sequence:
     moves; `sample_due` says that it was preempted while its next token is being sampled.
 
     `told` counts the output tokens that the sampler knows; None while it knows nothing of the
-    sequence. Call `forget_told` whenever the sampler may have missed a token or may be another one.
+    sequence. Call `reset_sampler` whenever the sampler may have missed a token or may be another one.
     `logprobs` and `prompt_logprobs` are what was asked for, so far.
 
     `cached_tokens` of its prompt were in the cache when it started. `block_hashes` are those of its
     first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
     In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
-    Nobody used the block `unshared` of its prefix when that was looked for last.
+    Nobody used the block `first_unshared` of its prefix when that was looked for last.
 
     The last of its next `group_left` tokens is due at `due_s`, which `deadline` keeps. `token_s` is
     when its last token came. While nothing is promised for the next one, its prompt is ordered as
-    if that were due at `unpromised_s`.
+    if that were due at `implied_due_s`.
     Chunks that ended at position `reached`, or before it, have run, wherever; it never falls.
     """
 
@@ -103,20 +103,20 @@ class Sequence:
     blocks: int = 0
     absent: frozenset[int] = _NOTHING
     sample_due: bool = False
-    turn: int = 0  # the microbatch that ran it last
+    last_microbatch: int = 0  # the microbatch that ran it last
     begun: bool = field(init=False)  # it has had blocks, here or at another leader
     overtaken: int = 0  # by younger ones, while it waited at this leader
-    told: int | None = None
+    sampler_outputs: int | None = None
     logprobs: list[LogprobRows] = field(default_factory=list)
     prompt_logprobs: LogprobRows | None = None
     cached_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
-    named: int = 0
+    registered: int = 0
     hit_blocks: int = 0
-    hits_told: bool = False
-    unshared: int = 0
+    hits_sent: bool = False
+    first_unshared: int = 0
     due_s: float = inf
-    unpromised_s: float = inf
+    implied_due_s: float = inf
     token_s: float = inf
     group_left: int = 1
     reached: int = 0
@@ -182,9 +182,9 @@ class Sequence:
         return len(self.token_ids) - self.computed
 
     @property
-    def has_untold_hits(self) -> bool:
+    def has_unsent_hits(self) -> bool:
         """Whether it begins with blocks of which other stages have not heard."""
-        return self.hit_blocks > 0 and not self.hits_told
+        return self.hit_blocks > 0 and not self.hits_sent
 
     @property
     def output_count(self) -> int:
@@ -192,7 +192,7 @@ class Sequence:
         return len(self.token_ids) - self.prompt_tokens
 
     @property
-    def known(self) -> int:
+    def computed_before(self) -> int:
         """Its first tokens that have run before, as far as results came: whose KV was made once."""
         return max(self.reached, len(self.token_ids) - 1) if self.output_count else self.reached
 
@@ -230,19 +230,21 @@ class Sequence:
     def next_decode(self, block_ids: tuple[int, ...]) -> Chunk:
         """As `next_chunk` of the one token that remains, for which there are hundreds of calls."""
         start, count = self.computed, len(self.token_ids)
-        unusual = self.prompt_logprobs is not None or self.told is None or self._reads_output
+        unusual = (
+            self.prompt_logprobs is not None or self.sampler_outputs is None or self._reads_output
+        )
         if unusual or start + 1 != count:
             return self.next_chunk(1, block_ids)
-        index = self.told = count - self.prompt_tokens
+        index = self.sampler_outputs = count - self.prompt_tokens
         sample = new_tuple(SampleSpec, (None, index, ()))
         last = (self.token_ids[start],)
         return new_tuple(
             Chunk, (self.request.request_id, self.computed, last, block_ids, sample, None)
         )
 
-    def forget_told(self) -> None:
+    def reset_sampler(self) -> None:
         """Tell the sampler everything anew with the next token that it chooses."""
-        self.told = None
+        self.sampler_outputs = None
 
     def take_prompt_logprobs(self, found: PromptRows) -> None:
         """Keep what is new of it: positions that were preempted have run twice."""
@@ -256,8 +258,8 @@ class Sequence:
 
     def _next_sample(self) -> SampleSpec:
         """The spec of the next output token."""
-        told, count = self.told, self.output_count
-        self.told = count
+        told, count = self.sampler_outputs, self.output_count
+        self.sampler_outputs = count
         if told is not None:
             if not self._reads_output or told == count:
                 return SampleSpec(None, count)

@@ -92,7 +92,7 @@ class SequenceTable:
         if absent:
             self._forget_prefixes_of_stages()
         sequence.absent = absent
-        self.ledger.promise(sequence.blocks, absent)
+        self.ledger.reserve(sequence.blocks, absent)
         self._enter(sequence)
         sequence.phase = Phase.HELD if held else Phase.RUNNING
         _insert(self.held if held else self.running, sequence)
@@ -100,7 +100,7 @@ class SequenceTable:
     def forget(self, sequence: Sequence) -> None:
         """Leave a sequence to another leader: its blocks stay where they are, and in use."""
         self._forget_prefixes_of_stages()
-        self.ledger.promise(-sequence.blocks, sequence.absent)
+        self.ledger.reserve(-sequence.blocks, sequence.absent)
         self._leave(sequence)
         self._remove(sequence)
 
@@ -165,7 +165,7 @@ class SequenceTable:
         sequence.begun = True
         _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
-        self.prefixes.make_room(sequence.blocks, have=sequence.named)
+        self.prefixes.make_room(sequence.blocks, have=sequence.registered)
         self.table.adopt(sequence.request_id, sequence.blocks)
         self.ledger.take(sequence.blocks)
         return sequence
@@ -265,7 +265,7 @@ class SequenceTable:
             return False
         if stage == 0:
             self.table.adopt(sequence.request_id, sequence.blocks)
-        self.ledger.keep(sequence.blocks, stage)
+        self.ledger.use_reserved(sequence.blocks, stage)
         sequence.absent -= {stage}
         return True
 
@@ -276,9 +276,9 @@ class SequenceTable:
         """
         self.ledger.configure(followers)
         self.prefixes.configure()
-        was = (0, *(follower.was for follower in followers))
+        was = (0, *(follower.previous_stage for follower in followers))
         for sequence in self.sequences.values():
-            sequence.forget_told()
+            sequence.reset_sampler()
             if not sequence.blocks:
                 continue
             sequence.absent = frozenset(
@@ -286,7 +286,7 @@ class SequenceTable:
                 for stage, before in enumerate(was)
                 if before is None or before in sequence.absent
             )
-            self.ledger.promise(sequence.blocks, sequence.absent)
+            self.ledger.reserve(sequence.blocks, sequence.absent)
             if sequence.absent and sequence.phase is Phase.RUNNING:
                 self.hold(sequence)
 
@@ -302,7 +302,7 @@ class SequenceTable:
 
     def drop_prefixes(self) -> None:
         """Forget all prefixes. A sequence that no stage knows with its prefix starts again."""
-        for sequence in [one for one in self.sequences.values() if one.has_untold_hits]:
+        for sequence in [one for one in self.sequences.values() if one.has_unsent_hits]:
             self.preempt(sequence)
         self.prefixes.drop(self.sequences.values())
 
@@ -344,7 +344,7 @@ class SequenceTable:
             assert blocks_for(seq.computed, self.block_size) <= seq.blocks
             for stage in seq.absent:
                 promised[stage] += seq.blocks
-        assert promised == self.ledger.promised
+        assert promised == self.ledger.reserved
         assert not any(seq.blocks or seq.computed for seq in self.waiting)
         running = (*self.running, *self._suspended)
         assert all(seq.blocks and not seq.absent for seq in running)
@@ -391,12 +391,12 @@ class SequenceTable:
 
     def _free(self, sequence: Sequence) -> None:
         """Free its blocks, wherever it has some, and tell the stages."""
-        sequence.forget_told()
+        sequence.reset_sampler()
         if sequence.blocks:
             self.table.release(sequence.request_id)
-            self.ledger.give_back(sequence.blocks, sequence.absent)
+            self.ledger.release(sequence.blocks, sequence.absent)
             self.released.append(sequence.request_id)
-            sequence.blocks = sequence.named = sequence.hit_blocks = 0
+            sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
 
     def _forget_prefixes_of_stages(self) -> None:
@@ -442,9 +442,9 @@ class SequenceTable:
     def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
         """Its place in the line; among equals the older one is first."""
         request, came_s = sequence.request, sequence.arrival_s
-        if self.precedence.since_begin:
+        if self.precedence.by_gateway_arrival:
             came_s -= request.waited_s
-        return self.precedence.line(request.service, came_s), sequence.age
+        return self.precedence.queue_order(request.service, came_s), sequence.age
 
 
 def _insert(line: list[Sequence], sequence: Sequence) -> None:

@@ -18,8 +18,8 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 _ONLINE, _BATCH = frozenset({True}), frozenset({False})
-EVERYBODY = _ONLINE | _BATCH
-_BY_KIND, _AT_ONCE = (_ONLINE, _BATCH), (EVERYBODY,)
+ALL_CLASSES = _ONLINE | _BATCH
+_BY_KIND, _TOGETHER = (_ONLINE, _BATCH), (ALL_CLASSES,)
 
 
 @dataclass(slots=True)
@@ -29,12 +29,12 @@ class SinglePlanner:
     config: IterationConfig
     sequence_table: SequenceTable
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         preempted = self._add_decodes(plan.decodes, self.sequence_table.running)
         budget = self.config.max_batch_tokens - len(plan.decodes)
         table = self.sequence_table
-        for kind in _BY_KIND if table.precedence.batch_yields else _AT_ONCE:
+        for kind in _BY_KIND if table.precedence.batch_yields else _TOGETHER:
             if kind is _BATCH and plan.prefills and table.suspended:
                 break
             if len(plan.decodes) < len(table.running):
@@ -99,16 +99,16 @@ class RoundRobinPlanner(SinglePlanner):
 
     online_next: bool = True
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         turn = self.online_next
         for online in (turn, not turn):
-            self._fill_with(plan, online)
+            self._schedule_class(plan, online)
             if plan:
                 self.online_next = not online
                 return
 
-    def _fill_with(self, plan: Plan, online: bool) -> None:
+    def _schedule_class(self, plan: Plan, online: bool) -> None:
         config, table = self.config, self.sequence_table
         running = [one for one in table.running if one.online is online]
         preempted = self._add_decodes(plan.decodes, running)
@@ -138,9 +138,9 @@ class PrefillFirstPlanner(SinglePlanner):
     Merged groups run as with `fcfs`.
     """
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
-        self._admit_whole(plan, self._add_prefills(plan, self.config.max_batch_tokens, EVERYBODY))
+        self._admit_whole(plan, self._add_prefills(plan, self.config.max_batch_tokens, ALL_CLASSES))
         if not plan:
             self._add_decodes(plan.decodes, self.sequence_table.running)
 

@@ -25,9 +25,9 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.filler import Filler, Ready
+from services.core.planner.harvester import Harvester, Ready
 from services.core.planner.plan import Plan
-from services.core.planner.preemption import left_s
+from services.core.planner.preemption import remaining_s
 from services.core.planner.sequence import Phase
 from services.core.planner.sequence_table import SequenceTable
 
@@ -39,17 +39,17 @@ class SloPlanner:
     config: IterationConfig
     sequence_table: SequenceTable
     feedback: Feedback
-    filler: Filler = field(init=False)
+    harvester: Harvester = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filler = Filler(self.config, self.sequence_table, self.feedback)
+        self.harvester = Harvester(self.config, self.sequence_table, self.feedback)
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         config, table = self.config, self.sequence_table
         model = config.cost_model or TOKENS
         spent = Spent(model, config.max_batch_tokens)
-        ready = self.filler.look(plan.planned_s)
+        ready = self.harvester.scan(plan.planned_s)
         line = table.waiting
         waits = bool(line) and line[0].online
         limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or waits)
@@ -57,10 +57,10 @@ class SloPlanner:
         self._add_prefills(plan, ready, spent, limit_s, admit=unhurt)
         if ready.online or waits:
             joins = bool(ready.prefills or ready.batch_prefills or line)
-            self._fill_up(plan, ready, spent, self._limit_s(ready, mixed=joins))
+            self._harvest_slack(plan, ready, spent, self._limit_s(ready, mixed=joins))
         else:
-            self.filler.run_alone(plan, ready, spent)
-        self.filler.slots.observe(plan.bound)
+            self.harvester.schedule_batch_only(plan, ready, spent)
+        self.harvester.slots.observe(plan.deadline_bound)
         if config.cost_model is not None:
             plan.cost_s = plan.predicted_s = spent.seconds
             if spent.seconds <= self._limit_s(ready, plan.mixed):
@@ -78,10 +78,10 @@ class SloPlanner:
         """Add online decodes; returns whether no online sequence lost its blocks for others."""
         decodes = ready.decodes
         late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
-        places = min(spent.tokens_left, self.filler.slots.now)
-        plan.bound = late
+        places = min(spent.tokens_left, self.harvester.slots.now)
+        plan.deadline_bound = late
         if (late and self.feedback.corrects) or len(decodes) > places:
-            decodes = self.filler.most_urgent(decodes, spent, limit_s, plan.planned_s)
+            decodes = self.harvester.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
         preempted = False
         for sequence in decodes:
@@ -99,7 +99,7 @@ class SloPlanner:
             return True
         ready.drop_preempted()
         left = sum(one.online for one in table.running)
-        plan.pressed, lost = plan.pressed or left < ready.online, left < ready.online
+        plan.contended, lost = plan.contended or left < ready.online, left < ready.online
         ready.online = left
         return not lost
 
@@ -122,7 +122,7 @@ class SloPlanner:
             elif first is not None:
                 found = table.next_to_admit(config.max_running, config.overtaken_max)
                 if found is None or not found.online:
-                    plan.pressed, admit = True, False
+                    plan.contended, admit = True, False
                     continue
                 sequence = table.admit(found, config.max_running)
                 ready.online += 1
@@ -139,7 +139,7 @@ class SloPlanner:
 
     # --- batch work
 
-    def _fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
+    def _harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the fill level.
 
         None does while an online request waits for blocks or a place, unless nothing else runs, nor
@@ -148,9 +148,9 @@ class SloPlanner:
         table = self.sequence_table
         waits = bool(table.waiting) and table.waiting[0].online
         if not plan:
-            self.filler.run_alone(plan, ready, spent)
+            self.harvester.schedule_batch_only(plan, ready, spent)
         elif not waits and not (table.suspended and plan.prefills):
-            self.filler.fill_up(plan, ready, spent, limit_s)
+            self.harvester.harvest_slack(plan, ready, spent, limit_s)
 
     def has_time_for(self, suspended: Plan, now_s: float) -> bool:
         """Whether the rest of `suspended` fits in the time that batch work may take at `now_s`.
@@ -162,11 +162,11 @@ class SloPlanner:
         line = self.sequence_table.waiting
         if model is None or (line and line[0].online):
             return False
-        ready = self.filler.look(now_s)
+        ready = self.harvester.scan(now_s)
         if ready.prefills:
             return False
         spent = Spent(model, self.config.max_batch_tokens)
         spent_s = spent.decodes_s(len(ready.decodes), ready.prefix_tokens)
         limit_s = budget.limit_s(ready.least_slack_s, suspended.mixed)
-        rest_s = left_s(suspended.predicted_s, suspended.ran_s / budget.scale(suspended.mixed))
-        return spent_s + rest_s <= self.filler.target_s(spent_s, limit_s)
+        rest_s = remaining_s(suspended.predicted_s, suspended.ran_s / budget.scale(suspended.mixed))
+        return spent_s + rest_s <= self.harvester.target_s(spent_s, limit_s)

@@ -19,7 +19,7 @@ from services.core.cost.model import TOKENS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.feedback import Feedback
-from services.core.planner.filler import Filler, Ready
+from services.core.planner.harvester import Harvester, Ready
 from services.core.planner.lookahead import marginal
 from services.core.planner.pipeline import PipelinePlanner, RoundLimits
 from services.core.planner.plan import Plan
@@ -30,16 +30,16 @@ class SloPipelinePlanner(PipelinePlanner):
     """Fills one microbatch after the other; without batch work and targets as `PipelinePlanner`."""
 
     feedback: Feedback = field(kw_only=True)
-    filler: Filler = field(init=False)
+    harvester: Harvester = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filler = Filler(self.config, self.sequence_table, self.feedback)
+        self.harvester = Harvester(self.config, self.sequence_table, self.feedback)
 
-    def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
         config, line = self.config, self.sequence_table.waiting
         spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
-        ready = self.filler.look(plan.planned_s)
+        ready = self.harvester.scan(plan.planned_s)
         mixed = bool(ready.prefills or self.formed or (line and line[0].online))
         ahead_s = max((other.cost_s for other in in_flight), default=0.0)
         self._add_online(plan, ready, spent, self._limit_s(ready, mixed), in_flight)
@@ -63,16 +63,16 @@ class SloPipelinePlanner(PipelinePlanner):
         self, plan: Plan, ready: Ready, spent: Spent, limit_s: float, in_flight: deque[Plan]
     ) -> None:
         table, online = self.sequence_table, ready.online
-        chosen = self._deal_decodes(ready.decodes, [other.decode_cost for other in in_flight])
+        chosen = self._share_decodes(ready.decodes, [other.decode_cost for other in in_flight])
         late = spent.decodes_s(len(chosen), sum([one.computed for one in chosen])) > limit_s
-        self.filler.slots.observe(late)
-        if (late and self.feedback.corrects) or len(chosen) > self.filler.slots.now:
-            chosen = self.filler.most_urgent(chosen, spent, limit_s, plan.planned_s)
+        self.harvester.slots.observe(late)
+        if (late and self.feedback.corrects) or len(chosen) > self.harvester.slots.now:
+            chosen = self.harvester.most_urgent(chosen, spent, limit_s, plan.planned_s)
         if self._add_decodes(plan, chosen):
             ready.drop_preempted()
             ready.online = sum(one.online for one in table.running)
         lost = ready.online < online
-        plan.pressed = lost
+        plan.contended = lost
         spent.add_decodes(len(plan.decodes), sum([one.computed for one in plan.decodes]))
         if not self.formed:
             begun = sorted(ready.prefills, key=deadline.order_s)
@@ -106,7 +106,7 @@ class SloPipelinePlanner(PipelinePlanner):
         table, config = self.sequence_table, self.config
         if not table.batch:
             return
-        dealt = self._deal_decodes(
+        dealt = self._share_decodes(
             ready.batch_decodes, [other.batch_decode_cost for other in in_flight]
         )
         ready.batch_decodes = sorted(dealt, key=lambda one: one.age)
@@ -114,15 +114,15 @@ class SloPipelinePlanner(PipelinePlanner):
         running_max = config.max_running * self.stages
         waits = bool(line) and line[0].online
         if waits and table.next_to_admit(running_max, config.overtaken_max) is None:
-            plan.pressed = True
+            plan.contended = True
             if ready.online:
                 return
-        if plan or ready.online or (waits and not plan.pressed):
-            self.filler.fill_up(plan, ready, spent, limit_s)
+        if plan or ready.online or (waits and not plan.contended):
+            self.harvester.harvest_slack(plan, ready, spent, limit_s)
         else:
-            self.filler.run_alone(plan, ready, spent)
+            self.harvester.schedule_batch_only(plan, ready, spent)
         for sequence in plan.sequences():
-            sequence.turn = plan.number
+            sequence.last_microbatch = plan.number
 
     def _note_costs(self, plan: Plan) -> None:
         """What its sequences that decode after it cost, by class."""

@@ -23,7 +23,7 @@ from services.core.planner import configuration_events as changes
 from services.core.planner.batch import Batch, Microbatch, SampleNotes, new_tuple
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
-from services.core.planner.bros import BrosPlanner
+from services.core.planner.bros_planner import BrosPlanner
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_handlers import ConfigurationHandlers
 from services.core.planner.events import (
@@ -47,10 +47,16 @@ from services.core.planner.preemption import (
     Preempt,
     PreemptedWork,
     gives_way,
-    is_given_up,
+    is_abandoned,
 )
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
-from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
+from services.core.planner.returns import (
+    KEEP_QUEUED,
+    REQUEUE_SOON,
+    RETURN_AFTER_S,
+    RequeueDelays,
+    RequeueTimers,
+)
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import PrefillFirstPlanner, RoundRobinPlanner, SinglePlanner
@@ -84,7 +90,7 @@ class PlannerState:
     _changes: ConfigurationHandlers = field(init=False)
     _arrivals: int = 0
     _newest_s: float = float("-inf")
-    _returns: Returns = field(default_factory=Returns)
+    _requeue: RequeueTimers = field(default_factory=RequeueTimers)
     preempted_iterations_total: int = 0
     resumed_iterations_total: int = 0
 
@@ -157,16 +163,16 @@ class PlannerState:
         where its blocks are missing.
         """
         suspended = self.sequence_table.suspended
-        if suspended is not None and self._disturbs(event, suspended):
+        if suspended is not None and self._invalidates(event, suspended):
             self.sequence_table.discard_suspended()
         return _HANDLERS[type(event)](self, event)
 
-    def _disturbs(self, event: Event, plan: Plan) -> bool:
+    def _invalidates(self, event: Event, plan: Plan) -> bool:
         """Whether `plan`, which is suspended, cannot go on after this.
 
         Its blocks may be another's then, since it is overtaken by what runs meanwhile.
         """
-        if isinstance(event, _UNDISTURBING):
+        if isinstance(event, _HARMLESS_EVENTS):
             return False
         if isinstance(event, RequestAborted):
             sequence = self.sequences.get(event.request_id)
@@ -240,12 +246,12 @@ class PlannerState:
         self._flight.launch(plan)
         released = table.take_released()
         if released:
-            self._flight.carries(plan, released)
+            self._flight.note_released(plan, released)
         if alone:
             return Microbatch(
                 plan.number, batch, released, preemptible=preemptible, resumes=plan.resumes
             )
-        prefixes = table.prefixes.take_news(plan.sequences())
+        prefixes = table.prefixes.take_update(plan.sequences())
         return Microbatch(plan.number, batch, released, prefixes)
 
     def _may_be_preempted(self, plan: Plan) -> bool:
@@ -261,8 +267,8 @@ class PlannerState:
         """
         table = self.sequence_table
         if self.online_can_run and not self._has_time_for(plan, now_s):
-            joins_others = self._feedback is None or self._feedback.fill.most > 0
-            if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
+            joins_others = self._feedback is None or self._feedback.harvest.most > 0
+            if joins_others and is_abandoned(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
             return None
         table.take_suspended()
@@ -337,24 +343,24 @@ class PlannerState:
 
         Unless they `may_start`, this worker plans nothing.
         """
-        if not self._returns.any_wait(self.sequences):
+        if not self._requeue.any_waiting(self.sequences):
             return None
-        return self._returns.due_s(self.sequences, self._patience(may_start))
+        return self._requeue.due_s(self.sequences, self._requeue_delays(may_start))
 
-    def _patience(self, may_start: bool) -> Patience:
+    def _requeue_delays(self, may_start: bool) -> RequeueDelays:
         """How long requests wait here now, by whether the first of them could start."""
         table, config = self.sequence_table, self.config
         running_max = config.max_running * self.stages
         if not may_start or table.next_to_admit(running_max, config.overtaken_max) is None:
-            return NO_ROOM
+            return REQUEUE_SOON
         if not table.precedence.batch_yields:
-            return ROOM
-        return Patience(batch_s=max(RETURN_AFTER_S, config.shelf_max_s))
+            return KEEP_QUEUED
+        return RequeueDelays(batch_s=max(RETURN_AFTER_S, config.shelf_max_s))
 
-    def _return_waiting(self, event: WaitLooked) -> list[Command]:
+    def _requeue_waiting(self, event: WaitLooked) -> list[Command]:
         """Give back the requests that have waited here for long without having begun."""
-        patience = self._patience(event.may_start)
-        found = self._returns.take(self.sequences, event.now_s, patience)
+        patience = self._requeue_delays(event.may_start)
+        found = self._requeue.take(self.sequences, event.now_s, patience)
         for sequence in found:
             self.sequence_table.end(sequence)
         return [returned(sequence.request_id) for sequence in found]
@@ -375,7 +381,7 @@ class PlannerState:
         if self._feedback is not None:
             self._feedback.arrived(sequence, event.now_s)
         self.sequence_table.add(sequence)
-        self._returns.note(sequence, event.now_s, self.sequences)
+        self._requeue.note(sequence, event.now_s, self.sequences)
         return []
 
     def _abort(self, event: RequestAborted) -> list[Command]:
@@ -473,11 +479,11 @@ class PlannerState:
         flight = self._flight
         assert not flight.plans or self.has_slot, "no microbatch has finished"
         plan = Plan(flight.number + 1, planned_s=now_s)
-        self._planner.fill(plan, flight.plans)
+        self._planner.schedule(plan, flight.plans)
         return plan
 
 
-_UNDISTURBING = (
+_HARMLESS_EVENTS = (
     RequestArrived,
     IterationFinished,
     IterationDropped,
@@ -490,7 +496,7 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     IterationFinished: PlannerState._finish_iteration,
     IterationDropped: PlannerState._drop_iteration,
     IterationSuspended: PlannerState._suspend_iteration,
-    WaitLooked: PlannerState._return_waiting,
+    WaitLooked: PlannerState._requeue_waiting,
     changes.StagesConfigured: PlannerState._configure,
 }
 _HANDLERS |= {

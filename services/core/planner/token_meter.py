@@ -27,7 +27,7 @@ class TokenMeter:
     def note_prefills(self, prefills: Iterable[Prefill]) -> None:
         """These chunks have run; to be called before their samples are appended."""
         for sequence, start, tokens, _ in prefills:
-            end, known = start + tokens, max(start, sequence.known)
+            end, known = start + tokens, max(start, sequence.computed_before)
             again = min(end, known) - start
             first = max(0, min(end, sequence.prompt_tokens) - known)
             if end > sequence.reached:

@@ -74,15 +74,15 @@ class Precedence:
 
     With `batch_yields`, sequences of the class `batch` give their blocks and places to online
     requests, which wait for nothing else: in a larger group to those that start only if
-    `yields_in_pipelines`, since a planner's rounds may hold them. `since_begin`: the line counts
+    `yields_in_pipelines`, since a planner's rounds may hold them. `by_gateway_arrival`: the line counts
     from when a request came to its gateway, not to this worker.
     """
 
-    line: LineOrder
+    queue_order: LineOrder
     victims: Victims
     batch_yields: bool
     yields_in_pipelines: bool = False
-    since_begin: bool = False
+    by_gateway_arrival: bool = False
 
 
 PRECEDENCES = {

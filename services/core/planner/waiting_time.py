@@ -25,7 +25,7 @@ class WaitingTimePlanner:
     _ended: dict[str, tuple[float, int]] = field(default_factory=dict)
     _ran: tuple[Sequence, ...] = ()  # in the last iteration
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         self._note_end(plan.planned_s)
         table, config = self.sequence_table, self.config

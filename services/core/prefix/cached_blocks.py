@@ -82,7 +82,7 @@ class CachedBlocks:
         """The block with this name; None if there is none."""
         return self._block_of.get(block_hash)
 
-    def name(self, block: int, block_hash: bytes, reported: bool = False) -> bool:
+    def register(self, block: int, block_hash: bytes, reported: bool = False) -> bool:
         """Give a block in use its name; False if it has one, or another block has this one."""
         if block in self._hash_of or block_hash in self._block_of:
             return False
@@ -92,7 +92,7 @@ class CachedBlocks:
             self._reported.add(block)
         return True
 
-    def rename(self, source: int, target: int) -> None:
+    def relocate(self, source: int, target: int) -> None:
         """The KV of a block in use, if it has a name, is in another one from now on."""
         block_hash = self._hash_of.pop(source, None)
         if block_hash is not None:
@@ -102,14 +102,14 @@ class CachedBlocks:
                 self._reported.remove(source)
                 self._reported.add(target)
 
-    def park(self, block: int) -> bool:
+    def make_idle(self, block: int) -> bool:
         """Nobody uses the block any more; returns whether it has a name, and thus is idle now."""
         if block not in self._hash_of:
             return False
         self._idle[block] = None
         return True
 
-    def use(self, block: int) -> None:
+    def reuse(self, block: int) -> None:
         """A request uses the idle block again."""
         del self._idle[block]
 

@@ -32,11 +32,11 @@ class PrefixNews:
     shared: tuple[SharedPrefix, ...] = ()
 
 
-NO_NEWS = PrefixNews()
+NO_PREFIX_UPDATE = PrefixNews()
 
 
 @dataclass(slots=True)
-class NewsDraft:
+class PendingPrefixUpdate:
     """What has changed since the last microbatch."""
 
     forget: bool = False

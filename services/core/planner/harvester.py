@@ -14,18 +14,18 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.fill import CROWDED, offline_limit_s
-from services.core.planner.packing import UNBOUNDED, Slots, Spare
+from services.core.planner.harvest import CROWDED, offline_limit_s
+from services.core.planner.packing import UNBOUNDED, AdaptiveSlots, Replaceable
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
-FILLER_TOKENS_MIN = 16
+BATCH_CHUNK_MIN_TOKENS = 16
 """A chunk of a batch prompt with fewer tokens, but for its end, costs more than it gives."""
-STUCK_TURN = 16
+STARVED_EVERY = 16
 """In each iteration of that number, the oldest batch prompt may take more than the fill level."""
-RESERVE = 0.04
+GROWTH_RESERVE = 0.04
 """Part of the blocks that batch starts leave free for the growth of online sequences."""
 
 
@@ -48,23 +48,23 @@ class Ready:
 
 
 @dataclass(slots=True)
-class Filler:
+class Harvester:
     """Looks at what runs, and chooses batch work for the time that online work leaves."""
 
     config: IterationConfig
     sequence_table: SequenceTable
     feedback: Feedback
-    slots: Slots = field(init=False)
+    slots: AdaptiveSlots = field(init=False)
 
     def __post_init__(self) -> None:
         adaptive = self.config.adaptive_slots
-        self.slots = Slots(self.config.max_running if adaptive else UNBOUNDED)
+        self.slots = AdaptiveSlots(self.config.max_running if adaptive else UNBOUNDED)
 
     @property
     def _running_max(self) -> int:
         return self.config.max_running * self.sequence_table.ledger.stages
 
-    def look(self, now_s: float) -> Ready:
+    def scan(self, now_s: float) -> Ready:
         """What can run, and the least residual time of online decodes that can still keep it."""
         ready, model = Ready(), self.config.cost_model or TOKENS
         iteration_s = self.feedback.budget.iteration_s
@@ -127,7 +127,7 @@ class Filler:
                 prefix_tokens = more
         return [one for place, one in enumerate(decodes) if place in taken]
 
-    def fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
+    def harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the fill level.
 
         What online work suffers counts also if none fitted: else the level would stay where it is.
@@ -135,23 +135,27 @@ class Filler:
         if not self.sequence_table.batch:
             return
         target_s = self.target_s(spent.seconds, limit_s)
-        self._add_stuck(plan, ready, spent, target_s, limit_s)
-        reserve = int(RESERVE * self.sequence_table.ledger.least_capacity)
+        self._add_starved(plan, ready, spent, target_s, limit_s)
+        reserve = int(GROWTH_RESERVE * self.sequence_table.ledger.least_capacity)
         self._add_batch(plan, ready, spent, target_s, reserve)
-        plan.filled = True
-        plan.pressed = plan.pressed or self._is_crowded(ready.online)
+        plan.harvested = True
+        plan.contended = plan.contended or self._is_crowded(ready.online)
 
-    def _add_stuck(
+    def _add_starved(
         self, plan: Plan, ready: Ready, spent: Spent, target_s: float, limit_s: float
     ) -> None:
         """Add the least chunk of the oldest batch prompt if it fits in all that deadlines leave.
 
         What comes before a chunk makes it dear, so a long prompt might never fit by the fill level.
         """
-        if plan.number % STUCK_TURN or not ready.batch_prefills or not self.feedback.fill.most:
+        if (
+            plan.number % STARVED_EVERY
+            or not ready.batch_prefills
+            or not self.feedback.harvest.most
+        ):
             return
         oldest = ready.batch_prefills[0]
-        least = min(FILLER_TOKENS_MIN, oldest.remaining, spent.tokens_left)
+        least = min(BATCH_CHUNK_MIN_TOKENS, oldest.remaining, spent.tokens_left)
         by_level = spent.tokens_within(oldest.computed, target_s, least)
         if by_level < least == spent.tokens_within(oldest.computed, limit_s, least):
             spent.add(oldest.computed, least)
@@ -162,26 +166,31 @@ class Filler:
         """Model seconds of an iteration with batch work beside online work of `spent_s`."""
         config, model = self.config, self.config.cost_model
         if model is None:
-            return inf if self.feedback.fill.level else 0.0
+            return inf if self.feedback.harvest.level else 0.0
         if limit_s == inf:
             limit_s = model.chunk_s(0, config.online_chunk_tokens or config.max_batch_tokens)
-        return spent_s + self.feedback.fill.level * max(0.0, limit_s - spent_s)
+        return spent_s + self.feedback.harvest.level * max(0.0, limit_s - spent_s)
 
-    def run_alone(self, plan: Plan, ready: Ready, spent: Spent) -> None:
+    def schedule_batch_only(self, plan: Plan, ready: Ready, spent: Spent) -> None:
         """Choose an iteration of batch work alone; there is always something in it that can run."""
         if ready.batch_decodes or ready.batch_prefills or self.sequence_table.waiting:
-            self._add_batch(plan, ready, spent, self.alone_s(plan.planned_s), reserve=None)
+            self._add_batch(
+                plan, ready, spent, self.batch_only_limit_s(plan.planned_s), reserve=None
+            )
 
-    def alone_s(self, now_s: float) -> float:
+    def batch_only_limit_s(self, now_s: float) -> float:
         """Model seconds that an iteration of batch work alone may take."""
         config = self.config
         if config.cost_model is None:
             return inf
         scale = self.feedback.budget.mixed_scale
         lone_s = scale * config.cost_model.chunk_s(0, 1)
-        return offline_limit_s(lone_s, config.offline_iteration_s, self._waits_s(now_s)) / scale
+        return (
+            offline_limit_s(lone_s, config.offline_iteration_s, self._tolerated_wait_s(now_s))
+            / scale
+        )
 
-    def _waits_s(self, now_s: float) -> float:
+    def _tolerated_wait_s(self, now_s: float) -> float:
         """Twice the seconds of an iteration without online work, by what comes meanwhile.
 
         An arrival that cannot interrupt it waits for its end: so by the least target of a first
@@ -213,7 +222,7 @@ class Filler:
                 self._add_chunk(plan, sequence, spent, target_s, alone)
         if table.preemptions_total != preemptions:
             return  # a start would only lose its blocks again
-        enough = 1 if alone and not spent.tokens else FILLER_TOKENS_MIN
+        enough = 1 if alone and not spent.tokens else BATCH_CHUNK_MIN_TOKENS
         while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
             if not self._places(plan, spent, alone):
                 return
@@ -235,14 +244,14 @@ class Filler:
         prefix_tokens = sum([one.computed for one in decodes])
         all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
         all_fit = all_fit and len(decodes) <= self._places(plan, spent, alone)
-        spare = None if all_fit or alone else self._spare(plan, target_s)
+        replaceable = None if all_fit or alone else self._replaceable(plan, target_s)
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
             if not all_fit and (plan or not alone):
                 fits = self._decode_fits(plan, sequence, spent, target_s, alone)
-                if not fits and spare is not None:
-                    fits = self._takes_turn(plan, sequence, spent, target_s, spare)
+                if not fits and replaceable is not None:
+                    fits = self._replaces_online(plan, sequence, spent, target_s, replaceable)
                 if not fits:
                     return
             if len(sequence.token_ids) > sequence.blocks * block_size:
@@ -265,22 +274,22 @@ class Filler:
             return False
         return spent.with_chunk_s(decode.computed, 1) <= target_s
 
-    def _spare(self, plan: Plan, target_s: float) -> Spare | None:
+    def _replaceable(self, plan: Plan, target_s: float) -> Replaceable | None:
         budget = self.feedback.budget
         if not self.config.packing or self.config.cost_model is None:
             return None
-        return Spare.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
+        return Replaceable.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
 
-    def _takes_turn(
-        self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, spare: Spare
+    def _replaces_online(
+        self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, replaceable: Replaceable
     ) -> bool:
-        """Whether a batch decode joins in the turn of an online one that can spare it."""
-        replaced = spare.give(spent)
+        """Whether a batch decode joins in the turn of an online one that can replaceable it."""
+        replaced = replaceable.take_next(spent)
         if replaced is None:
             return False
         if self._decode_fits(plan, decode, spent, target_s, alone=False):
             return True
-        spare.put_back(replaced, spent)
+        replaceable.restore(replaced, spent)
         return False
 
     def _add_chunk(
@@ -293,7 +302,7 @@ class Filler:
         most = min(sequence.remaining, spent.tokens_left)
         if not self._places(plan, spent, alone):
             return False
-        least = min(FILLER_TOKENS_MIN, most)
+        least = min(BATCH_CHUNK_MIN_TOKENS, most)
         tokens = spent.tokens_within(sequence.computed, target_s, most)
         if tokens < max(1, least):
             if plan or not least or not alone:

@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-FILL_MIN = 0.02
-FILL_CUT = 0.9
-FILL_RISE = 0.01
+SHARE_MIN = 0.02
+SHARE_CUT = 0.9
+SHARE_RISE = 0.01
 CROWDED = 0.6
 """Part of the blocks or of the places that online sequences hold, beyond which they are pressed."""
 TARGET_KEPT_S = 120.0
@@ -23,7 +23,7 @@ LONE_DECODES = 4
 
 
 @dataclass(slots=True)
-class FillLevel:
+class HarvestShare:
     """The part of the spare time that is filled: at most `most`, which is 0 to 1."""
 
     most: float
@@ -32,16 +32,16 @@ class FillLevel:
     def __post_init__(self) -> None:
         self.level = self.most
 
-    def observe(self, pressed: bool) -> None:
-        """An iteration with batch work beside online work is over; `pressed`: online work suffers.
+    def observe(self, contended: bool) -> None:
+        """An iteration with batch work beside online work is over; `contended`: online work suffers.
 
         That is: a deadline was missed, an online request waits for blocks or a place, or online
         sequences are crowded.
         """
-        if pressed:
-            self.level = min(self.most, max(FILL_MIN, FILL_CUT * self.level))
+        if contended:
+            self.level = min(self.most, max(SHARE_MIN, SHARE_CUT * self.level))
         else:
-            self.level = min(self.most, self.level + FILL_RISE)
+            self.level = min(self.most, self.level + SHARE_RISE)
 
 
 @dataclass(slots=True)

@@ -25,8 +25,8 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.filler import Filler, Ready
-from services.core.planner.packing import Slots
+from services.core.planner.harvester import Harvester, Ready
+from services.core.planner.packing import AdaptiveSlots
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
@@ -113,17 +113,17 @@ class BrosPlanner:
     config: IterationConfig
     sequence_table: SequenceTable
     feedback: Feedback
-    filler: Filler = field(init=False)
-    slots: Slots = field(init=False)
+    harvester: Harvester = field(init=False)
+    slots: AdaptiveSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filler = Filler(self.config, self.sequence_table, self.feedback)
-        self.slots = Slots(self.config.max_running)
+        self.harvester = Harvester(self.config, self.sequence_table, self.feedback)
+        self.slots = AdaptiveSlots(self.config.max_running)
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
         config = self.config
-        ready = self.filler.look(plan.planned_s)
+        ready = self.harvester.scan(plan.planned_s)
         limit_s = self._least_residual_s(ready, plan.planned_s)
         spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
         packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.now)
