@@ -73,8 +73,8 @@ class LoadReporting:
     """A worker's load reports: a stream to the scheduler, and out-of-band reports via gateways.
 
     A report lists the requests received since the report before the last, so an out-of-band
-    report that overtakes the last report of the stream loses none. The same holds for evicted prefixes;
-    these are numbered, since a prefix that is reported twice may be cached again meanwhile.
+    report that overtakes the last report of the stream loses none. The same holds for evicted
+    prefixes; these are numbered, since a prefix that is reported twice may be cached again by then.
     """
 
     worker_id: str

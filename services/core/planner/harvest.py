@@ -1,8 +1,9 @@
-"""How much of the spare time of iterations batch work gets, and how long its own may take.
+"""Share of the slack that batch work harvests, and the length of batch-only iterations.
 
-Filling up to a deadline makes online requests stay longer, so they hold more KV and more places.
-Batch work therefore gets a part of the time between what online work costs and the deadline: less
-at once when online requests suffer, and slowly more when they do not.
+Filling iterations up to the deadline would lengthen the stay of online requests, so that they hold
+more KV and more slots. Batch work therefore gets only a share of the slack between the cost of
+online work and its deadline: the share is cut at once when online requests suffer, and grows slowly
+otherwise.
 """
 
 from collections import deque
@@ -11,20 +12,22 @@ from math import inf
 
 SHARE_MIN = 0.02
 SHARE_CUT = 0.9
+"""Factor of the share after an iteration with contention."""
 SHARE_RISE = 0.01
+"""Increment of the share after an iteration without contention."""
 CROWDED = 0.6
-"""Part of the blocks or of the places that online sequences hold, beyond which they are pressed."""
+"""Online work contends for memory or slots if it holds more than this share of either."""
 TARGET_KEPT_S = 120.0
-"""Seconds for which a target of a first token is expected to be seen again."""
+"""Seconds for which a TTFT target of a past request is expected to recur."""
 GAP_WEIGHT = 0.1
-"""The newest gap between online arrivals counts for so much of their mean."""
+"""Weight of the newest inter-arrival gap in the moving average."""
 LONE_DECODES = 4
-"""An iteration without online work may cost at least so many lone decodes: it has to advance."""
+"""Lower bound of a batch-only iteration, in lone decodes: batch work must make progress."""
 
 
 @dataclass(slots=True)
 class HarvestShare:
-    """The part of the spare time that is filled: at most `most`, which is 0 to 1."""
+    """Share of the slack for batch work, adapted between `SHARE_MIN` and `most` (0 to 1)."""
 
     most: float
     level: float = field(init=False)
@@ -33,11 +36,12 @@ class HarvestShare:
         self.level = self.most
 
     def observe(self, contended: bool) -> None:
-        """An iteration with batch work beside online work is over; `contended`: online work suffers.
+        """Adapt the share after an iteration with online and batch work.
 
-        That is: a deadline was missed, an online request waits for blocks or a place, or online
-        sequences are crowded.
+        `contended`: a deadline was missed, an online request waits for blocks or a slot, or online
+        sequences hold most of either (`CROWDED`).
         """
+        # Multiplicative decrease, additive increase.
         if contended:
             self.level = min(self.most, max(SHARE_MIN, SHARE_CUT * self.level))
         else:
@@ -46,14 +50,15 @@ class HarvestShare:
 
 @dataclass(slots=True)
 class OnlineArrivals:
-    """What is known of online requests to come: they find a running iteration of batch work."""
+    """Expectations of online arrivals, which may find a batch-only iteration running."""
 
-    _targets: deque[tuple[float, float]] = field(default_factory=deque)  # (when, target), rising
-    _last_s: float | None = None
-    _gap_s: float = inf
+    # (arrival, TTFT target) of recent requests, ascending in both: a sliding-window minimum.
+    _targets: deque[tuple[float, float]] = field(default_factory=deque)
+    _last_s: float | None = None  # last arrival
+    _gap_s: float = inf  # moving average of the gap between arrivals
 
     def note(self, now_s: float, ttft_s: float | None) -> None:
-        """An online request has arrived, perhaps with a target for its first token."""
+        """Note an online arrival and its TTFT target, if any."""
         if self._last_s is not None:
             gap_s = now_s - self._last_s
             known = self._gap_s < inf
@@ -61,30 +66,31 @@ class OnlineArrivals:
         self._last_s = now_s
         self._forget(now_s)
         if ttft_s is not None:
+            # Older targets that are not smaller can never be the minimum again.
             while self._targets and self._targets[-1][1] >= ttft_s:
                 self._targets.pop()
             self._targets.append((now_s, ttft_s))
 
     def least_target_s(self, now_s: float) -> float:
-        """The least target of a first token that was seen lately; `inf` without one."""
+        """The least recent TTFT target; `inf` without targets."""
         self._forget(now_s)
         return self._targets[0][1] if self._targets else inf
 
     def _forget(self, now_s: float) -> None:
-        """Drop the targets that were seen too long ago."""
+        """Drop targets older than `TARGET_KEPT_S`."""
         while self._targets and self._targets[0][0] < now_s - TARGET_KEPT_S:
             self._targets.popleft()
 
     def quiet_s(self, now_s: float) -> float:
-        """Seconds without an online arrival that may be expected; `inf` after one at most."""
+        """Expected seconds until the next online arrival; `inf` before the second arrival."""
         if self._last_s is None or self._gap_s == inf:
             return inf
         return max(self._gap_s, now_s - self._last_s)
 
 
 def offline_limit_s(lone_decode_s: float, most_s: float, waits_s: float) -> float:
-    """Seconds that an iteration without online work may take.
+    """Maximum duration of a batch-only iteration: half of `waits_s`, and at most `most_s`.
 
-    That is half of `waits_s`, by what an arrival or the iteration suffers, and at most `most_s`.
+    `waits_s` is the delay that an arrival, or the interrupted iteration, would suffer.
     """
     return max(LONE_DECODES * lone_decode_s, min(most_s, waits_s / 2))

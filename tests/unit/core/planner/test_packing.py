@@ -73,7 +73,11 @@ def test_slots_bound_what_joins_after_a_deadline_has_bound(adaptive: bool, after
     for name in ("x", "y", "z"):
         clock.arrive(name, promised(tpot_s=0.0125), output=2)
     clock.run()
-    assert clock.run().keys() == {"x", "y", "z"} and clock.plan is not None and clock.plan.bound
+    assert (
+        clock.run().keys() == {"x", "y", "z"}
+        and clock.plan is not None
+        and clock.plan.deadline_bound
+    )
     clock.arrive("patient", promised(tpot_s=5.0), output=60)
     assert [len(clock.run()) for _ in range(2)] == [after, 19]
 

@@ -97,7 +97,7 @@ class Clock:
         """Batch work beside online work keeps every residual time that can be kept."""
         feedback, model = self.state._feedback, self.state.config.cost_model
         joined = any(not one.online for one in plan.sequences())
-        if feedback is None or model is None or not plan.filled or not joined:
+        if feedback is None or model is None or not plan.harvested or not joined:
             return
         budget = feedback.budget
         scale = min(budget.decode_scale, budget.mixed_scale)
