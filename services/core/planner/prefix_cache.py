@@ -165,7 +165,7 @@ class PrefixCache:
         for place in range(sequence.registered, blocks):
             reported = (place + 1) % THIN_STRIDE == 0
             if self._single:
-                self._cache.name(ids[place], hashes[place], reported)
+                self._cache.register(ids[place], hashes[place], reported)
             else:
                 self._name_everywhere(
                     sequence.request_id, place, ids[place], hashes[place], reported
@@ -180,7 +180,7 @@ class PrefixCache:
         # update would be applied after the registration.
         if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
             return
-        if self._cache.name(block, block_hash, reported):
+        if self._cache.register(block, block_hash, reported):
             self._draft.named.append(NamedBlock(request_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:

@@ -180,7 +180,7 @@ class PlannerState:
         block_size, batch = self.config.block_size, self.sequence_table.batch.values()
         prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
-        # Yielding batch work causes no demand, since it would not be a reason to merge groups.
+        # Yielding batch work never triggers a drop, so it does not count as demand.
         yields = self.sequence_table.precedence.batch_yields
         return Load(
             running=self.sequence_table.running_count + len(self.held),
