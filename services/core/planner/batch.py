@@ -2,8 +2,6 @@
 
 Chunks are named tuples because a planner creates hundreds per iteration: creation is three times as
 fast as that of frozen dataclasses; the hot paths use `new_tuple`, which is faster still.
-
-A `request_id` here is the id of a sequence, see `sequence_names.py`.
 """
 
 from collections.abc import Mapping

@@ -5,8 +5,7 @@ microbatches in order, so their counts equal those that the leader had when it p
 outlives configurations: after a split, the new leader reads the blocks of a sequence from it.
 
 Sequences may share full blocks at the beginning of their tables. Leaders count a block at another
-stage once per sequence that uses it. A `request_id` here is the id of a sequence, see
-`sequence_names.py`.
+stage once per sequence that uses it.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Planner events of change-overs: effects of group changes on sequences, stages and blocks.
 
-Anyone may read planner state. Only events mutate it, so replaying the log reproduces it. A
-`request_id` here is the id of a sequence, see `sequence_names.py`.
+Anyone may read planner state. Only events mutate it, so replaying the log reproduces it. Ids are
+sequence ids, see `sequence_names.py`.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Events and commands of a worker's planner.
 
-Tokens are named tuples for speed, like the chunks of `batch.py`. A `request_id` here is the id of a
-sequence; the engine translates the ids of aborts on arrival and those of client commands on the
-way out, see `sequence_names.py`.
+Tokens are named tuples for speed, like the chunks of `batch.py`. Ids are sequence ids: the engine
+translates those of requests and aborts on arrival, and those of client commands on the way out, see
+`sequence_names.py`.
 """
 
 from collections.abc import Mapping

@@ -6,9 +6,11 @@ Members may still hold KV of the first sequence then, and messages about it may 
 tables, transfers and messages between engines therefore use sequence ids, so that late messages
 have no effect on the sequence that runs now.
 
-The rule: an engine replaces the request id of an arriving request by a new sequence id, and
-translates back when tokens, refusals and reports leave it. Inside an engine, a `request_id` of a
-planner event, a command or a chunk is a sequence id.
+The rule: `request_id` is the request id, `seq_id` the id of a sequence. An engine gives each
+arriving request a new sequence id, and translates back when tokens and refusals leave it. So inside
+an engine the `request_id` of its copy of a `Request`, of `EmitToken`, `RefuseRequest` and
+`RequestAborted` is a sequence id; and so it is in frames between engines, whose field names are
+fixed by their wire format.
 """
 
 from collections.abc import Iterable
