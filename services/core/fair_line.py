@@ -24,46 +24,46 @@ class FairLine(Generic[T]):
         """Queued entries of all owners."""
         return self._count
 
-    def join(self, owner: str, item: T) -> bool:
+    def join(self, owner: str, entry: T) -> bool:
         """Queue an entry, unless it is queued already; False if its owner is at `owned_max`."""
-        line = self._waiting.get(owner, {})
-        if item in line:
+        queue = self._waiting.get(owner, {})
+        if entry in queue:
             return True
-        if len(line) >= self._owned_max:
+        if len(queue) >= self._owned_max:
             return False
-        self._waiting.setdefault(owner, line)[item] = None
+        self._waiting.setdefault(owner, queue)[entry] = None
         self._count += 1
         return True
 
-    def leave(self, owner: str, item: T) -> bool:
+    def leave(self, owner: str, entry: T) -> bool:
         """Remove an entry; False if it is not queued."""
-        line = self._waiting.get(owner, {})
-        if item not in line:
+        queue = self._waiting.get(owner, {})
+        if entry not in queue:
             return False
-        self._take(owner, line, item)
+        self._take(owner, queue, entry)
         return True
 
-    def leave_all(self, item: T) -> None:
+    def leave_all(self, entry: T) -> None:
         """Remove an entry for all owners; no effect if it is not queued."""
-        for owner, line in list(self._waiting.items()):
-            if item in line:
-                self._take(owner, line, item)
+        for owner, queue in list(self._waiting.items()):
+            if entry in queue:
+                self._take(owner, queue, entry)
 
     def next(self, passed_over: Collection[str] = ()) -> T | None:
         """Remove and return the next entry; None if all waiting owners are `passed_over`."""
         turns = ((key, own) for key, own in self._waiting.items() if key not in passed_over)
-        owner, line = next(turns, (None, None))
-        if owner is None or line is None:
+        owner, queue = next(turns, (None, None))
+        if owner is None or queue is None:
             return None
-        item = next(iter(line))
-        self._take(owner, line, item)
-        if line:
+        entry = next(iter(queue))
+        self._take(owner, queue, entry)
+        if queue:
             # Move the owner to the back: its turn is over.
             self._waiting[owner] = self._waiting.pop(owner)
-        return item
+        return entry
 
-    def _take(self, owner: str, line: dict[T, None], item: T) -> None:
-        del line[item]
+    def _take(self, owner: str, queue: dict[T, None], entry: T) -> None:
+        del queue[entry]
         self._count -= 1
-        if not line:
+        if not queue:
             del self._waiting[owner]

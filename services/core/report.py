@@ -83,7 +83,7 @@ class EngineReport:
     stage, `iterations` that of all iterations, `iteration_tokens` their tokens;
     `slowest_iteration_s` is the duration of the slowest recent iteration, during which an engine
     answers no message. `trouble`: human-readable reason why its group cannot continue; "" if it
-    can. `left`: the group continues without this engine, whose requests are lost here.
+    can. `left`: the group continues without this engine, whose requests have ended here.
     """
 
     load: Load

@@ -131,6 +131,8 @@ class LoadReporting:
         before = known[1]
         if _DISPATCHED_BY(before) != _DISPATCHED_BY(load):
             return ReportNews.MAJOR
+        # The use of blocks changes with every iteration: report it at once only if blocks became
+        # free, which may let a queued request start, or if they are scarce.
         if _BLOCKS(before) != _BLOCKS(load):
             more = load.kv_blocks_free > before.kv_blocks_free
             return ReportNews.MAJOR if more or _is_tight(load) else ReportNews.MINOR

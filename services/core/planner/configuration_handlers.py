@@ -23,7 +23,7 @@ def excess_lost_sequences(
     """The youngest sequences without KV, beyond 1/`members` of all tokens to recompute.
 
     A leader returns them to the scheduler after a loss has divided its group of `members` surviving
-    workers. At least one sequence is kept, and so is the sequence that completes the share.
+    workers. It keeps the oldest sequences, including the sequence that completes the share.
     """
     # Yielding batch work stays here: it is recomputed while no online request waits.
     lost = [seq for seq in sequences if not seq.blocks and (seq.online or not batch_yields)]
@@ -87,7 +87,7 @@ class ConfigurationHandlers:
     # --- changes of configurations
 
     def _end(self, _event: changes.ConfigurationEnded) -> list[Command]:
-        self._assert_nothing_flies()
+        self._assert_none_in_flight()
         for sequence in tuple(self._sequences.values()):
             if sequence.blocks and (not sequence.computed or self._may_lack_a_block(sequence)):
                 self.sequence_table.preempt(sequence)
@@ -107,7 +107,7 @@ class ConfigurationHandlers:
         return self._discarded and decodes and grown
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
-        self._assert_nothing_flies()
+        self._assert_none_in_flight()
         assert not self.sequence_table.released, (
             "the former stages have not received these releases"
         )
@@ -127,7 +127,7 @@ class ConfigurationHandlers:
             table.end(sequence)
         return [returned_after_loss(sequence.request_id) for sequence in excess]
 
-    def _assert_nothing_flies(self) -> None:
+    def _assert_none_in_flight(self) -> None:
         assert not self.flight.plans, "drain or discard the microbatches in flight first"
 
     def _change_stage(self, event: changes.StageEvent) -> list[Command]:

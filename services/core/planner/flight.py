@@ -62,7 +62,7 @@ class Flight:
             table.release_again(self._unacknowledged.pop(plan.number, ()))
 
     def check_invariants(self, stages: int) -> None:
-        """At most one microbatch per stage, and no sequence twice in a batch or decoding twice."""
+        """At most as many microbatches as stages; no sequence runs or decodes twice."""
         assert len(self.plans) <= stages
         numbers = [plan.number for plan in self.plans]
         assert numbers == list(range(self.number - len(numbers) + 1, self.number + 1))

@@ -24,7 +24,7 @@ from services.core.planner.sequence_table import SequenceTable
 BATCH_CHUNK_MIN_TOKENS = 16
 """Least tokens of a chunk of a batch prompt, except its last: smaller chunks do not pay off."""
 STARVED_EVERY = 16
-"""Every how many iterations the oldest batch prompt may exceed the harvest share."""
+"""Interval, in iterations, at which the oldest batch prompt may exceed the harvest share."""
 GROWTH_RESERVE = 0.04
 """Share of the blocks that starts of batch sequences leave free for growing online sequences."""
 
@@ -192,7 +192,7 @@ class Harvester:
         )
 
     def _tolerated_wait_s(self, now_s: float) -> float:
-        """Tolerated delay by an arrival in a batch-only iteration, which may last half of it.
+        """Delay that an arrival in a batch-only iteration may suffer or cause; half of it is the limit.
 
         If arrivals cannot interrupt the iteration, they wait for its end: the least TTFT target.
         If they interrupt and discard it, its work is lost: the expected gap between arrivals.
@@ -226,7 +226,7 @@ class Harvester:
             return  # blocks are scarce: a started sequence would be preempted again
         enough = 1 if alone and not spent.tokens else BATCH_CHUNK_MIN_TOKENS
         while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
-            if not self._places(plan, spent, alone):
+            if not self._free_slots(plan, spent, alone):
                 return
             first = table.next_to_admit(self._running_max, config.overtaken_max)
             if first is None or first.online:
@@ -247,7 +247,7 @@ class Harvester:
         prefix_tokens = sum([decode.computed for decode in decodes])
         # Fast path: skip the check per decode if all fit together.
         all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
-        all_fit = all_fit and len(decodes) <= self._places(plan, spent, alone)
+        all_fit = all_fit and len(decodes) <= self._free_slots(plan, spent, alone)
         replaceable = None if all_fit or alone else self._replaceable(plan, target_s)
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
@@ -268,14 +268,14 @@ class Harvester:
             spent.add_decodes(1, sequence.computed)
             plan.decodes.append(sequence)
 
-    def _places(self, plan: Plan, spent: Spent, alone: bool) -> int:
+    def _free_slots(self, plan: Plan, spent: Spent, alone: bool) -> int:
         """How many more sequences may join; the adaptive slots apply beside online work only."""
         return spent.tokens_left if alone else min(spent.tokens_left, self.slots.left(plan))
 
     def _decode_fits(
         self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, alone: bool
     ) -> bool:
-        if not self._places(plan, spent, alone):
+        if not self._free_slots(plan, spent, alone):
             return False
         return spent.with_chunk_s(decode.computed, 1) <= target_s
 
@@ -302,7 +302,7 @@ class Harvester:
     ) -> bool:
         """Add the next chunk of a batch prompt; False if too few tokens fit."""
         most = min(sequence.remaining, spent.tokens_left)
-        if not self._places(plan, spent, alone):
+        if not self._free_slots(plan, spent, alone):
             return False
         least = min(BATCH_CHUNK_MIN_TOKENS, most)
         tokens = spent.tokens_within(sequence.computed, target_s, most)

@@ -88,7 +88,7 @@ class RequeueTimers:
 
 
 def _may_wait(sequence: Sequence | None) -> bool:
-    """Whether the sequence may still wait for its start; a held one may wait again later."""
+    """Whether the sequence may still wait for its start; a held sequence may wait again later."""
     return sequence is not None and not sequence.begun
 
 

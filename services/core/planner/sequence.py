@@ -41,7 +41,7 @@ TRANSITIONS = {
     (Phase.HELD, Phase.ENDED),
 }
 
-_NOTHING: frozenset[int] = frozenset()
+_NO_STAGES: frozenset[int] = frozenset()
 
 Age = tuple[float, int, str]
 """Arrival time, ordinal at the first leader, sequence id: a total order across workers."""
@@ -86,7 +86,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     computed: int = 0  # tokens planned so far
     blocks: int = 0  # per stage
-    absent: frozenset[int] = _NOTHING  # stages without blocks for it, while its K/V moves
+    absent: frozenset[int] = _NO_STAGES  # stages without blocks for it, while its K/V moves
     sample_due: bool = False  # preempted while its next token is being sampled
     last_microbatch: int = 0  # number of the microbatch that ran it last
     begun: bool = field(init=False)  # it has had blocks, here or at another leader

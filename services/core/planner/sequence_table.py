@@ -126,24 +126,24 @@ class SequenceTable:
         if not self.waiting:
             return None
         full = self.running_count >= running_max
-        if full and not (self._makes_way and self._online_running < running_max):
+        if full and not (self._may_preempt_batch and self._online_running < running_max):
             return None
         free = self.ledger.free
         first = self.waiting[0].request.service
-        # Head-of-line rule: no batch sequence starts while an online one waits.
-        holds_back = self.precedence.batch_yields and first.online
+        # Head-of-line rule: no batch sequence starts while an online sequence waits.
+        online_waits = self.precedence.batch_yields and first.online
         yielding: int | None = None  # blocks that batch work can yield, computed on demand
 
         def fits(sequence: Sequence) -> bool:
             nonlocal yielding
             if sequence.sample_due:
                 return False  # its sampled token is still in flight
-            if (full or holds_back) and not sequence.online:
+            if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
             if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
                 return True
-            if not (self._makes_way and sequence.online):
+            if not (self._may_preempt_batch and sequence.online):
                 return False
             if yielding is None:
                 yielding = self._blocks_to_yield
@@ -159,8 +159,8 @@ class SequenceTable:
 
         Blocks of a cached prefix are shared, and its tokens do not run again.
         """
-        if self._makes_way:
-            self._make_way(sequence, running_max)
+        if self._may_preempt_batch:
+            self._preempt_batch_for(sequence, running_max)
         start(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
@@ -361,7 +361,7 @@ class SequenceTable:
         assert all(seq.blocks and not seq.absent for seq in running)
 
     @property
-    def _makes_way(self) -> bool:
+    def _may_preempt_batch(self) -> bool:
         """Whether the start of an online sequence may preempt batch sequences."""
         precedence = self.precedence
         alone = self.ledger.stages == 1
@@ -384,7 +384,7 @@ class SequenceTable:
             if not seq.online
         )
 
-    def _make_way(self, sequence: Sequence, running_max: int) -> None:
+    def _preempt_batch_for(self, sequence: Sequence, running_max: int) -> None:
         """Preempt batch sequences, newest first, until `sequence` has a slot and blocks."""
 
         def lacks_blocks() -> bool:
@@ -460,12 +460,12 @@ class SequenceTable:
         return self.precedence.queue_order(request.service, arrival_s), sequence.age
 
 
-def _insert(line: list[Sequence], sequence: Sequence) -> None:
+def _insert(row: list[Sequence], sequence: Sequence) -> None:
     """Insert by age: nearly always at the end."""
-    if not line or line[-1].age < sequence.age:
-        line.append(sequence)
+    if not row or row[-1].age < sequence.age:
+        row.append(sequence)
     else:
-        insort(line, sequence, key=_age)
+        insort(row, sequence, key=_age)
 
 
 def _age(sequence: Sequence) -> Age:

@@ -51,12 +51,12 @@ class SloPlanner:
         spent = Spent(model, config.max_batch_tokens)
         ready = self.harvester.scan(plan.planned_s)
         queue = table.waiting
-        waits = bool(queue) and queue[0].online
+        online_waits = bool(queue) and queue[0].online
         # Mixed iterations have their own correction: predict the kind before planning.
-        limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or waits)
-        unhurt = self._add_decodes(plan, ready, spent, limit_s)
-        self._add_prefills(plan, ready, spent, limit_s, admit=unhurt)
-        if ready.online or waits:
+        limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or online_waits)
+        none_lost = self._add_decodes(plan, ready, spent, limit_s)
+        self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
+        if ready.online or online_waits:
             joins = bool(ready.prefills or ready.batch_prefills or queue)
             self._harvest_slack(plan, ready, spent, self._limit_s(ready, mixed=joins))
         else:
@@ -112,7 +112,7 @@ class SloPlanner:
         """Add prefills of online requests, running or waiting, by deadline."""
         config, table = self.config, self.sequence_table
         chunk = config.online_chunk_tokens
-        # Prompts get this many tokens even beyond the bound, so that they always advance.
+        # Prompts get this many tokens even beyond the bound, so that it never delays them.
         floor = config.max_batch_tokens if chunk is None else chunk
         begun = deque(sorted(ready.prefills, key=deadline.order_s))
         preemptions = table.preemptions_total
@@ -146,14 +146,14 @@ class SloPlanner:
     def _harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the harvest share.
 
-        No batch work joins while an online request waits for blocks or a slot (unless the iteration
-        is otherwise empty), or beside a prompt for which batch work was interrupted.
+        No batch work joins while an online request waits for blocks or a slot (unless the iteration is
+        otherwise empty), or beside a prompt for which batch work was interrupted.
         """
         table = self.sequence_table
-        waits = bool(table.waiting) and table.waiting[0].online
+        online_waits = bool(table.waiting) and table.waiting[0].online
         if not plan:
             self.harvester.schedule_batch_only(plan, ready, spent)
-        elif not waits and not (table.suspended and plan.prefills):
+        elif not online_waits and not (table.suspended and plan.prefills):
             self.harvester.harvest_slack(plan, ready, spent, limit_s)
 
     def has_time_for(self, suspended: Plan, now_s: float) -> bool:

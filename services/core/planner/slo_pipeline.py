@@ -113,12 +113,12 @@ class SloPipelinePlanner(PipelinePlanner):
         queue = table.waiting
         running_max = config.max_running * self.stages
         # An online request that lacks memory or a slot has priority over all batch work.
-        waits = bool(queue) and queue[0].online
-        if waits and table.next_to_admit(running_max, config.overtaken_max) is None:
+        online_waits = bool(queue) and queue[0].online
+        if online_waits and table.next_to_admit(running_max, config.overtaken_max) is None:
             plan.contended = True
             if ready.online:
                 return
-        if plan or ready.online or (waits and not plan.contended):
+        if plan or ready.online or (online_waits and not plan.contended):
             self.harvester.harvest_slack(plan, ready, spent, limit_s)
         else:
             self.harvester.schedule_batch_only(plan, ready, spent)

@@ -13,7 +13,7 @@ from services.core.line_order import LINES, LineOrder, Scheduling
 from services.core.planner.sequence import Sequence
 
 Victims = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
-"""Takes running sequences (at least one), held ones, and a function for the full stages."""
+"""Takes running sequences (not empty), held sequences, and a function for the full stages."""
 
 
 class VictimRule(StrEnum):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 HASH_BYTES = 16
 """128 bits: collisions cannot be constructed in practice."""
 THIN_STRIDE = 8
-"""Every how many blocks a thin hash is taken; the stride doubles for long prompts."""
+"""Interval of thin hashes in blocks; it doubles for long prompts."""
 THIN_MAX = 64
 """Maximum number of thin hashes per prompt."""
 _THIN_BYTES = 8
