@@ -192,7 +192,7 @@ class Harvester:
         )
 
     def _tolerated_wait_s(self, now_s: float) -> float:
-        """Delay that an arrival in a batch-only iteration may suffer or cause; half of it is the limit.
+        """Twice the limit of a batch-only iteration: a delay that an arrival may suffer or cause.
 
         If arrivals cannot interrupt the iteration, they wait for its end: the least TTFT target.
         If they interrupt and discard it, its work is lost: the expected gap between arrivals.

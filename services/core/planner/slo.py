@@ -146,8 +146,8 @@ class SloPlanner:
     def _harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the harvest share.
 
-        No batch work joins while an online request waits for blocks or a slot (unless the iteration is
-        otherwise empty), or beside a prompt for which batch work was interrupted.
+        No batch work joins beside a prompt for which batch work was interrupted, or while an online
+        request waits for blocks or a slot, unless the iteration is otherwise empty.
         """
         table = self.sequence_table
         online_waits = bool(table.waiting) and table.waiting[0].online
