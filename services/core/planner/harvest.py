@@ -27,13 +27,13 @@ LONE_DECODES = 4
 
 @dataclass(slots=True)
 class HarvestShare:
-    """Share of the slack for batch work, adapted between `SHARE_MIN` and `most` (0 to 1)."""
+    """Share of the slack for batch work, adapted between `SHARE_MIN` and `maximum` (0 to 1)."""
 
-    most: float
-    level: float = field(init=False)
+    maximum: float
+    share: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level = self.most
+        self.share = self.maximum
 
     def observe(self, contended: bool) -> None:
         """Adapt the share after an iteration with online and batch work.
@@ -43,9 +43,9 @@ class HarvestShare:
         """
         # Multiplicative decrease, additive increase.
         if contended:
-            self.level = min(self.most, max(SHARE_MIN, SHARE_CUT * self.level))
+            self.share = min(self.maximum, max(SHARE_MIN, SHARE_CUT * self.share))
         else:
-            self.level = min(self.most, self.level + SHARE_RISE)
+            self.share = min(self.maximum, self.share + SHARE_RISE)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class OnlineArrivals:
         while self._targets and self._targets[0][0] < now_s - TARGET_KEPT_S:
             self._targets.popleft()
 
-    def quiet_s(self, now_s: float) -> float:
+    def expected_gap_s(self, now_s: float) -> float:
         """Expected seconds until the next online arrival; `inf` before the second arrival."""
         if self._last_s is None or self._gap_s == inf:
             return inf

@@ -151,7 +151,7 @@ class Harvester:
         if (
             plan.number % STARVED_EVERY
             or not ready.batch_prefills
-            or not self.feedback.harvest.most
+            or not self.feedback.harvest.maximum
         ):
             return
         oldest = ready.batch_prefills[0]
@@ -166,11 +166,11 @@ class Harvester:
         """Cost bound, in model seconds, for batch work beside online work that costs `spent_s`."""
         config, model = self.config, self.config.cost_model
         if model is None:
-            return inf if self.feedback.harvest.level else 0.0
+            return inf if self.feedback.harvest.share else 0.0
         # Without a deadline, the cost of a full online chunk bounds the iteration.
         if limit_s == inf:
             limit_s = model.chunk_s(0, config.online_chunk_tokens or config.max_batch_tokens)
-        return spent_s + self.feedback.harvest.level * max(0.0, limit_s - spent_s)
+        return spent_s + self.feedback.harvest.share * max(0.0, limit_s - spent_s)
 
     def schedule_batch_only(self, plan: Plan, ready: Ready, spent: Spent) -> None:
         """Plan a batch-only iteration; it is never empty if any batch sequence can run."""
@@ -203,7 +203,7 @@ class Harvester:
         if stays or self.sequence_table.suspended is not None:
             return arrivals.least_target_s(now_s)
         if config.preempted_work is PreemptedWork.DISCARD:
-            return arrivals.quiet_s(now_s)
+            return arrivals.expected_gap_s(now_s)
         return inf
 
     def _add_batch(

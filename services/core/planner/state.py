@@ -263,7 +263,7 @@ class PlannerState:
         table = self.sequence_table
         if self.online_can_run and not self._has_time_for(plan, now_s):
             # Worth discarding only if its sequences can join iterations with online work.
-            joins_others = self._feedback is None or self._feedback.harvest.most > 0
+            joins_others = self._feedback is None or self._feedback.harvest.maximum > 0
             if joins_others and is_abandoned(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
             return None

@@ -248,7 +248,7 @@ def test_missed_deadlines_lower_the_fill_level_at_once() -> None:
     for _ in range(6):
         clock.run()
         assert clock.state._feedback is not None
-        levels.append(clock.state._feedback.harvest.level)
+        levels.append(clock.state._feedback.harvest.share)
     assert min(levels) < 0.95
 
 
@@ -342,7 +342,7 @@ def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> N
         assert clock.run()["filler"] > 0 and clock.plan is not None
         assert clock.plan.predicted_s == pytest.approx(0.03, abs=1e-3), "whatever they take"
     feedback = clock.state._feedback
-    assert feedback is not None and feedback.harvest.level == feedback.budget.margin == 1.0
+    assert feedback is not None and feedback.harvest.share == feedback.budget.margin == 1.0
 
 
 def test_conserve_as_printed_leaves_no_decode_out() -> None:
@@ -371,7 +371,7 @@ def test_the_fill_level_rises_again_when_nothing_fits() -> None:
     clock = Clock(planner())
     clock.begin("online", promised(tpot_s=0.03), output=400)
     assert clock.state._feedback is not None
-    clock.state._feedback.harvest.level = 0.02
+    clock.state._feedback.harvest.share = 0.02
     clock.arrive("filler", BATCH, prompt=200)
     assert "filler" not in clock.run()
     ran = [clock.run() for _ in range(60)]

@@ -175,7 +175,7 @@ def test_a_resumed_iteration_tells_nothing_about_the_device() -> None:
     before = replace(feedback.budget)
     assert device.run().resumes == 1
     assert feedback.budget == before
-    assert feedback.harvest.level == device.state.config.harvest
+    assert feedback.harvest.share == device.state.config.harvest
 
 
 @pytest.mark.parametrize(
