@@ -338,7 +338,7 @@ class PlannerState:
         return self.return_due()
 
     def return_due(self, *, may_start: bool = True) -> float | None:
-        """Time from which `WaitLooked` returns requests to the scheduler; None if it returns none.
+        """Time from which `WaitLooked` returns requests to the scheduler; None if never.
 
         `may_start` is False while this worker does not plan because it leads no group.
         """
