@@ -6,11 +6,12 @@ there. Its last token always runs, since the next token is sampled from its logi
 are full, so they are never written.
 
 In a pipeline the leader decides for all stages which blocks are registered, evicted and shared.
-Stages apply these updates (`PrefixNews`) in the order of microbatches, so all of them
-cache the same prefixes, each in its own blocks. The leader counts a block at another stage once per sequence
-that uses it, plus the cached blocks, so a stage always has room for its plans, whatever it shares.
-The cache is off while KV moves between stages or a stage shrinks, since the stage then drops the
-cached prefixes of the affected blocks by itself. A change of layers drops the whole cache.
+Stages apply these updates (`PrefixNews`) in the order of microbatches, so all of them cache
+the same prefixes, each in its own blocks. The leader counts a block at another stage once per
+sequence that uses it, plus the cached blocks, so a stage always has room for its plans, whatever it
+shares. The cache is off while KV moves between stages or a stage shrinks, since the stage then
+drops the cached prefixes of the affected blocks by itself. A change of layers drops the whole
+cache.
 """
 
 from collections.abc import Iterable
