@@ -1,4 +1,4 @@
-"""Messages between gateway and scheduler about a place for a request to run."""
+"""Messages between a gateway and the scheduler that assign a request to a worker group."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,15 +7,17 @@ from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
 from services.core.service import NO_PROMISE, Service
 
 NO_PREFIX = ThinHashes(THIN_STRIDE, ())
-"""A prompt of which no beginning is known."""
+"""A prompt without known prefix hashes."""
 AVOIDED_MAX = 64
-"""Most workers that an ask may avoid."""
+"""Maximum number of worker addresses that an ask may avoid."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedAssignment:
-    """An assignment by which a request has not run: its worker refused the epoch, or was lost
-    before the first token, or has given the request back before it began (`returned`).
+    """An assignment under which the request did not run.
+
+    The worker refused the epoch, was lost before the first token, or returned the request before it
+    started (`returned`).
     """
 
     group_id: str
@@ -25,15 +27,15 @@ class FailedAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that needs a place to run; the same id may be asked again at any time.
+    """A request that needs a worker group; a gateway may repeat an ask at any time.
 
-    `failed` is the latest assignment if that has failed. `traceparent` is W3C's, "" if the request
-    is not traced. `prefix` stands for the beginnings of the prompt that a group may have cached.
-    `resumed`: the request has run, and goes on with `prompt_tokens` that hold its output so far.
-    `alone`: engines have died with it, so it gets a group without other requests if it can.
-    Its gateway cannot reach the workers whose addresses are `avoided`, and does not want them for
-    `avoided_s` unless there are no others. `excused_s` of its wait were over when a worker failed
-    under it last.
+    `failed` is the latest assignment if it failed. `traceparent` follows W3C Trace Context; "" if
+    the request is not traced. `prefix` holds hashes of the prompt prefixes that a group may have
+    cached. `resumed`: the request has run before; `prompt_tokens` then include its output so far.
+    `alone`: engines crashed while they ran this request, so the scheduler prefers a group without
+    other requests. The gateway cannot reach the workers at the addresses `avoided`; for `avoided_s`
+    seconds the scheduler uses them only if no other worker is available. `excused_s` seconds of
+    the wait had passed when a worker last failed under the request.
     """
 
     request_id: str
@@ -53,9 +55,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A group at an epoch, and the worker that leads it with its address (host:port).
+    """The group and epoch that run a request, and the group's leader (address: host:port).
 
-    `returnable`: the worker may give the request back, for another place.
+    `returnable`: the worker may return the request to the scheduler before it starts.
     """
 
     request_id: str
@@ -67,7 +69,7 @@ class Assignment:
 
 
 class RefusalReason(StrEnum):
-    """Why a request is refused."""
+    """Reason for which the scheduler refuses a request."""
 
     INVALID = "invalid"
     TOO_LARGE = "too_large"
@@ -78,9 +80,10 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A final "no".
+    """Final rejection of a request.
 
-    `retry_after_s` None: a retry is pointless. `reason` None: one that this version does not know.
+    `retry_after_s` is None if a retry is pointless. `reason` is None if a newer scheduler sent a
+    reason that this version does not know.
     """
 
     request_id: str

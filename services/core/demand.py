@@ -1,20 +1,21 @@
-"""Demand that waits at the scheduler, as the memory manager learns it."""
+"""Queued demand that the scheduler reports to the memory manager."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 RATE_RISE = 1.1
-"""A rate of arrivals is news if it is so many times the one that was told."""
+"""Report an arrival rate at once if it exceeds the last reported rate by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """The scheduler's report about one model.
+    """Demand for a single model.
 
-    The `queued` requests need `queued_tokens` of KV before they can run. `refused` requests of the
-    last seconds needed `refused_tokens`. `arriving_tokens_per_s` is the KV that arriving requests
-    need before they can run. `batch_queued` requests that need `batch_queued_tokens` wait beside
-    those: where classes count, batch requests are no demand, and have no part in the other numbers.
+    The `queued` requests need `queued_tokens` tokens of KV cache before they can run. The `refused`
+    requests of the last seconds needed `refused_tokens`. `arriving_tokens_per_s` is the KV demand
+    of new arrivals. `batch_queued` and `batch_queued_tokens` count queued batch requests
+    separately if the policy distinguishes classes: they never trigger a drop, so the other fields
+    exclude them.
     """
 
     model: str
@@ -27,22 +28,20 @@ class ModelDemand:
     batch_queued_tokens: int = 0
 
     def plus(self, other: "ModelDemand") -> "ModelDemand":
-        """What both report together of one model."""
+        """Sum of two reports about the same model."""
         assert self.model == other.model
-        names = [one.name for one in fields(self) if one.name != "model"]
+        names = [counter.name for counter in fields(self) if counter.name != "model"]
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-def is_news(told: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
-    """Whether the memory manager must learn of `demands` at once, after what it was `told`.
-
-    A rate of arrivals moves with every request and as time passes: only a higher one is urgent.
-    """
-    before, now = ({one.model: one for one in each} for each in (told, demands))
+def is_news(reported: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
+    """Whether `demands` differ so much from the last `reported` ones that they must go out now."""
+    before, now = ({demand.model: demand for demand in report} for report in (reported, demands))
     for model in before.keys() | now.keys():
-        was, one = (each.get(model) or ModelDemand(model) for each in (before, now))
-        if replace(was, arriving_tokens_per_s=one.arriving_tokens_per_s) != one:
+        old, new = (report.get(model) or ModelDemand(model) for report in (before, now))
+        if replace(old, arriving_tokens_per_s=new.arriving_tokens_per_s) != new:
             return True
-        if one.arriving_tokens_per_s > RATE_RISE * was.arriving_tokens_per_s:
+        # The arrival rate changes with every request and decays with time: only a rise is urgent.
+        if new.arriving_tokens_per_s > RATE_RISE * old.arriving_tokens_per_s:
             return True
     return False

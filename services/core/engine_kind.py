@@ -1,10 +1,10 @@
-"""What runs a worker's model."""
+"""Kinds of inference engines that a worker can run."""
 
 from enum import StrEnum
 
 
 class EngineKind(StrEnum):
-    """Our own engine, whose groups merge and split, or another one, which serves alone."""
+    """tideserve's own engine, whose groups merge and split, or vLLM, which never merges."""
 
     TIDESERVE = "tideserve"
     VLLM = "vllm"

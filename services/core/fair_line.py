@@ -1,4 +1,4 @@
-"""A line in which owners take turns, however much each of them wants."""
+"""A round-robin queue over owners, so that a single owner cannot starve the others."""
 
 from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
@@ -7,62 +7,63 @@ T = TypeVar("T", bound=Hashable)
 
 
 class FairLine(Generic[T]):
-    """Items that wait; the next one is the oldest of the owner whose turn it is.
+    """FIFO queue per owner, served round-robin across owners.
 
-    A new owner enters behind all owners that wait. So for every item of its own owner before it, an
-    item waits for at most one item of each other owner.
+    A new owner joins behind all waiting owners. So for each earlier entry of its own owner, an
+    entry waits for at most a single entry of every other owner.
     """
 
     def __init__(self, owned_max: int) -> None:
-        """`owned_max`: items of one owner that may wait."""
+        """`owned_max`: maximum number of queued entries per owner."""
         self._owned_max = owned_max
-        # Owners in the order of their turns; their items in the order in which they came.
+        # Owners in round-robin order; each owner's entries in arrival order (dict as ordered set).
         self._waiting: dict[str, dict[T, None]] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        """Items of all owners."""
+        """Queued entries of all owners."""
         return self._count
 
-    def join(self, owner: str, item: T) -> bool:
-        """Add an item unless it waits already; False if its owner has as many as it may have."""
-        line = self._waiting.get(owner, {})
-        if item in line:
+    def join(self, owner: str, entry: T) -> bool:
+        """Queue an entry, unless it is queued already; False if its owner is at `owned_max`."""
+        queue = self._waiting.get(owner, {})
+        if entry in queue:
             return True
-        if len(line) >= self._owned_max:
+        if len(queue) >= self._owned_max:
             return False
-        self._waiting.setdefault(owner, line)[item] = None
+        self._waiting.setdefault(owner, queue)[entry] = None
         self._count += 1
         return True
 
-    def leave(self, owner: str, item: T) -> bool:
-        """Take an item out; False if it does not wait."""
-        line = self._waiting.get(owner, {})
-        if item not in line:
+    def leave(self, owner: str, entry: T) -> bool:
+        """Remove an entry; False if it is not queued."""
+        queue = self._waiting.get(owner, {})
+        if entry not in queue:
             return False
-        self._take(owner, line, item)
+        self._take(owner, queue, entry)
         return True
 
-    def leave_all(self, item: T) -> None:
-        """Take an item out for all owners; no effect if it does not wait."""
-        for owner, line in list(self._waiting.items()):
-            if item in line:
-                self._take(owner, line, item)
+    def leave_all(self, entry: T) -> None:
+        """Remove an entry for all owners; no effect if it is not queued."""
+        for owner, queue in list(self._waiting.items()):
+            if entry in queue:
+                self._take(owner, queue, entry)
 
     def next(self, passed_over: Collection[str] = ()) -> T | None:
-        """Take out the item whose turn it is; None if all that wait are `passed_over`."""
-        turns = ((one, own) for one, own in self._waiting.items() if one not in passed_over)
-        owner, line = next(turns, (None, None))
-        if owner is None or line is None:
+        """Remove and return the next entry; None if all waiting owners are `passed_over`."""
+        turns = ((key, own) for key, own in self._waiting.items() if key not in passed_over)
+        owner, queue = next(turns, (None, None))
+        if owner is None or queue is None:
             return None
-        item = next(iter(line))
-        self._take(owner, line, item)
-        if line:
+        entry = next(iter(queue))
+        self._take(owner, queue, entry)
+        if queue:
+            # Move the owner to the back: its turn is over.
             self._waiting[owner] = self._waiting.pop(owner)
-        return item
+        return entry
 
-    def _take(self, owner: str, line: dict[T, None], item: T) -> None:
-        del line[item]
+    def _take(self, owner: str, queue: dict[T, None], entry: T) -> None:
+        del queue[entry]
         self._count -= 1
-        if not line:
+        if not queue:
             del self._waiting[owner]

@@ -1,6 +1,6 @@
-"""Names that several services derive from one another."""
+"""Identifiers that several services derive from each other."""
 
 
 def group_id_of(worker_id: str) -> str:
-    """The group that a worker forms alone."""
+    """Id of the group that a worker forms alone."""
     return f"group-{worker_id}"

@@ -1,4 +1,4 @@
-"""The order in which requests wait: a policy gives each a key, and the smallest key is first."""
+"""Order of the waiting queue: a policy maps each request to a key; the smallest key is first."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -9,18 +9,18 @@ from services.core.setting import choice
 
 LineKey = tuple[float, ...]
 LineOrder = Callable[[Service, float], LineKey]
-"""The key of a request, from what it is promised and from when it arrived (seconds)."""
+"""Maps a request's service terms and its arrival time (seconds) to its queue key."""
 
 UNTARGETED_S = 10.0
-"""Seconds after its arrival in which the first token of a request without a target is due."""
+"""Implied TTFT target, in seconds, of a request without a target."""
 
 
 class Scheduling(StrEnum):
-    """Which requests go first, see `scheduling_setting`.
+    """Scheduling policies, see `scheduling_setting`.
 
-    The last five are there to be compared with: `round_robin`, `waiting_time` and `prefill_first`
-    are baselines of BROS, `conserve` has the deadlines that ConServe prints (`slo.py`), and `bros`
-    the packing that BROS prints (`bros.py`).
+    The last five exist for comparisons: `round_robin`, `waiting_time` and `prefill_first` are
+    baselines of BROS, `conserve` implements ConServe's deadlines as printed (`slo.py`), and `bros`
+    the packing of BROS as printed (`bros_planner.py`).
     """
 
     FCFS = "fcfs"
@@ -34,45 +34,45 @@ class Scheduling(StrEnum):
 
     @property
     def knows_classes(self) -> bool:
-        """Whether the class of a request decides anything."""
+        """Whether the policy distinguishes service classes."""
         return self not in (Scheduling.FCFS, Scheduling.PREFILL_FIRST)
 
     @property
     def keeps_deadlines(self) -> bool:
-        """Whether deadlines bound iterations."""
+        """Whether deadlines bound the duration of iterations."""
         return self in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
 
 
 def scheduling_setting() -> Any:
-    """The setting on which a scheduler and its workers have to agree."""
+    """The policy setting; a scheduler and its workers must use the same value."""
     return choice(
         Scheduling.FCFS,
         Scheduling,
-        "Which requests go first. fcfs: first come, first served; priority: interactive before"
-        " standard before batch, and batch gives its KV and its places to the others, does not"
-        " start while one of them waits, and never triggers a drop; slo: the same by deadline,"
-        " and batch fills a part of the time that deadlines leave. For comparisons:"
-        " prefill_first: as fcfs, but prompts run whole, and no answer goes on beside them;"
-        " round_robin: iterations of batch and of the others alternate; waiting_time: whoever has"
-        " waited longest since its last iteration runs; bros: whole prompts by the least time left;"
-        " conserve: as slo, but nothing is corrected by what iterations take, and batch gets all of"
-        " the time.",
+        "Scheduling policy. fcfs: first come, first served; priority: interactive before standard"
+        " before batch; batch requests yield KV blocks and slots to the others, do not start while"
+        " any other request waits, and never trigger a drop; slo: like priority, but ordered by"
+        " deadline, and batch requests use part of the slack that deadlines leave. For"
+        " comparisons: prefill_first: like fcfs, but prompts run unchunked and pause all decodes;"
+        " round_robin: iterations of batch and of other requests alternate; waiting_time: the"
+        " request with the longest wait since its last iteration runs first; bros: unchunked"
+        " prompts, least residual time first; conserve: like slo, but without corrections by"
+        " measured iteration times, and batch requests use all of the slack.",
     )
 
 
 def by_arrival(_service: Service, arrival_s: float) -> LineKey:
-    """First come, first served, whatever was promised."""
+    """First come, first served."""
     return (arrival_s,)
 
 
 def by_deadline(service: Service, arrival_s: float) -> LineKey:
-    """Batch after all others, by arrival; of those, the first token that is due first is first.
+    """Online before batch requests; then by rank; then by deadline of the first token.
 
-    A smaller rank goes before all that. A request without a target sorts as if its first token were
-    due `UNTARGETED_S` after its arrival, so that no stream of deadlines overtakes it for ever.
+    Batch requests sort by arrival.
     """
     if not service.online:
         return 1.0, float(service.rank), arrival_s
+    # An implied deadline prevents starvation of requests without a target by those with targets.
     ttft_s = UNTARGETED_S if service.ttft_s is None else service.ttft_s
     return 0.0, float(service.rank), arrival_s + ttft_s
 

@@ -1,4 +1,4 @@
-"""Log probabilities of consecutive tokens, packed: many numbers that are carried, seldom read."""
+"""Log probabilities of consecutive tokens, packed: they are copied often and decoded rarely."""
 
 import struct
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ _ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """A row for each token: how likely it was, and the `top` most likely ones.
+    """A row per token: its own log probability, and those of the `top` most likely tokens.
 
     `ids` holds little-endian int32 [rows, 1 + top]: the token's rank, from 1, and then the ids of
-    the most likely tokens, best first. `values` holds float32 of the same shape: the token's own
-    log probability, and then theirs.
+    the most likely tokens, best first. `values` holds float32 of the same shape: the log
+    probability of the token itself, and then those of the most likely tokens.
     """
 
     top: int
@@ -26,17 +26,17 @@ class LogprobRows:
         return len(self.values) // self._row_bytes
 
     def __add__(self, other: "LogprobRows") -> "LogprobRows":
-        """The rows of both parts, which have the same `top`."""
+        """Concatenate the rows of two parts with the same `top`."""
         return joined((self, other))
 
     def rows(self, first: int, end: int | None = None) -> "LogprobRows":
-        """The rows from `first` to before `end`, as a slice of a list has them."""
+        """Rows `first` to `end` (exclusive), with the semantics of a list slice."""
         first, end, _ = slice(first, end).indices(len(self))
         part = slice(first * self._row_bytes, max(first, end) * self._row_bytes)
         return LogprobRows(self.top, self.ids[part], self.values[part])
 
     def unpacked(self) -> list[TokenLogprobs]:
-        """The rows as numbers."""
+        """Decode the rows."""
         width = 1 + self.top
         ids = struct.unpack(f"<{len(self) * width}i", self.ids)
         values = struct.unpack(f"<{len(self) * width}f", self.values)
@@ -52,7 +52,7 @@ class LogprobRows:
 
 
 def packed(top: int, rows: Iterable[TokenLogprobs]) -> LogprobRows:
-    """The rows as bytes; each has `top` tokens beside its own."""
+    """Encode rows, each with `top` alternatives."""
     ids, values = bytearray(), bytearray()
     for row in rows:
         ids += struct.pack(f"<{1 + top}i", row.rank, *[token_id for token_id, _ in row.top])
@@ -61,7 +61,7 @@ def packed(top: int, rows: Iterable[TokenLogprobs]) -> LogprobRows:
 
 
 def joined(parts: Iterable[LogprobRows]) -> LogprobRows:
-    """The rows of all parts, in order; there is at least one, and all have the same `top`."""
+    """Concatenate the rows of `parts`, which is not empty; all have the same `top`."""
     parts = tuple(parts)
     (top,) = {part.top for part in parts}
     ids = b"".join([part.ids for part in parts])
@@ -69,7 +69,7 @@ def joined(parts: Iterable[LogprobRows]) -> LogprobRows:
 
 
 def newest(parts: Iterable[LogprobRows], bytes_max: int) -> LogprobRows | None:
-    """The last rows of all parts, as many as have `bytes_max`; None without any part."""
+    """The last rows of all parts that fit into `bytes_max`; None without parts."""
     parts = tuple(parts)
     if not parts:
         return None

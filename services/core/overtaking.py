@@ -1,10 +1,10 @@
-"""Which request of a waiting line starts next: the oldest that fits, within a bound.
+"""Choice of the next request of a waiting queue: the oldest that fits, with bounded overtaking.
 
-One rule for every line, the scheduler's and a worker's. A request that needs more room
-than there is would otherwise hold up all requests behind it, most of which are short. Each request
-that starts before it overtakes it; a request that has been overtaken often enough holds the line
-until it fits. Where a line has several places to start, a request holds only those that it could
-use.
+The scheduler and the workers use the same rule. It avoids head-of-line blocking by a request that
+needs more KV blocks than are free, since most requests behind it are short. Each request that
+starts earlier overtakes it; after `overtaken_max` times the request blocks the queue until it fits,
+so it cannot starve. If a queue has several targets (groups), a request blocks only those that it
+could use.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,18 +13,17 @@ from typing import Any, Protocol, TypeVar
 
 from services.core.setting import number
 
-LOOKED_AT = 16
-"""Requests at the head of a line among which one that fits is looked for."""
+SCAN_MAX = 16
+"""Number of requests at the head of a queue that are checked for a fit."""
 OVERTAKEN_MAX = 8
-"""How often a request may be overtaken by default; 0 keeps the order of the line."""
+"""Default bound on how often a request may be overtaken; 0 keeps the queue order."""
 
 
 def overtaken_setting() -> Any:
-    """The bound, in the configuration of a waiting line."""
+    """The setting that bounds overtaking in a waiting queue."""
     return number(
         OVERTAKEN_MAX,
-        "How often a waiting request may be overtaken by later ones that fit where it does not;"
-        " 0: never.",
+        "How often later requests that fit may overtake a waiting request that does not; 0: never.",
         minimum=0,
         maximum=2**20,
         expert=True,
@@ -32,7 +31,7 @@ def overtaken_setting() -> Any:
 
 
 class Overtakeable(Protocol):
-    """A waiting request that counts the requests behind it that have started before it."""
+    """A waiting request that counts how many later requests have started before it."""
 
     overtaken: int
 
@@ -50,14 +49,16 @@ def next_to_start(
     overtaken_max: int,
     holds_all: Callable[[Waiter], bool] = _holds_all,
 ) -> Waiter | None:
-    """The request of `line`, oldest first, that may start now; None if there is none.
+    """The oldest request of `line` that may start now; None if no request may. O(`SCAN_MAX`).
 
-    `holds_all` hears of each that holds the line, and tells whether it holds every place; if not,
-    `fits` has to leave its places out from then on. Call `start` when one starts. O(`LOOKED_AT`).
+    `holds_all` is called for each request that blocks the queue, and returns whether it blocks
+    every target; if not, `fits` must exclude the blocked targets from then on. Call `start` when a
+    request starts.
     """
-    for waiter in islice(line, LOOKED_AT):
+    for waiter in islice(line, SCAN_MAX):
         if fits(waiter):
             return waiter
+        # Starvation bound: a request that was overtaken too often blocks all requests behind it.
         if waiter.overtaken >= overtaken_max and holds_all(waiter):
             return None
     return None
@@ -66,7 +67,7 @@ def next_to_start(
 def start(
     line: Iterable[Waiter], started: Waiter, wants: Callable[[Waiter], bool] = _holds_all
 ) -> None:
-    """Count that `started`, which is in `line`, overtakes all before it that want its place."""
+    """Count that `started` overtakes all earlier requests of `line` that want the same target."""
     for waiter in line:
         if waiter is started:
             return

@@ -1,7 +1,7 @@
-"""What a worker reports of itself: one vocabulary for engine, scheduler, memory manager and status.
+"""Reports of a worker, shared by engine, scheduler, memory manager and status pages.
 
-An engine tells its servicer an `EngineReport`. The servicer makes two reports of it: a `LoadReport`
-for the scheduler, and a `MemoryReport` for the memory manager, which shows it in its turn.
+An engine sends an `EngineReport` to its servicer. The servicer derives a `LoadReport` for the
+scheduler and a `MemoryReport` for the memory manager, which also shows it to operators.
 """
 
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from services.core.cost.iteration_tokens import IterationTokens
 
 @dataclass(frozen=True, slots=True)
 class ClassTokens:
-    """Tokens that a planner's iterations have computed so far; online: all classes but `batch`.
+    """Tokens computed by a planner's iterations so far; online: all classes except `batch`.
 
-    Processed are prompt tokens that ran for the first time, and output tokens. Recomputed are those
-    that ran again, since their KV was lost. Tokens found in the prefix cache are neither.
+    Processed tokens are prompt tokens that ran for the first time, and output tokens. Recomputed
+    tokens ran again because their KV was lost. Hits of the prefix cache count as neither.
     """
 
     online_processed_tokens_total: int = 0
@@ -27,20 +27,20 @@ class ClassTokens:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a planner is, and what it has done so far.
+    """Current load and cumulative counters of a planner.
 
-    `running` sequences have blocks; `waiting` ones need `kv_blocks_wanted` before they can run.
-    `kv_blocks_total` are those of the smallest stage. `preemptions_total` counts the times that a
-    sequence lost its blocks, `prompt_tokens_total` the tokens of the prompts whose first output
-    token came from here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are what the class
-    `batch` has of those. If `batch_yields`, it gives its blocks to online requests: then it has no
-    part in `kv_blocks_wanted`, and is no demand. Cached blocks are free ones.
-    `prefill_tokens` are to be computed before the next outputs of those that do not decode.
-    `prefix_queries_total` are the prompt tokens of requests looked up in the prefix cache when
-    they started, `prefix_hits_total` those that were found. `preempted_iterations_total` counts
-    the iterations of batch work alone that were interrupted between layers,
-    `resumed_iterations_total` the times that one went on where it was. `discarded_tokens_total` are
-    the tokens of all interrupted iterations that had to run again from their first layer.
+    `running` sequences hold blocks; `waiting` sequences need `kv_blocks_wanted` blocks before they
+    can run. `kv_blocks_total` is the capacity of the smallest stage; cached blocks count as free.
+    `preemptions_total` counts how often a sequence lost its blocks, `prompt_tokens_total` the
+    prompt tokens of sequences whose first output token was sampled here. `batch_running`,
+    `batch_waiting` and `kv_blocks_batch` are the share of the class `batch`. If `batch_yields`,
+    batch sequences yield their blocks to online requests; then `kv_blocks_wanted` excludes them,
+    and they cause no demand. `prefill_tokens` are still to be computed for sequences that do not
+    decode yet. `prefix_queries_total` counts the prompt tokens looked up in the prefix cache when
+    requests started, `prefix_hits_total` those found. `preempted_iterations_total` counts
+    batch-only iterations that were interrupted between layers, `resumed_iterations_total` how often
+    such an iteration continued at its layer. `discarded_tokens_total` counts the tokens of
+    interrupted iterations that had to run again from the first layer.
     """
 
     running: int
@@ -64,26 +64,26 @@ class Load:
 
     @property
     def kv_blocks_yielding(self) -> int:
-        """Blocks that are free as soon as an online request needs them."""
+        """Blocks that batch sequences yield as soon as an online request needs them."""
         return self.kv_blocks_batch if self.batch_yields else 0
 
     @property
     def waiting_demand(self) -> int:
-        """Sequences that wait and may trigger a drop."""
+        """Waiting sequences that may trigger a drop."""
         return self.waiting - self.batch_waiting if self.batch_yields else self.waiting
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine tells of itself; times and counts are sums since it started.
+    """Report of an engine; times and counts are sums since the engine started.
 
-    `epoch` is that of the configuration that it runs, 0 before the first one. `unsettled`: the
-    change that led to it is not over, so that other members may wait for this engine.
-    `parameter_bytes` is the device memory behind parameters. `stage` is the time spent as a stage
-    of pipelines, `iterations` that of all iterations, `iteration_tokens` their tokens;
-    `slowest_iteration_s` is the time of the slowest one lately, in which an engine answers nothing.
-    `trouble`: why its group cannot go on as it is, for people; "" if it can. `left`: its group goes
-    on without it, so that its requests are over here.
+    `epoch` is that of its current configuration, 0 before the first. `unsettled`: the change-over
+    to this configuration is not finished, so other members may wait for this engine.
+    `parameter_bytes` is the device memory of parameters. `stage` is the time spent as a pipeline
+    stage, `iterations` that of all iterations, `iteration_tokens` their tokens;
+    `slowest_iteration_s` is the duration of the slowest recent iteration, during which an engine
+    answers no message. `trouble`: human-readable reason why its group cannot continue; "" if it
+    can. `left`: the group continues without this engine, whose requests have ended here.
     """
 
     load: Load
@@ -102,11 +102,11 @@ class EngineReport:
 class LoadReport:
     """A worker's load, for dispatch; on the wire `WorkerLoad` in load.proto.
 
-    Of two of one `incarnation` that with the higher `number` is the newer one. `epoch` is that of
-    the configuration in which requests find the worker. `received_request_ids` are the requests
-    that arrived there since its last report to the scheduler or the one before; so are
-    `dropped_prefixes` the thin hashes of blocks that it has dropped from its prefix cache. With the
-    last of them it has told of `dropped_total`, so that a reader can tell which it has seen.
+    Within an `incarnation`, a higher `number` is newer. `epoch` is that of the configuration under
+    which the worker accepts requests. `received_request_ids` are the requests that arrived in the
+    last two reporting intervals; `dropped_prefixes` are the thin hashes of blocks that its prefix
+    cache evicted in the same time. `dropped_total` counts all evictions reported up to the last of
+    them, so that a reader can skip those that it has seen.
     """
 
     worker_id: str
@@ -121,11 +121,11 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """A worker's memory, for overload and status; on the wire `WorkerMemory` in memmgr.proto.
+    """A worker's memory, for overload handling and status; `WorkerMemory` in memmgr.proto.
 
     `budget_bytes` of device memory hold parameters, KV and `staging_bytes`; `kv_block_bytes` is the
-    KV of one block in all layers. `pids` are the processes of servicer and engine. `engine_hung`:
-    the engine stands still, and `engine` is what was known of it last.
+    KV size of a block in all layers. `pids` are the processes of servicer and engine.
+    `engine_hung`: the engine does not respond; `engine` is then its last report.
     """
 
     worker_id: str

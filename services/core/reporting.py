@@ -1,8 +1,8 @@
-"""When a worker reports and what it numbers; the worker and the simulator drive it.
+"""Timing and numbering of a worker's reports; driven by the worker and by the simulator.
 
-A change that somebody decides by is reported at once, those soon after a report together in the
-next one. What every iteration moves a little, the use of KV blocks, can wait longer. There is a
-report now and then without any change. A report of what has been told already is left out.
+A change that affects decisions is reported at once; changes within the pause after a report share
+the next report. The use of KV blocks changes a little with every iteration and may be delayed
+longer. A heartbeat is sent without changes, too. Other reports without changes are skipped.
 """
 
 import math
@@ -16,11 +16,11 @@ from services.core.report import Load, LoadReport, MemoryReport
 
 RECEIVED_IDS_MAX = 10_000
 TIGHT_SHARE = 0.25
-"""If less than this share of an engine's blocks is free, each change of it may decide something."""
+"""Below this share of free blocks, any change of their number may affect a decision."""
 
 
 class ReportNews(IntEnum):
-    """What a report would tell; the higher one is told sooner."""
+    """Urgency of the changes since the last report; the higher, the earlier the next report."""
 
     NONE = 0
     MINOR = 1
@@ -29,21 +29,21 @@ class ReportNews(IntEnum):
 
 @dataclass(slots=True)
 class ReportRhythm:
-    """When the next report of a stream is due; the first one is at once.
+    """Times of the reports of a stream; the first is due at once.
 
-    Two reports are `pause_s` apart at least, `minor_pause_s` if there is minor news alone, and
-    `heartbeat_s` at most.
+    The interval between reports is at least `pause_s` (`minor_pause_s` if all changes are minor)
+    and at most `heartbeat_s`.
     """
 
     pause_s: float
     heartbeat_s: float
     minor_pause_s: float = 0.0
-    _news: ReportNews = ReportNews.NONE
-    _last_s: float = -math.inf
+    _news: ReportNews = ReportNews.NONE  # urgency of the changes since the last report
+    _last_s: float = -math.inf  # time of the last report
 
     @property
     def due_s(self) -> float:
-        """When the next report is due, if nothing changes until then."""
+        """When the next report is due, without further changes."""
         if self._news is ReportNews.NONE:
             return self.heartbeat_due_s
         minor = self._news is ReportNews.MINOR
@@ -51,59 +51,59 @@ class ReportRhythm:
 
     @property
     def heartbeat_due_s(self) -> float:
-        """When the next report would be due without a change."""
+        """When the next heartbeat is due."""
         return self._last_s + self.heartbeat_s
 
     def note_change(self, news: ReportNews = ReportNews.MAJOR) -> bool:
-        """What is reported has changed; returns whether that alters when a report is due."""
-        was, self._news = self._news, max(self._news, news)
-        return self._news is not was
+        """Note a change of the reported state; returns whether `due_s` may have moved."""
+        before, self._news = self._news, max(self._news, news)
+        return self._news is not before
 
     def passed(self, now_s: float) -> None:
-        """A report was sent, or left out since the reporter may not speak."""
+        """Note that a report was sent, or suppressed because the engine is unresponsive."""
         self._news, self._last_s = ReportNews.NONE, now_s
 
     def unchanged(self) -> None:
-        """What is reported is as it was told; the next heartbeat is due when it was."""
+        """Note that the state equals the last report; the heartbeat stays due as before."""
         self._news = ReportNews.NONE
 
 
 @dataclass(slots=True)
 class LoadReporting:
-    """A worker's load reports: those of its stream to the scheduler, and those told beside it.
+    """A worker's load reports: a stream to the scheduler, and out-of-band reports via gateways.
 
-    A report names the requests that were received since the last report of the stream or the one
-    before: so one that overtakes that report makes up for it. So it is with dropped prefixes, which
-    are numbered: one that is told twice may be cached again meanwhile.
+    A report lists the requests received since the report before the last, so an out-of-band
+    report that overtakes the last report of the stream loses none. The same holds for evicted
+    prefixes; these are numbered, since a prefix that is reported twice may be cached again by then.
     """
 
     worker_id: str
     incarnation: str
     rhythm: ReportRhythm
-    _told: int = 0
-    _received: list[str] = field(default_factory=list)
-    _reported: list[str] = field(default_factory=list)
-    _dropped: list[int] = field(default_factory=list)
-    _dropped_reported: list[int] = field(default_factory=list)
+    _number: int = 0  # of the newest report
+    _received: list[str] = field(default_factory=list)  # since the last report of the stream
+    _reported: list[str] = field(default_factory=list)  # received before, in the last report
+    _dropped: list[int] = field(default_factory=list)  # evicted since the last report
+    _dropped_reported: list[int] = field(default_factory=list)  # in the last report
     _dropped_total: int = 0
-    # Epoch and load of the last report of the stream, unless others were told beside it since.
+    # Epoch and load of the last report; None if an out-of-band report differed since.
     _known: tuple[int, Load] | None = None
 
     def note_received(self, *request_ids: str) -> None:
-        """These requests have arrived."""
+        """Note the arrival of requests."""
         self._received += request_ids
         del self._received[RECEIVED_IDS_MAX:]
 
     def note_dropped(self, thin_hashes: Iterable[int]) -> None:
-        """These are no longer in the prefix cache; of many, the newest are reported."""
+        """Note evictions from the prefix cache; only the newest `DROPPED_MAX` are reported."""
         have = len(self._dropped)
         self._dropped += thin_hashes
         self._dropped_total += len(self._dropped) - have
         del self._dropped[:-DROPPED_MAX]
 
     def told_beside(self, epoch: int, load: Load) -> LoadReport:
-        """A report beside the stream, with a higher number than any before."""
-        self._told += 1
+        """An out-of-band report, numbered after all earlier reports."""
+        self._number += 1
         if self._known != (epoch, load):
             self._known = None
         received = (*self._reported, *self._received)
@@ -111,7 +111,7 @@ class LoadReporting:
         return LoadReport(
             self.worker_id,
             self.incarnation,
-            self._told,
+            self._number,
             epoch,
             load,
             received,
@@ -120,31 +120,33 @@ class LoadReporting:
         )
 
     def forget(self) -> None:
-        """What was told does not count: the reader is another one, or may have forgotten it."""
+        """Treat the next report as the first: the reader may be new or have lost its state."""
         self._known = None
 
     def news(self, epoch: int, load: Load) -> ReportNews:
-        """What a report of the stream would say that it has not said."""
+        """Urgency of the changes since the last report."""
         known = self._known
         if self._received or known is None or known[0] != epoch:
             return ReportNews.MAJOR
         before = known[1]
         if _DISPATCHED_BY(before) != _DISPATCHED_BY(load):
             return ReportNews.MAJOR
+        # The use of blocks changes with every iteration: report it at once only if blocks became
+        # free, which may let a queued request start, or if they are scarce.
         if _BLOCKS(before) != _BLOCKS(load):
             more = load.kv_blocks_free > before.kv_blocks_free
             return ReportNews.MAJOR if more or _is_tight(load) else ReportNews.MINOR
         return ReportNews.MINOR if self._dropped else ReportNews.NONE
 
     def due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
-        """The next report of the stream, None if it would say nothing new and is no heartbeat."""
+        """The next report of the stream; None if there is no change and no heartbeat is due."""
         if self.news(epoch, load) or now_s >= self.rhythm.heartbeat_due_s:
             return self.next(epoch, load, now_s)
         self.rhythm.unchanged()
         return None
 
     def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
-        """The next report of the stream, whatever it says."""
+        """The next report of the stream, changed or not."""
         report = self.told_beside(epoch, load)
         self._known = (epoch, load)
         self._reported, self._received = self._received, []
@@ -153,13 +155,14 @@ class LoadReporting:
         return report
 
 
-def memory_news(told: MemoryReport | None, report: MemoryReport) -> ReportNews:
-    """What a worker's report would tell the memory manager after that which it has `told`."""
-    if told is None or _DECIDED_BY(told) != _DECIDED_BY(report):
+def memory_news(before: MemoryReport | None, report: MemoryReport) -> ReportNews:
+    """Urgency of a memory report after the report `before`, if any."""
+    if before is None or _DECIDED_BY(before) != _DECIDED_BY(report):
         return ReportNews.MAJOR
-    if told == report:
+    if before == report:
         return ReportNews.NONE
     engine = report.engine
+    # Overload handling reads the exact use of blocks once memory is short.
     urgent = engine.trouble or engine.load.waiting_demand > 0 or _is_tight(engine.load)
     return ReportNews.MAJOR if urgent else ReportNews.MINOR
 
@@ -175,12 +178,12 @@ _DISPATCHED_BY = attrgetter(
     *("batch_waiting", "batch_yields", "prefill_tokens"),
     *("prefix_queries_total", "prefix_hits_total"),
 )
-"""What the scheduler is told of a load, but for the blocks in use."""
+"""Fields of a load that dispatch uses, except the numbers of blocks in use."""
 _DECIDED_BY = attrgetter(
     *("incarnation", "pids", "engine_hung", "engine.epoch", "engine.unsettled"),
     *("engine.trouble", "engine.parameter_bytes", "engine.load.running", "engine.load.waiting"),
     *("engine.load.kv_blocks_wanted", "engine.load.kv_blocks_total"),
     *("engine.load.batch_running", "engine.load.batch_waiting", "engine.load.batch_yields"),
 )
-"""What groups are changed by, but for the blocks in use. All else is sums, and what goes with
-`trouble`."""
+"""Fields that group changes depend on, except the numbers of blocks in use. The others are
+counters, or change together with `trouble`."""

@@ -1,4 +1,4 @@
-"""What a request is, in the words that every service shares."""
+"""Requests, sampling parameters and limits; shared by all services."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,36 +6,36 @@ from enum import StrEnum
 from services.core.service import NO_PROMISE, Service
 
 STOP_TOKEN_IDS_MAX = 256
-"""Most stop tokens that a client may name."""
+"""Maximum number of stop tokens per request."""
 EOS_IDS_MAX = 64
-"""Most end-of-sequence tokens that a model may have; they come on top of the client's."""
+"""Maximum number of end-of-sequence tokens of a model, in addition to the client's stop tokens."""
 LOGIT_BIAS_MAX = 1024
-"""Most tokens whose logits a client may change."""
+"""Maximum number of entries of `logit_bias`."""
 BIAS_MAX = 100
-"""Furthest that a client may move one, either way."""
+"""Maximum absolute value of a logit bias."""
 BAD_WORDS_MAX = 128
-"""Most sequences that a client may forbid."""
+"""Maximum number of `bad_words`."""
 BAD_WORD_TOKENS_MAX = 4096
-"""Most tokens of all of them together."""
+"""Maximum number of tokens of all `bad_words` together."""
 GRAMMAR_BYTES_MAX = 64 * 2**10
-"""Longest grammar, in UTF-8."""
+"""Maximum size of a grammar in UTF-8."""
 TOP_LOGPROBS_MAX = 20
-"""Most tokens whose log probabilities are told beside a token's own."""
+"""Maximum number of alternatives (`top_logprobs`) per token."""
 PROMPT_LOGPROBS_MAX = 2**17
-"""Most log probabilities of prompts: their tokens times one more than are told beside each."""
+"""Maximum number of prompt log probabilities: tokens × (1 + alternatives per token)."""
 CACHE_SALT_CHARS_MAX = 128
-"""Longest salt of cached prompts."""
+"""Maximum length of a `cache_salt`."""
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the values are those of the OpenAI API where it has one."""
+    """Why a request ended; the values are those of the OpenAI API where they exist."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class GrammarKind(StrEnum):
-    """In which form a grammar is given; each in the dialect of llguidance."""
+    """Formats of grammars, in the dialect of llguidance."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -44,7 +44,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the whole output must match; after that only a stop token may follow."""
+    """Grammar that the whole output must match; only a stop token may follow a full match."""
 
     kind: GrammarKind
     text: str
@@ -52,18 +52,18 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen from the logits.
+    """Parameters that select the next token from the logits.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off; filters
-    see the probabilities after the temperature. Penalties: `repetition_penalty` divides positive
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable the filter; filters
+    apply after the temperature. Penalties: `repetition_penalty` divides positive
     and multiplies negative logits of tokens in prompt or output (CTRL §4.1), then
     `frequency_penalty` times the count in the output and `presence_penalty` are subtracted (the
-    formula of OpenAI), then `logit_bias` (token id, bias) is added. `bad_words` may not be
-    completed, whether they begin in the prompt or in the output; of `allowed_token_ids`, if not
-    empty, only these are chosen; `grammar` bounds the whole output.
+    formula of OpenAI), then `logit_bias` (token id, bias) is added. The output never completes a
+    sequence of `bad_words`, even if it begins in the prompt; a non-empty `allowed_token_ids`
+    restricts the choice to these tokens; `grammar` constrains the whole output.
 
-    Token `i` of a request depends on (`seed`, `i`), the logits, the prompt and the output so far
-    alone, so neither the batch that it runs in nor a preemption changes it.
+    Token `i` depends only on (`seed`, `i`), the logits, the prompt and the output so far, so
+    neither the composition of a batch nor a preemption changes it.
     """
 
     temperature: float = 1.0
@@ -81,24 +81,24 @@ class Sampling:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether tokens of the prompt change what is chosen, beside through the logits."""
+        """Whether the sampler needs the prompt tokens in addition to the logits."""
         if not self.bad_words:
             return self.repetition_penalty != 1
         return self.repetition_penalty != 1 or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def reads_output(self) -> bool:
-        """Whether earlier tokens of the output do."""
+        """Whether the sampler needs the earlier output tokens."""
         penalties = self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalties or self.grammar is not None or self.reads_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a request ends.
+    """Conditions that end a request.
 
-    `stop_token_ids` end it with `FinishReason.STOP` and are not part of the visible output;
-    before `min_tokens` outputs they are never chosen. `max_tokens` counts output tokens.
+    A token of `stop_token_ids` ends it with `FinishReason.STOP` and is not part of the visible
+    output; the sampler masks these before `min_tokens` outputs. `max_tokens` counts output tokens.
     """
 
     max_tokens: int
@@ -108,10 +108,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Which log probabilities to report, of the raw logits before penalties and temperature.
+    """Log probabilities to report, computed from the raw logits (no penalties, no temperature).
 
-    `output`: how many of the most likely tokens beside each output token, None for nothing about
-    the output; `prompt`: the same about each prompt token but the first.
+    `output`: number of most likely alternatives per output token; None for no output log
+    probabilities. `prompt`: the same for each prompt token except the first.
     """
 
     output: int | None = None
@@ -119,7 +119,7 @@ class LogprobOptions:
 
     @property
     def runs_prompt(self) -> bool:
-        """Whether the whole prompt must run, whatever is cached of it: that yields them."""
+        """Whether the whole prompt must run despite cached prefixes: its logits are needed."""
         return self.prompt is not None
 
 
@@ -128,7 +128,7 @@ NO_LOGPROBS = LogprobOptions()
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a token was: natural logarithm, rank from 1, and the best (id, logprob) first."""
+    """Natural log probability of a token, its rank from 1, and `top` (id, logprob), best first."""
 
     logprob: float
     rank: int
@@ -137,14 +137,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A generation request as the worker's planner sees it.
+    """A generation request as handed to a worker.
 
-    `waited_s` is the time since it came to the gateway; `choice` which of several choices of one
-    client request it is. `returnable`: a worker that cannot start it soon gives it back.
-    `resumable`: its gateway goes on with it elsewhere if a worker gives it back after tokens.
-    Requests share cached prompts only with those of the same `cache_salt`. One that another worker
-    has begun has `output_ids` already: its next token has index `len(output_ids)`, and `limits`
-    count them.
+    `request_id` identifies it between client, gateway and worker. Inside an engine a copy carries
+    the id of its sequence instead (`sequence_names.py`). `waited_s` is the time from its arrival at
+    the gateway to `arrival_s`; `choice` is its index among the choices of a client request.
+    `returnable`: a worker that cannot start it soon returns it to the scheduler. `resumable`: its
+    gateway resumes it on another worker if it is returned after output tokens. Requests share
+    cached prefixes only within the same `cache_salt`. A request that another worker has started has
+    `output_ids`: its next token has index `len(output_ids)`, and `limits` include these tokens.
     """
 
     request_id: str
@@ -164,15 +165,15 @@ class Request:
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks of `block_size` slots that `tokens` tokens occupy."""
+    """Number of blocks of `block_size` slots for `tokens` tokens."""
     return -(-tokens // block_size)
 
 
 def admission_blocks(tokens: int, tokens_max: int, block_size: int) -> int:
-    """Free blocks that a sequence of `tokens` tokens needs before it may run.
+    """Free blocks that a sequence of `tokens` tokens needs for admission.
 
-    Room for what it has plus one block: output grows optimistically. A sequence that will never
-    exceed `tokens_max` tokens needs no more than those occupy, so that one which fits alone is
-    always admitted in the end.
+    Never more than `tokens_max` tokens occupy, so a sequence that fits alone is always admitted
+    eventually.
     """
+    # A spare block for growth: output is admitted optimistically, and preempted if blocks run out.
     return min(blocks_for(tokens, block_size) + 1, blocks_for(tokens_max, block_size))

@@ -1,15 +1,15 @@
-"""What a request is promised, in the words that every service shares."""
+"""Service terms of a request: class, targets, rank and tenant; shared by all services."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 TENANT_CHARS_MAX = 256
-"""Longest name of an owner of keys."""
+"""Maximum length of a tenant name."""
 
 
 class ServiceClass(StrEnum):
-    """Which promise a request has been given, the most urgent first."""
+    """Service classes, the most urgent first."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -20,10 +20,10 @@ class ServiceClass(StrEnum):
 class Service:
     """A request's class, its targets in seconds from the arrival at the gateway, and its tenant.
 
-    A target of None promises nothing. `tpot_s` holds on average over `token_group` tokens; a
-    smaller `rank` is earlier within the class. Every message carries these fields. Class, rank and
-    tenant count by the setting `scheduling`, `ttft_s` by the scheduler's `order` too, `tpot_s` with
-    `slo` at the workers.
+    None means no target. `tpot_s` is an average over `token_group` tokens; a smaller `rank` goes
+    first within its class. Every message about a request carries these fields. The setting
+    `scheduling` decides whether class, rank and tenant have an effect; the scheduler's `order` also
+    uses `ttft_s`; workers use `tpot_s` with `scheduling: slo`.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD
@@ -35,11 +35,11 @@ class Service:
 
     @property
     def online(self) -> bool:
-        """Whether somebody waits for the answer: all classes but `batch`."""
+        """Whether the request is latency-sensitive: all classes except `batch`."""
         return self.service_class is not ServiceClass.BATCH
 
     def fault(self) -> str | None:
-        """Which number or name cannot be, and what it must be; None if all can."""
+        """Description of the first invalid field; None if all fields are valid."""
         for name, seconds in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
             if seconds is not None and not 0 < seconds < math.inf:
                 return f"{name} of service must be finite and above 0"

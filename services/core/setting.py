@@ -1,7 +1,7 @@
-"""Declarations of settings: dataclass fields that carry a default, a range and a sentence.
+"""Declarations of settings: dataclass fields with a default, a range and a help text.
 
 `services.common.config` reads such a dataclass from files and the environment. Core declares its
-own settings with them, so that a service and the simulator need not repeat a default.
+own settings with them, so that a service and the simulator share the defaults.
 """
 
 import re
@@ -13,12 +13,12 @@ _DEVICE = (re.compile(r"cpu|cuda(:\d{1,3})?"), "cpu, cuda or cuda:N")
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A setting without further checks; `help` is one sentence for `--help` and the reference.
+    """A setting without range checks; `help` is a sentence for `--help` and the reference.
 
-    `more` is metadata. `secret`: never shown, and may also be given as a file (key `<name>_file`).
-    `expert`: left out of the reference. `key`: the name in a configuration, if it is not that of
-    the field. `default_text`: the default in words; `elsewhere`: what it
-    is in other places. `panel`: a flag's heading in the help.
+    `more` is metadata. `secret`: never printed, and may also be read from a file (key
+    `<name>_file`). `expert`: omitted from the reference. `key`: name in a configuration, if it
+    differs from the field's. `default_text`: text that documents the default; `elsewhere`: the
+    default in other environments. `panel`: heading of a flag in the help.
     """
     metadata = {"help": help, **more}
     return field(default=default, metadata=metadata, repr=not more.get("secret"))
@@ -43,22 +43,22 @@ def seconds(default: Any, help: str = "", *, minimum: float = 0, **more: Any) ->
 
 
 def size(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A `number` of bytes, which may also be written with a unit, such as 1GiB."""
+    """A `number` of bytes; accepts units such as 1GiB."""
     return number(default, help, size=True, **more)
 
 
 def tcp_port(default: Any, help: str) -> Any:
-    """A TCP port; 0: any free one."""
+    """A TCP port; 0 selects any free port."""
     return number(default, help, minimum=0, maximum=65535)
 
 
 def choice(default: Any, options: Iterable[str], help: str = "", **more: Any) -> Any:
-    """One of `options`: text, or members of an enum if the field's type is that enum."""
+    """A choice of `options`: strings, or members of the enum that is the field's type."""
     return option(default, help, options=tuple(options), **more)
 
 
 def device_name(default: Any, help: str = "") -> Any:
-    """The name of a device, whether or not this machine has it."""
+    """Name of a device; does not check whether this machine has it."""
     return option(default, help, pattern=_DEVICE)
 
 
@@ -68,13 +68,13 @@ def mapping(help: str = "") -> Any:
 
 
 def nested(defaults: Any) -> Any:
-    """A dataclass of settings; its keys stand beside those of the outer one.
+    """A nested dataclass of settings, whose keys are flattened into those of the outer dataclass.
 
-    A key that several nested dataclasses have is one key. `defaults` is an instance.
+    Nested dataclasses share a key of the same name. `defaults` is an instance.
     """
     return field(default=defaults, metadata={"nested": True})
 
 
 def computed(default: Any) -> Any:
-    """A field that the program fills in; not a key."""
+    """A field that the program computes; not a configuration key."""
     return field(default=default, metadata={"computed": True})

@@ -1,4 +1,4 @@
-"""When something that comes again and again counts as stalled, and no longer as slow."""
+"""Adaptive timeout that distinguishes a stalled from a slow recurring operation."""
 
 from dataclasses import dataclass
 
@@ -6,32 +6,32 @@ from services.core.cost.iteration_time import SLOWEST_KEPT
 
 STALLED_S = 5.0
 STALLED_FACTOR = 10.0
-"""How much longer it may take than the slowest one lately."""
+"""Multiple of the slowest recent duration after which an operation counts as stalled."""
 _ALARMS_MAX = 10
 
 
 @dataclass(slots=True)
 class StallLimit:
-    """The limit by what was seen lately; `least_s`: what has not come for less is only slow.
+    """Timeout derived from recent durations, and at least `least_s` seconds.
 
-    Something that was called stalled and was only slow is not so again: the limit doubles with each
-    alarm until one comes.
+    The limit doubles with each alarm until an operation completes, so that a slow operation does
+    not raise the same false alarm again.
     """
 
     least_s: float = STALLED_S
-    _slowest_s: float = 0.0
-    _alarms: int = 0
+    _slowest_s: float = 0.0  # slowest recent duration; decays by SLOWEST_KEPT per completion
+    _alarms: int = 0  # alarms since the last completion
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which it is stalled."""
+        """Seconds after which the operation counts as stalled."""
         return float(max(self.least_s, STALLED_FACTOR * self._slowest_s) * 2**self._alarms)
 
     def came(self, took_s: float) -> None:
-        """One has come, after so many seconds."""
+        """Note a completion that took `took_s` seconds."""
         self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, took_s)
         self._alarms = 0
 
     def alarmed(self) -> None:
-        """It was called stalled."""
+        """Note that the operation was reported as stalled."""
         self._alarms = min(self._alarms + 1, _ALARMS_MAX)

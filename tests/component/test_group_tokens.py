@@ -18,7 +18,7 @@ from services.core.groups.layer_map import Stage
 from services.core.planner import sequence
 from services.core.planner.budget import Spent
 from services.core.planner.events import RequestAborted, RequestArrived
-from services.core.planner.packing import Spare
+from services.core.planner.packing import Replaceable
 from services.core.planner.sequence_names import request_of
 from services.core.request import (
     Limits,
@@ -113,14 +113,14 @@ def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
     It also takes the turns of online requests, with `packing`.
     """
     seen: Counter[str] = Counter()
-    give = Spare.give
+    give = Replaceable.take_next
 
-    def counted(self: Spare, spent: Spent) -> sequence.Sequence | None:
+    def counted(self: Replaceable, spent: Spent) -> sequence.Sequence | None:
         given = give(self, spent)
         seen["turns"] += given is not None
         return given
 
-    monkeypatch.setattr(Spare, "give", counted)
+    monkeypatch.setattr(Replaceable, "take_next", counted)
     for seed in range(first, min(first + CLASS_AT_ONCE, CLASS_SCENARIOS)):
         scenario = ClassScenario(config, oracle.requests, seed)
         try:

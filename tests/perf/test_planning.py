@@ -20,7 +20,7 @@ from services.core.cost.model import Coefficients, CostModel
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
-from services.core.planner.filler import FILLER_TOKENS_MIN
+from services.core.planner.harvester import BATCH_CHUNK_MIN_TOKENS
 from services.core.planner.state import PlannerState
 from services.core.planner.victims import VictimRule
 from services.core.request import Limits, Request, Sampling
@@ -181,7 +181,7 @@ def test_planning_is_a_small_part_of_an_iteration() -> None:
     assert counts["slo, targets that bind"] < SEQUENCES < 2 * counts["slo, parts of BROS"]
     filled = middles["slo, filled with batch prompts"]
     assert filled.sequences > SEQUENCES / 2
-    assert FILLER_TOKENS_MIN <= filled.prompt_tokens < MAX_BATCH_TOKENS - filled.sequences
+    assert BATCH_CHUNK_MIN_TOKENS <= filled.prompt_tokens < MAX_BATCH_TOKENS - filled.sequences
     for name in CASES:
         assert shares[name] <= shares["fcfs"] + ADDED_MAX, name
         assert name == "fcfs" or shares[name] <= SHARE_MAX, name

@@ -1,7 +1,7 @@
-"""The unit of work that a planner hands to a model runner.
+"""The unit of work that a planner passes to a model runner.
 
-Chunks are named tuples, since a planner makes hundreds in each iteration: they are made three
-times as fast as frozen dataclasses, and where it makes most of them by `new_tuple`.
+Chunks are named tuples because a planner creates hundreds per iteration: creation is three times as
+fast as that of frozen dataclasses; the hot paths use `new_tuple`, which is faster still.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,15 @@ from services.core.prefix.news import PrefixNews
 from services.core.request import Sampling
 
 new_tuple = tuple.__new__
-"""`new_tuple(Chunk, fields)`: all of them, in less than half the time of `Chunk(*fields)`."""
+"""`new_tuple(Chunk, fields)` with all fields takes less than half the time of `Chunk(*fields)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTerms:
-    """What a sampler is told of a request once, and keeps as long as the request has blocks there.
+    """Per-sequence parameters that a sampler receives once and keeps while the sequence has blocks.
 
-    `prompt_ids` and `output_ids` are all tokens so far. They are empty unless `sampling` reads
-    them. The `stop_ids` cannot be chosen before output `min_tokens`. `top_logprobs`: see
-    `LogprobOptions`.
+    `prompt_ids` and `output_ids` are all tokens so far; empty unless `sampling` needs them. The
+    sampler masks `stop_ids` before output `min_tokens`. `top_logprobs`: see `LogprobOptions`.
     """
 
     sampling: Sampling
@@ -34,13 +33,12 @@ class SampleTerms:
 
 
 class SampleSpec(NamedTuple):
-    """Choose one token from the logits of a chunk's last position.
+    """Choose a token from the logits of a chunk's last position.
 
-    `index` is the output index of that token (0 for the first). With `terms`, the sampler forgets
-    what it knew of the request. Without `terms`, the sampler knows the request, and `output_ids`
-    are the output tokens since the last spec, if the sampling reads them. So the specs of a
-    request, in order, always contain its whole output, and a sampler that starts anew chooses the
-    same.
+    `index` is the output index of that token (0 for the first). `terms` replace the sampler's state
+    of the sequence. Without `terms`, the sampler keeps its state, and `output_ids` are the output
+    tokens since the last spec, if the sampling needs them. So the specs of a sequence, in order,
+    contain its whole output, and a restarted sampler makes the same choices.
     """
 
     terms: SampleTerms | None
@@ -49,9 +47,9 @@ class SampleSpec(NamedTuple):
 
 
 class PromptScore(NamedTuple):
-    """Tell how likely tokens of the prompt were: `token_ids` follow the chunk's rows from `row` on.
+    """Request for prompt log probabilities: `token_ids` follow the chunk's rows from `row` on.
 
-    `top` most likely tokens are told beside each.
+    `top` is the number of most likely alternatives per token.
     """
 
     row: int
@@ -60,7 +58,7 @@ class PromptScore(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """How likely consecutive tokens of a prompt were, from the one at position `start` on."""
+    """Log probabilities of consecutive prompt tokens from position `start` on."""
 
     start: int
     rows: LogprobRows
@@ -68,10 +66,10 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampleNotes:
-    """Results of a microbatch beside its tokens, by request; nearly always there are none.
+    """Results of a microbatch in addition to its tokens, by sequence; empty in most microbatches.
 
-    `logprobs` has one row, of the token that was chosen. `failed` says why none could be chosen,
-    in a sentence for the client.
+    `logprobs` holds the row of the sampled token. `failed` holds an error text for the client if no
+    token could be sampled.
     """
 
     logprobs: Mapping[str, LogprobRows] = field(default_factory=dict)
@@ -83,12 +81,12 @@ class SampleNotes:
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one request that run in one iteration.
+    """Consecutive tokens of a sequence that run in an iteration.
 
-    `token_ids` sit at positions `start .. start + len(token_ids) - 1`; K/V of positions below
-    `start` is already in the blocks. `block_ids[j]` holds positions `j * block_size` onwards and
-    the table covers the chunk's last token. `sample` is None while the prompt is incomplete,
-    `score` unless log probabilities of the prompt were asked for.
+    `token_ids` sit at positions `start .. start + len(token_ids) - 1`; the blocks already
+    hold the K/V of positions below `start`. `block_ids[j]` holds positions `j * block_size` onwards
+    and the table covers the chunk's last token. `sample` is None while the prompt is incomplete,
+    `score` is None unless prompt log probabilities were requested.
     """
 
     request_id: str
@@ -101,7 +99,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What runs in one iteration: at most one chunk per request."""
+    """Chunks that run in the same iteration: at most one per sequence."""
 
     chunks: tuple[Chunk, ...]
 
@@ -113,17 +111,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A batch as every stage of a group sees it; a group of one has one in flight at a time.
+    """A batch as sent to every stage of a group; a single worker has at most one in flight.
 
     `number` counts a leader's microbatches from 1. Before it runs, each stage frees the blocks of
-    `released` (requests that ended or were preempted since the last microbatch; one may run again
-    in this one) and covers `len(block_ids)` blocks for each chunk: the ids are the leader's own. An
-    empty batch only carries `released`. Unknown names in `released` are ignored: after microbatches
-    were discarded, some come a second time. `prefixes` is what the stages of a larger group have to
-    change in their caches; None: nothing.
+    the sequences `released` (ended or preempted since the last microbatch; this microbatch may run
+    a preempted sequence again) and allocates up to `len(block_ids)` blocks per chunk; the block ids
+    are local to the leader. An empty batch only carries `released`. Stages ignore unknown ids in
+    `released`, since those of discarded microbatches are sent again. `prefixes` updates the stages'
+    prefix caches; None: no change.
 
-    `preemptible`: it may be interrupted between layers for an online request. One that `resumes`
-    an interrupted microbatch has its batch, and runs the layers that are left of it.
+    `preemptible`: an online request may interrupt it between layers. A microbatch that `resumes` an
+    interrupted one has the same batch and runs the remaining layers.
     """
 
     number: int
@@ -136,9 +134,9 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class IterationShape:
-    """The sizes that the duration of a batch depends on: a time model needs no token ids.
+    """The sizes that determine the duration of a batch, for time models.
 
-    `decodes` requests run one token each after `decode_prefix_tokens` tokens together;
+    `decodes` sequences run a token each, with `decode_prefix_tokens` cached tokens in total;
     `prefills` holds (prefix tokens, new tokens) of each other chunk.
     """
 

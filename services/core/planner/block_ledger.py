@@ -1,7 +1,7 @@
-"""How many blocks the stages of a group have, as its leader counts them.
+"""A leader's count of the KV blocks at every pipeline stage of its group.
 
-The leader's own stage is its pool; of each other stage it knows the capacity and the blocks in use
-as of the last microbatch that it planned: every stage applies microbatches in order.
+The leader's own stage is its pool. For each other stage it tracks the capacity and the blocks in
+use after the last planned microbatch; this is exact because stages apply microbatches in order.
 """
 
 from collections.abc import Iterable
@@ -12,58 +12,58 @@ from services.core.planner.block_pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A stage after the first, when a configuration begins.
+    """A stage after the first, at the start of a configuration.
 
-    `used_blocks` are those that its table has, when all of its last configuration has reached it.
-    `was` is the number that the stage had in the leader's previous configuration; None if it was
-    not in it and thus has no blocks for the leader's sequences yet.
+    `used_blocks` are those in its block table after all messages of its last configuration.
+    `previous_stage` is its stage number in the leader's previous configuration; None if it was not
+    part of that and thus has no blocks of the leader's sequences yet.
     """
 
     capacity_blocks: int
     used_blocks: int = 0
-    was: int | None = None
+    previous_stage: int | None = None
 
 
 @dataclass(slots=True)
 class BlockLedger:
-    """Capacity, use and promises of every stage; stage 0 is the leader's own.
+    """Capacity, use and reservations of every stage; stage 0 is the leader's own.
 
-    Blocks are promised to a sequence at a stage to which its K/V has yet to move: new requests do
-    not get them.
+    Blocks are reserved for a sequence at stages to which its K/V has yet to move: new requests
+    cannot take them.
     """
 
     pool: BlockPool
-    capacity: list[int] = field(default_factory=list)  # of stages 1, 2, …
-    used: list[int] = field(default_factory=list)
-    promised: list[int] = field(default_factory=lambda: [0])  # of stages 0, 1, …
+    capacity: list[int] = field(default_factory=list)  # blocks of stages 1, 2, …
+    used: list[int] = field(default_factory=list)  # blocks in use at stages 1, 2, …
+    reserved: list[int] = field(default_factory=lambda: [0])  # blocks at stages 0, 1, …
 
     @property
     def stages(self) -> int:
-        """Stages of the group."""
-        return len(self.promised)
+        """Number of stages of the group."""
+        return len(self.reserved)
 
     def configure(self, followers: Iterable[Follower]) -> None:
-        """Start anew with these stages after the leader's; nothing is promised.
+        """Reset to these stages after the leader's, without reservations.
 
-        Each stage reports what it uses, so a `credit` that was on its way is not lost.
+        Each stage has reported its current use, which includes any `credit` still in flight.
         """
         followers = tuple(followers)
         self.capacity = [follower.capacity_blocks for follower in followers]
         self.used = [follower.used_blocks for follower in followers]
-        self.promised = [0] * (1 + len(followers))
+        self.reserved = [0] * (1 + len(followers))
 
     def capacity_of(self, stage: int) -> int:
-        """The blocks of stage `stage` ≥ 1. Raises ValueError for another one."""
+        """Blocks of stage `stage` ≥ 1. Raises ValueError for any other stage number."""
         if not 1 <= stage < self.stages:
-            raise ValueError(f"stage {stage} is none of the followers' (1 to {self.stages - 1})")
+            raise ValueError(f"stage {stage} is not a follower stage (1 to {self.stages - 1})")
         return self.capacity[stage - 1]
 
     def set_capacity(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1, which there is, has `blocks` blocks from now on."""
+        """Set the capacity of an existing stage ≥ 1."""
         self.capacity[stage - 1] = blocks
 
     def credit(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1 has freed `blocks` blocks of sequences that this leader has not."""
+        """Stage `stage` ≥ 1 freed `blocks` blocks of sequences that this leader does not own."""
         self.used[stage - 1] -= blocks
 
     def room(self, stage: int) -> int:
@@ -78,54 +78,54 @@ class BlockLedger:
 
     @property
     def least_capacity(self) -> int:
-        """Blocks of the smallest stage: what the group has."""
+        """Blocks of the smallest stage, which is the capacity of the group."""
         return min([self.pool.usable, *self.capacity])
 
     @property
     def least_room(self) -> int:
-        """Blocks that every stage has: for a sequence that runs and grows."""
+        """Free blocks at the fullest stage, reserved ones included: for the growth of sequences."""
         if not self.capacity:
             return self.pool.free_count
         return min(self.room(stage) for stage in range(self.stages))
 
     @property
     def free(self) -> int:
-        """Blocks that every stage has and has not promised: for requests that start."""
+        """Free, unreserved blocks at the fullest stage: for the admission of requests."""
         if not self.capacity:
-            return self.pool.free_count - self.promised[0]
-        return min([self.room(stage) - blocks for stage, blocks in enumerate(self.promised)])
+            return self.pool.free_count - self.reserved[0]
+        return min([self.room(stage) - blocks for stage, blocks in enumerate(self.reserved)])
 
     def full_stages(self) -> frozenset[int]:
-        """Stages without a block to take."""
+        """Stages without free blocks."""
         return frozenset(stage for stage in range(self.stages) if self.room(stage) <= 0)
 
     def take(self, blocks: int) -> None:
-        """Count blocks that a sequence gets at every other stage."""
+        """Count blocks that a sequence takes at every follower stage."""
         for index in range(len(self.used)):
             self.used[index] += blocks
 
-    def give_back(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
-        """Take back `take`, or the promise at the stages in `absent`."""
+    def release(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
+        """Undo `take`, or `reserve` at the stages in `absent`."""
         if not (self.capacity or absent):
-            return
+            return  # a single worker: its pool is the only count
         for stage in range(self.stages):
             if stage in absent:
-                self.promised[stage] -= blocks
+                self.reserved[stage] -= blocks
             elif stage:
                 self.used[stage - 1] -= blocks
 
-    def promise(self, blocks: int, absent: frozenset[int]) -> None:
-        """Count blocks that a sequence will need at the stages in `absent`."""
+    def reserve(self, blocks: int, absent: frozenset[int]) -> None:
+        """Reserve blocks that a sequence will need at the stages in `absent`."""
         for stage in absent:
-            self.promised[stage] += blocks
+            self.reserved[stage] += blocks
 
-    def keep(self, blocks: int, stage: int) -> None:
-        """A promise at `stage` becomes use."""
-        self.promised[stage] -= blocks
+    def use_reserved(self, blocks: int, stage: int) -> None:
+        """Turn reserved blocks at `stage` into used ones."""
+        self.reserved[stage] -= blocks
         if stage:
             self.used[stage - 1] += blocks
 
     def check_invariants(self) -> None:
-        """Nothing is negative; there is one entry for each stage."""
+        """No count is negative; there is an entry for each stage."""
         assert len(self.capacity) == len(self.used) == self.stages - 1
-        assert all(blocks >= 0 for blocks in (*self.used, *self.promised))
+        assert all(blocks >= 0 for blocks in (*self.used, *self.reserved))

@@ -1,4 +1,4 @@
-"""The KV blocks of one worker (of one stage, in a pipeline)."""
+"""The KV blocks of a worker, or of a stage in a pipeline."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,19 +10,21 @@ from services.core.prefix.cached_blocks import CachedBlocks
 
 @dataclass(slots=True)
 class BlockPool:
-    """Hands out block ids 0 .. num_blocks - 1. A block is *taken*, by one request or several that
-    share it, or it is free: *empty*, or *cached* if it holds a known prefix that nobody uses now.
+    """Allocates block ids 0 .. num_blocks - 1, with a reference count per block.
 
-    Empty blocks are handed out first, the lowest before the others. So the highest ids fall free by
-    themselves and their memory can serve another purpose: after `limit`, none of them is handed out
-    again, and `shrink` gives them up once none is taken.
+    A block is *taken* (by a sequence, or by several that share it), *empty*, or *cached*: free, but
+    holding a known prefix.
+
+    Allocation prefers empty blocks over cached ones, and the lowest id. So the highest ids fall
+    free by themselves and their memory can be reclaimed: `limit` excludes them from allocation, and
+    `shrink` removes them once none is taken.
     """
 
     num_blocks: int
     cache: CachedBlocks = field(init=False, default_factory=CachedBlocks)
-    _empty: list[int] = field(init=False)  # a heap, of ids below the limit
-    _taken: dict[int, int] = field(init=False, default_factory=dict)  # how many requests use it
-    _limit: int = field(init=False)
+    _empty: list[int] = field(init=False)  # a heap of ids below the limit
+    _taken: dict[int, int] = field(init=False, default_factory=dict)  # block id → reference count
+    _limit: int = field(init=False)  # ids from here on are not allocated
 
     def __post_init__(self) -> None:
         self._empty = list(range(self.num_blocks))
@@ -35,12 +37,12 @@ class BlockPool:
 
     @property
     def empty_count(self) -> int:
-        """Blocks that can be taken without forgetting a prefix."""
+        """Blocks that can be taken without evicting a prefix."""
         return len(self._empty)
 
     @property
     def taken_count(self) -> int:
-        """Blocks that somebody uses, those above the limit included."""
+        """Blocks in use, including those above the limit."""
         return len(self._taken)
 
     @property
@@ -50,12 +52,12 @@ class BlockPool:
 
     @property
     def next_free(self) -> int | None:
-        """The block that the next allocation takes; None if there is none."""
+        """The block that the next allocation takes; None if no block is free."""
         return self._empty[0] if self._empty else self.cache.oldest
 
     @property
     def users(self) -> Mapping[int, int]:
-        """The blocks that somebody uses, with how many requests do; not to be changed."""
+        """Reference count of each block in use; read-only."""
         return self._taken
 
     def allocate(self, count: int) -> tuple[int, ...]:
@@ -72,15 +74,15 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Use blocks that hold a known prefix, whether others use them or nobody does."""
+        """Take a reference to blocks that hold a known prefix, whether in use or cached."""
         for block in blocks:
             users = self._taken.get(block, 0)
             if not users:
-                self.cache.use(block)
+                self.cache.reuse(block)
             self._taken[block] = users + 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back: those that nobody else uses are free. The first is reused first.
+        """Drop a reference to each block; unreferenced blocks are free. The first is evicted first.
 
         Raises:
             KeyError: if a block was not taken (a double free).
@@ -93,25 +95,26 @@ class BlockPool:
                 continue
             del taken[block]
             if block >= self._limit:
+                # Above the limit a block is withheld, neither empty nor cached.
                 self.cache.forget(block)
-            elif not self.cache.park(block):
+            elif not self.cache.make_idle(block):
                 heappush(self._empty, block)
 
     def move(self, source: int) -> int:
-        """Take another block for all who use `source`, which is empty then; returns it.
+        """Move the references and the registration of `source` to a new block, which is returned.
 
         Raises:
-            IndexError: if none is free.
+            IndexError: if no block is free.
         """
         (target,) = self.allocate(1)
         self._taken[target] = self._taken[source]
         self._taken[source] = 1
-        self.cache.rename(source, target)
+        self.cache.relocate(source, target)
         self.release((source,))
         return target
 
     def evict(self) -> bytes:
-        """Make the cached block empty that was used longest ago; returns the name it had.
+        """Evict the least recently used cached block, which becomes empty; returns its hash.
 
         Raises:
             StopIteration: if no block is cached.
@@ -120,13 +123,13 @@ class BlockPool:
         heappush(self._empty, block)
         return block_hash
 
-    def name(self, block: int, block_hash: bytes) -> None:
-        """Name a block in use; another one that has the name loses it."""
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Register a block in use; any other block registered under the hash loses it."""
         self.forget(block_hash)
-        self.cache.name(block, block_hash)
+        self.cache.register(block, block_hash)
 
     def forget(self, block_hash: bytes) -> None:
-        """No block has this name any more; a cached one is empty then."""
+        """Unregister the block with this hash, if any; a cached block becomes empty."""
         block = self.cache.block_of(block_hash)
         if block is None:
             return
@@ -136,15 +139,15 @@ class BlockPool:
             heappush(self._empty, block)
 
     def drop_cache(self) -> None:
-        """Forget every prefix: cached blocks are empty, and blocks in use are shared no further."""
+        """Unregister every block: cached ones become empty, those in use are not shared again."""
         for block in self.cache.clear():
             heappush(self._empty, block)
 
     def grow(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks, not fewer than now; it lifts the limit.
+        """Grow to `num_blocks` blocks and lift the limit.
 
         Raises:
-            ValueError: if there are more already.
+            ValueError: if the pool is larger already.
         """
         if num_blocks < self.num_blocks:
             raise ValueError(f"{self.num_blocks} blocks cannot grow to {num_blocks}")
@@ -152,52 +155,52 @@ class BlockPool:
         self.limit(num_blocks)
 
     def limit(self, num_blocks: int) -> None:
-        """Take no block with id `num_blocks` or above from now on; who uses it now keeps it.
+        """Stop allocating blocks with ids of `num_blocks` or above; current users keep theirs.
 
         Raises:
-            ValueError: if there are not so many blocks.
+            ValueError: if the pool has fewer blocks.
         """
         if not 0 <= num_blocks <= self.num_blocks:
             raise ValueError(f"a limit of {num_blocks}, but there are {self.num_blocks} blocks")
         self._limit = num_blocks
         cache, taken = self.cache, self._taken
         cache.forget_from(num_blocks)
-        # Sorted, so a heap.
+        # Ascending, hence a valid heap.
         self._empty = [
             block for block in range(num_blocks) if block not in taken and not cache.is_idle(block)
         ]
 
     def shrink(self, num_blocks: int) -> None:
-        """Have only `num_blocks` blocks, not more than now; a lower limit stays.
+        """Shrink to `num_blocks` blocks; a lower limit stays.
 
         Raises:
-            ValueError: if a block that would go is taken, or there are fewer already.
+            ValueError: if a block to remove is taken, or the pool is smaller already.
         """
         if num_blocks > self.num_blocks:
             raise ValueError(f"{self.num_blocks} blocks cannot shrink to {num_blocks}")
         kept = max(self._taken, default=-1)
         if kept >= num_blocks:
-            raise ValueError(f"block {kept} is taken; it cannot go")
+            raise ValueError(f"block {kept} is taken; it cannot be removed")
         limit = min(self._limit, num_blocks)
         self.num_blocks = num_blocks
         self.limit(limit)
 
     def check_invariants(self) -> None:
-        """Every block is empty, cached, taken or withheld; none is two of these."""
+        """Every block is in exactly one state: empty, cached, taken or withheld."""
         self.cache.check_invariants()
         empty, taken = set(self._empty), self._taken.keys()
         idle = {block for block in range(self.num_blocks) if self.cache.is_idle(block)}
-        assert len(idle) == self.cache.idle_count, "a cached block is none of the pool's"
+        assert len(idle) == self.cache.idle_count, "a cached block is not in the pool"
         assert len(self._empty) == len(empty)
         assert empty.isdisjoint(taken) and empty.isdisjoint(idle) and idle.isdisjoint(taken)
         assert empty | idle | taken >= set(range(self._limit)), "a usable block is lost"
         assert all(users > 0 for users in self._taken.values())
-        assert not any(block in self.cache for block in empty), "an empty block has a name"
+        assert not any(block in self.cache for block in empty), "an empty block is registered"
         free = empty | idle
         assert min(free, default=0) >= 0 and max(free, default=-1) < self._limit
         assert min(taken, default=0) >= 0
         assert max(taken, default=-1) < self.num_blocks
-        # The children of place i of a heap are at 2i + 1 and 2i + 2.
+        # In a heap, the children of index i are at 2i + 1 and 2i + 2.
         heap = self._empty
         assert all(map(lt, heap, heap[1::2])) and all(map(lt, heap, heap[2::2])), (
             "the lowest is not first"

@@ -1,8 +1,9 @@
-"""How long an iteration may take, and the cost of what is in it so far.
+"""Time budget of an iteration, and the predicted cost of its chunks so far.
 
 The least residual time of a decode bounds an iteration (BROS §4.2). The cost model is never exact,
-so its predictions are corrected by what iterations took: by a scale for each phase, and by a margin
-that shrinks when an iteration overran. Both follow from the planner's events alone.
+so measured iteration times correct it: by a scale per kind of iteration, and by a safety margin
+that shrinks when an iteration overruns. Both depend only on the planner's events, so a replay of
+the log reproduces them.
 """
 
 from dataclasses import dataclass
@@ -12,47 +13,48 @@ from services.core.cost.model import CostModel
 
 MARGIN_MIN, MARGIN_MAX = 0.7, 0.98
 MARGIN_CUT = 0.95
-"""After an iteration that overran; any other raises the margin by `MARGIN_RISE`."""
+"""Factor of the margin after an overrun; after any other iteration it is `MARGIN_RISE`."""
 MARGIN_RISE = 1.001
 WEIGHT = 0.1
-"""The newest iteration counts for so much of a moving average."""
+"""Weight of the newest iteration in an exponential moving average."""
 RATIO_MIN, RATIO_MAX = 0.25, 4.0
-"""An iteration counts as no more than so far from its prediction: a pause is not the model's."""
+"""Clamp of measured over predicted time: a pause of the process is no error of the model."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Corrections of the cost model, and `iteration_s`, the mean of what iterations took.
+    """Corrections of the cost model, and the mean measured iteration time `iteration_s`.
 
-    A *mixed* iteration has a chunk of more than one token; the two kinds are corrected apart.
+    A *mixed* iteration has a chunk of more than one token; mixed and decode-only iterations have
+    separate scales.
     """
 
-    margin: float = MARGIN_MAX
-    decode_scale: float = 1.0
-    mixed_scale: float = 1.0
-    iteration_s: float = 0.0
+    margin: float = MARGIN_MAX  # share of the least residual time that an iteration may use
+    decode_scale: float = 1.0  # measured over predicted time, decode-only iterations
+    mixed_scale: float = 1.0  # measured over predicted time, mixed iterations
+    iteration_s: float = 0.0  # moving average of measured times; 0 before the first
 
     def limit_s(self, least_slack_s: float, mixed: bool) -> float:
-        """Model seconds that an iteration may cost; `inf` if nothing is due."""
+        """Model seconds that an iteration may cost; `inf` without a deadline."""
         if least_slack_s == inf:
             return inf
         return self.margin * least_slack_s / self.scale(mixed)
 
     def scale(self, mixed: bool) -> float:
-        """By how much an iteration takes longer than the model says."""
+        """Ratio of measured to predicted time."""
         return self.mixed_scale if mixed else self.decode_scale
 
     def note_time(self, measured_s: float) -> None:
-        """An iteration took so long; a time that is not above 0 says nothing."""
+        """Update the mean iteration time; times ≤ 0 are ignored."""
         if measured_s > 0:
             weight = WEIGHT if self.iteration_s else 1.0
             self.iteration_s += weight * (measured_s - self.iteration_s)
 
     def observe(self, predicted_s: float, measured_s: float, allowed_s: float, mixed: bool) -> None:
-        """An iteration of `predicted_s` model seconds is over.
+        """Update all corrections after an iteration of `predicted_s` model seconds.
 
-        `allowed_s` is the residual time that it was planned to keep, `inf` without one. A time that
-        is not above 0 says nothing.
+        `allowed_s` is the residual time that it was planned to meet, `inf` without a deadline.
+        Times ≤ 0 are ignored.
         """
         if measured_s <= 0 or predicted_s <= 0:
             return
@@ -62,6 +64,7 @@ class Budget:
             self.mixed_scale += WEIGHT * (ratio - self.mixed_scale)
         else:
             self.decode_scale += WEIGHT * (ratio - self.decode_scale)
+        # Cut the margin at once on an overrun, and recover it slowly.
         if measured_s > allowed_s:
             self.margin = max(MARGIN_MIN, self.margin * MARGIN_CUT)
         else:
@@ -69,7 +72,7 @@ class Budget:
 
 
 class Spent:
-    """What the chunks chosen so far cost, in model seconds, and how many tokens they have. O(1)."""
+    """Cost in model seconds and token count of the chunks chosen so far. All methods are O(1)."""
 
     def __init__(self, model: CostModel, tokens_max: int) -> None:
         self.tokens = 0
@@ -78,60 +81,61 @@ class Spent:
         self._tokens_max = tokens_max
         self._chunks_s = 0.0
         first_s = model.chunk_s(0, 1)
+        # Marginal cost of a decode without prefix, and of each cached token before it.
         self._decode_s = first_s - model.lam
         self._decode_prefix_s = model.chunk_s(1, 1) - first_s
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that the batch still has room for."""
+        """Remaining token budget."""
         return self._tokens_max - self.tokens
 
     @property
     def seconds(self) -> float:
-        """Cost of the iteration; 0 while it is empty."""
+        """Cost of the iteration; 0 if empty."""
         if not self.tokens:
             return 0.0
         return self._model.lam + self._chunks_s + self._model.excess_s(self.tokens)
 
     def decodes_s(self, count: int, prefix_tokens: int) -> float:
-        """Cost of an iteration of these decodes alone; 0 without any."""
+        """Cost of an iteration of `count` decodes alone; 0 without decodes."""
         if not count:
             return 0.0
         shared_s = self._model.lam + self._model.excess_s(count)
         return shared_s + count * self._decode_s + prefix_tokens * self._decode_prefix_s
 
     def add_decodes(self, count: int, prefix_tokens: int) -> None:
-        """Take these decodes in."""
+        """Add decodes with `prefix_tokens` cached tokens in total."""
         self.tokens += count
         self._chunks_s += count * self._decode_s + prefix_tokens * self._decode_prefix_s
 
     def add(self, prefix: int, tokens: int) -> None:
-        """Take a chunk in."""
+        """Add a chunk."""
         self.tokens += tokens
         self._chunks_s += self._model.chunk_s(prefix, tokens) - self._model.lam
 
     def drop(self, prefix: int, tokens: int) -> None:
-        """Leave a chunk out that was taken in."""
+        """Remove a chunk that was added."""
         self.tokens -= tokens
         self._chunks_s -= self._model.chunk_s(prefix, tokens) - self._model.lam
 
     def with_chunk_s(self, prefix: int, tokens: int) -> float:
-        """Cost of the iteration if this chunk joins it."""
+        """Cost of the iteration with this chunk added."""
         model = self._model
         chunks_s = self._chunks_s + model.chunk_s(prefix, tokens)
         return chunks_s + model.excess_s(self.tokens + tokens)
 
     def with_decodes_s(self, count: int, prefix_tokens: int) -> float:
-        """Cost of the iteration if these decodes join it."""
+        """Cost of the iteration with these decodes added."""
         chunks_s = self._chunks_s + count * self._decode_s + prefix_tokens * self._decode_prefix_s
         return self._model.lam + chunks_s + self._model.excess_s(self.tokens + count)
 
     def tokens_within(self, prefix: int, limit_s: float, most: int) -> int:
-        """How many tokens of a chunk, up to `most`, join the iteration within `limit_s`."""
+        """Number of tokens of a chunk, at most `most`, that fit within `limit_s`."""
         most = min(most, self.tokens_left)
         if limit_s == inf or most <= 0:
             return max(0, most)
         spent_s = self.seconds or self._model.lam
-        found = self._further.tokens_within(prefix, limit_s - spent_s, most)
-        # A chunk of one token may have coefficients of its own.
-        return found if found > 1 or self.with_chunk_s(prefix, 1) <= limit_s else 0
+        tokens = self._further.tokens_within(prefix, limit_s - spent_s, most)
+        # A chunk of a single token (a decode) may have its own coefficients in the model.
+        return tokens if tokens > 1 or self.with_chunk_s(prefix, 1) <= limit_s else 0

@@ -1,4 +1,4 @@
-"""Settings and bounds of a planner."""
+"""Settings and limits of a planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from services.core.planner.victims import VictimRule
 from services.core.setting import choice, computed, number, option
 
 GPU_LIMITS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}
-"""Defaults on a GPU, which the iterations of the defaults for processors hardly occupy."""
+"""Defaults on a GPU: the CPU defaults would leave it mostly idle."""
 
 
 class BatchFormation(StrEnum):
-    """How a pipeline's microbatches are formed; a group of one has nothing to form."""
+    """Methods of forming the microbatches of a pipeline; unused by a single worker."""
 
     LOOKAHEAD = "lookahead"
     TOKEN_COUNT = "token_count"
@@ -25,50 +25,51 @@ class BatchFormation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class IterationConfig:
-    """Settings of a worker's planner, and the bounds that the worker measures.
+    """Settings of a worker's planner, and the limits that the worker measures at start-up.
 
-    `num_blocks` is what the worker holds as a group of one. No request that needs more is taken,
-    since a larger group splits again. In a pipeline each microbatch has at most `max_batch_tokens`;
-    a round is not cut into parts of less than half of `min_microbatch_tokens`, on average, and cost
-    is counted by `cost_model`; without one each token costs the same.
+    `num_blocks` is the capacity of the worker alone. Requests that need more are refused even in a
+    larger group, since the group may split again. In a pipeline each microbatch has at most
+    `max_batch_tokens`; the parts of a round have on average at least half of
+    `min_microbatch_tokens`. `cost_model` predicts their cost; without it each token costs the same.
 
-    More about each: `overtaking`, `prefix_cache`, `precedence` (`scheduling`), `slo` (`harvest` to
-    `online_chunk_tokens`), `packing`, `victims`, `preemption`, `shelf` and `lost_share`.
+    Details: `overtaking.py`, `prefix_cache.py`, `victims.py` (`scheduling`, `victims`), `slo.py`
+    (`harvest` to `online_chunk_tokens`), `packing.py`, `preemption.py`, `requeue` (`shelf_max_s`)
+    and `excess_lost_sequences` (`spread_after_loss`).
     """
 
     block_size: int = number(
         16, "Tokens in a KV block.", minimum=1, maximum=1024, elsewhere="with vLLM 32"
     )
     num_blocks: int = computed(0)
-    # The next tokens come once an iteration has ended, so a slow device gets small ones. With vLLM
-    # an abort waits for that, too.
+    # An iteration delays the next tokens of all its sequences, so a slow device gets small
+    # iterations. With vLLM, aborts wait for the end of an iteration, too.
     max_batch_tokens: int = number(
         256,
-        "Tokens of one iteration; more raise throughput and the time between tokens.",
+        "Maximum number of tokens per iteration; a higher value raises throughput and TPOT.",
         minimum=1,
         maximum=2**20,
         elsewhere=f"on GPUs and with vLLM {GPU_LIMITS['max_batch_tokens']}",
     )
     max_running: int = number(
         128,
-        "Requests that run at once.",
+        "Maximum number of running requests.",
         minimum=1,
         maximum=2**16,
         elsewhere=f"on GPUs {GPU_LIMITS['max_running']}",
     )
     max_waiting: int = number(
-        4096, "Requests that may wait in the worker.", minimum=1, maximum=2**20
+        4096, "Maximum number of requests queued in the worker.", minimum=1, maximum=2**20
     )
     batch_formation: BatchFormation = choice(
         BatchFormation.LOOKAHEAD,
         BatchFormation,
-        "How a pipeline's microbatches are formed: by equal cost, looking ahead, or by token"
-        " count.",
+        "How a pipeline's microbatches are formed: lookahead balances their predicted cost over a"
+        " round; token_count fills them up to max_batch_tokens.",
         expert=True,
     )
     min_microbatch_tokens: int = number(
         128,
-        "Tokens below which a microbatch is not divided.",
+        "Microbatches with fewer tokens are not divided further.",
         minimum=1,
         maximum=2**20,
         expert=True,
@@ -83,23 +84,23 @@ class IterationConfig:
     scheduling: Scheduling = scheduling_setting()
     harvest: float = number(
         0.4,
-        "With scheduling slo: the largest part of the time between what online requests cost and"
-        " their deadlines that batch work gets; 0 leaves it only times without online requests.",
+        "With scheduling slo: maximum share of the slack before online deadlines that batch"
+        " requests may use; with 0 they run only while no online request does.",
         minimum=0,
         maximum=1,
     )
     offline_iteration_s: float = number(
         2.0,
-        "With scheduling slo: seconds that an iteration of batch work alone may take; less where"
-        " first tokens are promised sooner and nothing interrupts it (preempt).",
+        "With scheduling slo: maximum duration of a batch-only iteration, in seconds; shorter if"
+        " TTFT targets require it and online requests cannot interrupt it (preempt).",
         minimum=0.001,
         maximum=3600,
         expert=True,
     )
     online_chunk_tokens: int | None = number(
         None,
-        "With scheduling slo: tokens of an iteration that online requests get for their prompts"
-        " whatever is due.",
+        "With scheduling slo: tokens per iteration for prompts of online requests, regardless of"
+        " deadlines.",
         minimum=1,
         maximum=2**20,
         default_text="max_batch_tokens",
@@ -107,51 +108,51 @@ class IterationConfig:
     )
     packing: bool = option(
         False,
-        "With scheduling slo: whether a batch request that finds no time beside online ones takes"
-        " the turn of one whose deadline holds without it.",
+        "With scheduling slo: whether a batch request that does not fit replaces an online request"
+        " that meets its deadline without this iteration.",
         expert=True,
     )
     adaptive_slots: bool = option(
         False,
-        "With scheduling slo: whether the sequences of an iteration with both kinds are bounded,"
-        " by half of max_running after an iteration that a deadline has bound, and by twice as many"
-        " after each other one.",
+        "With scheduling slo: whether the number of sequences per iteration with online and batch"
+        " work adapts: it falls to half of max_running after an iteration bound by a deadline, and"
+        " doubles after any other iteration.",
         expert=True,
     )
     victims: VictimRule = choice(
         VictimRule.NEWEST,
         VictimRule,
-        "With scheduling slo: which online request loses its KV when all of batch requests is"
-        " taken: the newest one, or the one whose next token is due last.",
+        "With scheduling slo: which online request is preempted when no batch request holds KV"
+        " blocks: newest, or slack (its next token is due last).",
         expert=True,
     )
     preempt: Preempt = choice(
         Preempt.OFF,
         Preempt,
-        "When an online request interrupts an iteration of batch work between two layers, in a"
-        " group of one: never, if its deadline would be missed, or always.",
+        "When an online request preempts a batch-only iteration between two layers, on a worker"
+        " that is not merged: off (never), deadline (if its deadline would be missed) or always.",
     )
     preempted_work: PreemptedWork = choice(
         PreemptedWork.RESUME,
         PreemptedWork,
-        "What becomes of an interrupted iteration: it goes on later at the layer where it was, or"
-        " runs again.",
+        "What happens to an interrupted iteration: resume continues it later at the same layer;"
+        " discard runs it again.",
         expert=True,
     )
     shelf_max_s: float = number(
         60.0,
-        "Seconds for which batch requests rest at a worker that does not lead its merged group,"
-        " before the leader gets them; 0: it gets them at once. With `scheduling: fcfs` they move"
-        " as all others.",
+        "Seconds for which batch requests stay parked at a worker that does not lead its merged"
+        " group, before they move to the leader; 0 moves them at once. With `scheduling: fcfs` they"
+        " move like all other requests.",
         minimum=0,
         maximum=86400,
         expert=True,
     )
     spread_after_loss: bool = option(
         True,
-        "Whether the leader of a merged group that has lost a member gives the younger part of its"
-        " requests back, so that its former members compute them again, too. Their gateways go on"
-        " with them after the tokens that have come, unless they have `resume_streams: false`.",
+        "Whether the leader of a merged group that lost a member returns its younger requests to"
+        " the scheduler, so that the former members share the recomputation. Gateways resume them"
+        " after the delivered tokens, unless they have `resume_streams: false`.",
         expert=True,
     )
 
@@ -159,5 +160,5 @@ class IterationConfig:
         if not 1 <= self.max_running <= self.max_batch_tokens:
             raise ValueError(
                 f"'max_running' is {self.max_running}, but must be 1 to 'max_batch_tokens'"
-                f" ({self.max_batch_tokens}): every running request decodes one token an iteration"
+                f" ({self.max_batch_tokens}): every running request decodes one token per iteration"
             )

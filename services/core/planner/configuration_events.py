@@ -1,6 +1,7 @@
-"""Events of a planner beside those of requests: what a change of groups does to it and its blocks.
+"""Planner events of change-overs: effects of group changes on sequences, stages and blocks.
 
-Reading a planner is free for everybody; only events change it, so a log of them repeats it.
+Anyone may read planner state. Only events mutate it, so replaying the log reproduces it. Ids are
+sequence ids, see `sequence_names.py`.
 """
 
 from dataclasses import dataclass
@@ -12,21 +13,21 @@ from services.core.prefix.news import PrefixNews
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationEnded:
-    """The present configuration ends; nothing is in flight. Answered by `BlocksFreed`.
+    """The current configuration ends; no microbatch is in flight. Answered by `BlocksFreed`.
 
-    Blocks of sequences of which nothing has run are freed: only this leader knows of them. So are
-    those of a sequence that grew for a microbatch that was discarded. All prefixes are forgotten,
-    since other layers follow. From here on the table says how many own blocks are in use, and
-    another leader may be told.
+    Frees the blocks of sequences that have not run yet, since only this leader knows of them, and
+    of sequences that grew for a discarded microbatch. Drops all cached prefixes, since the layers
+    change. From here on the stage table counts the used blocks of this stage, which the next leader
+    may receive.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class StagesConfigured:
-    """The worker leads these stages after its own from now on; nothing is in flight.
+    """The worker leads these follower stages from now on; no microbatch is in flight.
 
-    What `ConfigurationEnded` freed was handed to the stages of the old configuration before. A
-    sequence without blocks at one of the new stages is held until it is placed there and resumed.
+    The stages of the old configuration have received the ids that `ConfigurationEnded` released. A
+    sequence without blocks at any new stage is held until it is placed there and resumed.
     """
 
     followers: tuple[Follower, ...] = ()
@@ -34,11 +35,11 @@ class StagesConfigured:
 
 @dataclass(frozen=True, slots=True)
 class GroupDivided:
-    """A loss has ended the group that this worker led, or a split of it that was not over.
+    """The loss of a worker ended the group that this worker led, or an unfinished split of it.
 
-    Of those that could serve its requests `members` live, with this one. Only `request_ids` have
-    lost their KV by it; None: all that have none now. Answered by a refusal for each sequence that
-    is given back; see `lost_share`.
+    `members` workers that can serve its requests survive, including this worker. `request_ids` are
+    the sequences that lost their KV; None: all that have no KV now. Answered by a refusal for each
+    sequence that is returned to the scheduler; see `excess_lost_sequences`.
     """
 
     members: int
@@ -47,7 +48,7 @@ class GroupDivided:
 
 @dataclass(frozen=True, slots=True)
 class CapacityReported:
-    """Stage `stage` ≥ 1 has `blocks` blocks for what is planned from now on."""
+    """Stage `stage` ≥ 1 has `blocks` blocks for all microbatches planned from now on."""
 
     stage: int
     blocks: int
@@ -55,7 +56,7 @@ class CapacityReported:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCredited:
-    """Stage `stage` ≥ 1 has freed `blocks` blocks of sequences that are not this planner's."""
+    """Stage `stage` ≥ 1 freed `blocks` blocks of sequences that this planner does not own."""
 
     stage: int
     blocks: int
@@ -63,21 +64,21 @@ class BlocksCredited:
 
 @dataclass(frozen=True, slots=True)
 class ReleasedTaken:
-    """Take the names of released requests, as `BlocksFreed`; no microbatch carries them then."""
+    """Return the released sequences as `BlocksFreed` now, instead of in the next microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlightDiscarded:
-    """Discard all microbatches in flight: their positions run again, results are ignored."""
+    """Discard all microbatches in flight: their tokens run again, their results are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceAdopted:
-    """Go on with another leader's sequence, at its place by age; a repetition changes nothing.
+    """Adopt a sequence of another leader, ordered by its age. Idempotent.
 
-    At the stages in `absent` it has no blocks yet: they are promised to it, see `SequencePlaced`;
-    at the others it has them, and the table or the stage's count of used blocks includes them. A
-    sequence without blocks waits like any other.
+    At the stages in `absent` it has no blocks yet: they are reserved for it, see `SequencePlaced`.
+    At the other stages it has blocks, and the stage table or the stage's count of used blocks
+    includes them. A sequence without any blocks waits for admission.
     """
 
     state: SequenceState
@@ -87,38 +88,38 @@ class SequenceAdopted:
 
 @dataclass(frozen=True, slots=True)
 class SequenceForgotten:
-    """Another leader has adopted the sequence. Its blocks are in use until its KV has moved."""
+    """Another leader adopted the sequence. Its blocks stay in use until its KV has moved."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceHeld:
-    """The sequence keeps its blocks and is not planned; no effect if it is held already."""
+    """Hold the sequence: it keeps its blocks and is not planned. Idempotent."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceResumed:
-    """The sequence goes on; no effect if it is not held, since a preemption resumed it."""
+    """Resume a held sequence; no effect otherwise, since a preemption has resumed it."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """The KV of a held or running sequence is freed, and computed again."""
+    """Preempt a held or running sequence: free its KV, which is recomputed later."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceReset:
-    """The sequence is held without its KV, which the stages that have it free.
+    """Hold the sequence without its KV, which the stages that store it free by themselves.
 
-    Its blocks stay in use until the stages that have them report them free. Unlike
-    `SequencePreempted`, this is for a sequence whose stages may not be those of this planner.
+    Its blocks stay in use until these stages report them free. Unlike `SequencePreempted`, the
+    stages need not be those of this planner.
     """
 
     request_id: str
@@ -126,11 +127,11 @@ class SequenceReset:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlaced:
-    """The sequence takes the blocks promised to it at `stage`, where there is room.
+    """Turn the blocks reserved for the sequence at `stage`, which has room, into used blocks.
 
-    At the own stage they are in the table then, and may be written once earlier microbatches have
-    run. Another stage has to adopt as many, in order: after the earlier microbatches and the names
-    of `ReleasedTaken` have passed it.
+    At the leader's own stage the table then has them; they may be written once earlier
+    microbatches have run. A follower must allocate as many blocks in order: after the earlier
+    microbatches and the releases of `ReleasedTaken`.
     """
 
     request_id: str
@@ -139,7 +140,7 @@ class SequencePlaced:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchFollowed:
-    """This stage follows its leader: frees `released`, covers each chunk's (request, blocks)."""
+    """A follower applies a microbatch: free `released`, allocate each (sequence, blocks)."""
 
     released: tuple[str, ...]
     chunks: tuple[tuple[str, int], ...] = ()
@@ -148,7 +149,7 @@ class MicrobatchFollowed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksAdopted:
-    """A request gets so many blocks in all, for KV to come."""
+    """Extend the table of a sequence to `blocks` blocks, for KV that will arrive."""
 
     request_id: str
     blocks: int
@@ -156,14 +157,14 @@ class BlocksAdopted:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReleased:
-    """A request's blocks are freed."""
+    """Free the blocks of a sequence."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRelocated:
-    """Blocks move below `limit`, at most `most` of them; answered by `MoveBlocks`."""
+    """Move blocks below `limit`, at most `most` of them; answered by `MoveBlocks`."""
 
     limit: int
     most: int | None = None
@@ -171,30 +172,30 @@ class BlocksRelocated:
 
 @dataclass(frozen=True, slots=True)
 class PoolGrown:
-    """There are so many blocks now, and no limit."""
+    """The pool has `blocks` blocks now, without a limit."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimited:
-    """No block from this one on is taken."""
+    """Block ids of `blocks` and above are not allocated any more."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShrunk:
-    """There are only so many blocks now."""
+    """The pool has only `blocks` blocks now."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchYielded:
-    """Batch sequences give blocks back until `stage` uses at most `blocks`, if they have so many.
+    """Preempt batch sequences until `stage` uses at most `blocks` blocks or none of them runs.
 
-    No effect where they do not yield.
+    No effect under policies in which batch work does not yield.
     """
 
     stage: int

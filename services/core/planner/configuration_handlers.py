@@ -1,4 +1,4 @@
-"""What changes of groups do to sequences and blocks; `_HANDLERS` has the handler of each event."""
+"""Handlers of change-over events, by event in `_HANDLERS`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,56 +10,57 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import BlocksFreed, Command, MoveBlocks
 from services.core.planner.feedback import Feedback
 from services.core.planner.flight import Flight
-from services.core.planner.refusal import given_back, too_large
+from services.core.planner.refusal import returned_after_loss, too_large
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
-from services.core.prefix.news import NO_NEWS
+from services.core.prefix.news import NO_PREFIX_UPDATE
 from services.core.request import blocks_for
 
 
-def beyond_share(
+def excess_lost_sequences(
     sequences: Iterable[Sequence], members: int, *, batch_yields: bool
 ) -> list[Sequence]:
-    """The youngest sequences without KV, beyond 1/`members` of all tokens to be computed again.
+    """The youngest sequences without KV, beyond 1/`members` of all tokens to recompute.
 
-    A leader gives them back after a loss has divided its group: its former members have nothing to
-    do, and the gateways have the tokens and go on elsewhere. Requests stay whose gateway would not
-    (`resumable`), and batch work that makes way: it is computed when no online request waits.
-    `members` live, with the leader. The sequence that completes the share is kept, and so is at
-    least one.
+    A leader returns them to the scheduler after a loss has divided its group of `members` surviving
+    workers. It keeps the oldest sequences, including the sequence that completes the share.
     """
-    lost = [one for one in sequences if not one.blocks and (one.online or not batch_yields)]
-    tokens = sum(len(one.token_ids) for one in lost)
-    kept = sum(len(one.token_ids) for one in lost if not one.request.resumable)
-    found = []
-    for sequence in sorted(lost, key=lambda one: one.age):
+    # Yielding batch work stays here: it is recomputed while no online request waits.
+    lost = [seq for seq in sequences if not seq.blocks and (seq.online or not batch_yields)]
+    tokens = sum(len(seq.token_ids) for seq in lost)
+    # Requests that their gateways would not resume elsewhere count first towards the own share.
+    kept = sum(len(seq.token_ids) for seq in lost if not seq.request.resumable)
+    excess = []
+    for sequence in sorted(lost, key=lambda seq: seq.age):
         if not sequence.request.resumable:
             continue
+        # The other members are idle after the loss: balance the recomputation among all.
         if kept * members >= tokens:
-            found.append(sequence)
+            excess.append(sequence)
         else:
             kept += len(sequence.token_ids)
-    return found
+    return excess
 
 
 @dataclass(slots=True)
 class ConfigurationHandlers:
-    """The parts of a planner that a change of groups changes, beside which planner it is."""
+    """Applies change-over events to the sequences, blocks and microbatches of a planner."""
 
     config: IterationConfig
     sequence_table: SequenceTable
     flight: Flight
     feedback: Feedback | None
-    _discarded: bool = False  # microbatches of this configuration
+    _discarded: bool = False  # whether microbatches of this configuration were discarded
 
     def handle(self, event: changes.ConfigurationEvent) -> list[Command]:
-        """Apply one event; see `PlannerState.handle`."""
+        """Apply an event; see `PlannerState.handle`."""
         return _HANDLERS[type(event)](self, event)
 
     def discard_flight(self) -> None:
         """Discard all microbatches in flight."""
         self.flight.discard(self.sequence_table)
         if self._stages > 1:
+            # Some stages may have applied the cache updates of discarded microbatches, others not.
             self._discarded = True
             self.sequence_table.prefixes.resend_hits(self._sequences.values())
             self.sequence_table.drop_prefixes()
@@ -86,26 +87,30 @@ class ConfigurationHandlers:
     # --- changes of configurations
 
     def _end(self, _event: changes.ConfigurationEnded) -> list[Command]:
-        self._assert_nothing_flies()
+        self._assert_none_in_flight()
         for sequence in tuple(self._sequences.values()):
             if sequence.blocks and (not sequence.computed or self._may_lack_a_block(sequence)):
                 self.sequence_table.preempt(sequence)
-        self.sequence_table.yield_batch(0, 0)  # their KV is not worth being moved
+        # The KV of yielding batch sequences is not worth moving.
+        self.sequence_table.yield_batch(0, 0)
         self.sequence_table.drop_prefixes()
         return [BlocksFreed(self.sequence_table.take_released())]
 
     def _may_lack_a_block(self, sequence: Sequence) -> bool:
-        """Whether it grew for a microbatch that was discarded, of which stages may not know.
+        """Whether a stage may lack the newest block of the sequence.
 
-        Which of them have the block nobody could tell the next leader, so its KV is computed again.
+        The sequence grew for a microbatch that was discarded: the stages that it reached have the
+        block, the others do not. The next leader could not know which, so the KV is recomputed.
         """
         decodes = sequence.remaining == 1
         grown = sequence.blocks > blocks_for(sequence.computed, self.config.block_size)
         return self._discarded and decodes and grown
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
-        self._assert_nothing_flies()
-        assert not self.sequence_table.released, "the stages that are left have not heard of these"
+        self._assert_none_in_flight()
+        assert not self.sequence_table.released, (
+            "the former stages have not received these releases"
+        )
         self.sequence_table.configure(event.followers)
         self._discarded = False
         return []
@@ -113,14 +118,16 @@ class ConfigurationHandlers:
     def _divide(self, event: changes.GroupDivided) -> list[Command]:
         if not self.config.spread_after_loss:
             return []
-        table, names = self.sequence_table, event.request_ids
-        lost = [one for one in table.sequences.values() if names is None or one.request_id in names]
-        found = beyond_share(lost, event.members, batch_yields=table.precedence.batch_yields)
-        for sequence in found:
+        table, ids = self.sequence_table, event.request_ids
+        lost = [seq for seq in table.sequences.values() if ids is None or seq.request_id in ids]
+        excess = excess_lost_sequences(
+            lost, event.members, batch_yields=table.precedence.batch_yields
+        )
+        for sequence in excess:
             table.end(sequence)
-        return [given_back(sequence.request_id) for sequence in found]
+        return [returned_after_loss(sequence.request_id) for sequence in excess]
 
-    def _assert_nothing_flies(self) -> None:
+    def _assert_none_in_flight(self) -> None:
         assert not self.flight.plans, "drain or discard the microbatches in flight first"
 
     def _change_stage(self, event: changes.StageEvent) -> list[Command]:
@@ -159,11 +166,13 @@ class ConfigurationHandlers:
     def _reset(self, event: changes.SequenceReset) -> list[Command]:
         state = self.export(event.request_id)
         before = self._sequences[event.request_id]
+        # Leave the blocks to their stages, and adopt the sequence again without KV.
         self.sequence_table.forget(before)
         self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
         after = self._sequences[event.request_id]
+        # Adoption starts new deadlines; the sequence keeps those that it had.
         after.due_s, after.group_left = before.due_s, before.group_left
-        after.unpromised_s, after.token_s = before.unpromised_s, before.token_s
+        after.implied_due_s, after.token_s = before.implied_due_s, before.token_s
         self.sequence_table.hold(after)
         return []
 
@@ -184,18 +193,19 @@ class ConfigurationHandlers:
                     table.preempt(sequence)
             case changes.SequencePlaced():
                 if not table.place(sequence, event.stage):
-                    raise ValueError(f"there is no room for {event.request_id} at {event.stage}")
+                    raise ValueError(f"no room for {event.request_id} at stage {event.stage}")
         return []
 
     # --- changes of blocks
 
     def _change_blocks(self, event: changes.BlockEvent) -> list[Command]:
         table = self._table
+        # Prefix sharing assumes stable blocks at all stages.
         if self._stages > 1 and isinstance(event, changes.MovingBlockEvent):
             self.sequence_table.drop_prefixes()
         match event:
             case changes.MicrobatchFollowed():
-                table.apply(event.released, event.chunks, event.prefixes or NO_NEWS)
+                table.apply(event.released, event.chunks, event.prefixes or NO_PREFIX_UPDATE)
             case changes.BlocksAdopted():
                 table.adopt(event.request_id, event.blocks)
             case changes.BlocksReleased():

@@ -1,6 +1,8 @@
 """Events and commands of a worker's planner.
 
-Tokens are named tuples, as the chunks of `batch.py` are: there are as many in each iteration.
+Tokens are named tuples for speed, like the chunks of `batch.py`. Ids are sequence ids: the engine
+translates those of requests and aborts on arrival, and those of client commands on the way out, see
+`sequence_names.py`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from services.core.request import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A request was handed to the worker."""
+    """A request arrived at the worker."""
 
     now_s: float
     request: Request
@@ -24,7 +26,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestAborted:
-    """The client or the gateway has aborted a request; unknown ids are ignored."""
+    """The client or the gateway aborted a request; unknown ids are ignored."""
 
     now_s: float
     request_id: str
@@ -32,11 +34,11 @@ class RequestAborted:
 
 @dataclass(frozen=True, slots=True)
 class IterationFinished:
-    """A planned batch has run; `sampled` maps request id to the token chosen for it.
+    """A microbatch has run; `sampled` maps sequence id to the sampled token.
 
-    `number` is its microbatch's; None means the oldest in flight. Results come in order; one of a
-    discarded microbatch is ignored. `notes` is None if there are none; a request that `failed` in
-    them has no token.
+    `number` is that of the microbatch; None means the oldest in flight. Results arrive in order;
+    those of discarded microbatches are ignored. `notes` is None if empty; a sequence that `failed`
+    in the notes has no token.
     """
 
     now_s: float
@@ -47,23 +49,23 @@ class IterationFinished:
 
 @dataclass(frozen=True, slots=True)
 class IterationDropped:
-    """The running batch of a group of one was given up part-way; its tokens will run again."""
+    """The running iteration of a single worker was dropped midway; its tokens run again."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class IterationSuspended:
-    """The running batch of a group of one was interrupted between layers, and can go on later."""
+    """The running iteration of a single worker was suspended between layers; it can resume."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class WaitLooked:
-    """The worker looks which requests have waited here too long to start; see `returns.py`.
+    """The driver checks which queued requests must return to the scheduler, see `returns.py`.
 
-    Unless they `may_start`, this worker plans nothing.
+    `may_start` is False while this worker does not plan because it leads no group.
     """
 
     now_s: float
@@ -76,11 +78,11 @@ Event = RequestEvent | ConfigurationEvent
 
 
 class EmitToken(NamedTuple):
-    """Send an output token to the client; `finish_reason` is set on the last.
+    """Send an output token to the client; `finish_reason` is set on the last token.
 
-    `logprobs` is the token's row if it was asked for. With the first output token come
-    `prompt_logprobs`, one row for each prompt token but the first, if they were asked for, and how
-    many tokens of the prompt were in the cache.
+    `logprobs` is the token's row, if requested. The first output token carries `prompt_logprobs`,
+    if requested: a row for each prompt token except the first; and `cached_tokens`, the prefix
+    cache hits of the prompt.
     """
 
     request_id: str
@@ -94,11 +96,11 @@ class EmitToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Tell the client that the request cannot be served; cause and remedy in `message`.
+    """Refuse a request, or end it while it runs; `message` names cause and remedy.
 
-    `retryable`: it could be served at another time. A running request ends with it. `returned`: the
-    request has not begun here, or its KV is lost, and it shall get another place under the same id.
-    `kv_lost`: its worker's group has lost a member, and with it what KV the request had.
+    `retryable`: a later attempt may succeed. `returned`: the request has not started here, or lost
+    its KV; the gateway requeues it under the same id. `kv_lost`: the worker's group lost a member,
+    and with it the KV of the request.
     """
 
     request_id: str
@@ -110,14 +112,14 @@ class RefuseRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFreed:
-    """Tell every stage that the blocks of these requests are free, before it runs what follows."""
+    """Every stage must free the blocks of these sequences before it runs later microbatches."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MoveBlocks:
-    """Copy KV to lower blocks, in every layer; the table names the new blocks already."""
+    """Copy KV to lower blocks, in every layer; the block tables already refer to the new blocks."""
 
     moves: tuple[Move, ...]
 
@@ -128,7 +130,7 @@ Command = ClientCommand | BlocksFreed | MoveBlocks
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """In a log: at `now_s` the planner was asked for a microbatch, and gave this one or none."""
+    """Log entry: `plan` at `now_s` returned this microbatch, or None."""
 
     now_s: float
     microbatch: Microbatch | None

@@ -1,6 +1,7 @@
-"""Fast-forward for a simulator: what `PlannerState` decides, without tokens and without commands.
+"""Fast-forward for a simulator: decisions of `PlannerState` without token ids and commands.
 
-The functions use private parts of `PlannerState`. They leave it as the events that they replace.
+The functions access private parts of `PlannerState` and leave it in the same state as the events
+that they replace.
 """
 
 from collections.abc import Iterable
@@ -13,11 +14,11 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
 
 _ALL_DECODE = (Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.PREFILL_FIRST)
-"""With these every sequence that can decode does so in each iteration without a prompt."""
+"""Policies under which every iteration without prefills runs all decodes."""
 
 
 def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
-    """As `plan` of a group of one, but only the sizes; end it with `finish_filled`."""
+    """Like `plan` of a single worker, but returns only sizes; end it with `finish_filled`."""
     assert state.stages == 1, "a pipeline is planned with plan()"
     plan = state._decide(now_s)
     if not plan:
@@ -31,10 +32,10 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
 def finish_filled(
     state: PlannerState, token_id: int, now_s: float, number: int | None = None
 ) -> list[EmitToken]:
-    """End an iteration as if `token_id`, which stops no request, had been sampled each time.
+    """End an iteration as if every sample were `token_id`, which is not a stop token.
 
-    `now_s` and `number` as in `IterationFinished`. Returns only the first and the last token of
-    each request.
+    `now_s` and `number` are those of `IterationFinished`. Returns only the first and the last token
+    of each request.
     """
     plan = state._next_result(number, now_s)
     if plan is None:
@@ -43,6 +44,7 @@ def finish_filled(
     for sequence in plan.decodes:
         if sequence.phase is Phase.ENDED:
             continue
+        # Neither the first nor the last output token: append it without a command.
         if sequence.prompt_tokens < len(sequence.token_ids) < sequence.tokens_max - 1:
             sequence.token_ids.append(token_id)
             sequence.sample_due = False
@@ -58,10 +60,10 @@ def finish_filled(
 
 
 def decodes_ahead(state: PlannerState) -> int:
-    """How many iterations are certain to be the same decodes if nothing arrives.
+    """Number of coming iterations that run exactly the current decodes if no request arrives.
 
-    In them no sequence starts, ends, is preempted or has its first token. 0 in an iteration, and
-    where it is decided anew for each which decodes run.
+    In these no sequence starts, ends, is preempted or has its first token. 0 while an iteration is
+    in flight, and for policies that choose among the decodes in each iteration.
     """
     table, config = state.sequence_table, state.config
     if state.in_flight or state.stages > 1 or config.scheduling not in _ALL_DECODE:
@@ -72,10 +74,9 @@ def decodes_ahead(state: PlannerState) -> int:
 
 
 def advance_decodes(state: PlannerState, count: int, token_id: int) -> None:
-    """Run `count` ≤ `decodes_ahead` iterations at once; each sample is `token_id`.
+    """Apply `count` ≤ `decodes_ahead` iterations at once; each sample is `token_id`.
 
-    The commands, one token of each running request in each iteration, are left out. Stop tokens are
-    not looked for.
+    Emits no commands, and does not check stop tokens.
     """
     for sequence in block_growth(state.running, count, state.config.block_size):
         state.sequence_table.add_block(sequence)
@@ -86,11 +87,11 @@ def advance_decodes(state: PlannerState, count: int, token_id: int) -> None:
 
 
 def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -> int:
-    """Iterations in which each of `running` decodes, none starts or ends and blocks suffice.
+    """Number of iterations in which all of `running` decode, none ends and blocks suffice.
 
-    0 if one of them has more than its last token to run or has no output yet.
+    0 if any sequence has a prefill to run or no output yet.
     """
-    least = None
+    least = None  # iterations before the first sequence ends
     for sequence in running:
         tokens = len(sequence.token_ids)
         if tokens - sequence.computed != 1 or tokens == sequence.prompt_tokens:
@@ -103,6 +104,7 @@ def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -
     slots = [s.blocks * block_size - len(s.token_ids) + 1 for s in running]
     if _blocks_taken(slots, least, block_size) <= free_blocks:
         return least
+    # The demand for blocks grows with the iterations: bisect for the last that fits.
     enough, too_many = 0, least
     while too_many - enough > 1:
         middle = (enough + too_many) // 2
@@ -114,9 +116,9 @@ def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -
 
 
 def block_growth(running: Iterable[Sequence], count: int, block_size: int) -> list[Sequence]:
-    """Sequences that take a block in `count` decode iterations of all of `running`, in order.
+    """Sequences that take a block in `count` decode iterations of all of `running`.
 
-    Iteration by iteration, and within one in the order of `running`.
+    Ordered by iteration, then by the order of `running`.
     """
     growth: list[tuple[int, int, Sequence]] = []
     for place, sequence in enumerate(running):
@@ -127,5 +129,5 @@ def block_growth(running: Iterable[Sequence], count: int, block_size: int) -> li
 
 
 def _blocks_taken(slots: Iterable[int], count: int, block_size: int) -> int:
-    """Blocks that `count` iterations take; `slots` are the iterations before each needs one."""
+    """Blocks taken in `count` iterations; `slots`: free slots of each sequence's last block."""
     return sum([-(-(count - left) // block_size) for left in slots if left < count])

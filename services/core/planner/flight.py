@@ -1,4 +1,4 @@
-"""The microbatches in flight, which stages run in the order of their launch."""
+"""The microbatches in flight; stages run them in launch order."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,29 +9,30 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class Flight:
-    """`plans` are in flight, oldest first; `number` is that of the newest microbatch so far.
+    """Queue of microbatches in flight, and the releases that their stages have not confirmed.
 
-    A microbatch carries names of released requests. Until its result is here, some stages may not
-    have heard of them.
+    A microbatch carries the ids of released sequences. Until its result arrives, some stages may
+    not have received them.
     """
 
-    plans: deque[Plan] = field(default_factory=deque)
-    number: int = 0
-    _unheard: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    plans: deque[Plan] = field(default_factory=deque)  # oldest first
+    number: int = 0  # of the newest microbatch so far
+    # Microbatch number → released ids that it carries.
+    _unacknowledged: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def launch(self, plan: Plan) -> None:
-        """The decided microbatch runs from now on; one that goes on has counted its tokens."""
-        if plan.resumes is None:
+        """Launch a planned microbatch."""
+        if plan.resumes is None:  # a resumed plan has counted its tokens already
             plan.launch()
         self.number = plan.number
         self.plans.append(plan)
 
-    def carries(self, plan: Plan, released: tuple[str, ...]) -> None:
-        """The launched microbatch tells the stages of these."""
-        self._unheard[plan.number] = released
+    def note_released(self, plan: Plan, released: tuple[str, ...]) -> None:
+        """Note that the launched microbatch carries these released ids."""
+        self._unacknowledged[plan.number] = released
 
     def next_result(self, number: int | None) -> Plan | None:
-        """The oldest plan in flight, whose result is here; None if that plan was discarded."""
+        """Remove and return the plan whose result arrived; None if it was discarded."""
         plans = self.plans
         if number is not None and (not plans or number < plans[0].number):
             assert number <= self.number, f"microbatch {number} was never planned"
@@ -39,35 +40,38 @@ class Flight:
         assert plans, "no iteration is running"
         plan = plans.popleft()
         assert number in (None, plan.number), f"result {number} before that of {plan.number}"
-        self._unheard.pop(plan.number, None)
+        self._unacknowledged.pop(plan.number, None)
         return plan
 
     def suspend(self, table: SequenceTable, now_s: float) -> None:
-        """Set the iteration of a group of one aside, which was interrupted at `now_s`."""
+        """Suspend the iteration of a single worker that was interrupted at `now_s`."""
         (plan,) = self.plans
         assert plan.made is not None, "this iteration cannot be suspended"
         plan.ran_s += now_s - plan.planned_s
         plan.suspended_s = now_s
         self.plans.clear()
-        table.release_again(self._unheard.pop(plan.number, ()))
+        table.release_again(self._unacknowledged.pop(plan.number, ()))
         table.suspend(plan)
 
     def discard(self, table: SequenceTable) -> None:
-        """Discard all of them: their positions run again."""
+        """Discard all microbatches in flight: their tokens run again."""
+        # Newest first: each rewinds its sequences to their state before it.
         while self.plans:
             plan = self.plans.pop()
             plan.discard()
-            table.release_again(self._unheard.pop(plan.number, ()))
+            table.release_again(self._unacknowledged.pop(plan.number, ()))
 
     def check_invariants(self, stages: int) -> None:
-        """There are at most as many as stages, and no sequence runs twice where it must not."""
+        """At most as many microbatches as stages; no sequence runs or decodes twice."""
         assert len(self.plans) <= stages
         numbers = [plan.number for plan in self.plans]
         assert numbers == list(range(self.number - len(numbers) + 1, self.number + 1))
-        assert set(self._unheard) <= set(numbers)
+        assert set(self._unacknowledged) <= set(numbers)
         for plan in self.plans:
-            names = [seq.request_id for seq in plan.decodes]
-            names += [prefill.sequence.request_id for prefill in plan.prefills]
-            assert len(names) == len(set(names)), "a request runs twice in a microbatch"
+            ids = [seq.request_id for seq in plan.decodes]
+            ids += [prefill.sequence.request_id for prefill in plan.prefills]
+            assert len(ids) == len(set(ids)), "a sequence runs twice in a microbatch"
         decoding = [seq for plan in self.plans for seq in plan.decodes]
-        assert len(decoding) == len({id(seq) for seq in decoding}), "it decodes twice in flight"
+        assert len(decoding) == len({id(seq) for seq in decoding}), (
+            "a sequence decodes in two microbatches in flight"
+        )

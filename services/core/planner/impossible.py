@@ -1,17 +1,17 @@
-"""Targets that no request can keep: below the time of one decode iteration of a lone request."""
+"""Infeasible targets: below the duration of a decode iteration with a single request."""
 
 from dataclasses import dataclass, field
 
 from services.core.cost.model import CostModel
 from services.core.service import Service
 
-TOLD_MAX = 64
-"""So many different targets are told: each request may have its own."""
+REPORTED_MAX = 64
+"""Maximum number of distinct targets reported: each request may have its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImpossibleTarget:
-    """A target of `target_s` seconds, where a lone iteration takes `lone_s`; `name` is clients'."""
+    """A target of `target_s` seconds below the lone decode time `lone_s`; `name` as in the API."""
 
     name: str
     service_class: str
@@ -21,33 +21,33 @@ class ImpossibleTarget:
     def __str__(self) -> str:
         return (
             f"{self.name} is {_ms(self.target_s)} for a request of the class {self.service_class},"
-            f" but a decode iteration of one request alone takes {_ms(self.lone_s)} here: it is"
-            " always missed, and bounds nothing. Set a higher one for the class (`classes` of the"
+            f" but a decode iteration of a single request takes {_ms(self.lone_s)} here: it is"
+            " always missed and has no effect. Set a higher target for the class (`classes` of the"
             " gateway) or in the request"
         )
 
 
 @dataclass(slots=True)
 class ImpossibleTargets:
-    """Finds such targets by the cost model, and tells each class and value once."""
+    """Detects infeasible targets by the cost model; reports each class and value once."""
 
     cost_model: CostModel | None = None
-    _told: set[tuple[str, str, float]] = field(default_factory=set)
+    _reported: set[tuple[str, str, float]] = field(default_factory=set)  # (name, class, target)
 
     def news(self, service: Service) -> list[ImpossibleTarget]:
-        """What is impossible of this promise, and has not been told yet."""
+        """Infeasible targets of a request that were not reported before."""
         if self.cost_model is None:
             return []
         lone_s = self.cost_model.chunk_s(0, 1)
-        found = []
+        infeasible = []
         for name, target_s in (("ttft_ms", service.ttft_s), ("tpot_ms", service.tpot_s)):
-            if target_s is None or target_s >= lone_s or len(self._told) >= TOLD_MAX:
+            if target_s is None or target_s >= lone_s or len(self._reported) >= REPORTED_MAX:
                 continue
             key = (name, str(service.service_class), target_s)
-            if key not in self._told:
-                self._told.add(key)
-                found.append(ImpossibleTarget(*key, lone_s))
-        return found
+            if key not in self._reported:
+                self._reported.add(key)
+                infeasible.append(ImpossibleTarget(*key, lone_s))
+        return infeasible
 
 
 def _ms(seconds: float) -> str:

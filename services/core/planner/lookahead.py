@@ -1,11 +1,11 @@
-"""Microbatches of a pipeline round, formed together so that they cost the same (KunServe §4.3).
+"""Lookahead batch formation: balanced microbatches of a pipeline round (KunServe §4.3).
 
-All that the round runs is cut into consecutive parts whose largest cost is least; a request may be
-cut into chunks, the later with the earlier as prefix (KunServe Figures 10-11). KunServe halves
-recursively until a part has few tokens. Here other numbers of parts than powers of two are tried,
-too, and they are kept within the token budget while they are balanced. On modelled pipelines this
-left three quarters of the bubbles that halving left; where the token budget was small, halving what
-exceeded it had left three times the bubbles of microbatches formed by token count.
+The work of a round is cut into consecutive parts such that the largest cost of a part is minimal. A
+request may be cut into chunks; an earlier chunk is then part of the prefix of a later one (KunServe
+Figures 10-11). KunServe halves recursively until a part has few tokens. This module also tries
+numbers of parts other than powers of two, and balances within the token budget. On modelled
+pipelines this left three quarters of the bubbles of halving; with a small token budget, halving the
+parts that exceeded it left three times the bubbles of microbatches formed by token count.
 """
 
 from bisect import bisect_right
@@ -18,24 +18,24 @@ from typing import Generic, NamedTuple, TypeVar
 
 from services.core.cost.model import CostModel
 
-SLACK = 1e-6
-"""Relative: sums of the same costs in another order are the same."""
+COST_TOLERANCE = 1e-6
+"""Relative tolerance within which costs count as equal: sums depend on the order of addition."""
 
-LONGER = 0.02
-"""By how much a round with more parts may be longer than the shortest one: stages wait less in it.
-Modelled: a sixth less bubbles, first tokens up to a sixth later."""
+ROUND_TOLERANCE = 0.02
+"""A round with more parts may exceed the shortest round by this share, since it has fewer bubbles.
+Modelled: a sixth fewer bubbles, first tokens up to a sixth later."""
 
-BALANCED = 2e-3
-"""How close the largest cost of the parts comes to the least one, relative to it."""
+BALANCE_TOLERANCE = 2e-3
+"""Relative tolerance of the bisection for the minimal largest cost of a part."""
 
 Key = TypeVar("Key")
 
 _Place = tuple[int, int]
-"""Between two batches: so many whole pieces, and so many tokens of the next one, are before it."""
+"""A cut between two batches: (whole pieces before it, tokens of the next piece before it)."""
 
 
 class Piece(NamedTuple, Generic[Key]):
-    """The next `tokens` tokens of `key`, after `prefix` tokens that are in the KV cache then."""
+    """The next `tokens` tokens of `key`, after `prefix` tokens in the KV cache."""
 
     key: Key
     prefix: int
@@ -43,19 +43,19 @@ class Piece(NamedTuple, Generic[Key]):
 
 
 def marginal(model: CostModel, prefix: int, tokens: int) -> float:
-    """What a chunk adds to a batch that runs anyway; 0 for no tokens."""
+    """Cost that a chunk adds to a non-empty batch; 0 for no tokens."""
     return model.chunk_s(prefix, tokens) - model.lam if tokens else 0.0
 
 
 def batch_cost(model: CostModel, pieces: Iterable[Piece[Key]]) -> float:
-    """What a microbatch costs; 0 for an empty one."""
+    """Cost of a microbatch; 0 if empty."""
     return model.batch_s((piece.prefix, piece.tokens) for piece in pieces)
 
 
 def round_cost(costs: Row[float], stages: int = 2) -> float:
-    """What a round costs whose microbatches pass `stages` stages in lockstep.
+    """Cost of a round whose microbatches pass `stages` stages in lockstep.
 
-    At any moment the stages run neighbouring microbatches and all wait for the longest. For two
+    In each step the stages run neighbouring microbatches and all wait for the longest. For two
     stages: cost(b₁) + Σ max(cost(b_k), cost(b_{k+1})) + cost(b_m).
     """
     padded = [0.0] * (stages - 1) + list(costs) + [0.0] * (stages - 1)
@@ -71,93 +71,95 @@ def form_round(
     base: float = 0.0,
     cost_max: float = inf,
 ) -> list[list[Piece[Key]]]:
-    """Deal `pieces`, in their order, into microbatches of similar cost that make a short round.
+    """Partition `pieces`, in order, into microbatches of similar cost that make a short round.
 
-    No part has more than `tokens_max` tokens, and on average they have more than half of
-    `tokens_min` where there are several. A piece that is cut appears in consecutive parts. `base`
-    is what the decodes cost that join each microbatch of the round, and run in `stages`
-    microbatches in any case; 0 without any. With that, no part costs more than `cost_max` as far as
-    its tokens can be cut.
+    Each part has at most `tokens_max` tokens; several parts have on average more than half of
+    `tokens_min` tokens. A piece that is cut appears in consecutive parts. `base` is the cost of the
+    decodes that join each microbatch of the round, in at least `stages` microbatches; 0 without
+    decodes. A part plus `base` costs at most `cost_max`, as far as its tokens can be cut.
     """
     if not pieces:
         return []
-    dealer = _Dealer(pieces, model.beyond_knee, tokens_max)
-    tokens = dealer.tokens[-1]
+    partitioner = _Partitioner(pieces, model.beyond_knee, tokens_max)
+    tokens = partitioner.tokens[-1]
     parts = -(-tokens // tokens_max)
     if cost_max < inf:
-        parts = max(parts, dealer.parts_within(cost_max - (base or model.lam)))
+        parts = max(parts, partitioner.parts_within(cost_max - (base or model.lam)))
     most = max(parts, 2 * tokens // (tokens_min + 1))
     tried: list[tuple[float, list[list[Piece[Key]]]]] = []
     least = inf
+    # Try growing numbers of parts: more parts mean fewer bubbles, but a fixed cost for each.
     while parts <= most:
-        formed = dealer.deal(parts)
+        formed = partitioner.partition(parts)
         cost = _round_cost_of(formed, stages, model, base)
         tried.append((cost, formed))
         least = min(least, cost)
-        # Each part loads the parameters again: beyond some number the round only gets longer.
-        if cost > least * (1 + LONGER):
+        # Each part reads the parameters again: from some number on, rounds only get longer.
+        if cost > least * (1 + ROUND_TOLERANCE):
             break
         parts += max(1, parts // 4)
-    return next(formed for cost, formed in reversed(tried) if cost <= least * (1 + LONGER))
+    # The largest number of parts within the tolerance.
+    return next(formed for cost, formed in reversed(tried) if cost <= least * (1 + ROUND_TOLERANCE))
 
 
 def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -> int:
-    """How many of the `ready` decodes, given by cost, the next of `stages` microbatches takes.
+    """How many of the `ready` decodes, given by cost, the next of `stages` microbatches runs.
 
-    `in_flight` is what the decodes of each microbatch in flight cost when they run next. One is
-    left for another microbatch only if that then costs less than this one with it: so the first
-    microbatches share out what is ready, and a distribution, once even, stays so.
+    `in_flight` is the cost of the decodes of each microbatch in flight when they run next.
     """
+    # Leave a decode to the cheapest other microbatch only if that stays cheaper than this one with
+    # it: the first microbatches share the ready decodes, and a balanced distribution stays so.
     others = list(in_flight)
     others += [0.0] * (stages - 1 - len(others))
     heapify(others)
     cost, count = sum(ready), len(ready)
-    while count > 1 and others[0] + ready[count - 1] < cost * (1 - SLACK):
+    while count > 1 and others[0] + ready[count - 1] < cost * (1 - COST_TOLERANCE):
         count -= 1
         cost -= ready[count]
         heapreplace(others, others[0] + ready[count])
     return count
 
 
-class _Dealer(Generic[Key]):
-    """Cuts a row of pieces into consecutive batches of at most `tokens_max` tokens."""
+class _Partitioner(Generic[Key]):
+    """Cuts pieces into consecutive batches of at most `tokens_max` tokens."""
 
     def __init__(self, pieces: Row[Piece[Key]], model: CostModel, tokens_max: int) -> None:
         self._pieces = pieces
         self._model = model
         self._tokens_max = tokens_max
         costs = (marginal(model, prefix, tokens) for _, prefix, tokens in pieces)
-        # Entry i is the cost of the first i pieces together.
+        # Prefix sums: entry i is the cost (or the tokens) of the first i pieces.
         self._costs = list(accumulate(costs, initial=0.0))
         self.tokens = list(accumulate((piece.tokens for piece in pieces), initial=0))
 
-    def deal(self, parts: int) -> list[list[Piece[Key]]]:
-        """At most `parts` batches, enough for the tokens; the largest cost is nearly the least."""
-        cuts = self._fill(inf, parts)
+    def partition(self, parts: int) -> list[list[Piece[Key]]]:
+        """At most `parts` batches whose largest cost is minimal within `BALANCE_TOLERANCE`."""
+        cuts = self._cut(inf, parts)
         assert cuts is not None, f"{parts} parts of {self._tokens_max} tokens are too few"
-        # A chunk reads the K/V of those before it: cut pieces cost no less than whole ones.
+        # Bisect the cost limit of a part. The mean is a lower bound: a chunk also reads the K/V of
+        # the chunks before it, so cut pieces cost no less than whole ones.
         low, high = self._costs[-1] / parts, self._costs[-1]
         trial = 1.02 * low
-        while low * (1 + BALANCED) < high:
-            found = self._fill(trial, parts)
-            if found is None:
+        while low * (1 + BALANCE_TOLERANCE) < high:
+            trial_cuts = self._cut(trial, parts)
+            if trial_cuts is None:
                 low = trial
             else:
-                cuts, high = found, trial
-            # The limit found is nearly always close to the bound below.
+                cuts, high = trial_cuts, trial
+            # The optimum is nearly always close to the lower bound: try there before halving.
             trial = (low + high) / 2 if high < 2 * low else 1.1 * low
         return self._batches(cuts)
 
     def parts_within(self, limit: float) -> int:
-        """How many parts there are if each costs up to `limit`, or little more than a token."""
+        """Number of parts if each costs at most `limit`, raised until a part holds a token."""
         tokens = self.tokens[-1]
         limit = max(limit, self._costs[-1] / tokens)
-        while (cuts := self._fill(limit, tokens)) is None:
+        while (cuts := self._cut(limit, tokens)) is None:
             limit *= 2
         return len(cuts) + 1
 
-    def _fill(self, limit: float, parts: int) -> list[_Place] | None:
-        """Where batches end that cost up to `limit`, the last left out; None if too many."""
+    def _cut(self, limit: float, parts: int) -> list[_Place] | None:
+        """Greedy cuts into batches that cost at most `limit`; None if `parts` do not suffice."""
         place: _Place = (0, 0)
         cuts: list[_Place] = []
         while True:
@@ -170,9 +172,10 @@ class _Dealer(Generic[Key]):
             place = end
 
     def _end_of_batch(self, start: _Place, limit: float) -> _Place:
-        """How far a batch from `start` goes."""
+        """End of the longest batch from `start` within `limit` and the token budget."""
         index, offset = start
         left, room = limit, self._tokens_max
+        # First the rest of a piece that the previous batch has cut.
         if offset:
             _, prefix, tokens = self._pieces[index]
             rest = tokens - offset
@@ -181,6 +184,7 @@ class _Dealer(Generic[Key]):
                 most = min(rest - 1, room)
                 return index, offset + self._model.tokens_within(prefix + offset, left, most)
             index, left, room = index + 1, left - cost, room - rest
+        # Then whole pieces, by bisection of the prefix sums, and the start of another piece.
         whole = min(
             bisect_right(self._costs, self._costs[index] + left),
             bisect_right(self.tokens, self.tokens[index] + room),
@@ -210,7 +214,7 @@ class _Dealer(Generic[Key]):
 def _round_cost_of(
     parts: Iterable[list[Piece[Key]]], stages: int, model: CostModel, base: float
 ) -> float:
-    """The cost of a round of these parts, with the decodes that join each of them."""
+    """Cost of a round of these parts, including the decodes that join each of them."""
     shared = model.lam if base else 0.0
     costs = [batch_cost(model, part) + base - shared for part in parts]
     if base:

@@ -1,10 +1,10 @@
-"""Which requests share an iteration when not all of them can (BROS §4.2).
+"""Adaptive batch size and replacement of online decodes (BROS §4.2).
 
-An iteration has a number of places, the *slots*. It adapts: it doubles while no deadline bounds
-iterations, and falls back to its base when one does, like the window of a TCP sender. And a batch
-request that finds no time or slot left may have the turn of an online decode that can spare one
-(Algorithm 1, lines 24 to 33). BROS takes the turn of whoever has most time left. Here its deadline
-has to hold without this iteration, if the next one is no longer than most are.
+The number of sequences in an iteration is limited to a number of *slots*. It doubles while no
+deadline bounds iterations, and falls back to its base when a deadline does, like a TCP congestion
+window. A batch request that finds no time or slot may replace an online decode (Algorithm 1, lines
+24 to 33). BROS replaces the request with the most residual time. This module also requires that the
+replaced decode meets its deadline without this iteration, if the next one has average length.
 """
 
 from dataclasses import dataclass, field
@@ -16,70 +16,71 @@ from services.core.planner.plan import Plan
 from services.core.planner.sequence import Sequence
 
 BASE_PART = 2
-"""The slots begin at the most that there may be over this."""
+"""Divisor of the maximum number of slots that yields the base."""
 UNBOUNDED = 2**31
-"""The slots of an iteration that may have as many sequences as run."""
+"""Number of slots that never limits an iteration."""
 
 
 @dataclass(slots=True)
-class Slots:
-    """How many sequences an iteration may have (BROS §4.2, adaptive batch sizing)."""
+class AdaptiveSlots:
+    """Adaptive limit of the sequences per iteration (BROS §4.2, adaptive batch sizing)."""
 
-    most: int
-    now: int = field(init=False)
+    most: int  # upper limit
+    now: int = field(init=False)  # current limit
 
     def __post_init__(self) -> None:
         self.now = self.base
 
     @property
     def base(self) -> int:
-        """Slots to begin with, and after a deadline has bound an iteration."""
+        """Initial number of slots, and the number after a deadline has bound an iteration."""
         return max(1, self.most // BASE_PART)
 
     def observe(self, bound: bool) -> None:
-        """An iteration was planned; `bound`: a deadline kept online work out of it."""
+        """Adapt after planning an iteration; `bound`: a deadline excluded online work from it."""
         self.now = self.base if bound else min(self.most, 2 * self.now)
 
     def left(self, plan: Plan) -> int:
-        """How many more sequences `plan` may have; those that cannot wait may be more than that."""
+        """Free slots of `plan`; 0 if urgent online decodes exceed the limit."""
         return max(0, self.now - len(plan.decodes) - len(plan.prefills))
 
 
 @dataclass(slots=True)
-class Spare:
-    """Online decodes of one iteration that can do without it, the one with most time last."""
+class Replaceable:
+    """Online decodes of an iteration that can be replaced, by ascending residual time."""
 
     _plan: Plan
-    _found: list[tuple[float, Sequence]]
+    _candidates: list[tuple[float, Sequence]]  # (residual time, decode)
 
     @classmethod
-    def of(cls, plan: Plan, most_s: float, iteration_s: float) -> "Spare":
-        """Look at the decodes of `plan`, which may take `most_s` seconds in the end.
+    def of(cls, plan: Plan, most_s: float, iteration_s: float) -> "Replaceable":
+        """Find the replaceable decodes of `plan`, which takes at most `most_s` seconds.
 
-        Their deadlines hold if this iteration and one of `iteration_s` seconds, the mean, end
-        before them. A sequence that is promised nothing is none of them: it would wait for ever.
+        A decode is replaceable if it meets its deadline after this iteration and another of
+        `iteration_s` seconds, the mean.
         """
         needed_s = most_s + iteration_s
-        found = [
-            (slack_s, one)
-            for one in plan.decodes
-            if one.online
-            and needed_s <= (slack_s := deadline.slack_s(one, plan.planned_s, iteration_s)) < inf
+        # Sequences without a target are exempt: they could be replaced forever.
+        candidates = [
+            (slack_s, decode)
+            for decode in plan.decodes
+            if decode.online
+            and needed_s <= (slack_s := deadline.slack_s(decode, plan.planned_s, iteration_s)) < inf
         ]
-        found.sort(key=lambda entry: entry[0])
-        return cls(plan, found)
+        candidates.sort(key=lambda entry: entry[0])
+        return cls(plan, candidates)
 
-    def give(self, spent: Spent) -> Sequence | None:
-        """Take the one with most time out of the iteration; None if there is none left."""
-        if not self._found:
+    def take_next(self, spent: Spent) -> Sequence | None:
+        """Remove the decode with the most residual time from the plan; None if none is left."""
+        if not self._candidates:
             return None
-        _, sequence = self._found.pop()
+        _, sequence = self._candidates.pop()
         self._plan.decodes.remove(sequence)
         spent.add_decodes(-1, -sequence.computed)
         return sequence
 
-    def put_back(self, sequence: Sequence, spent: Spent) -> None:
-        """It runs in this iteration after all; nobody else gives a turn to this batch request."""
+    def restore(self, sequence: Sequence, spent: Spent) -> None:
+        """Undo `take_next`, and stop replacing: the batch decode does not fit in any case."""
         self._plan.decodes.append(sequence)
         spent.add_decodes(1, sequence.computed)
-        self._found.clear()
+        self._candidates.clear()

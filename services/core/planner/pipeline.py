@@ -1,4 +1,4 @@
-"""The pipeline planner: deals decodes evenly, and forms prefills into microbatches by rounds."""
+"""The pipeline planner: distributes decodes evenly, and forms prefills into rounds."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,15 +14,16 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.request import blocks_for
 
 ROUND_BATCHES = 2
-"""How many full microbatches for each stage a round looks ahead to. With more than one, parts can
-cost the same without leaving much of the token budget of each unused."""
+"""Lookahead of a round, in full microbatches per stage. With more than one, parts can have equal
+costs without leaving much of the token budgets unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """What a microbatch of a round may cost, and whether only online requests start in it.
+    """Limits for the microbatches of a round.
 
-    Its prompts may add `prompts_cost` to its decodes in any case.
+    `cost_max` bounds the cost of a microbatch, but prompts may always add `prompts_cost` to the
+    decodes. `online_alone`: only online requests start in the round.
     """
 
     cost_max: float = inf
@@ -35,23 +36,24 @@ NO_LIMITS = RoundLimits()
 
 @dataclass(slots=True)
 class PipelinePlanner:
-    """Fills one microbatch after the other of a group of `stages` > 1.
+    """Plans the microbatches of a group of `stages` > 1 stages.
 
-    A sequence that decodes runs in one of every `stages` microbatches. Prefills, begun and
-    waiting, are formed into the microbatches of a round together, which are then handed out one by
-    one. A request that arrives meanwhile waits for the next round.
+    A decoding sequence runs in every `stages`-th microbatch. Running and waiting prefills are
+    partitioned together into the microbatches of a round, which are then launched in order. A
+    request that arrives meanwhile waits for the next round.
     """
 
     config: IterationConfig
     sequence_table: SequenceTable
     stages: int
+    # Microbatches of the current round that are not launched yet.
     formed: deque[list[Piece[Sequence]]] = field(default_factory=deque)
 
-    def fill(self, plan: Plan, in_flight: deque[Plan]) -> None:
-        """Choose what `plan` runs beside `in_flight`, and take the blocks for it."""
+    def schedule(self, plan: Plan, in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs beside `in_flight`, and allocate its blocks."""
         running = self.sequence_table.running
         ready = [seq for seq in running if len(seq.token_ids) - seq.computed == 1]
-        chosen = self._deal_decodes(ready, [other.decode_cost for other in in_flight])
+        chosen = self._share_decodes(ready, [other.decode_cost for other in in_flight])
         preempted = self._add_decodes(plan, chosen)
         if not self.formed:
             begun = [seq for seq in running if seq.remaining > 1]
@@ -63,19 +65,19 @@ class PipelinePlanner:
             self._decode_cost(prefill.sequence) for prefill in plan.prefills if prefill.samples
         )
 
-    def _deal_decodes(self, ready: list[Sequence], in_flight: list[float]) -> list[Sequence]:
-        """A microbatch's share of the `ready` decodes, the one that ran longest ago first.
+    def _share_decodes(self, ready: list[Sequence], in_flight: list[float]) -> list[Sequence]:
+        """A microbatch's share of the `ready` decodes, least recently run first.
 
-        `in_flight` is what decodes cost after each microbatch in flight.
+        `in_flight` is the decode cost after each microbatch in flight.
         """
-        ready.sort(key=lambda seq: (seq.turn, seq.age))
+        ready.sort(key=lambda seq: (seq.last_microbatch, seq.age))
         costs = [self._decode_cost(seq) for seq in ready]
         count = decodes_to_run(costs, in_flight, self.stages)
         return ready[: min(count, self.config.max_batch_tokens)]
 
     def _add_decodes(self, plan: Plan, chosen: list[Sequence]) -> bool:
-        """Add these decodes; returns whether a sequence was preempted."""
-        # The oldest takes its block first, so `victims.newest` preempts none that was added.
+        """Add decodes and allocate their blocks; returns whether a sequence was preempted."""
+        # Oldest first, so that `victims.newest` never preempts a sequence that was added already.
         chosen.sort(key=lambda seq: seq.age)
         preempted = False
         block_size = self.config.block_size
@@ -86,10 +88,10 @@ class PipelinePlanner:
                 preempted = self.sequence_table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
-            sequence.turn = plan.number
+            sequence.last_microbatch = plan.number
             plan.decodes.append(sequence)
-        if preempted:  # by a policy perhaps one that was added
-            plan.decodes = [one for one in plan.decodes if one.phase is Phase.RUNNING]
+        if preempted:  # other victim policies may preempt a sequence that was added
+            plan.decodes = [decode for decode in plan.decodes if decode.phase is Phase.RUNNING]
         return preempted
 
     def _form(
@@ -100,7 +102,7 @@ class PipelinePlanner:
         admit: bool,
         limits: RoundLimits = NO_LIMITS,
     ) -> None:
-        """Form the next round beside `decodes`; waiting sequences start if `admit`."""
+        """Form the next round beside `decodes`; admit waiting sequences if `admit`."""
         config = self.config
         if not begun and not (admit and self.sequence_table.waiting):
             return
@@ -111,6 +113,7 @@ class PipelinePlanner:
             budget = config.max_batch_tokens - len(plan.decodes)
         if budget <= 0:
             return
+        # Admission is lazy: waiting sequences start only while the token budget lasts.
         pieces: list[Piece[Sequence]] = []
         for sequence in self._to_prefill(begun, admit, limits.online_alone):
             tokens = min(sequence.remaining, budget)
@@ -121,6 +124,7 @@ class PipelinePlanner:
         if not ahead:
             self.formed.append(pieces)
             return
+        # Decodes join every microbatch of the round: their mean cost is part of each.
         model, base = config.cost_model or TOKENS, 0.0
         if decodes:
             base = model.lam + sum(map(self._decode_cost, decodes)) / self.stages
@@ -140,7 +144,7 @@ class PipelinePlanner:
     def _to_prefill(
         self, begun: list[Sequence], admit: bool, online_alone: bool
     ) -> Iterator[Sequence]:
-        """Sequences that have begun, then waiting ones that can start: they start on request."""
+        """Sequences with a running prefill, then waiting ones, which are admitted when consumed."""
         yield from begun
         config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages
@@ -150,23 +154,24 @@ class PipelinePlanner:
             yield sequence_table.admit(first, running_max)
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:
-        """Add the next microbatch of the round, as far as its requests still run.
+        """Add the next microbatch of the round, without sequences that no longer run.
 
-        Tokens that do not fit run in the next round. A sequence whose last prompt token was dealt
-        as a decode, and that decodes since, may need a block first: `_add_decodes` takes it.
+        Tokens that do not fit run in the next round.
         """
         while self.formed and budget > 0 and not plan.prefills:
             for sequence, _, formed in self.formed.popleft():
+                # A sequence whose last prompt token ran as a decode may decode by now, and need a
+                # block, which only `_add_decodes` allocates: stay within its blocks.
                 covered = sequence.blocks * self.config.block_size - sequence.computed
                 tokens = min(formed, sequence.remaining, covered, budget)
-                runs = sequence.phase is Phase.RUNNING and sequence.turn != plan.number
+                runs = sequence.phase is Phase.RUNNING and sequence.last_microbatch != plan.number
                 if runs and tokens > 0:
-                    sequence.turn = plan.number
+                    sequence.last_microbatch = plan.number
                     plan.add(sequence, tokens)
                     budget -= tokens
 
     def _decode_cost(self, sequence: Sequence) -> float:
-        """What its next decode adds to a microbatch."""
+        """Cost that the next decode of a sequence adds to a microbatch."""
         model = self.config.cost_model
         if model is None or self.config.batch_formation is not BatchFormation.LOOKAHEAD:
             return 1.0

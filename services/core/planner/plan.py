@@ -1,4 +1,4 @@
-"""Decisions of a planner: sequences and token counts, before token ids are needed."""
+"""Decisions of a planner as sequences and token counts, before token ids are filled in."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -10,7 +10,7 @@ from services.core.planner.sequence import Phase, Sequence
 
 
 class Prefill(NamedTuple):
-    """`tokens` tokens of `sequence` from position `start`; `samples` if none remain then."""
+    """`tokens` tokens of `sequence` from position `start`; `samples` if they are the last ones."""
 
     sequence: Sequence
     start: int
@@ -20,62 +20,55 @@ class Prefill(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """One microbatch: `decodes` run one token each, `prefills` as many as stand in them.
+    """A microbatch: each of `decodes` runs a token, `prefills` run chunks.
 
-    `decode_cost` is the cost of its sequences that decode after it has run; under `slo` of online
-    ones, and `batch_decode_cost` of the others. Then it also has a time: it was planned at
-    `planned_s`, costs `cost_s` by the model, and its result comes `predicted_s` later. `allowed_s`
-    is the residual time that it keeps. `filled`: batch work could join online work; `pressed`: that
-    lacked memory or places; `bound`: its decodes alone exceeded what deadlines leave.
-
-    `made`: its batch since the launch, if it may be suspended. One that was suspended at
-    `suspended_s` has run for `ran_s` seconds. When it goes on it has a new number, `resumes` is its
-    old one, and `planned_s` the time at which it goes on.
+    The times and flags are used by planners with deadlines only. A plan that resumes after a
+    suspension gets a new `number` and `planned_s`.
     """
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    resumes: int | None = None
-    made: Batch | None = None
-    decode_cost: float = 0.0
-    batch_decode_cost: float = 0.0
-    planned_s: float = 0.0
-    predicted_s: float = 0.0
-    cost_s: float = 0.0
-    allowed_s: float = inf
-    filled: bool = False
-    pressed: bool = False
-    bound: bool = False
-    ran_s: float = 0.0
-    suspended_s: float = 0.0
+    resumes: int | None = None  # number of the suspended microbatch that this plan resumes
+    made: Batch | None = None  # its batch since the launch, if it may be suspended
+    decode_cost: float = 0.0  # of the sequences that decode after it; under `slo` online ones only
+    batch_decode_cost: float = 0.0  # under `slo`: of the batch sequences that decode after it
+    planned_s: float = 0.0  # time of the launch, or of the resumption
+    predicted_s: float = 0.0  # predicted time from launch to result, model seconds
+    cost_s: float = 0.0  # predicted cost at a stage, model seconds
+    allowed_s: float = inf  # residual time that it was planned to meet
+    harvested: bool = False  # batch work could join online work
+    contended: bool = False  # online work lacked memory or slots
+    deadline_bound: bool = False  # its online decodes alone exceeded the time bound
+    ran_s: float = 0.0  # run time before the latest suspension
+    suspended_s: float = 0.0  # time of the latest suspension
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 
     @property
     def tokens(self) -> int:
-        """New tokens in it."""
+        """Number of tokens that the microbatch computes."""
         return len(self.decodes) + sum([prefill.tokens for prefill in self.prefills])
 
     @property
     def mixed(self) -> bool:
-        """Whether it has a chunk of more than one token."""
+        """Whether any chunk has more than one token."""
         return any(prefill.tokens > 1 for prefill in self.prefills)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
-        """Run the next `tokens` tokens of a prefill too."""
+        """Add a chunk of the next `tokens` tokens of a sequence."""
         start = sequence.computed
         samples = start + tokens == len(sequence.token_ids)
         self.prefills.append(Prefill(sequence, start, tokens, samples))
 
     def drop_preempted(self) -> None:
-        """Leave out sequences that have lost their blocks since they were added."""
-        self.decodes = [one for one in self.decodes if one.phase is Phase.RUNNING]
-        self.prefills = [one for one in self.prefills if one.sequence.phase is Phase.RUNNING]
+        """Remove sequences that were preempted since they were added."""
+        self.decodes = [decode for decode in self.decodes if decode.phase is Phase.RUNNING]
+        self.prefills = [chunk for chunk in self.prefills if chunk.sequence.phase is Phase.RUNNING]
 
     def batch(self, table: StageTable) -> Batch:
-        """The chunks for a model runner; to be made before `launch`."""
+        """The chunks for a model runner; call before `launch`."""
         tables = table.tables
         chunks = [seq.next_decode(tables[seq.request.request_id]) for seq in self.decodes]
         chunks += [
@@ -85,7 +78,7 @@ class Plan:
         return Batch(tuple(chunks))
 
     def shape(self) -> IterationShape:
-        """The sizes for a time model; to be made before `launch`."""
+        """The sizes for a time model; call before `launch`."""
         return IterationShape(
             decodes=len(self.decodes),
             decode_prefix_tokens=sum([sequence.computed for sequence in self.decodes]),
@@ -100,26 +93,29 @@ class Plan:
             sequence.computed += tokens
 
     def discard(self) -> None:
-        """Count its tokens as never planned: they run again. Later plans are discarded too."""
+        """Rewind the sequences: the tokens run again. Later plans must be discarded before."""
         for sequence in self.decodes:
             _rewind(sequence, len(sequence.token_ids) - 1)
         for sequence, start, _, _ in self.prefills:
             _rewind(sequence, start)
 
     def sequences(self) -> list[Sequence]:
-        """The sequences that run in it; not to be changed."""
+        """The sequences of the microbatch; read-only."""
         if not self.prefills:
             return self.decodes
         return self.decodes + [prefill.sequence for prefill in self.prefills]
 
     def includes(self, sequence: Sequence) -> bool:
-        """Whether a chunk of `sequence` is in it."""
-        return sequence in self.decodes or any(one.sequence is sequence for one in self.prefills)
+        """Whether the microbatch has a chunk of `sequence`."""
+        return sequence in self.decodes or any(
+            chunk.sequence is sequence for chunk in self.prefills
+        )
 
 
 def _rewind(sequence: Sequence, start: int) -> None:
-    """A preempted sequence starts from 0 in any case: everything since is discarded, too."""
+    """Rewind a sequence to position `start`, or less if it was preempted since."""
     if sequence.phase is not Phase.ENDED:
+        # The minimum: a sequence preempted meanwhile starts from 0 in any case.
         sequence.computed = min(sequence.computed, start)
         sequence.sample_due = False
-        sequence.forget_told()
+        sequence.reset_sampler()

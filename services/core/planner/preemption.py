@@ -1,7 +1,7 @@
-"""When an iteration of batch work gives way to requests that somebody waits for.
+"""Preemption of batch-only iterations by online requests (ConServe Algorithm 2).
 
-ConServe's Algorithm 2, looked at between layers. Its early exit is printed the wrong way round: an
-iteration goes on if it and all that waits end within the least slack.
+The check runs between layers. The paper's early-exit condition is inverted; here an iteration
+continues if it and all waiting prompts end within the least slack.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from services.core.request import Request
 
 
 class Preempt(StrEnum):
-    """When an iteration that runs only batch work is interrupted by an online request."""
+    """When an online request interrupts a batch-only iteration."""
 
     OFF = "off"
     DEADLINE = "deadline"
@@ -24,43 +24,41 @@ class Preempt(StrEnum):
 
 
 class PreemptedWork(StrEnum):
-    """What becomes of an iteration that was interrupted: it goes on later, or runs again."""
+    """What happens to an interrupted iteration: it resumes at its layer, or runs again."""
 
     RESUME = "resume"
     DISCARD = "discard"
 
 
-PATIENCE = 4.0
-"""A suspended microbatch is given up after so many times the seconds that it had run. So at most a
-fifth of the time of batch work is spent on what runs again."""
-LEFT_MIN = 0.1
-"""Part of a suspended microbatch that is taken to be left at least: predictions are not exact."""
+SUSPENDED_WAIT_FACTOR = 4.0
+"""A suspended microbatch is discarded after it has waited this many times its run time. So at most
+a fifth of the time of batch work is lost to recomputation."""
+REMAINING_SHARE_MIN = 0.1
+"""Lower bound of the remaining share of a suspended microbatch: predictions are not exact."""
 
 
-def is_given_up(ran_s: float, waited_s: float) -> bool:
-    """Whether a microbatch that ran for `ran_s`, then waited for `waited_s`, is discarded.
-
-    Under a steady load somebody online can always run. Its sequences then have more from a share
-    of the other iterations than from what the microbatch has computed.
-    """
-    return waited_s > PATIENCE * ran_s
+def is_abandoned(ran_s: float, waited_s: float) -> bool:
+    """Whether to discard a microbatch that ran for `ran_s`, then waited for `waited_s`."""
+    # Under steady online load it might never resume. Its sequences then progress faster as part of
+    # other iterations than by keeping its partial results.
+    return waited_s > SUSPENDED_WAIT_FACTOR * ran_s
 
 
-def left_s(predicted_s: float, ran_s: float) -> float:
-    """Seconds that a suspended microbatch has yet to run, of `predicted_s` in all."""
-    return max(LEFT_MIN * predicted_s, predicted_s - ran_s)
+def remaining_s(predicted_s: float, ran_s: float) -> float:
+    """Estimated remaining seconds of a suspended microbatch of `predicted_s` seconds in total."""
+    return max(REMAINING_SHARE_MIN * predicted_s, predicted_s - ran_s)
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineRequest:
-    """An online request that waits: its prompt's tokens, and the seconds until its deadline."""
+    """A waiting online request: prompt tokens, and seconds until its first-token deadline."""
 
     prompt_tokens: int
     slack_s: float
 
     @classmethod
     def of(cls, request: Request, now_s: float) -> "OnlineRequest":
-        """The request as it waits at `now_s`, by the clock of its `arrival_s`."""
+        """The request at `now_s`, on the clock of its `arrival_s`."""
         target_s = request.service.ttft_s
         waited_s = request.waited_s + now_s - request.arrival_s
         return cls(len(request.prompt_ids), inf if target_s is None else target_s - waited_s)
@@ -74,23 +72,22 @@ def gives_way(
     cost_model: CostModel | None,
     budget: Budget | None = None,
 ) -> bool:
-    """Whether `batch`, a preemptible iteration that has run for `elapsed_s`, ends here.
+    """Whether the preemptible iteration `batch`, running for `elapsed_s`, must end at this layer.
 
-    Predictions of the model are corrected as those of `budget`. While they hold, the answer stays
-    the same: what is left of the iteration shrinks as the slack does. One that takes longer has
-    `LEFT_MIN` left until it ends, so that it gives way in time if it is asked again.
-
-    Without a cost model nobody knows how long it lasts, so that a deadline is kept by giving way.
+    `budget` corrects the predictions of `cost_model`.
     """
     requests = tuple(waiting)
     if policy is Preempt.OFF or not requests:
         return False
-    least_s = min(one.slack_s for one in requests)
+    least_s = min(request.slack_s for request in requests)
+    # Without a cost model the remaining time is unknown: any deadline interrupts.
     if policy is Preempt.ALWAYS or cost_model is None:
         return policy is Preempt.ALWAYS or least_s < inf
     scales = budget or Budget()
     mixed = any(len(chunk.token_ids) > 1 for chunk in batch.chunks)
     whole_s = cost_model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
-    theirs_s = cost_model.batch_s((0, one.prompt_tokens) for one in requests)
-    left = left_s(scales.scale(mixed) * whole_s, elapsed_s)
+    theirs_s = cost_model.batch_s((0, request.prompt_tokens) for request in requests)
+    # While the predictions hold, the answer is the same at each layer: the remaining time shrinks
+    # like the slack. The lower bound of `remaining_s` lets an overrunning iteration yield in time.
+    left = remaining_s(scales.scale(mixed) * whole_s, elapsed_s)
     return left + scales.mixed_scale * theirs_s > least_s

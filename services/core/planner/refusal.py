@@ -1,4 +1,4 @@
-"""Why a worker does not take a request."""
+"""Refusals of requests by a worker."""
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import RefuseRequest
@@ -6,29 +6,29 @@ from services.core.planner.sequence import Sequence
 
 
 def known_already(request_id: str) -> RefuseRequest:
-    """A request with this id runs already."""
+    """A request with this id exists already."""
     return RefuseRequest(request_id, "a request with this id is running already")
 
 
 def queue_full(request_id: str) -> RefuseRequest:
-    """Too many requests wait."""
+    """The waiting queue is full."""
     return RefuseRequest(request_id, "the worker's queue is full; retry later", retryable=True)
 
 
 def returned(request_id: str) -> RefuseRequest:
-    """It could not begin here, and gets another place."""
-    message = "the worker has had no room for it; ask for another place under the same id"
+    """The request could not start here and is requeued by the scheduler."""
+    message = "the worker had no capacity for this request; retry under the same id"
     return RefuseRequest(request_id, message, retryable=True, returned=True)
 
 
-def given_back(request_id: str) -> RefuseRequest:
-    """It has lost its KV here, and another worker shall go on with it."""
-    message = "the worker's group has lost a member; go on with it at another place"
+def returned_after_loss(request_id: str) -> RefuseRequest:
+    """The request lost its KV here, and another worker shall resume it."""
+    message = "the worker's group lost a member; resume the request on another worker"
     return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
 
 
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
-    """It could never run to its end; None if it can."""
+    """Refusal of a sequence that exceeds the worker's capacity; None if it fits."""
     capacity = config.num_blocks * config.block_size
     if sequence.tokens_max <= capacity:
         return None

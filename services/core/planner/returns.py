@@ -1,14 +1,14 @@
-"""Requests that wait at a worker without having begun, which may be given back to the scheduler.
+"""Return of queued requests from a worker to the scheduler, which requeues them.
 
-The room that the scheduler saw may be gone when a request arrives, since running requests grow. The
-request would wait for these, however much room another group has by then. So a request that is
-`returnable` and has not begun within `RETURN_AFTER_S` goes back, keeps its place in the line by its
-time of arrival, and runs wherever there is room first. So does one that rests at a worker which
-leads no longer: that plans nothing, whatever room it has (`Shelf`).
+The capacity that the scheduler saw may be gone when a request arrives, since running requests grow.
+The request would then wait for them, even if another group has capacity. So a `returnable` request
+that has not started within `RETURN_AFTER_S` returns to the scheduler, keeps its place in the queue
+by its arrival time, and runs wherever capacity is free first. The same holds for requests parked at
+a worker that no longer leads a group and thus plans nothing (`Shelf`).
 
-While one could start, none goes back: it waits for the end of an iteration, or for its turn. But
-for batch work there may be room and no time, since deadlines leave too little. That wait has no
-end that the worker knows. It goes back after as long as it may rest at a worker (`shelf_max_s`).
+While the first request could start, none returns: it only waits for the end of an iteration or for
+its turn. Batch requests are an exception: blocks may be free while deadlines leave no slack, for an
+unknown time. They return after the time for which they may stay parked (`shelf_max_s`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,65 +18,67 @@ from math import inf
 from services.core.planner.sequence import Phase, Sequence
 
 RETURN_AFTER_S = 0.2
+"""Seconds after which a request that cannot start returns to the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds after which requests that wait go back; `inf`: they stay."""
+class RequeueDelays:
+    """Seconds after which queued requests return to the scheduler, by class; `inf`: never."""
 
     online_s: float = inf
     batch_s: float = inf
 
     @property
-    def is_one(self) -> bool:
-        """Whether it is the same for both classes, so that the oldest request goes first."""
+    def is_uniform(self) -> bool:
+        """Whether both classes have the same delay, so that the oldest request is due first."""
         return self.online_s == self.batch_s
 
     def of(self, sequence: Sequence) -> float:
-        """How long a sequence may wait."""
+        """Delay for a sequence."""
         return self.online_s if sequence.online else self.batch_s
 
 
-ROOM = Patience()
-NO_ROOM = Patience(RETURN_AFTER_S, RETURN_AFTER_S)
+KEEP_QUEUED = RequeueDelays()
+REQUEUE_SOON = RequeueDelays(RETURN_AFTER_S, RETURN_AFTER_S)
 
 
 @dataclass(slots=True)
-class Returns:
-    """The returnable requests that wait, with the times of their arrival here, oldest first."""
+class RequeueTimers:
+    """Returnable requests that have not started, with their arrival times at this worker."""
 
-    _since_s: dict[str, float] = field(default_factory=dict)
+    _since_s: dict[str, float] = field(default_factory=dict)  # sequence id → arrival, oldest first
 
     def note(self, sequence: Sequence, now_s: float, sequences: Mapping[str, Sequence]) -> None:
-        """A request has arrived and waits. The oldest that have begun or gone are forgotten."""
+        """Track a new queued request."""
+        # Amortised clean-up: drop the oldest entries that have started or ended.
         while self._since_s and not _may_wait(sequences.get(first := next(iter(self._since_s)))):
             del self._since_s[first]
         if sequence.request.returnable:
             self._since_s.pop(sequence.request_id, None)
             self._since_s[sequence.request_id] = now_s
 
-    def any_wait(self, sequences: Mapping[str, Sequence]) -> bool:
-        """Whether one of them waits."""
+    def any_waiting(self, sequences: Mapping[str, Sequence]) -> bool:
+        """Whether any tracked request waits."""
         return next(self._waiting(sequences), None) is not None
 
-    def due_s(self, sequences: Mapping[str, Sequence], patience: Patience) -> float | None:
-        """When the first of them will have waited too long; None if none ever will."""
+    def due_s(self, sequences: Mapping[str, Sequence], patience: RequeueDelays) -> float | None:
+        """When the first tracked request must return; None if never."""
         due_s = inf
-        for one, since_s in self._waiting(sequences):
-            due_s = min(due_s, since_s + patience.of(one))
-            if patience.is_one:
+        for sequence, since_s in self._waiting(sequences):
+            due_s = min(due_s, since_s + patience.of(sequence))
+            if patience.is_uniform:
                 break
         return due_s if due_s < inf else None
 
     def take(
-        self, sequences: Mapping[str, Sequence], now_s: float, patience: Patience
+        self, sequences: Mapping[str, Sequence], now_s: float, patience: RequeueDelays
     ) -> list[Sequence]:
-        """The requests that have waited too long; they are forgotten."""
+        """Remove and return the requests that must return now."""
         waiting = self._waiting(sequences)
-        found = [one for one, since_s in waiting if since_s + patience.of(one) <= now_s]
-        for sequence in found:
+        due = [seq for seq, since_s in waiting if since_s + patience.of(seq) <= now_s]
+        for sequence in due:
             del self._since_s[sequence.request_id]
-        return found
+        return due
 
     def _waiting(self, sequences: Mapping[str, Sequence]) -> Iterator[tuple[Sequence, float]]:
         for request_id, since_s in self._since_s.items():
@@ -86,7 +88,7 @@ class Returns:
 
 
 def _may_wait(sequence: Sequence | None) -> bool:
-    """Whether the sequence may wait yet: it has not begun. A held one waits again afterwards."""
+    """Whether the sequence may still wait for its start; a held sequence may wait again later."""
     return sequence is not None and not sequence.begun
 
 

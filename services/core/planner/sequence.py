@@ -1,4 +1,4 @@
-"""A request inside a worker: what it has produced and what of it is in the KV cache."""
+"""A sequence: a request inside a worker, its tokens and its KV."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
@@ -16,19 +16,19 @@ from services.core.planner.batch import (
 from services.core.request import FinishReason, Request, admission_blocks
 
 LOGPROBS_CARRIED_BYTES = 4 << 20
-"""Log probabilities of the newest outputs that go with a sequence to another leader."""
+"""Size limit of the output log probabilities that move with a sequence to another leader."""
 
 
 class Phase(IntEnum):
-    """Where a sequence is in its life inside the worker; numbers, whose hash costs little."""
+    """Life-cycle phase of a sequence. An IntEnum, because its hash is cheap."""
 
-    WAITING = auto()
-    RUNNING = auto()
-    HELD = auto()
+    WAITING = auto()  # for blocks
+    RUNNING = auto()  # has blocks and is planned
+    HELD = auto()  # keeps its blocks and is not planned
     ENDED = auto()
 
 
-# No other transition can happen. A preempted sequence waits again.
+# All valid transitions. A preempted sequence waits again.
 TRANSITIONS = {
     (Phase.WAITING, Phase.RUNNING),
     (Phase.RUNNING, Phase.WAITING),
@@ -41,21 +41,21 @@ TRANSITIONS = {
     (Phase.HELD, Phase.ENDED),
 }
 
-_NOTHING: frozenset[int] = frozenset()
+_NO_STAGES: frozenset[int] = frozenset()
 
 Age = tuple[float, int, str]
-"""Arrival time, ordinal at the first leader, request id: a total order across workers."""
+"""Arrival time, ordinal at the first leader, sequence id: a total order across workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """All that another leader needs to go on with a sequence, beside its K/V.
+    """State, except the K/V, that another leader needs to continue a sequence.
 
-    K/V of the first `computed` of prompt + `output_ids` is in `blocks` blocks at every stage.
-    Log probabilities that were asked for: `prompt_logprobs` of the prompt tokens so far, from the
-    second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`. A client
-    that lags behind by no more than that misses none. `cached_tokens` of the prompt were in the
-    cache of its first leader. Chunks that ended at `reached`, or before it, have run.
+    K/V of the first `computed` tokens of prompt + `output_ids` is in `blocks` blocks at every
+    stage. Requested log probabilities: `prompt_logprobs` of the prompt tokens so far, from the
+    second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`, for clients
+    that lag behind. `cached_tokens` of the prompt were cache hits at its first leader. Tokens
+    before position `reached` have run at least once.
     """
 
     request: Request
@@ -72,58 +72,43 @@ class SequenceState:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` is prompt plus output; the first `computed` of them have been planned.
+    """A request inside a worker; `token_ids` is prompt plus output.
 
-    K/V of these is in its `blocks` blocks, or will be once the microbatches in flight have run.
-    So `remaining` is 0 while its next token is being sampled. It never exceeds `tokens_max`
-    tokens. `absent` are the stages that have no blocks for it yet, while its K/V
-    moves; `sample_due` says that it was preempted while its next token is being sampled.
-
-    `told` counts the output tokens that the sampler knows; None while it knows nothing of the
-    sequence. Call `forget_told` whenever the sampler may have missed a token or may be another one.
-    `logprobs` and `prompt_logprobs` are what was asked for, so far.
-
-    `cached_tokens` of its prompt were in the cache when it started. `block_hashes` are those of its
-    first blocks, as far as they were needed, and `named` of its blocks are known to the cache.
-    In a larger group the other stages have to be told of its first `hit_blocks` before it runs.
-    Nobody used the block `unshared` of its prefix when that was looked for last.
-
-    The last of its next `group_left` tokens is due at `due_s`, which `deadline` keeps. `token_s` is
-    when its last token came. While nothing is promised for the next one, its prompt is ordered as
-    if that were due at `unpromised_s`.
-    Chunks that ended at position `reached`, or before it, have run, wherever; it never falls.
+    The first `computed` tokens have been planned: their K/V is in its `blocks` blocks, or will be
+    once the microbatches in flight have run. So `remaining` is 0 while its next token is being
+    sampled. `deadline` maintains `due_s` to `group_left`.
     """
 
     request: Request
-    ordinal: int
+    ordinal: int  # of its arrival at its first leader
     arrival_s: float
     token_ids: list[int] = field(init=False)
     phase: Phase = Phase.WAITING
-    computed: int = 0
-    blocks: int = 0
-    absent: frozenset[int] = _NOTHING
-    sample_due: bool = False
-    turn: int = 0  # the microbatch that ran it last
+    computed: int = 0  # tokens planned so far
+    blocks: int = 0  # per stage
+    absent: frozenset[int] = _NO_STAGES  # stages without blocks for it, while its K/V moves
+    sample_due: bool = False  # preempted while its next token is being sampled
+    last_microbatch: int = 0  # number of the microbatch that ran it last
     begun: bool = field(init=False)  # it has had blocks, here or at another leader
-    overtaken: int = 0  # by younger ones, while it waited at this leader
-    told: int | None = None
-    logprobs: list[LogprobRows] = field(default_factory=list)
-    prompt_logprobs: LogprobRows | None = None
-    cached_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-    named: int = 0
-    hit_blocks: int = 0
-    hits_told: bool = False
-    unshared: int = 0
-    due_s: float = inf
-    unpromised_s: float = inf
-    token_s: float = inf
-    group_left: int = 1
-    reached: int = 0
-    online: bool = field(init=False)  # as its service is, which is asked for in each iteration
+    overtaken: int = 0  # how often, while it waited at this leader
+    sampler_outputs: int | None = None  # output tokens that the sampler has; None: no state there
+    logprobs: list[LogprobRows] = field(default_factory=list)  # of its output, if requested
+    prompt_logprobs: LogprobRows | None = None  # so far, if requested
+    cached_tokens: int = 0  # prefix cache hits of its prompt
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first blocks, on demand
+    registered: int = 0  # blocks registered in the prefix cache
+    hit_blocks: int = 0  # shared blocks that other stages must receive before it runs
+    hits_sent: bool = False  # whether the stages have received `hit_blocks`
+    first_unshared: int = 0  # block of its prefix that the last lookup found unused
+    due_s: float = inf  # deadline of the last token of its token group
+    implied_due_s: float = inf  # sort key of its prompt without a deadline
+    token_s: float = inf  # time of its last token
+    group_left: int = 1  # tokens until the end of its token group
+    reached: int = 0  # tokens that have run at least once, at any leader; never decreases
+    online: bool = field(init=False)  # copied from its service: read in each iteration
     prompt_tokens: int = field(init=False)
-    tokens_max: int = field(init=False)
-    _reads_output: bool = field(init=False)
+    tokens_max: int = field(init=False)  # prompt and `max_tokens`
+    _reads_output: bool = field(init=False)  # copied from its sampling
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
@@ -137,7 +122,7 @@ class Sequence:
 
     @classmethod
     def restore(cls, state: SequenceState) -> "Sequence":
-        """The sequence as `state` describes it."""
+        """Recreate a sequence from `state`."""
         sequence = cls(state.request, state.ordinal, state.arrival_s)
         sequence.token_ids[sequence.prompt_tokens :] = state.output_ids
         sequence.computed = state.computed
@@ -152,7 +137,7 @@ class Sequence:
         return sequence
 
     def state(self) -> SequenceState:
-        """The state that another leader needs to go on with it."""
+        """The state that another leader needs to continue the sequence."""
         return SequenceState(
             request=self.request,
             output_ids=tuple(self.token_ids[self.prompt_tokens :]),
@@ -168,23 +153,23 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
+        """Id of the sequence: its copy of the request carries it (`sequence_names.py`)."""
         return self.request.request_id
 
     @property
     def age(self) -> Age:
-        """Smaller is older."""
+        """Sort key by age, oldest first."""
         return self.arrival_s, self.ordinal, self.request.request_id
 
     @property
     def remaining(self) -> int:
-        """Tokens that have to be planned before the next one can be sampled."""
+        """Tokens to plan before the next token can be sampled."""
         return len(self.token_ids) - self.computed
 
     @property
-    def has_untold_hits(self) -> bool:
-        """Whether it begins with blocks of which other stages have not heard."""
-        return self.hit_blocks > 0 and not self.hits_told
+    def has_unsent_hits(self) -> bool:
+        """Whether it starts with shared blocks that the other stages have not received."""
+        return self.hit_blocks > 0 and not self.hits_sent
 
     @property
     def output_count(self) -> int:
@@ -192,18 +177,18 @@ class Sequence:
         return len(self.token_ids) - self.prompt_tokens
 
     @property
-    def known(self) -> int:
-        """Its first tokens that have run before, as far as results came: whose KV was made once."""
+    def computed_before(self) -> int:
+        """Number of its first tokens whose KV was computed at least once, by the results so far."""
         return max(self.reached, len(self.token_ids) - 1) if self.output_count else self.reached
 
     def move(self, phase: Phase) -> None:
-        """Enter `phase`; a transition that is not in the table is a defect and raises."""
+        """Enter `phase`. Raises ValueError for an invalid transition."""
         if (self.phase, phase) not in TRANSITIONS:
             raise ValueError(f"{self.request_id}: {self.phase} -> {phase} is not a transition")
         self.phase = phase
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take the token that was sampled last; returns why it is the last one, if it is."""
+        """Append a sampled token; returns the finish reason if it is the last token."""
         self.token_ids.append(token_id)
         self.sample_due = False
         if token_id in self.request.limits.stop_token_ids:
@@ -213,13 +198,13 @@ class Sequence:
         return None
 
     def blocks_to_admit(self, block_size: int) -> int:
-        """Free blocks that it needs before it may run (again)."""
+        """Free blocks that it needs for (re-)admission."""
         return admission_blocks(len(self.token_ids), self.tokens_max, block_size)
 
     def next_chunk(self, tokens: int, block_ids: tuple[int, ...]) -> Chunk:
-        """The next `tokens` tokens to run; samples when they are the last that remain.
+        """Chunk of the next `tokens` tokens; samples if no tokens remain after it.
 
-        The sampler then counts as knowing them.
+        Assumes that the sampler receives the chunk and updates its state.
         """
         start, end = self.computed, self.computed + tokens
         sample = self._next_sample() if end == len(self.token_ids) else None
@@ -228,40 +213,46 @@ class Sequence:
         return Chunk(self.request.request_id, start, token_ids, block_ids, sample, score)
 
     def next_decode(self, block_ids: tuple[int, ...]) -> Chunk:
-        """As `next_chunk` of the one token that remains, for which there are hundreds of calls."""
+        """Fast path of `next_chunk` for a single remaining token (hundreds per iteration)."""
         start, count = self.computed, len(self.token_ids)
-        unusual = self.prompt_logprobs is not None or self.told is None or self._reads_output
+        unusual = (
+            self.prompt_logprobs is not None or self.sampler_outputs is None or self._reads_output
+        )
         if unusual or start + 1 != count:
             return self.next_chunk(1, block_ids)
-        index = self.told = count - self.prompt_tokens
+        index = self.sampler_outputs = count - self.prompt_tokens
         sample = new_tuple(SampleSpec, (None, index, ()))
         last = (self.token_ids[start],)
         return new_tuple(
             Chunk, (self.request.request_id, self.computed, last, block_ids, sample, None)
         )
 
-    def forget_told(self) -> None:
-        """Tell the sampler everything anew with the next token that it chooses."""
-        self.told = None
+    def reset_sampler(self) -> None:
+        """Send the full sampler state with the next sample.
 
-    def take_prompt_logprobs(self, found: PromptRows) -> None:
-        """Keep what is new of it: positions that were preempted have run twice."""
+        Call it whenever the sampler may have missed a token or may have been replaced.
+        """
+        self.sampler_outputs = None
+
+    def take_prompt_logprobs(self, computed: PromptRows) -> None:
+        """Append prompt log probabilities. Raises ValueError if rows before them are missing."""
         have = self.prompt_logprobs
         if have is None:
             return
-        known = 1 + len(have) - found.start
+        # Positions that ran again after a preemption are known already: skip their rows.
+        known = 1 + len(have) - computed.start
         if known < 0:
-            raise ValueError(f"{self.request_id}: log probabilities before {found.start} are lost")
-        self.prompt_logprobs = have + found.rows.rows(known)
+            raise ValueError(f"{self.request_id}: no log probabilities before {computed.start}")
+        self.prompt_logprobs = have + computed.rows.rows(known)
 
     def _next_sample(self) -> SampleSpec:
         """The spec of the next output token."""
-        told, count = self.told, self.output_count
-        self.told = count
-        if told is not None:
-            if not self._reads_output or told == count:
+        sent, count = self.sampler_outputs, self.output_count
+        self.sampler_outputs = count
+        if sent is not None:
+            if not self._reads_output or sent == count:
                 return SampleSpec(None, count)
-            return SampleSpec(None, count, tuple(self.token_ids[self.prompt_tokens + told :]))
+            return SampleSpec(None, count, tuple(self.token_ids[self.prompt_tokens + sent :]))
         request, sampling = self.request, self.request.sampling
         terms = SampleTerms(
             sampling=sampling,
@@ -274,7 +265,7 @@ class Sequence:
         return SampleSpec(terms, count)
 
     def _next_score(self, start: int, end: int) -> PromptScore | None:
-        """Which prompt tokens, of those after the positions `start` to `end`, are not known yet."""
+        """Request the missing prompt logprobs of the tokens after positions `start` to `end`."""
         assert self.prompt_logprobs is not None
         first = max(start + 1, 1 + len(self.prompt_logprobs))
         token_ids = self.request.prompt_ids[first : end + 1]

@@ -1,9 +1,16 @@
-"""Names of sequences: each start of a request gets one that no other has.
+"""Sequence ids: each start of a request gets an id of its own.
 
-When a worker is lost before a request has its first token, its gateway asks for it again under the
-same id, at any leader. Members may still hold KV of the first sequence then, and orders about that
-are on their way. Tables, transfers and orders go by the name, so that a late one has no effect on
-the sequence that runs now. Clients, and what they are told, go by the id.
+A request id identifies a request between client, gateway and worker. When a worker is lost before a
+request has its first token, the gateway starts it again under the same request id, at any leader.
+Members may still hold KV of the first sequence then, and messages about it may be in flight. Block
+tables, transfers and messages between engines therefore use sequence ids, so that late messages
+have no effect on the sequence that runs now.
+
+The rule: `request_id` is the request id, `seq_id` the id of a sequence. An engine gives each
+arriving request a new sequence id, and translates back when tokens and refusals leave it. So inside
+an engine the `request_id` of its copy of a `Request`, of `EmitToken`, `RefuseRequest` and
+`RequestAborted` is a sequence id; and so it is in frames between engines, whose field names are
+fixed by their wire format.
 """
 
 from collections.abc import Iterable
@@ -15,85 +22,87 @@ from services.core.planner.events import Command, EmitToken, RefuseRequest
 MARK = "#"
 
 
-def request_of(name: str) -> str:
-    """The id of the request that the sequence `name` answers; a name without a mark is its id."""
-    return name.rpartition(MARK)[0] or name
+def request_of(seq_id: str) -> str:
+    """Request id of a sequence; an id without a mark is a request id already."""
+    return seq_id.rpartition(MARK)[0] or seq_id
 
 
 class _Current(NamedTuple):
-    name: str
-    adopted: bool
+    seq_id: str
+    adopted: bool  # another engine started the sequence
 
 
 @dataclass(slots=True)
 class NameSource:
-    """Makes names of sequences; `process` names the engine's process, no other has that name."""
+    """Creates sequence ids; `process` is a unique name of the engine process."""
 
     process: str
     _made: int = 0
 
     def __post_init__(self) -> None:
         if MARK in self.process:
-            raise ValueError(f"{self.process!r} has a {MARK!r}, which ends the id in a name")
+            raise ValueError(
+                f"{self.process!r} contains {MARK!r}, which separates the parts of a sequence id"
+            )
 
     def name(self, request_id: str) -> str:
-        """A name for a new sequence, which is to answer the request."""
+        """New sequence id for a start of the request."""
         self._made += 1
         return f"{request_id}{MARK}{self.process}.{self._made}"
 
 
 @dataclass(slots=True)
 class SequenceNames:
-    """Which sequence answers which request at one engine; at most one does."""
+    """Maps each request at an engine to the sequence that answers it; at most one does."""
 
-    _current: dict[str, _Current] = field(default_factory=dict)
-    _answering: set[str] = field(default_factory=set)  # the names in `_current`: asked each token
+    _current: dict[str, _Current] = field(default_factory=dict)  # by request id
+    _answering: set[str] = field(default_factory=set)  # sequence ids in `_current`, for fast lookup
 
-    def begin(self, name: str) -> None:
-        """A sequence that begins here answers its request from now on."""
-        self._set(_Current(name, adopted=False))
+    def begin(self, seq_id: str) -> None:
+        """A sequence that starts here answers its request from now on."""
+        self._set(_Current(seq_id, adopted=False))
 
-    def adopt(self, name: str) -> None:
-        """A sequence that another engine began answers its request from now on."""
-        self._set(_Current(name, adopted=True))
+    def adopt(self, seq_id: str) -> None:
+        """A sequence that another engine started answers its request from now on."""
+        self._set(_Current(seq_id, adopted=True))
 
     def name_of(self, request_id: str) -> str:
-        """The sequence that answers a request here, or did before it moved away; "" if none."""
+        """Sequence that answers a request here, or did before it moved away; "" if none."""
         current = self._current.get(request_id)
-        return current.name if current is not None else ""
+        return current.seq_id if current is not None else ""
 
-    def was_adopted(self, name: str) -> bool:
-        """Whether it answers its request, and another engine began it."""
-        return self._current.get(request_of(name)) == _Current(name, adopted=True)
+    def was_adopted(self, seq_id: str) -> bool:
+        """Whether the sequence answers its request, and another engine started it."""
+        return self._current.get(request_of(seq_id)) == _Current(seq_id, adopted=True)
 
-    def end(self, name: str) -> None:
-        """A sequence is over, or nobody wants it: clients get nothing more of it."""
-        if name in self._answering:
-            self._answering.remove(name)
-            del self._current[request_of(name)]
+    def end(self, seq_id: str) -> None:
+        """Stop output of a sequence that has ended or was replaced. Idempotent."""
+        if seq_id in self._answering:
+            self._answering.remove(seq_id)
+            del self._current[request_of(seq_id)]
 
-    def keep_only(self, names: Iterable[str]) -> None:
-        """Forget the others: a change-over begins, and nobody asks for what has moved before."""
-        for name in self._answering.difference(names):
-            self.end(name)
+    def keep_only(self, seq_ids: Iterable[str]) -> None:
+        """Forget all other sequences, at the start of a change-over: they have moved away."""
+        for seq_id in self._answering.difference(seq_ids):
+            self.end(seq_id)
 
     def keeps(self, command: Command) -> bool:
-        """Whether a command is for the clients of a request that its sequence still answers.
+        """Whether to pass on a command: drops client commands of sequences that no longer answer.
 
-        The final command of a sequence ends it. Commands for others than clients are kept.
+        The final client command of a sequence ends it.
         """
         if not isinstance(command, (EmitToken, RefuseRequest)):
             return True
-        name = command.request_id
-        if name not in self._answering:
+        seq_id = command.request_id
+        if seq_id not in self._answering:
             return False
         if isinstance(command, RefuseRequest) or command.finish_reason is not None:
-            self.end(name)
+            self.end(seq_id)
         return True
 
     def _set(self, current: _Current) -> None:
-        request_id = request_of(current.name)
+        request_id = request_of(current.seq_id)
         if (before := self._current.get(request_id)) is not None:
-            self._answering.remove(before.name)
+            self._answering.remove(before.seq_id)
         self._current[request_id] = current
-        self._answering.add(current.name)
+        self._answering.add(current.seq_id)

@@ -1,7 +1,7 @@
-"""The sequence table of a leader: its sequences by phase, and the blocks that they own.
+"""The sequence table of a leader: its sequences by phase, and their blocks.
 
-Blocks of a finished or preempted sequence can be used at once by later plans, even while a
-microbatch in flight still writes to them: every stage runs microbatches in order.
+Later plans can reuse the blocks of a finished or preempted sequence at once, even while a
+microbatch in flight still writes to them, because every stage runs microbatches in order.
 """
 
 from bisect import insort
@@ -24,30 +24,28 @@ from services.core.request import blocks_for
 
 @dataclass(slots=True)
 class SequenceTable:
-    """Sequences that run or are held, oldest first, and those that wait, in the order of `line`.
+    """All sequences of a leader, with admission, preemption, suspension and hand-over.
 
-    `table` has the own stage's blocks, and `prefixes` finds those that can be shared if
-    `prefix_caching`. `precedence` is the order of the line and of those that give blocks up.
-    The sequences of a `suspended` microbatch are in the phase `RUNNING`, but not in `running`:
-    nobody plans them.
+    The sequences of a suspended microbatch are in the phase `RUNNING`, but not in `running`, so
+    that they are not planned.
     """
 
     block_size: int
-    table: StageTable
+    table: StageTable  # blocks of the leader's own stage
     prefix_caching: bool = False
-    precedence: Precedence = PRECEDENCES[Scheduling.FCFS]
+    precedence: Precedence = PRECEDENCES[Scheduling.FCFS]  # queue order and choice of victims
     ledger: BlockLedger = field(init=False)
     prefixes: PrefixCache = field(init=False)
-    sequences: dict[str, Sequence] = field(default_factory=dict)
+    sequences: dict[str, Sequence] = field(default_factory=dict)  # all, by sequence id
     batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)
-    held: list[Sequence] = field(default_factory=list)
-    suspended: Plan | None = None
-    released: list[str] = field(default_factory=list)  # since the last microbatch
+    waiting: deque[Sequence] = field(default_factory=deque)  # in the order of the policy
+    running: list[Sequence] = field(default_factory=list)  # oldest first
+    held: list[Sequence] = field(default_factory=list)  # oldest first
+    suspended: Plan | None = None  # at most one interrupted batch-only microbatch
+    released: list[str] = field(default_factory=list)  # freed since the last microbatch
     preemptions_total: int = 0
-    prompt_tokens_total: int = 0
-    discarded_tokens_total: int = 0  # of iterations that were interrupted
+    prompt_tokens_total: int = 0  # of sequences with a first output token
+    discarded_tokens_total: int = 0  # of interrupted iterations that ran again
     tokens: TokenMeter = field(default_factory=TokenMeter)
 
     def __post_init__(self) -> None:
@@ -56,29 +54,33 @@ class SequenceTable:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens to run of sequences that do not decode; those that decode have one at most."""
-        everybody = chain(self.waiting, self.running, self._suspended)
-        left = [len(sequence.token_ids) - sequence.computed for sequence in everybody]
+        """Remaining tokens of all prefills; a decode has at most one remaining token."""
+        sequences = chain(self.waiting, self.running, self._suspended)
+        left = [len(sequence.token_ids) - sequence.computed for sequence in sequences]
         return sum([tokens for tokens in left if tokens > 1])
 
     @property
     def running_count(self) -> int:
-        """Sequences in the phase `RUNNING`."""
+        """Number of sequences in the phase `RUNNING`, including suspended ones."""
         return len(self.running) + len(self._suspended)
 
     @property
     def _suspended(self) -> list[Sequence]:
         return [] if self.suspended is None else self.suspended.sequences()
 
-    # --- beginning and end
+    # --- start and end
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence without blocks in: it waits at its place in the line."""
+        """Add a sequence without blocks to the waiting queue."""
         self._enter(sequence)
         self._queue(sequence)
 
     def adopt(self, sequence: Sequence, absent: frozenset[int], held: bool) -> None:
-        """Take a sequence with blocks in; those at the stages in `absent` are promised."""
+        """Add a sequence with blocks; reserve them at the stages in `absent`.
+
+        Raises:
+            ValueError: if the sequence lacks blocks that it should have, or has unexpected ones.
+        """
         if 0 not in absent:
             have = len(self.table.block_ids(sequence.request_id))
             if have < sequence.blocks:
@@ -92,20 +94,20 @@ class SequenceTable:
         if absent:
             self._forget_prefixes_of_stages()
         sequence.absent = absent
-        self.ledger.promise(sequence.blocks, absent)
+        self.ledger.reserve(sequence.blocks, absent)
         self._enter(sequence)
         sequence.phase = Phase.HELD if held else Phase.RUNNING
         _insert(self.held if held else self.running, sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Leave a sequence to another leader: its blocks stay where they are, and in use."""
+        """Remove a sequence that another leader adopted; its blocks stay in use."""
         self._forget_prefixes_of_stages()
-        self.ledger.promise(-sequence.blocks, sequence.absent)
+        self.ledger.reserve(-sequence.blocks, sequence.absent)
         self._leave(sequence)
         self._remove(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """Let a sequence go, with its blocks."""
+        """End a sequence and free its blocks."""
         self._leave(sequence)
         sequence.move(Phase.ENDED)
         self._free(sequence)
@@ -116,48 +118,49 @@ class SequenceTable:
     def next_to_admit(
         self, running_max: int, overtaken_max: int, online: bool | None = None
     ) -> Sequence | None:
-        """The waiting sequence that can start now by the rule of `overtaking`, or None.
+        """The waiting sequence that can start now by the rule of `overtaking.py`, or None.
 
-        Batch sequences make way for an online one, see `precedence`. While one waits, no batch
-        sequence starts. With `online`, only such ones or only the others are looked at.
+        Counts the blocks and slots of batch sequences as available to online ones if the policy
+        lets batch work yield. `online` restricts the choice to online or to batch sequences.
         """
         if not self.waiting:
             return None
         full = self.running_count >= running_max
-        if full and not (self._makes_way and self._online_running < running_max):
+        if full and not (self._may_preempt_batch and self._online_running < running_max):
             return None
         free = self.ledger.free
         first = self.waiting[0].request.service
-        holds_back = self.precedence.batch_yields and first.online
-        yielding: int | None = None  # counted once, if it matters
+        # Head-of-line rule: no batch sequence starts while an online sequence waits.
+        online_waits = self.precedence.batch_yields and first.online
+        yielding: int | None = None  # blocks that batch work can yield, computed on demand
 
         def fits(sequence: Sequence) -> bool:
             nonlocal yielding
             if sequence.sample_due:
-                return False
-            if (full or holds_back) and not sequence.online:
+                return False  # its sampled token is still in flight
+            if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
             if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
                 return True
-            if not (self._makes_way and sequence.online):
+            if not (self._may_preempt_batch and sequence.online):
                 return False
             if yielding is None:
                 yielding = self._blocks_to_yield
             return missing <= yielding
 
-        line: Iterable[Sequence] = self.waiting
+        queue: Iterable[Sequence] = self.waiting
         if online is not None:
-            line = [one for one in line if one.online is online]
-        return next_to_start(line, fits, overtaken_max)
+            queue = [sequence for sequence in queue if sequence.online is online]
+        return next_to_start(queue, fits, overtaken_max)
 
     def admit(self, sequence: Sequence, running_max: int) -> Sequence:
-        """Start a sequence that `next_to_admit` has found, with blocks for all its tokens.
+        """Admit a sequence returned by `next_to_admit`, and allocate blocks for all its tokens.
 
-        Those of a known prefix are shared, and its tokens do not run again.
+        Blocks of a cached prefix are shared, and its tokens do not run again.
         """
-        if self._makes_way:
-            self._make_way(sequence, running_max)
+        if self._may_preempt_batch:
+            self._preempt_batch_for(sequence, running_max)
         start(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
@@ -165,16 +168,18 @@ class SequenceTable:
         sequence.begun = True
         _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
-        self.prefixes.make_room(sequence.blocks, have=sequence.named)
+        self.prefixes.make_room(sequence.blocks, have=sequence.registered)
         self.table.adopt(sequence.request_id, sequence.blocks)
         self.ledger.take(sequence.blocks)
         return sequence
 
     def grow(self, sequence: Sequence) -> bool:
-        """Take a block for a running `sequence`; returns whether another one was preempted."""
+        """Allocate a block for a running `sequence`; returns whether any sequence was preempted."""
         preempted = False
+        # Suspended sequences can be victims only after their microbatch is discarded.
         if self.ledger.least_room <= 0:
             self.discard_suspended()
+        # The victim may be the sequence itself: then it stops running and the loop ends.
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
             victims = self.precedence.victims
             self.preempt(victims(self.running, self.held, self.ledger.full_stages))
@@ -184,22 +189,24 @@ class SequenceTable:
         return preempted
 
     def add_block(self, sequence: Sequence) -> None:
-        """Give a running sequence one more block; there is room."""
+        """Allocate a block for a running sequence; the caller has checked that one is free."""
         self.prefixes.make_room(1)
         self.table.append(sequence.request.request_id)
         sequence.blocks += 1
         self.ledger.take(1)
 
     def yield_batch(self, stage: int, blocks: int) -> None:
-        """Have batch sequences give blocks back until `stage` uses no more than `blocks`."""
+        """Preempt batch sequences until `stage` uses at most `blocks`, if the policy allows."""
         if self.precedence.batch_yields:
-            while self.ledger.used_at(stage) > blocks and (one := newest_batch(self.running)):
-                self.preempt(one)
+            while self.ledger.used_at(stage) > blocks and (victim := newest_batch(self.running)):
+                self.preempt(victim)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; its tokens run again when there is room."""
+        """Preempt a sequence by recomputation: free its blocks and queue it again."""
         self._leave(sequence)
         sequence.move(Phase.WAITING)
+        # All tokens are planned: a microbatch in flight samples the next one, which must arrive
+        # before the sequence can run again.
         sequence.sample_due = sequence.remaining == 0
         self._free(sequence)
         sequence.computed = 0
@@ -209,18 +216,18 @@ class SequenceTable:
     # --- a suspended microbatch
 
     def suspend(self, plan: Plan) -> None:
-        """Set an interrupted microbatch aside, with the blocks of its sequences."""
+        """Keep an interrupted microbatch, with the blocks of its sequences, for resumption."""
         assert self.suspended is None, "one microbatch is suspended at a time"
         sequences = plan.sequences()
         if any(sequence.phase is not Phase.RUNNING for sequence in sequences):
-            self._discard(plan)  # its blocks are not all its own any more
+            self._discard(plan)  # a sequence was preempted: the partial results are incomplete
             return
         for sequence in sequences:
             self.running.remove(sequence)
         self.suspended = plan
 
     def take_suspended(self) -> Plan | None:
-        """Its sequences run again, from where they were."""
+        """Remove the suspended microbatch; its sequences can be planned again."""
         plan, self.suspended = self.suspended, None
         if plan is not None:
             for sequence in plan.sequences():
@@ -228,7 +235,7 @@ class SequenceTable:
         return plan
 
     def discard_suspended(self) -> None:
-        """Give the suspended microbatch up, if there is one: its tokens run again."""
+        """Discard the suspended microbatch, if any: its tokens run again."""
         plan = self.take_suspended()
         if plan is not None:
             self._discard(plan)
@@ -246,7 +253,7 @@ class SequenceTable:
         _insert(self.held, sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Go on with a held sequence, which has its blocks at every stage."""
+        """Resume a held sequence. Raises ValueError if a stage lacks its blocks."""
         if sequence.absent:
             raise ValueError(f"{sequence.request_id} has no blocks at {sorted(sequence.absent)}")
         self._leave(sequence)
@@ -258,40 +265,41 @@ class SequenceTable:
             self._queue(sequence)
 
     def place(self, sequence: Sequence, stage: int) -> bool:
-        """Turn the promise of its blocks at `stage` into use; False if there is no room yet."""
+        """Turn its reserved blocks at `stage` into used ones; False if there is no room yet."""
         if stage not in sequence.absent:
             return True
         if self.ledger.room(stage) < sequence.blocks:
             return False
         if stage == 0:
             self.table.adopt(sequence.request_id, sequence.blocks)
-        self.ledger.keep(sequence.blocks, stage)
+        self.ledger.use_reserved(sequence.blocks, stage)
         sequence.absent -= {stage}
         return True
 
     def configure(self, followers: tuple[Follower, ...]) -> None:
-        """Count anew for these stages. A sequence without blocks at one is held and promised them.
+        """Reset the block counts for new stages.
 
-        The last stage may be another one now; its sampler knows no sequence yet.
+        A sequence without blocks at any stage is held, with blocks reserved for it there.
         """
         self.ledger.configure(followers)
         self.prefixes.configure()
-        was = (0, *(follower.was for follower in followers))
+        previous = (0, *(follower.previous_stage for follower in followers))
         for sequence in self.sequences.values():
-            sequence.forget_told()
+            # The last stage, which samples, may be a different worker now.
+            sequence.reset_sampler()
             if not sequence.blocks:
                 continue
             sequence.absent = frozenset(
                 stage
-                for stage, before in enumerate(was)
+                for stage, before in enumerate(previous)
                 if before is None or before in sequence.absent
             )
-            self.ledger.promise(sequence.blocks, sequence.absent)
+            self.ledger.reserve(sequence.blocks, sequence.absent)
             if sequence.absent and sequence.phase is Phase.RUNNING:
                 self.hold(sequence)
 
     def set_capacity(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1 has `blocks` blocks; one that has fewer forgets prefixes by itself."""
+        """Set the capacity of stage ≥ 1. A stage that shrinks drops cached prefixes by itself."""
         had = self.ledger.capacity_of(stage)
         self.ledger.set_capacity(stage, blocks)
         if blocks < had:
@@ -301,27 +309,29 @@ class SequenceTable:
             self.prefixes.shrinking.discard(stage)
 
     def drop_prefixes(self) -> None:
-        """Forget all prefixes. A sequence that no stage knows with its prefix starts again."""
-        for sequence in [one for one in self.sequences.values() if one.has_untold_hits]:
+        """Drop the prefix cache at all stages."""
+        # The stages have not received the shared blocks of these sequences: start them again.
+        for sequence in [seq for seq in self.sequences.values() if seq.has_unsent_hits]:
             self.preempt(sequence)
         self.prefixes.drop(self.sequences.values())
 
     def take_released(self) -> tuple[str, ...]:
-        """Requests whose blocks were freed since the last call; every stage has to learn them."""
+        """Ids of sequences freed since the last call; every stage must receive them."""
         if not self.released:
             return ()
-        names = tuple(self.released)
+        ids = tuple(self.released)
         self.released.clear()
-        return names
+        return ids
 
-    def release_again(self, names: Iterable[str]) -> None:
-        """Some stages may not have heard of these."""
-        self.released[:0] = names
+    def release_again(self, ids: Iterable[str]) -> None:
+        """Send these released ids again: some stages may not have received them."""
+        self.released[:0] = ids
 
     def check_invariants(self) -> None:
         """Blocks, phases, queues and counts agree."""
         self.table.check_invariants()
         self.ledger.check_invariants()
+        # Queues hold the right phases in the right order.
         for phase, members in (
             (Phase.WAITING, self.waiting),
             (Phase.RUNNING, self.running),
@@ -329,54 +339,53 @@ class SequenceTable:
         ):
             assert all(seq.phase is phase for seq in members)
             places = [self._key(s) if phase is Phase.WAITING else s.age for s in members]
-            assert places == sorted(places), "oldest first, or in the order of the line"
+            assert places == sorted(places), "not in order of age or of the queue"
         assert all(seq.phase is Phase.RUNNING for seq in self._suspended)
-        everybody = (*self.waiting, *self.running, *self.held, *self._suspended)
-        assert len(everybody) == len(self.sequences)
-        assert all(self.sequences[seq.request_id] is seq for seq in everybody)
-        batch = {seq.request_id for seq in everybody if not seq.request.service.online}
+        known = (*self.waiting, *self.running, *self.held, *self._suspended)
+        assert len(known) == len(self.sequences)
+        assert all(self.sequences[seq.request_id] is seq for seq in known)
+        batch = {seq.request_id for seq in known if not seq.request.service.online}
         assert self.batch.keys() == batch
-        promised = [0] * self.ledger.stages
-        for seq in everybody:
+        # Blocks and reservations of the sequences add up to those of table and ledger.
+        reserved = [0] * self.ledger.stages
+        for seq in known:
             own = len(self.table.block_ids(seq.request_id))
-            if seq.blocks or seq.phase is not Phase.HELD:  # else it was reset: some may be left
+            if seq.blocks or seq.phase is not Phase.HELD:  # after a reset, some blocks may remain
                 assert own == (0 if 0 in seq.absent else seq.blocks)
             assert blocks_for(seq.computed, self.block_size) <= seq.blocks
             for stage in seq.absent:
-                promised[stage] += seq.blocks
-        assert promised == self.ledger.promised
+                reserved[stage] += seq.blocks
+        assert reserved == self.ledger.reserved
         assert not any(seq.blocks or seq.computed for seq in self.waiting)
         running = (*self.running, *self._suspended)
         assert all(seq.blocks and not seq.absent for seq in running)
 
     @property
-    def _makes_way(self) -> bool:
-        """Whether batch sequences are preempted for a start."""
+    def _may_preempt_batch(self) -> bool:
+        """Whether the start of an online sequence may preempt batch sequences."""
         precedence = self.precedence
         alone = self.ledger.stages == 1
         return precedence.batch_yields and (alone or precedence.yields_in_pipelines)
 
     @property
     def _online_running(self) -> int:
-        """Running sequences that give no place up."""
-        return sum(one.online for one in (*self.running, *self._suspended))
+        """Number of running online sequences, which never yield their slots."""
+        return sum(seq.online for seq in (*self.running, *self._suspended))
 
     @property
     def _blocks_to_yield(self) -> int:
-        """Blocks that are free at least if all running batch sequences lose theirs.
-
-        Those beyond the pool's limit do not come back.
-        """
+        """Lower bound of the blocks gained by preempting all running batch sequences."""
         pool, tables = self.table.pool, self.table.tables
         users, usable = pool.users, pool.usable
+        # Shared blocks stay in use, and blocks beyond the limit of the pool are not reused.
         return sum(
-            sum([users[block] == 1 and block < usable for block in tables[one.request_id]])
-            for one in (*self.running, *self._suspended)
-            if not one.online
+            sum([users[block] == 1 and block < usable for block in tables[seq.request_id]])
+            for seq in (*self.running, *self._suspended)
+            if not seq.online
         )
 
-    def _make_way(self, sequence: Sequence, running_max: int) -> None:
-        """Preempt batch sequences, newest first, until there are a place and blocks."""
+    def _preempt_batch_for(self, sequence: Sequence, running_max: int) -> None:
+        """Preempt batch sequences, newest first, until `sequence` has a slot and blocks."""
 
         def lacks_blocks() -> bool:
             missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
@@ -390,17 +399,20 @@ class SequenceTable:
             self.preempt(victim)
 
     def _free(self, sequence: Sequence) -> None:
-        """Free its blocks, wherever it has some, and tell the stages."""
-        sequence.forget_told()
+        """Free the blocks of a sequence at all stages, and queue its id for them."""
+        sequence.reset_sampler()
         if sequence.blocks:
             self.table.release(sequence.request_id)
-            self.ledger.give_back(sequence.blocks, sequence.absent)
+            self.ledger.release(sequence.blocks, sequence.absent)
             self.released.append(sequence.request_id)
-            sequence.blocks = sequence.named = sequence.hit_blocks = 0
+            sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
 
     def _forget_prefixes_of_stages(self) -> None:
-        """Blocks change beside microbatches, which alone tell stages what to share."""
+        """Drop the prefix cache of a pipeline, since blocks change outside microbatches.
+
+        Only microbatches carry cache updates, so the stages' caches would diverge.
+        """
         if self.ledger.stages > 1:
             self.drop_prefixes()
 
@@ -425,7 +437,8 @@ class SequenceTable:
                 self.waiting.remove(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        """Enter the line at its place: nearly always as the first or the last."""
+        """Insert into the waiting queue in order."""
+        # Nearly all sequences belong at the end (arrivals) or near the front (preempted ones).
         waiting = self.waiting
         if not waiting:
             waiting.append(sequence)
@@ -440,19 +453,19 @@ class SequenceTable:
         waiting.insert(place, sequence)
 
     def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
-        """Its place in the line; among equals the older one is first."""
-        request, came_s = sequence.request, sequence.arrival_s
-        if self.precedence.since_begin:
-            came_s -= request.waited_s
-        return self.precedence.line(request.service, came_s), sequence.age
+        """Key in the waiting queue; ties are broken by age."""
+        request, arrival_s = sequence.request, sequence.arrival_s
+        if self.precedence.by_gateway_arrival:
+            arrival_s -= request.waited_s
+        return self.precedence.queue_order(request.service, arrival_s), sequence.age
 
 
-def _insert(line: list[Sequence], sequence: Sequence) -> None:
-    """Put it at the place of its age: nearly always at the end."""
-    if not line or line[-1].age < sequence.age:
-        line.append(sequence)
+def _insert(row: list[Sequence], sequence: Sequence) -> None:
+    """Insert by age: nearly always at the end."""
+    if not row or row[-1].age < sequence.age:
+        row.append(sequence)
     else:
-        insort(line, sequence, key=_age)
+        insort(row, sequence, key=_age)
 
 
 def _age(sequence: Sequence) -> Age:

@@ -1,12 +1,11 @@
-"""The single planner: chooses what an iteration of a group of one runs.
+"""Planners of single workers without deadlines.
 
-Decodes go first, then prefills that have begun, then waiting requests by `overtaking` while
-blocks and token budget last. When a decode finds no free block, the newest running request is
-preempted and recomputed later (policy `recompute`), so the oldest always advances.
+Decodes go first, then running prefills, then waiting requests (`overtaking.py`) while blocks and
+token budget last. When a decode finds no free block, the newest running request is preempted and
+recomputed later (policy `recompute`), so the oldest request always advances.
 
-Where batch sequences yield (`precedence`), prefills and starts of online requests come before those
-of the class `batch`, which fill what is left of the token budget. They do not join the prompt of a
-request for which batch work was interrupted: it would wait for them instead.
+Under policies in which batch work yields (`Precedence`), prefills and starts of online requests
+come before those of the class `batch`, which use the rest of the token budget.
 """
 
 from collections import deque
@@ -18,23 +17,24 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 _ONLINE, _BATCH = frozenset({True}), frozenset({False})
-EVERYBODY = _ONLINE | _BATCH
-_BY_KIND, _AT_ONCE = (_ONLINE, _BATCH), (EVERYBODY,)
+ALL_CLASSES = _ONLINE | _BATCH
+_BY_KIND, _TOGETHER = (_ONLINE, _BATCH), (ALL_CLASSES,)
 
 
 @dataclass(slots=True)
 class SinglePlanner:
-    """Fills one iteration after the other. `PipelinePlanner` is the pipeline counterpart."""
+    """Plans the iterations of a single worker. `PipelinePlanner` is the pipeline counterpart."""
 
     config: IterationConfig
     sequence_table: SequenceTable
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
-        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         preempted = self._add_decodes(plan.decodes, self.sequence_table.running)
         budget = self.config.max_batch_tokens - len(plan.decodes)
         table = self.sequence_table
-        for kind in _BY_KIND if table.precedence.batch_yields else _AT_ONCE:
+        for kind in _BY_KIND if table.precedence.batch_yields else _TOGETHER:
+            # Batch work was interrupted for this prompt: other batch work must not delay it either.
             if kind is _BATCH and plan.prefills and table.suspended:
                 break
             if len(plan.decodes) < len(table.running):
@@ -46,7 +46,7 @@ class SinglePlanner:
         """Add every decode of `running`, oldest first; returns whether a sequence was preempted."""
         preempted = False
         block_size = self.config.block_size
-        # More than fit in a batch can only have come from a larger group.
+        # More sequences than a batch holds can only remain from a larger group.
         for sequence in running[: self.config.max_batch_tokens]:
             tokens = len(sequence.token_ids)
             if tokens - sequence.computed != 1:
@@ -56,12 +56,12 @@ class SinglePlanner:
                 if sequence.phase is not Phase.RUNNING:
                     continue
             decodes.append(sequence)
-        if preempted:  # by a policy perhaps one that was added
-            decodes[:] = [one for one in decodes if one.phase is Phase.RUNNING]
+        if preempted:  # some victim policies may preempt a sequence that was added
+            decodes[:] = [decode for decode in decodes if decode.phase is Phase.RUNNING]
         return preempted
 
     def _add_prefills(self, plan: Plan, budget: int, kind: frozenset[bool]) -> int:
-        """Continue prefills that have begun; returns the tokens left in the budget."""
+        """Continue running prefills; returns the remaining token budget."""
         for sequence in self.sequence_table.running:
             remaining = len(sequence.token_ids) - sequence.computed
             if remaining > 1 and budget and sequence.online in kind:
@@ -71,9 +71,9 @@ class SinglePlanner:
         return budget
 
     def _admit(self, plan: Plan, budget: int, kind: frozenset[bool]) -> int:
-        """Start waiting sequences that fit, as far as possible in the order of the line.
+        """Admit waiting sequences that fit; returns the remaining token budget.
 
-        Returns the tokens left in the budget. Batch sequences of the plan may lose their blocks.
+        May preempt batch sequences, also those in `plan`.
         """
         config, table = self.config, self.sequence_table
         preemptions = table.preemptions_total
@@ -94,23 +94,23 @@ class SinglePlanner:
 class RoundRobinPlanner(SinglePlanner):
     """Alternates iterations of online and of batch work; a baseline of BROS, for comparisons.
 
-    A kind that has nothing to run leaves its turn to the other.
+    A class without work leaves its turn to the other.
     """
 
     online_next: bool = True
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
-        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         turn = self.online_next
         for online in (turn, not turn):
-            self._fill_with(plan, online)
+            self._schedule_class(plan, online)
             if plan:
                 self.online_next = not online
                 return
 
-    def _fill_with(self, plan: Plan, online: bool) -> None:
+    def _schedule_class(self, plan: Plan, online: bool) -> None:
         config, table = self.config, self.sequence_table
-        running = [one for one in table.running if one.online is online]
+        running = [sequence for sequence in table.running if sequence.online is online]
         preempted = self._add_decodes(plan.decodes, running)
         budget = config.max_batch_tokens - len(plan.decodes)
         budget = self._add_prefills(plan, budget, frozenset({online}))
@@ -124,30 +124,30 @@ class RoundRobinPlanner(SinglePlanner):
             budget -= tokens
 
     def _online_is_next(self) -> bool:
-        """Whether no batch sequence starts before an online one, which was overtaken so often."""
-        line, most = self.sequence_table.waiting, self.config.overtaken_max
-        return any(one.online and one.overtaken >= most for one in line)
+        """Whether an online sequence at the overtaking bound blocks starts of batch work."""
+        queue, most = self.sequence_table.waiting, self.config.overtaken_max
+        return any(waiting.online and waiting.overtaken >= most for waiting in queue)
 
 
 @dataclass(slots=True)
 class PrefillFirstPlanner(SinglePlanner):
-    """Runs prompts alone, which stop decodes meanwhile: the baseline of BROS, as vLLM once was.
+    """Runs prompts without decodes beside them: a baseline of BROS, and vLLM's former policy.
 
-    An iteration has whole prompts as long as some fit, and decodes otherwise, first come, first
-    served. A prompt of more than `max_batch_tokens` runs in pieces, one iteration after the other.
-    Merged groups run as with `fcfs`.
+    An iteration runs whole prompts while any fit, and decodes otherwise, first come, first served.
+    A prompt of more than `max_batch_tokens` tokens runs in chunks in consecutive iterations. Merged
+    groups run as with `fcfs`.
     """
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
-        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
-        self._admit_whole(plan, self._add_prefills(plan, self.config.max_batch_tokens, EVERYBODY))
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
+        self._admit_whole(plan, self._add_prefills(plan, self.config.max_batch_tokens, ALL_CLASSES))
         if not plan:
             self._add_decodes(plan.decodes, self.sequence_table.running)
 
     def _admit_whole(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences as long as the next one fits whole into the `budget` of tokens.
+        """Admit waiting sequences while the next fits unchunked into the token `budget`.
 
-        One that is to be recomputed runs as a prompt again, with the tokens that it has had.
+        A preempted sequence runs its prompt and output so far as a prompt again.
         """
         config, table = self.config, self.sequence_table
         while budget:

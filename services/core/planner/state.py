@@ -1,15 +1,13 @@
-"""The planner of a worker: continuous batching with chunked prefill.
+"""The planner of a worker: continuous batching (Orca) with chunked prefill (Sarathi).
 
-Orca forms a new batch in each iteration; Sarathi runs prompts in chunks beside decode steps.
+`single.py`, `slo.py` and others plan the iterations of a single worker. The leader of a group of
+S > 1 stages keeps S microbatches in flight, one per stage; `pipeline.py` and `slo_pipeline.py` plan
+them. Stages run microbatches in order, so the next chunk of a prompt may be launched while the
+previous chunk is in flight. A sequence whose next token is being sampled waits for that token.
 
-`single.py` plans the iterations of a group of one. The leader of a group of S > 1 keeps S
-microbatches in flight, one per stage; `pipeline.py` plans them. The stages run microbatches in
-order, so the next chunk of a prompt may follow the one in flight. A sequence whose next token is
-being sampled waits for that token.
-
-Everybody may read the state; `handle` and `plan` alone change it, so their calls, in order, repeat
-it. `configuration_handlers.py` has what changes of groups do to it. `fast_forward.py` has
-short-cuts of a simulator.
+Anyone may read the state. Only `handle` and `plan` mutate it, so replaying their calls in order
+reproduces it. `configuration_handlers.py` handles change-overs, `fast_forward.py` holds shortcuts
+for a simulator. Ids are sequence ids, see `sequence_names.py`.
 """
 
 from collections import deque
@@ -23,7 +21,7 @@ from services.core.planner import configuration_events as changes
 from services.core.planner.batch import Batch, Microbatch, SampleNotes, new_tuple
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
-from services.core.planner.bros import BrosPlanner
+from services.core.planner.bros_planner import BrosPlanner
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_handlers import ConfigurationHandlers
 from services.core.planner.events import (
@@ -47,10 +45,16 @@ from services.core.planner.preemption import (
     Preempt,
     PreemptedWork,
     gives_way,
-    is_given_up,
+    is_abandoned,
 )
 from services.core.planner.refusal import known_already, queue_full, returned, too_large
-from services.core.planner.returns import NO_ROOM, RETURN_AFTER_S, ROOM, Patience, Returns
+from services.core.planner.returns import (
+    KEEP_QUEUED,
+    REQUEUE_SOON,
+    RETURN_AFTER_S,
+    RequeueDelays,
+    RequeueTimers,
+)
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import PrefillFirstPlanner, RoundRobinPlanner, SinglePlanner
@@ -70,22 +74,19 @@ Planner = SinglePlanner | SloPlanner | BrosPlanner | WaitingTimePlanner | Pipeli
 
 @dataclass(slots=True)
 class PlannerState:
-    """Sequences, their blocks and the microbatches that run now.
-
-    `table` is the worker's own, which outlives this state's configurations.
-    """
+    """State machine of a worker's scheduler: sequences, their blocks and microbatches in flight."""
 
     config: IterationConfig
-    table: StageTable = field(init=False)
+    table: StageTable = field(init=False)  # this worker's blocks; outlives configurations
     sequence_table: SequenceTable = field(init=False)
-    _planner: Planner = field(init=False)
-    _feedback: Feedback | None = field(init=False)  # with `slo` alone
-    _flight: Flight = field(default_factory=Flight)
-    _changes: ConfigurationHandlers = field(init=False)
-    _arrivals: int = 0
-    _newest_s: float = float("-inf")
-    _returns: Returns = field(default_factory=Returns)
-    preempted_iterations_total: int = 0
+    _planner: Planner = field(init=False)  # depends on policy and number of stages
+    _feedback: Feedback | None = field(init=False)  # of policies with deadlines
+    _flight: Flight = field(default_factory=Flight)  # microbatches in flight
+    _changes: ConfigurationHandlers = field(init=False)  # of change-over events
+    _arrivals: int = 0  # requests accepted so far: the ordinal of the newest
+    _newest_s: float = float("-inf")  # latest arrival time so far
+    _requeue: RequeueTimers = field(default_factory=RequeueTimers)
+    preempted_iterations_total: int = 0  # interrupted batch-only iterations
     resumed_iterations_total: int = 0
 
     def __post_init__(self) -> None:
@@ -105,12 +106,12 @@ class PlannerState:
 
     @property
     def pool(self) -> BlockPool:
-        """The worker's blocks."""
+        """The KV blocks of this worker."""
         return self.table.pool
 
     @property
     def sequences(self) -> dict[str, Sequence]:
-        """All sequences by request id."""
+        """All sequences, by sequence id."""
         return self.sequence_table.sequences
 
     @property
@@ -120,7 +121,7 @@ class PlannerState:
 
     @property
     def waiting(self) -> deque[Sequence]:
-        """Sequences that wait for blocks, oldest first."""
+        """Sequences that wait for blocks, in queue order."""
         return self.sequence_table.waiting
 
     @property
@@ -140,7 +141,7 @@ class PlannerState:
 
     @property
     def stages(self) -> int:
-        """Stages of the group, which is also how many microbatches may be in flight."""
+        """Number of stages, which is also the maximum number of microbatches in flight."""
         return self.sequence_table.ledger.stages
 
     @property
@@ -151,22 +152,23 @@ class PlannerState:
     # --- events
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event; return what the driver must do: tell clients, stages or the memory.
+        """Apply an event; returns commands for the driver.
 
-        Raises ValueError if the event contradicts the state, such as a sequence that is to run
-        where its blocks are missing.
+        Raises:
+            ValueError: if the event contradicts the state, such as a sequence resumed at a stage
+                that lacks its blocks.
         """
         suspended = self.sequence_table.suspended
-        if suspended is not None and self._disturbs(event, suspended):
+        if suspended is not None and self._invalidates(event, suspended):
             self.sequence_table.discard_suspended()
         return _HANDLERS[type(event)](self, event)
 
-    def _disturbs(self, event: Event, plan: Plan) -> bool:
-        """Whether `plan`, which is suspended, cannot go on after this.
+    def _invalidates(self, event: Event, plan: Plan) -> bool:
+        """Whether the suspended `plan` cannot resume after the event.
 
-        Its blocks may be another's then, since it is overtaken by what runs meanwhile.
+        A change-over, or the end of one of its sequences, may give its blocks to other sequences.
         """
-        if isinstance(event, _UNDISTURBING):
+        if isinstance(event, _HARMLESS_EVENTS):
             return False
         if isinstance(event, RequestAborted):
             sequence = self.sequences.get(event.request_id)
@@ -174,10 +176,11 @@ class PlannerState:
         return True
 
     def load(self) -> Load:
-        """How busy the worker is now."""
+        """Load report of the worker."""
         block_size, batch = self.config.block_size, self.sequence_table.batch.values()
         prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
+        # Yielding batch work never triggers a drop, so it does not count as demand.
         yields = self.sequence_table.precedence.batch_yields
         return Load(
             running=self.sequence_table.running_count + len(self.held),
@@ -205,7 +208,7 @@ class PlannerState:
         )
 
     def check_invariants(self) -> None:
-        """Blocks, phases and queues agree; call it after every event in tests."""
+        """Blocks, phases and queues are consistent; tests call this after every event."""
         self.sequence_table.check_invariants()
         self._flight.check_invariants(self.stages)
         for seq in self.running:
@@ -214,15 +217,12 @@ class PlannerState:
     # --- planning
 
     def plan(self, now_s: float) -> Microbatch | None:
-        """Start the next microbatch at `now_s`; None when there is nothing to run.
-
-        In a pipeline, an empty one is planned when there is nothing to run, but blocks to release
-        at the stages.
-        """
+        """Launch the next microbatch at `now_s`; None if there is nothing to run."""
         table = self.sequence_table
         alone = table.ledger.stages == 1
         if alone and not (table.running or table.waiting or table.suspended):
             return None
+        # A suspended microbatch has priority over a new one, unless online work needs the time.
         plan = None if table.suspended is None else self._resume(table.suspended, now_s)
         if plan is None:
             plan = self._decide(now_s)
@@ -231,38 +231,40 @@ class PlannerState:
         elif plan:
             batch = plan.batch(self.table)
         elif not alone and table.released and not self.in_flight:
-            batch = Batch(())
+            batch = Batch(())  # an empty microbatch, to send released ids to idle stages
         else:
             return None
         preemptible = self._may_be_preempted(plan)
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
             plan.made = batch
         self._flight.launch(plan)
+        # Releases travel with the microbatch, so that stages free blocks in planning order.
         released = table.take_released()
         if released:
-            self._flight.carries(plan, released)
+            self._flight.note_released(plan, released)
         if alone:
             return Microbatch(
                 plan.number, batch, released, preemptible=preemptible, resumes=plan.resumes
             )
-        prefixes = table.prefixes.take_news(plan.sequences())
+        prefixes = table.prefixes.take_update(plan.sequences())
         return Microbatch(plan.number, batch, released, prefixes)
 
     def _may_be_preempted(self, plan: Plan) -> bool:
-        """Whether it runs in a group of one, for nobody who waits; one is suspended at most."""
+        """Whether `plan` is a batch-only iteration of a single worker that could be suspended."""
         if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
             return False
         return not any(sequence.online for sequence in plan.sequences())
 
     def _resume(self, plan: Plan, now_s: float) -> Plan | None:
-        """`plan`, which is suspended, unless something online can run now and has no time for it.
+        """Resume the suspended `plan`; None if runnable online work leaves no time for it.
 
-        It is discarded here if it has waited for too long.
+        Discards it if it has waited for too long.
         """
         table = self.sequence_table
         if self.online_can_run and not self._has_time_for(plan, now_s):
-            joins_others = self._feedback is None or self._feedback.fill.most > 0
-            if joins_others and is_given_up(plan.ran_s, now_s - plan.suspended_s):
+            # Worth discarding only if its sequences can join iterations with online work.
+            joins_others = self._feedback is None or self._feedback.harvest.maximum > 0
+            if joins_others and is_abandoned(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
             return None
         table.take_suspended()
@@ -277,7 +279,7 @@ class PlannerState:
 
     @property
     def online_can_run(self) -> bool:
-        """Whether an online sequence runs, or can start."""
+        """Whether an online sequence runs or can start."""
         table, config = self.sequence_table, self.config
         if any(sequence.online for sequence in table.running):
             return True
@@ -286,9 +288,9 @@ class PlannerState:
         return table.next_to_admit(config.max_running, config.overtaken_max) is not None
 
     def gives_way(self, batch: Batch, ran_s: float, waiting: Iterable[OnlineRequest]) -> bool:
-        """Whether `batch`, which is in flight and preemptible, ends here for those that wait.
+        """Whether the preemptible `batch` in flight must yield to the `waiting` online requests.
 
-        It has run for `ran_s` since it was launched, or since it went on.
+        It has run for `ran_s` since its launch or resumption.
         """
         config, feedback = self.config, self._feedback
         elapsed_s = sum((plan.ran_s for plan in self.in_flight), ran_s)
@@ -296,9 +298,12 @@ class PlannerState:
         return gives_way(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
 
     def export(self, request_id: str) -> SequenceState:
-        """What another leader needs to go on with a sequence, none of which is in flight.
+        """State with which another leader continues a sequence. Read-only.
 
-        Does not modify the state: hold the sequence before, forget it when it was adopted.
+        Hold the sequence before, and forget it after its adoption.
+
+        Raises:
+            ValueError: if the sequence is in a microbatch in flight.
         """
         return self._changes.export(request_id)
 
@@ -329,39 +334,41 @@ class PlannerState:
 
     @property
     def return_due_s(self) -> float | None:
-        """As `return_due`, of a worker that plans."""
+        """`return_due` of a worker that plans."""
         return self.return_due()
 
     def return_due(self, *, may_start: bool = True) -> float | None:
-        """From when `WaitLooked` gives requests back; None if it gives none back.
+        """Time from which `WaitLooked` returns requests to the scheduler; None if never.
 
-        Unless they `may_start`, this worker plans nothing.
+        `may_start` is False while this worker does not plan because it leads no group.
         """
-        if not self._returns.any_wait(self.sequences):
+        if not self._requeue.any_waiting(self.sequences):
             return None
-        return self._returns.due_s(self.sequences, self._patience(may_start))
+        return self._requeue.due_s(self.sequences, self._requeue_delays(may_start))
 
-    def _patience(self, may_start: bool) -> Patience:
-        """How long requests wait here now, by whether the first of them could start."""
+    def _requeue_delays(self, may_start: bool) -> RequeueDelays:
+        """How long requests may wait here before they return to the scheduler."""
         table, config = self.sequence_table, self.config
         running_max = config.max_running * self.stages
+        # No request can start: another group may have capacity sooner.
         if not may_start or table.next_to_admit(running_max, config.overtaken_max) is None:
-            return NO_ROOM
+            return REQUEUE_SOON
         if not table.precedence.batch_yields:
-            return ROOM
-        return Patience(batch_s=max(RETURN_AFTER_S, config.shelf_max_s))
+            return KEEP_QUEUED
+        # Batch work may lack time although blocks are free, for as long as online load lasts.
+        return RequeueDelays(batch_s=max(RETURN_AFTER_S, config.shelf_max_s))
 
-    def _return_waiting(self, event: WaitLooked) -> list[Command]:
-        """Give back the requests that have waited here for long without having begun."""
-        patience = self._patience(event.may_start)
-        found = self._returns.take(self.sequences, event.now_s, patience)
-        for sequence in found:
+    def _requeue_waiting(self, event: WaitLooked) -> list[Command]:
+        """Return requests that have waited too long without a start to the scheduler."""
+        delays = self._requeue_delays(event.may_start)
+        due = self._requeue.take(self.sequences, event.now_s, delays)
+        for sequence in due:
             self.sequence_table.end(sequence)
-        return [returned(sequence.request_id) for sequence in found]
+        return [returned(sequence.request_id) for sequence in due]
 
     def _arrive(self, event: RequestArrived) -> list[Command]:
         request = event.request
-        # Not older than the request before it, so that times of several gateways keep the order.
+        # Arrival times of several gateways may be out of order: keep the order of arrival here.
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
@@ -375,7 +382,7 @@ class PlannerState:
         if self._feedback is not None:
             self._feedback.arrived(sequence, event.now_s)
         self.sequence_table.add(sequence)
-        self._returns.note(sequence, event.now_s, self.sequences)
+        self._requeue.note(sequence, event.now_s, self.sequences)
         return []
 
     def _abort(self, event: RequestAborted) -> list[Command]:
@@ -400,7 +407,7 @@ class PlannerState:
         return []
 
     def _next_result(self, number: int | None, now_s: float) -> Plan | None:
-        """The oldest plan in flight, whose result is here; None if that plan was discarded."""
+        """Take the plan whose result arrived, and learn from it; None if it was discarded."""
         plan = self._flight.next_result(number)
         if plan is None:
             return None
@@ -418,7 +425,7 @@ class PlannerState:
             return []
         samplers = plan.decodes
         if plan.prefills:
-            samplers = samplers + [one.sequence for one in plan.prefills if one.samples]
+            samplers = samplers + [chunk.sequence for chunk in plan.prefills if chunk.samples]
         notes = event.notes
         if notes is not None:
             return self._take_notes(plan, samplers, event.sampled, notes)
@@ -432,12 +439,12 @@ class PlannerState:
     def _take_notes(
         self, plan: Plan, samplers: list[Sequence], sampled: Mapping[str, int], notes: SampleNotes
     ) -> list[Command]:
-        """End a microbatch that has notes beside its tokens."""
+        """Finish a microbatch whose results include log probabilities or failures."""
         commands: list[Command] = []
         for prefill in plan.prefills:
-            found = notes.prompt_logprobs.get(prefill.sequence.request_id)
-            if found is not None:
-                prefill.sequence.take_prompt_logprobs(found)
+            prompt_rows = notes.prompt_logprobs.get(prefill.sequence.request_id)
+            if prompt_rows is not None:
+                prefill.sequence.take_prompt_logprobs(prompt_rows)
         for sequence in samplers:
             request_id = sequence.request_id
             if sequence.phase is Phase.ENDED:
@@ -453,31 +460,32 @@ class PlannerState:
     def _append(
         self, sequence: Sequence, token_id: int, logprobs: LogprobRows | None = None
     ) -> EmitToken:
-        """A token of a sequence, which may end with it."""
+        """Append a sampled token, and end the sequence if it is its last token."""
         index = len(sequence.token_ids) - sequence.prompt_tokens
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
         reason = sequence.append(token_id)
         if reason is not None:
             self.sequence_table.end(sequence)
-        name = sequence.request.request_id
+        seq_id = sequence.request.request_id
         if index:
-            return new_tuple(EmitToken, (name, index, token_id, reason, logprobs, None, 0))
+            return new_tuple(EmitToken, (seq_id, index, token_id, reason, logprobs, None, 0))
+        # The first output token carries the facts about the prompt.
         self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
         self.sequence_table.tokens.note_first_output(sequence)
         first, cached = sequence.prompt_logprobs, sequence.cached_tokens
-        return EmitToken(name, index, token_id, reason, logprobs, first, cached)
+        return EmitToken(seq_id, index, token_id, reason, logprobs, first, cached)
 
     def _decide(self, now_s: float) -> Plan:
-        """Choose what runs next, and take the blocks for it."""
+        """Choose what runs next, and allocate its blocks."""
         flight = self._flight
         assert not flight.plans or self.has_slot, "no microbatch has finished"
         plan = Plan(flight.number + 1, planned_s=now_s)
-        self._planner.fill(plan, flight.plans)
+        self._planner.schedule(plan, flight.plans)
         return plan
 
 
-_UNDISTURBING = (
+_HARMLESS_EVENTS = (
     RequestArrived,
     IterationFinished,
     IterationDropped,
@@ -490,7 +498,7 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     IterationFinished: PlannerState._finish_iteration,
     IterationDropped: PlannerState._drop_iteration,
     IterationSuspended: PlannerState._suspend_iteration,
-    WaitLooked: PlannerState._return_waiting,
+    WaitLooked: PlannerState._requeue_waiting,
     changes.StagesConfigured: PlannerState._configure,
 }
 _HANDLERS |= {

@@ -1,4 +1,4 @@
-"""Counts what a planner's iterations have computed, by class: new tokens, and tokens run again."""
+"""Counts processed and recomputed tokens of a planner's iterations, by class."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from services.core.report import ClassTokens
 
 @dataclass(slots=True)
 class TokenMeter:
-    """Tokens of the microbatches whose results came; those of discarded ones do not count.
+    """Tokens of microbatches with results; discarded microbatches do not count.
 
-    A token of a prompt is processed when it has run for the first time, an output token when it has
-    been sampled. A token whose KV was lost and that ran again is recomputed. Tokens that were found
-    in the prefix cache are neither. Outputs of live sequences are read from their lengths when
-    asked, so that a decode step costs nothing: each enters with its length taken off, and leaves
-    with its length added.
+    A prompt token is processed when it has run for the first time, an output token when it has been
+    sampled. A token that ran again because its KV was lost is recomputed. Prefix cache hits are
+    neither. The outputs of live sequences are derived from their lengths on demand, so that a
+    decode step costs nothing here: the length is subtracted when a sequence enters, and added when
+    it leaves.
     """
 
     online_processed: int = 0
@@ -25,9 +25,9 @@ class TokenMeter:
     batch_recomputed: int = 0
 
     def note_prefills(self, prefills: Iterable[Prefill]) -> None:
-        """These chunks have run; to be called before their samples are appended."""
+        """Count chunks that have run; call before their samples are appended."""
         for sequence, start, tokens, _ in prefills:
-            end, known = start + tokens, max(start, sequence.known)
+            end, known = start + tokens, max(start, sequence.computed_before)
             again = min(end, known) - start
             first = max(0, min(end, sequence.prompt_tokens) - known)
             if end > sequence.reached:
@@ -35,21 +35,22 @@ class TokenMeter:
             self._add(sequence, first, again)
 
     def note_first_output(self, sequence: Sequence) -> None:
-        """Its whole prompt has run: the last token of it perhaps as a decode, as no chunk."""
+        """Count the rest of a prompt that has run completely."""
+        # The last prompt token may have run as a decode, which `note_prefills` does not see.
         if sequence.reached < sequence.prompt_tokens:
             self._add(sequence, sequence.prompt_tokens - sequence.reached, 0)
             sequence.reached = sequence.prompt_tokens
 
     def note_entered(self, sequence: Sequence) -> None:
-        """It is live from now on; the tokens that it comes with are not of this leader."""
+        """Note a new live sequence; the tokens that it has already do not count here."""
         self._add(sequence, -len(sequence.token_ids), 0)
 
     def note_left(self, sequence: Sequence) -> None:
-        """It is no longer among the live ones: its outputs from here are added for good."""
+        """Note the end of a live sequence: add its outputs to the totals."""
         self._add(sequence, len(sequence.token_ids), 0)
 
     def counts(self, live: Iterable[Sequence], batch: Iterable[Sequence]) -> ClassTokens:
-        """All so far, with the outputs of all that are `live`; `batch` are those of that class."""
+        """Totals including the outputs of `live` sequences, of which `batch` are of that class."""
         lengths = sum([len(sequence.token_ids) for sequence in live])
         of_batch = sum([len(sequence.token_ids) for sequence in batch])
         return ClassTokens(

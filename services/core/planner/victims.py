@@ -1,7 +1,7 @@
-"""Which sequence loses its blocks when one that runs needs a block and none is free.
+"""Victim policies: which sequence is preempted when a running sequence finds no free block.
 
-A policy is given what runs and what is held, oldest first, and the stages without a free block. It
-returns a sequence that has blocks at each of these.
+A policy receives the running and the held sequences, oldest first, and a function that returns the
+stages without a free block. It returns a sequence that has blocks at each of these stages.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from services.core.line_order import LINES, LineOrder, Scheduling
 from services.core.planner.sequence import Sequence
 
 Victims = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
-"""Takes running sequences (never none), held ones, and what gives the full stages."""
+"""Takes running sequences (not empty), held sequences, and a function for the full stages."""
 
 
 class VictimRule(StrEnum):
-    """Which online sequence loses its blocks after all of the class `batch`."""
+    """Which online sequence is preempted when no batch sequence is left."""
 
     NEWEST = "newest"
     SLACK = "slack"
@@ -26,7 +26,7 @@ class VictimRule(StrEnum):
 def newest(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
-    """The newest one, so that the oldest always advances (PagedAttention's `recompute`)."""
+    """The newest sequence, so that the oldest always advances (PagedAttention's `recompute`)."""
     last = running[-1]
     if held and held[-1].age > last.age:
         full = full_stages()
@@ -41,48 +41,44 @@ def newest(
 def batch_first(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
-    """The newest one of the class `batch`, so that online ones lose nothing before it; else newest.
-
-    One that is held takes no part: its blocks are on their way to another leader.
-    """
-    found = newest_batch(running)
-    return found if found is not None else newest(running, held, full_stages)
+    """The newest batch sequence; without batch sequences the newest of all."""
+    # Held batch sequences are exempt: their blocks are moving to another leader.
+    victim = newest_batch(running)
+    return victim if victim is not None else newest(running, held, full_stages)
 
 
 def most_slack(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
-    """The newest one of the class `batch`; else the one whose next token is due last (BROS §5.2).
+    """The newest batch sequence; else the sequence with the latest deadline (BROS §5.2).
 
-    Of those that are promised nothing the newest one is first. The oldest one is spared, so that it
-    always advances: two that are due in turn would else take each other's blocks for ever.
+    Sequences without a target go first, the newest of them before all.
     """
-    found = newest_batch(running)
-    if found is not None or len(running) == 1:
-        return found or newest(running, held, full_stages)
-    return max(running[1:], key=lambda one: (one.due_s, one.age))
+    victim = newest_batch(running)
+    if victim is not None or len(running) == 1:
+        return victim or newest(running, held, full_stages)
+    # The oldest is exempt, so that it always advances: otherwise two sequences with alternating
+    # deadlines could preempt each other forever.
+    return max(running[1:], key=lambda sequence: (sequence.due_s, sequence.age))
 
 
 def newest_batch(running: Row[Sequence]) -> Sequence | None:
     """The newest running sequence of the class `batch`."""
-    return next((one for one in reversed(running) if not one.request.service.online), None)
+    return next((seq for seq in reversed(running) if not seq.request.service.online), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Precedence:
-    """The order of the line, and of those that lose their blocks.
+    """Queue order and victim policy of a scheduling policy."""
 
-    With `batch_yields`, sequences of the class `batch` give their blocks and places to online
-    requests, which wait for nothing else: in a larger group to those that start only if
-    `yields_in_pipelines`, since a planner's rounds may hold them. `since_begin`: the line counts
-    from when a request came to its gateway, not to this worker.
-    """
-
-    line: LineOrder
+    queue_order: LineOrder
     victims: Victims
+    # Batch sequences yield blocks and slots to online requests.
     batch_yields: bool
+    # They do so for starts in pipelines, too. Other planners' rounds may contain batch sequences.
     yields_in_pipelines: bool = False
-    since_begin: bool = False
+    # The queue order uses arrival times at the gateway instead of at this worker.
+    by_gateway_arrival: bool = False
 
 
 PRECEDENCES = {
@@ -100,8 +96,8 @@ PRECEDENCES = {
 
 
 def precedence_of(scheduling: Scheduling, victims: VictimRule) -> Precedence:
-    """The precedence of a planner; with `slo`, `victims` says who gives blocks up after batch."""
-    found = PRECEDENCES[scheduling]
+    """The precedence of a policy; `victims` selects the online victims of `slo`."""
+    precedence = PRECEDENCES[scheduling]
     if scheduling is Scheduling.SLO and victims is VictimRule.SLACK:
-        return replace(found, victims=most_slack)
-    return found
+        return replace(precedence, victims=most_slack)
+    return precedence

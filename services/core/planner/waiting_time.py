@@ -1,9 +1,8 @@
-"""The planner of `scheduling: waiting_time`: the request that has waited longest runs first.
+"""The planner of `scheduling: waiting_time`: the longest wait since the last iteration runs first.
 
-A baseline (BROS §2.2), which preempts by the time since a request's last iteration,
-whatever its class. An iteration has at most `max_running` sequences. More than these may hold KV,
-as far as it lasts, and take turns; when it does not, the newest one is recomputed later. Merged
-groups run as with `fcfs`.
+A baseline (BROS §2.2) that ignores classes. An iteration runs at most `max_running` sequences. More
+sequences may hold KV while blocks last, and take turns; when blocks run out, the newest is
+preempted and recomputed later. Merged groups run as with `fcfs`.
 """
 
 from collections import deque
@@ -17,34 +16,35 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class WaitingTimePlanner:
-    """Fills one iteration after the other, whoever has waited longest first."""
+    """Plans iterations of a single worker, longest wait first."""
 
     config: IterationConfig
     sequence_table: SequenceTable
-    # By request: the end of its last iteration, and how many it has been in.
+    # Sequence id → end of its last iteration, and the number of its iterations.
     _ended: dict[str, tuple[float, int]] = field(default_factory=dict)
-    _ran: tuple[Sequence, ...] = ()  # in the last iteration
+    _ran: tuple[Sequence, ...] = ()  # sequences of the last iteration
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
-        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         self._note_end(plan.planned_s)
         table, config = self.sequence_table, self.config
         holding = config.max_running + config.max_waiting
         budget, preemptions = config.max_batch_tokens, table.preemptions_total
-        line = deque(sorted(table.running, key=self._since))
+        # Sequences with KV and waiting ones compete by the start of their wait.
+        queue = deque(sorted(table.running, key=self._since))
         while budget and len(plan.decodes) + len(plan.prefills) < config.max_running:
             started = False
             first = table.waiting[0] if table.waiting else None
             if table.preemptions_total != preemptions:
-                first = None  # a start would only lose its blocks again
-            if first is not None and (not line or self._since(first) < self._since(line[0])):
-                found = table.next_to_admit(holding, config.overtaken_max)
-                if found is not None:
-                    line.appendleft(table.admit(found, holding))
+                first = None  # blocks are scarce: a started sequence would be preempted again
+            if first is not None and (not queue or self._since(first) < self._since(queue[0])):
+                fitting = table.next_to_admit(holding, config.overtaken_max)
+                if fitting is not None:
+                    queue.appendleft(table.admit(fitting, holding))
                     started = True
-            if not line:
+            if not queue:
                 break
-            sequence = line.popleft()
+            sequence = queue.popleft()
             if sequence.phase is Phase.RUNNING and (started or self._has_block(sequence)):
                 tokens = min(sequence.remaining, budget)
                 budget -= tokens
@@ -56,19 +56,20 @@ class WaitingTimePlanner:
         self._ran = tuple(plan.sequences())
 
     def _has_block(self, sequence: Sequence) -> bool:
-        """Give it a block if it needs one; whether it still runs then."""
+        """Allocate a block if needed; False if the sequence was preempted instead."""
         if len(sequence.token_ids) > sequence.blocks * self.config.block_size:
             self.sequence_table.grow(sequence)
         return sequence.phase is Phase.RUNNING
 
     def _since(self, sequence: Sequence) -> tuple[float, int]:
-        """When it began to wait: it arrived, or its last iteration ended; then its iterations."""
+        """Sort key: start of the wait (arrival or end of the last iteration), then iterations."""
         return self._ended.get(sequence.request_id, (sequence.arrival_s, 0))
 
     def _note_end(self, now_s: float) -> None:
-        """The iteration before this one ended at `now_s`, or before it."""
+        """Note the end of the previous iteration, at `now_s` at the latest."""
         for sequence in self._ran:
             self._ended[sequence.request_id] = now_s, self._since(sequence)[1] + 1
+        # Amortised clean-up of ended sequences.
         known = self.sequence_table.sequences
         if len(self._ended) > 2 * len(known) + 64:
-            self._ended = {name: ended for name, ended in self._ended.items() if name in known}
+            self._ended = {seq_id: end for seq_id, end in self._ended.items() if seq_id in known}

@@ -1,8 +1,8 @@
-"""Hashes of KV blocks: two prompts that begin alike have the same hashes for their first blocks.
+"""Chained hashes of KV blocks: prompts with a common prefix have the same hashes for its blocks.
 
-The hash of a block covers its tokens and the hash of the block before it, so it stands for the
-whole prompt up to there. The first block follows the *root*, which says what else the KV depends
-on, and which requests may share it: model, type of the KV, and the salt of the tenant.
+The hash of a block covers its tokens and the hash of its predecessor, so it identifies the whole
+prefix up to its end. The predecessor of the first block is the *root* hash, which covers all other
+inputs of the KV and the sharing domain: model, data type of the KV, and the salt of the tenant.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from struct import Struct
 from typing import NamedTuple
 
 HASH_BYTES = 16
-"""Wide enough that nobody finds two prompts with one hash."""
+"""128 bits: collisions cannot be constructed in practice."""
 THIN_STRIDE = 8
-"""Blocks between two thin hashes; the stride doubles for long prompts."""
+"""Interval of thin hashes in blocks; it doubles for long prompts."""
 THIN_MAX = 64
-"""Most thin hashes of a prompt."""
+"""Maximum number of thin hashes per prompt."""
 _THIN_BYTES = 8
 
 
@@ -29,15 +29,15 @@ class ThinHashes(NamedTuple):
 
 
 def root_hash(model: str, kv_dtype: str, salt: str) -> bytes:
-    """What the first block of a prompt follows."""
+    """Hash that precedes the first block of a prompt."""
     return _hash_of_texts(model, kv_dtype, salt)
 
 
 def tenant_salt(owner: str, cache_salt: str) -> str:
-    """The salt of an owner's request, so that owners share nothing; "" is an owner without a key.
+    """Salt that isolates the cached prefixes of owners; "" is an owner without a key.
 
-    `cache_salt` is what the client asked for: it divides the prompts of one owner. Whatever it is,
-    it gives no salt of another owner.
+    `cache_salt` comes from the client and subdivides the owner's prompts. No `cache_salt` yields
+    the salt of another owner.
     """
     if not owner and not cache_salt:
         return ""
@@ -45,7 +45,7 @@ def tenant_salt(owner: str, cache_salt: str) -> str:
 
 
 def block_hashes(parent: bytes, token_ids: Row[int], block_size: int) -> Iterator[bytes]:
-    """The hash of each full block of `token_ids`, which follow the block with hash `parent`."""
+    """Hash of each full block of `token_ids`, which follow the block with hash `parent`."""
     packed = _packing(block_size)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         tokens = packed.pack(*token_ids[start : start + block_size])
@@ -54,17 +54,16 @@ def block_hashes(parent: bytes, token_ids: Row[int], block_size: int) -> Iterato
 
 
 def thin(hashes: Row[bytes]) -> ThinHashes:
-    """A few short hashes that stand for a prompt, given those of all its full blocks in order.
+    """A sparse sample of short hashes of a prompt, given the hashes of all its full blocks.
 
-    Longer prompts have fewer of them in relation: the stride doubles until `THIN_MAX` suffice. The
-    blocks of a longer stride are among those of a shorter one, so prompts of unlike length that
-    begin alike have some in common.
+    The stride doubles until at most `THIN_MAX` hashes remain. Strides are powers of two times
+    `THIN_STRIDE`, so prompts of different lengths with a common prefix still share thin hashes.
     """
     stride = THIN_STRIDE
     while len(hashes) // stride > THIN_MAX:
         stride *= 2
     picked = hashes[stride - 1 :: stride]
-    return ThinHashes(stride, tuple([thin_hash(one) for one in picked]))
+    return ThinHashes(stride, tuple([thin_hash(block_hash) for block_hash in picked]))
 
 
 def thin_hash(block_hash: bytes) -> int:
@@ -75,8 +74,9 @@ def thin_hash(block_hash: bytes) -> int:
 def _hash_of_texts(*texts: str) -> bytes:
     digest = blake2b(digest_size=HASH_BYTES)
     for text in texts:
-        told = text.encode()
-        digest.update(len(told).to_bytes(8, "little") + told)
+        # The length prefix keeps ("ab", "c") and ("a", "bc") apart.
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()
 
 
@@ -86,11 +86,11 @@ def _packing(block_size: int) -> Struct:
 
 
 def prompt_root(cache_salt: str) -> bytes:
-    """What the first block of a prompt follows: all KV of a worker is of one model and one type."""
+    """Root hash within a worker, whose KV all has the same model and data type."""
     return root_hash("", "", cache_salt)
 
 
 def prompt_prefix(prompt_ids: Row[int], cache_salt: str, block_size: int) -> ThinHashes:
-    """The thin hashes of a prompt; blocks have `block_size` tokens, as in the workers' caches."""
+    """Thin hashes of a prompt; `block_size` must be that of the workers' caches."""
     hashes = tuple(block_hashes(prompt_root(cache_salt), prompt_ids, block_size))
     return thin(hashes)

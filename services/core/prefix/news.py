@@ -1,11 +1,11 @@
-"""What a leader tells its stages of the cache of prefixes."""
+"""Updates of the prefix cache that a leader sends to its pipeline stages."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class NamedBlock(NamedTuple):
-    """Block `place` of a request's table holds the KV that `block_hash` stands for."""
+    """Register block `place` of a sequence's block table under `block_hash`."""
 
     request_id: str
     place: int
@@ -13,7 +13,7 @@ class NamedBlock(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """The request's table begins with the blocks that have these names."""
+    """The block table of a new sequence begins with the blocks registered under these hashes."""
 
     request_id: str
     hashes: tuple[bytes, ...]
@@ -21,9 +21,10 @@ class SharedPrefix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixNews:
-    """What changes at every stage with a microbatch, before it runs, in the order of the fields.
+    """Changes that every stage applies before it runs a microbatch, in the order of the fields.
 
-    `forget`: all names so far. What the microbatch releases is released after blocks are `named`.
+    `forget`: drop the whole cache first. Blocks that the microbatch releases are released after
+    `named` blocks are registered.
     """
 
     forget: bool = False
@@ -32,12 +33,12 @@ class PrefixNews:
     shared: tuple[SharedPrefix, ...] = ()
 
 
-NO_NEWS = PrefixNews()
+NO_PREFIX_UPDATE = PrefixNews()
 
 
 @dataclass(slots=True)
-class NewsDraft:
-    """What has changed since the last microbatch."""
+class PendingPrefixUpdate:
+    """Accumulates the changes since the last microbatch."""
 
     forget: bool = False
     named: list[NamedBlock] = field(default_factory=list)
@@ -45,13 +46,14 @@ class NewsDraft:
     shared: list[SharedPrefix] = field(default_factory=list)
 
     def take(self) -> PrefixNews | None:
-        """All of it, which is forgotten here; None if nothing has changed."""
+        """Return and clear the accumulated changes; None without changes."""
         if not (self.forget or self.named or self.evicted or self.shared):
             return None
+        # Sorted: the order of a set would differ between a run and the replay of its log.
         evicted = tuple(sorted(self.evicted))
-        news = PrefixNews(self.forget, tuple(self.named), evicted, tuple(self.shared))
+        update = PrefixNews(self.forget, tuple(self.named), evicted, tuple(self.shared))
         self.forget = False
         self.named.clear()
         self.evicted.clear()
         self.shared.clear()
-        return news
+        return update

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.core.overtaking import LOOKED_AT, next_to_start, start
+from services.core.overtaking import SCAN_MAX, next_to_start, start
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ def test_with_0_the_order_is_that_of_arrival() -> None:
 
 
 def test_it_looks_no_deeper_than_a_bound() -> None:
-    line = [Waiter(9) for _ in range(LOOKED_AT)] + [Waiter(1)]
+    line = [Waiter(9) for _ in range(SCAN_MAX)] + [Waiter(1)]
     assert next_to_start(line, lambda one: one.size <= 5, 2) is None
     assert next_to_start(line[1:], lambda one: one.size <= 5, 2) is line[-1]
 
@@ -50,7 +50,7 @@ def test_nobody_is_overtaken_more_often_and_everybody_starts(seed: int, overtake
         room = rng.choice([0, 1, 2, 5, 25]) if step < 1000 else 25
         while (first := pick(line, room, overtaken_max)) is not None:
             place = line.index(first)
-            assert first.size <= room and place < LOOKED_AT
+            assert first.size <= room and place < SCAN_MAX
             assert all(older.size > room for older in line[:place]), "an older one would fit"
             for older in line[:place]:
                 before[older] = before.get(older, 0) + 1

@@ -4,7 +4,7 @@ import pytest
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.refusal import given_back, known_already, queue_full, returned
+from services.core.planner.refusal import known_already, queue_full, returned, returned_after_loss
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.handovers import Handovers
@@ -50,7 +50,7 @@ def test_an_event_tells_what_was_asked_for() -> None:
         (queue_full("a"), pb.FINISH_REASON_OVERLOADED, False),
         (known_already("a"), pb.FINISH_REASON_INVALID, False),
         (returned("a"), pb.FINISH_REASON_RETURNED, False),
-        (given_back("a"), pb.FINISH_REASON_RETURNED, True),
+        (returned_after_loss("a"), pb.FINISH_REASON_RETURNED, True),
     ],
 )
 def test_a_gateway_learns_why_a_request_has_no_place_here(

@@ -74,7 +74,7 @@ def _named(pool: BlockPool, *names: bytes) -> tuple[int, ...]:
     """Blocks that were used and hold these prefixes now."""
     blocks = pool.allocate(len(names))
     for block, name in zip(blocks, names, strict=True):
-        pool.cache.name(block, name)
+        pool.cache.register(block, name)
     pool.release(reversed(blocks))
     return blocks
 
@@ -111,7 +111,7 @@ def test_two_blocks_with_one_prefix_have_one_name() -> None:
     pool = BlockPool(3)
     first, second = pool.allocate(2)
     for block, name in ((first, b"a"), (second, b"a"), (first, b"b")):
-        pool.cache.name(block, name)
+        pool.cache.register(block, name)
     pool.release((first, second))
     assert list(pool.cache.find([b"a"])) == [first] and not list(pool.cache.find([b"b"]))
     assert pool.next_free == second, "it has no name, and is empty"
@@ -151,7 +151,7 @@ def test_random_use_with_shared_prefixes_keeps_the_invariants(seed: int) -> None
             fresh = pool.allocate(len(names) - len(found))
             content.update(zip(fresh, names[len(found) :], strict=True))
             for block in fresh:
-                pool.cache.name(block, content[block])
+                pool.cache.register(block, content[block])
             tables.append((*found, *fresh))
         elif tables:
             pool.release(reversed(tables.pop(rng.randrange(len(tables)))))

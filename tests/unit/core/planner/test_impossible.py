@@ -1,7 +1,7 @@
 """A target that no request can keep is told once, with both numbers."""
 
 from services.core.cost.model import CostModel
-from services.core.planner.impossible import TOLD_MAX, ImpossibleTargets
+from services.core.planner.impossible import REPORTED_MAX, ImpossibleTargets
 from services.core.service import NO_PROMISE, Service, ServiceClass
 
 MODEL = CostModel(alpha=0.0, beta=1e-3, gamma=0.011, lam=0.01)
@@ -33,4 +33,4 @@ def test_what_can_be_kept_is_not_told() -> None:
 def test_a_client_with_ever_new_targets_does_not_fill_the_log() -> None:
     targets = ImpossibleTargets(MODEL)
     told = [one for step in range(500) for one in targets.news(promise(None, 1e-6 * (step + 1)))]
-    assert len(told) == TOLD_MAX
+    assert len(told) == REPORTED_MAX

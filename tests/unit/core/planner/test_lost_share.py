@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import GroupDivided
-from services.core.planner.configuration_handlers import beyond_share
+from services.core.planner.configuration_handlers import excess_lost_sequences
 from services.core.planner.events import RefuseRequest, RequestArrived
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
@@ -97,7 +97,7 @@ def test_a_share_is_kept_by_age_and_no_more_than_one_beyond_it(
 ) -> None:
     requests = [request(at, tokens, resumable=may) for at, (tokens, may) in enumerate(ones)]
     sequences = [Sequence(one, at + 1, one.arrival_s) for at, one in enumerate(requests)]
-    found = beyond_share(reversed(sequences), members, batch_yields=False)
+    found = excess_lost_sequences(reversed(sequences), members, batch_yields=False)
     kept = [one for one in sequences if one not in found]
     total, left = (sum(len(one.token_ids) for one in some) for some in (sequences, kept))
     assert all(one.request.resumable for one in found)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.core.planner.packing import Slots
+from services.core.planner.packing import AdaptiveSlots
 from services.core.planner.plan import Plan
 from services.core.planner.victims import VictimRule
 from tests.unit.core.planner.test_slo import BATCH, Clock, planner, promised
@@ -54,13 +54,13 @@ def test_a_request_that_is_promised_nothing_keeps_its_turn() -> None:
 
 
 def test_slots_double_until_a_deadline_binds_and_fall_back_to_their_base() -> None:
-    slots = Slots(100)
+    slots = AdaptiveSlots(100)
     assert slots.now == 50
     slots.observe(bound=False)
     assert slots.now == 100, "no more than may run"
     slots.observe(bound=True)
     assert slots.now == slots.base == 50
-    assert Slots(1).now == 1
+    assert AdaptiveSlots(1).now == 1
     assert slots.left(Plan(1)) == 50
 
 
@@ -73,7 +73,11 @@ def test_slots_bound_what_joins_after_a_deadline_has_bound(adaptive: bool, after
     for name in ("x", "y", "z"):
         clock.arrive(name, promised(tpot_s=0.0125), output=2)
     clock.run()
-    assert clock.run().keys() == {"x", "y", "z"} and clock.plan is not None and clock.plan.bound
+    assert (
+        clock.run().keys() == {"x", "y", "z"}
+        and clock.plan is not None
+        and clock.plan.deadline_bound
+    )
     clock.arrive("patient", promised(tpot_s=5.0), output=60)
     assert [len(clock.run()) for _ in range(2)] == [after, 19]
 

@@ -213,7 +213,7 @@ def test_a_sequence_that_never_ran_has_no_blocks_when_a_configuration_ends() -> 
     assert never_ran.blocks == 3 and not never_ran.computed
     assert state.handle(ConfigurationEnded())[0].request_ids == ("c",)
     state.handle(SequencePreempted("b"))
-    with pytest.raises(AssertionError, match="not heard"):
+    with pytest.raises(AssertionError, match="not received"):
         state.handle(StagesConfigured())
     assert state.handle(ConfigurationEnded())[0].request_ids == ("b",)
     assert state.table.request_ids == ("a",)

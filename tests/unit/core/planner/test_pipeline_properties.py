@@ -41,7 +41,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
-from services.core.prefix.news import NO_NEWS
+from services.core.prefix.news import NO_PREFIX_UPDATE
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.support.microbatches import block_counts
@@ -161,7 +161,7 @@ class Group:
         message, stage = self.lanes[index].popleft(), self.followers[index]
         match message:
             case Microbatch():
-                news = message.prefixes or NO_NEWS
+                news = message.prefixes or NO_PREFIX_UPDATE
                 stage.table.apply(message.released, block_counts(message), news)
                 tables = {name: stage.table.block_ids(name) for name, _ in block_counts(message)}
                 for chunk in message.batch.chunks:

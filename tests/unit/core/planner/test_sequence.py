@@ -25,8 +25,8 @@ def test_a_decode_is_the_chunk_of_the_token_that_remains(
         for sequence in (one, other):
             sequence.append(40 + place)
             if place == 3:
-                sequence.forget_told()
+                sequence.reset_sampler()
         assert one.next_decode((3, 4)) == other.next_chunk(1, (3, 4))
-        assert one.told == other.told == one.output_count
+        assert one.sampler_outputs == other.sampler_outputs == one.output_count
         for sequence in (one, other):
             sequence.computed += 1

@@ -97,15 +97,15 @@ class Clock:
         """Batch work beside online work keeps every residual time that can be kept."""
         feedback, model = self.state._feedback, self.state.config.cost_model
         joined = any(not one.online for one in plan.sequences())
-        if feedback is None or model is None or not plan.filled or not joined:
+        if feedback is None or model is None or not plan.harvested or not joined:
             return
         budget = feedback.budget
         scale = min(budget.decode_scale, budget.mixed_scale)
         for one in plan.decodes:
-            left_s = deadline.slack_s(one, self.now_s, budget.iteration_s)
-            late = left_s < budget.decode_scale * model.chunk_s(one.computed, 1)
+            remaining_s = deadline.slack_s(one, self.now_s, budget.iteration_s)
+            late = remaining_s < budget.decode_scale * model.chunk_s(one.computed, 1)
             if one.request.service.online and not late:
-                assert plan.predicted_s <= budget.margin * left_s / scale * (1 + 1e-9)
+                assert plan.predicted_s <= budget.margin * remaining_s / scale * (1 + 1e-9)
 
 
 def test_a_deadline_bounds_what_batch_work_adds() -> None:
@@ -248,7 +248,7 @@ def test_missed_deadlines_lower_the_fill_level_at_once() -> None:
     for _ in range(6):
         clock.run()
         assert clock.state._feedback is not None
-        levels.append(clock.state._feedback.fill.level)
+        levels.append(clock.state._feedback.harvest.share)
     assert min(levels) < 0.95
 
 
@@ -308,8 +308,8 @@ def _check(state: PlannerState, plan: Plan, ran: dict[str, int]) -> None:
     if state.config.scheduling is not Scheduling.SLO:
         return
     everybody = plan.sequences()
-    filler = [one for one in everybody if not one.request.service.online]
-    if len(filler) in (0, len(everybody)):
+    harvester = [one for one in everybody if not one.request.service.online]
+    if len(harvester) in (0, len(everybody)):
         return
     left = state.config.max_batch_tokens - sum(ran.values())
     waiting = [one for one in state.waiting if one.request.service.online]
@@ -342,7 +342,7 @@ def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> N
         assert clock.run()["filler"] > 0 and clock.plan is not None
         assert clock.plan.predicted_s == pytest.approx(0.03, abs=1e-3), "whatever they take"
     feedback = clock.state._feedback
-    assert feedback is not None and feedback.fill.level == feedback.budget.margin == 1.0
+    assert feedback is not None and feedback.harvest.share == feedback.budget.margin == 1.0
 
 
 def test_conserve_as_printed_leaves_no_decode_out() -> None:
@@ -371,7 +371,7 @@ def test_the_fill_level_rises_again_when_nothing_fits() -> None:
     clock = Clock(planner())
     clock.begin("online", promised(tpot_s=0.03), output=400)
     assert clock.state._feedback is not None
-    clock.state._feedback.fill.level = 0.02
+    clock.state._feedback.harvest.share = 0.02
     clock.arrive("filler", BATCH, prompt=200)
     assert "filler" not in clock.run()
     ran = [clock.run() for _ in range(60)]

@@ -275,7 +275,7 @@ def test_batch_work_runs_in_what_a_merge_adds(scale: int) -> None:
     assert len(done) == (8 if scale == 4 else 0)
     feedback = lane.state._feedback
     assert feedback is not None
-    assert (feedback.fill.level > 0.3) == (scale == 4)
+    assert (feedback.harvest.share > 0.3) == (scale == 4)
 
 
 def test_slots_adapt_in_a_pipeline() -> None:

@@ -18,7 +18,7 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.planner.preemption import PATIENCE, Preempt, PreemptedWork
+from services.core.planner.preemption import SUSPENDED_WAIT_FACTOR, Preempt, PreemptedWork
 from services.core.planner.state import PlannerState
 from services.core.request import Request
 from services.core.service import NO_PROMISE, Service, ServiceClass
@@ -47,7 +47,7 @@ class Device:
         self.now_s = 0.0
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
-        self.left_s: dict[int, float] = {}
+        self.remaining_s: dict[int, float] = {}
 
     def arrive(self, service: Service, prompt: int, output: int) -> str:
         name = f"r{len(self.requests)}"
@@ -66,24 +66,24 @@ class Device:
         if microbatch.resumes is None:
             self.model.begin(microbatch.batch)
             whole_s = MODEL.batch_s((one.start, len(one.token_ids)) for one in chunks)
-            self.left_s[microbatch.number] = whole_s
+            self.remaining_s[microbatch.number] = whole_s
         else:
-            self.left_s[microbatch.number] = self.left_s.pop(microbatch.resumes)
+            self.remaining_s[microbatch.number] = self.remaining_s.pop(microbatch.resumes)
         return microbatch
 
     def interrupt(self, microbatch: Microbatch, part: float) -> None:
         """End the microbatch after `part` of what is left of it."""
         assert microbatch.preemptible
-        ran_s = part * self.left_s[microbatch.number]
+        ran_s = part * self.remaining_s[microbatch.number]
         self.now_s += ran_s
-        self.left_s[microbatch.number] -= ran_s
+        self.remaining_s[microbatch.number] -= ran_s
         resumes = self.state.config.preempted_work is PreemptedWork.RESUME
         event = IterationSuspended if resumes else IterationDropped
         self.state.handle(event(self.now_s))
         self.state.check_invariants()
 
     def finish(self, microbatch: Microbatch) -> None:
-        self.now_s += self.left_s.pop(microbatch.number)
+        self.now_s += self.remaining_s.pop(microbatch.number)
         sampled = self.model.end(microbatch.batch)
         for command in self.state.handle(IterationFinished(self.now_s, sampled)):
             assert isinstance(command, EmitToken)
@@ -133,7 +133,7 @@ def test_a_steady_load_does_not_stop_suspended_work(scheduling: Scheduling) -> N
             given_up_s = device.now_s - began_s
         assert device.now_s < began_s + 3.0, "it waits for the end of the load"
     assert given_up_s is not None
-    assert PATIENCE * ran_s < given_up_s < PATIENCE * ran_s + 0.1
+    assert SUSPENDED_WAIT_FACTOR * ran_s < given_up_s < SUSPENDED_WAIT_FACTOR * ran_s + 0.1
     assert device.state.sequence_table.discarded_tokens_total == 200
     assert device.outputs[name] == expected(device.requests[name])[0]
 
@@ -175,7 +175,7 @@ def test_a_resumed_iteration_tells_nothing_about_the_device() -> None:
     before = replace(feedback.budget)
     assert device.run().resumes == 1
     assert feedback.budget == before
-    assert feedback.fill.level == device.state.config.harvest
+    assert feedback.harvest.share == device.state.config.harvest
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,12 @@ def test_one_that_cannot_be_interrupted_is_short() -> None:
     device.arrive(online(ttft_s=0.2), 4, 1)
     device.run()
     planner: Any = device.state._planner
-    assert planner.filler.alone_s(device.now_s) == device.state.config.offline_iteration_s
+    assert (
+        planner.harvester.batch_only_limit_s(device.now_s)
+        == device.state.config.offline_iteration_s
+    )
     device.suspend()
-    assert planner.filler.alone_s(device.now_s) == 0.1
+    assert planner.harvester.batch_only_limit_s(device.now_s) == 0.1
 
 
 def test_discarded_work_comes_to_an_end_between_frequent_arrivals() -> None:
@@ -235,9 +238,9 @@ def test_discarded_work_comes_to_an_end_between_frequent_arrivals() -> None:
     while name in device.state.sequences:
         microbatch = device.plan()
         assert microbatch is not None
-        left_s = device.left_s[microbatch.number]
-        if microbatch.preemptible and device.now_s + left_s > next_s + 0.5:
-            device.interrupt(microbatch, max(0.0, next_s + 0.5 - device.now_s) / left_s)
+        remaining_s = device.remaining_s[microbatch.number]
+        if microbatch.preemptible and device.now_s + remaining_s > next_s + 0.5:
+            device.interrupt(microbatch, max(0.0, next_s + 0.5 - device.now_s) / remaining_s)
             next_s += 0.5
             device.arrive(online(), 4, 1)
         else:

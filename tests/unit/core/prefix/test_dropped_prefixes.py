@@ -30,7 +30,7 @@ def test_only_blocks_that_a_scheduler_may_know_are_told() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(4)
     for number, block in enumerate(blocks):
-        pool.cache.name(block, name_of(number), reported=number % 2 == 0)
+        pool.cache.register(block, name_of(number), reported=number % 2 == 0)
     pool.release(blocks)
     pool.check_invariants()
     pool.allocate(3)
@@ -41,7 +41,7 @@ def test_only_blocks_that_a_scheduler_may_know_are_told() -> None:
 def test_a_block_that_moves_is_told_when_it_is_dropped() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
-    pool.cache.name(block, name_of(9), reported=True)
+    pool.cache.register(block, name_of(9), reported=True)
     pool.move(block)
     pool.check_invariants()
     assert pool.cache.dropped.total == 0

@@ -9,7 +9,7 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback, feedback_of
-from services.core.planner.filler import Filler
+from services.core.planner.harvester import Harvester
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
@@ -56,7 +56,7 @@ def decode(random_: random.Random, number: int) -> Sequence:
 
 
 def one_by_one(
-    decodes: list[Sequence], filler: Filler, spent: Spent, limit_s: float, iteration_s: float
+    decodes: list[Sequence], harvester: Harvester, spent: Spent, limit_s: float, iteration_s: float
 ) -> list[Sequence]:
     """The most urgent first: each that fits, and each that cannot wait, while tokens are left."""
     chosen: list[Sequence] = []
@@ -67,7 +67,7 @@ def one_by_one(
     for one in sorted(decodes, key=residual_s):
         prefix_tokens = sum(other.computed for other in [*chosen, one])
         in_time = spent.decodes_s(len(chosen) + 1, prefix_tokens) <= limit_s
-        fits = in_time and len(chosen) < filler.slots.now
+        fits = in_time and len(chosen) < harvester.slots.now
         if len(chosen) < spent.tokens_left and (
             fits or not chosen or residual_s(one) < iteration_s
         ):
@@ -83,13 +83,13 @@ def test_the_most_urgent_that_fit_and_those_that_cannot_wait_run() -> None:
         feedback = feedback_of(bounds.scheduling, 1.0)
         assert isinstance(feedback, Feedback) and bounds.cost_model is not None
         feedback.budget.note_time(random_.choice((0.004, 0.012, 0.03)))
-        filler = Filler(bounds, PlannerState(bounds).sequence_table, feedback)
+        harvester = Harvester(bounds, PlannerState(bounds).sequence_table, feedback)
         decodes = [decode(random_, number) for number in range(random_.randint(0, 24))]
         spent = Spent(bounds.cost_model, bounds.max_batch_tokens)
         limit_s = random_.choice((0.005, 0.013, 0.02, 0.04))
         iteration_s = feedback.budget.iteration_s
-        found = filler.most_urgent(decodes, spent, limit_s, NOW_S)
-        assert found == one_by_one(decodes, filler, spent, limit_s, iteration_s), seed
+        found = harvester.most_urgent(decodes, spent, limit_s, NOW_S)
+        assert found == one_by_one(decodes, harvester, spent, limit_s, iteration_s), seed
         left_out += len(found) < len(decodes)
         order = sorted(decodes, key=lambda one: deadline.residual_s(one, NOW_S, iteration_s))
         skipped += found != [one for one in decodes if one in order[: len(found)]]

@@ -1,7 +1,7 @@
-"""What can run under deadlines, and which batch work joins: for `slo.py` and `slo_pipeline.py`.
+"""Harvesting of slack by batch work (ConServe), for `slo.py` and `slo_pipeline.py`.
 
-Without a cost model nothing is bounded by time: batch work fills what online work leaves of the
-token budget.
+Batch work joins an iteration within a share of the slack that online deadlines leave. Without a
+cost model there is no time bound: batch work uses the token budget that online work leaves.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,59 +14,60 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.fill import CROWDED, offline_limit_s
-from services.core.planner.packing import UNBOUNDED, Slots, Spare
+from services.core.planner.harvest import CROWDED, offline_limit_s
+from services.core.planner.packing import UNBOUNDED, AdaptiveSlots, Replaceable
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
-FILLER_TOKENS_MIN = 16
-"""A chunk of a batch prompt with fewer tokens, but for its end, costs more than it gives."""
-STUCK_TURN = 16
-"""In each iteration of that number, the oldest batch prompt may take more than the fill level."""
-RESERVE = 0.04
-"""Part of the blocks that batch starts leave free for the growth of online sequences."""
+BATCH_CHUNK_MIN_TOKENS = 16
+"""Least tokens of a chunk of a batch prompt, except its last: smaller chunks do not pay off."""
+STARVED_EVERY = 16
+"""Interval, in iterations, at which the oldest batch prompt may exceed the harvest share."""
+GROWTH_RESERVE = 0.04
+"""Share of the blocks that starts of batch sequences leave free for growing online sequences."""
 
 
 @dataclass(slots=True)
 class Ready:
-    """Running sequences that can go on, oldest first, and how urgent the online decodes are."""
+    """Running sequences that can be planned, oldest first, and the urgency of online decodes."""
 
-    decodes: list[Sequence] = field(default_factory=list)
-    prefills: list[Sequence] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)  # online
+    prefills: list[Sequence] = field(default_factory=list)  # online
     batch_decodes: list[Sequence] = field(default_factory=list)
     batch_prefills: list[Sequence] = field(default_factory=list)
-    prefix_tokens: int = 0  # of `decodes`
-    least_slack_s: float = inf  # of those that are not late
-    online: int = 0
+    prefix_tokens: int = 0  # cached tokens of `decodes`
+    least_slack_s: float = inf  # least residual time that can still be met
+    online: int = 0  # running online sequences, including those in flight
 
     def drop_preempted(self) -> None:
-        """Leave out sequences that have lost their blocks."""
+        """Remove sequences that were preempted since the scan."""
         for row in (self.decodes, self.prefills, self.batch_decodes, self.batch_prefills):
-            row[:] = [one for one in row if one.phase is Phase.RUNNING]
+            row[:] = [sequence for sequence in row if sequence.phase is Phase.RUNNING]
 
 
 @dataclass(slots=True)
-class Filler:
-    """Looks at what runs, and chooses batch work for the time that online work leaves."""
+class Harvester:
+    """Scans the running sequences, and chooses batch work for the slack of online work."""
 
     config: IterationConfig
     sequence_table: SequenceTable
     feedback: Feedback
-    slots: Slots = field(init=False)
+    slots: AdaptiveSlots = field(init=False)
 
     def __post_init__(self) -> None:
         adaptive = self.config.adaptive_slots
-        self.slots = Slots(self.config.max_running if adaptive else UNBOUNDED)
+        self.slots = AdaptiveSlots(self.config.max_running if adaptive else UNBOUNDED)
 
     @property
     def _running_max(self) -> int:
         return self.config.max_running * self.sequence_table.ledger.stages
 
-    def look(self, now_s: float) -> Ready:
-        """What can run, and the least residual time of online decodes that can still keep it."""
+    def scan(self, now_s: float) -> Ready:
+        """Classify the running sequences, and find the least residual time that can be met."""
         ready, model = Ready(), self.config.cost_model or TOKENS
+        # A deadline that even a lone decode would miss must not bound the iteration.
         iteration_s = self.feedback.budget.iteration_s
         scale = self.feedback.budget.decode_scale if self.config.cost_model else 0.0
         lone_s = scale * model.chunk_s(0, 1)
@@ -90,7 +91,7 @@ class Filler:
                         ready.least_slack_s = slack_s
             elif remaining:
                 ready.prefills.append(sequence)
-            else:  # in flight in a pipeline: what runs next may delay the token after that
+            else:  # in flight in a pipeline: this microbatch may delay the token after next
                 slack_s = deadline.slack_in_flight_s(sequence, now_s, iteration_s)
                 if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
                     ready.least_slack_s = slack_s
@@ -99,25 +100,27 @@ class Filler:
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
-        """Decodes that fit, most urgent first, and decodes that cannot wait; in the order given.
+        """Select online decodes by urgency; returns them in the order given.
 
-        Among equally urgent ones those go first that are given first. Each costs something.
+        The selection is stable among equally urgent decodes.
         """
         if not decodes:
             return []
         iteration_s = self.feedback.budget.iteration_s
-        residuals_s = [deadline.residual_s(one, now_s, iteration_s) for one in decodes]
+        residuals_s = [deadline.residual_s(decode, now_s, iteration_s) for decode in decodes]
         order = sorted(range(len(decodes)), key=residuals_s.__getitem__)
+        # The cost of a prefix of `order` grows with its length: bisect for the longest that fits.
         prefixes = list(accumulate([decodes[place].computed for place in order]))
         fitting = bisect_right(
             range(len(order)), limit_s, key=lambda last: spent.decodes_s(last + 1, prefixes[last])
         )
+        # Decodes that would miss their deadline in the next iteration run regardless of the bound.
         cannot_wait = bisect_left(order, iteration_s, key=residuals_s.__getitem__)
         slots = min(self.slots.now, spent.tokens_left)
         count = min(spent.tokens_left, max(1, cannot_wait, min(slots, fitting)))
         taken = set(order[:count])
         prefix_tokens = prefixes[count - 1]
-        # One that is too long for what is left does not keep shorter ones waiting.
+        # Then first-fit: a decode with a long prefix does not block those with shorter ones.
         for place in order[count:]:
             if len(taken) >= slots or spent.decodes_s(len(taken) + 1, prefix_tokens) > limit_s:
                 break
@@ -125,101 +128,110 @@ class Filler:
             if spent.decodes_s(len(taken) + 1, more) <= limit_s:
                 taken.add(place)
                 prefix_tokens = more
-        return [one for place, one in enumerate(decodes) if place in taken]
+        return [decode for place, decode in enumerate(decodes) if place in taken]
 
-    def fill_up(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
-        """Add batch work beside online work, up to the fill level.
-
-        What online work suffers counts also if none fitted: else the level would stay where it is.
-        """
+    def harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
+        """Add batch work to an iteration with online work, up to the harvest share."""
         if not self.sequence_table.batch:
             return
         target_s = self.target_s(spent.seconds, limit_s)
-        self._add_stuck(plan, ready, spent, target_s, limit_s)
-        reserve = int(RESERVE * self.sequence_table.ledger.least_capacity)
+        self._add_starved(plan, ready, spent, target_s, limit_s)
+        reserve = int(GROWTH_RESERVE * self.sequence_table.ledger.least_capacity)
         self._add_batch(plan, ready, spent, target_s, reserve)
-        plan.filled = True
-        plan.pressed = plan.pressed or self._is_crowded(ready.online)
+        # Record contention even if no batch work fitted; otherwise the share would never adapt.
+        plan.harvested = True
+        plan.contended = plan.contended or self._is_crowded(ready.online)
 
-    def _add_stuck(
+    def _add_starved(
         self, plan: Plan, ready: Ready, spent: Spent, target_s: float, limit_s: float
     ) -> None:
-        """Add the least chunk of the oldest batch prompt if it fits in all that deadlines leave.
-
-        What comes before a chunk makes it dear, so a long prompt might never fit by the fill level.
-        """
-        if plan.number % STUCK_TURN or not ready.batch_prefills or not self.feedback.fill.most:
+        """Add the smallest chunk of the oldest batch prompt if it fits into the whole slack."""
+        # A chunk's cost grows with its prefix, so the rest of a long prompt might never fit into
+        # the harvest share: every STARVED_EVERY iterations it may use all of the slack.
+        if (
+            plan.number % STARVED_EVERY
+            or not ready.batch_prefills
+            or not self.feedback.harvest.maximum
+        ):
             return
         oldest = ready.batch_prefills[0]
-        least = min(FILLER_TOKENS_MIN, oldest.remaining, spent.tokens_left)
-        by_level = spent.tokens_within(oldest.computed, target_s, least)
-        if by_level < least == spent.tokens_within(oldest.computed, limit_s, least):
+        least = min(BATCH_CHUNK_MIN_TOKENS, oldest.remaining, spent.tokens_left)
+        by_share = spent.tokens_within(oldest.computed, target_s, least)
+        if by_share < least == spent.tokens_within(oldest.computed, limit_s, least):
             spent.add(oldest.computed, least)
             plan.add(oldest, least)
             ready.batch_prefills.remove(oldest)
 
     def target_s(self, spent_s: float, limit_s: float) -> float:
-        """Model seconds of an iteration with batch work beside online work of `spent_s`."""
+        """Cost bound, in model seconds, for batch work beside online work that costs `spent_s`."""
         config, model = self.config, self.config.cost_model
         if model is None:
-            return inf if self.feedback.fill.level else 0.0
+            return inf if self.feedback.harvest.share else 0.0
+        # Without a deadline, the cost of a full online chunk bounds the iteration.
         if limit_s == inf:
             limit_s = model.chunk_s(0, config.online_chunk_tokens or config.max_batch_tokens)
-        return spent_s + self.feedback.fill.level * max(0.0, limit_s - spent_s)
+        return spent_s + self.feedback.harvest.share * max(0.0, limit_s - spent_s)
 
-    def run_alone(self, plan: Plan, ready: Ready, spent: Spent) -> None:
-        """Choose an iteration of batch work alone; there is always something in it that can run."""
+    def schedule_batch_only(self, plan: Plan, ready: Ready, spent: Spent) -> None:
+        """Plan a batch-only iteration; it is never empty if any batch sequence can run."""
         if ready.batch_decodes or ready.batch_prefills or self.sequence_table.waiting:
-            self._add_batch(plan, ready, spent, self.alone_s(plan.planned_s), reserve=None)
+            self._add_batch(
+                plan, ready, spent, self.batch_only_limit_s(plan.planned_s), reserve=None
+            )
 
-    def alone_s(self, now_s: float) -> float:
-        """Model seconds that an iteration of batch work alone may take."""
+    def batch_only_limit_s(self, now_s: float) -> float:
+        """Cost bound of a batch-only iteration, in model seconds."""
         config = self.config
         if config.cost_model is None:
             return inf
         scale = self.feedback.budget.mixed_scale
         lone_s = scale * config.cost_model.chunk_s(0, 1)
-        return offline_limit_s(lone_s, config.offline_iteration_s, self._waits_s(now_s)) / scale
+        return (
+            offline_limit_s(lone_s, config.offline_iteration_s, self._tolerated_wait_s(now_s))
+            / scale
+        )
 
-    def _waits_s(self, now_s: float) -> float:
-        """Twice the seconds of an iteration without online work, by what comes meanwhile.
+    def _tolerated_wait_s(self, now_s: float) -> float:
+        """Twice the limit of a batch-only iteration: a delay that an arrival may suffer or cause.
 
-        An arrival that cannot interrupt it waits for its end: so by the least target of a first
-        token. One that can interrupts it: by the gap between arrivals, if nothing is kept then.
+        If arrivals cannot interrupt the iteration, they wait for its end: the least TTFT target.
+        If they interrupt and discard it, its work is lost: the expected gap between arrivals.
         """
         config, arrivals = self.config, self.feedback.arrivals
         stays = config.preempt is Preempt.OFF or self.sequence_table.ledger.stages > 1
+        # Only a single iteration can be suspended: with one suspended, this one stays to its end.
         if stays or self.sequence_table.suspended is not None:
             return arrivals.least_target_s(now_s)
         if config.preempted_work is PreemptedWork.DISCARD:
-            return arrivals.quiet_s(now_s)
+            return arrivals.expected_gap_s(now_s)
         return inf
 
     def _add_batch(
         self, plan: Plan, ready: Ready, spent: Spent, target_s: float, reserve: int | None
     ) -> None:
-        """Add batch sequences while the iteration costs no more than `target_s`, oldest first.
+        """Add batch sequences, oldest first, while the iteration costs at most `target_s`.
 
-        A prompt that has come so far that too little of it fits does not keep others waiting.
-        `reserve`: blocks that starts leave free; None if no online work is here, so that a batch
-        sequence may take the blocks of another one.
+        `reserve`: blocks that starts leave free; None without online work: batch sequences may
+        then preempt each other.
         """
         config, table = self.config, self.sequence_table
         preemptions = table.preemptions_total
         alone = reserve is None
         self._add_batch_decodes(plan, ready, spent, target_s, alone)
+        # A prompt whose next chunk does not fit does not block the prompts behind it.
         for sequence in ready.batch_prefills:
             if sequence.phase is Phase.RUNNING:
                 self._add_chunk(plan, sequence, spent, target_s, alone)
         if table.preemptions_total != preemptions:
-            return  # a start would only lose its blocks again
-        enough = 1 if alone and not spent.tokens else FILLER_TOKENS_MIN
+            return  # blocks are scarce: a started sequence would be preempted again
+        enough = 1 if alone and not spent.tokens else BATCH_CHUNK_MIN_TOKENS
         while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
-            if not self._places(plan, spent, alone):
+            if not self._free_slots(plan, spent, alone):
                 return
             first = table.next_to_admit(self._running_max, config.overtaken_max)
             if first is None or first.online:
                 return
+            # Reserve blocks so that a batch start cannot starve the growth of online sequences.
             blocks = first.blocks_to_admit(config.block_size)
             if reserve is not None and table.ledger.free - blocks < reserve:
                 return
@@ -232,20 +244,22 @@ class Filler:
     ) -> None:
         table, block_size = self.sequence_table, self.config.block_size
         decodes = ready.batch_decodes
-        prefix_tokens = sum([one.computed for one in decodes])
+        prefix_tokens = sum([decode.computed for decode in decodes])
+        # Fast path: skip the check per decode if all fit together.
         all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
-        all_fit = all_fit and len(decodes) <= self._places(plan, spent, alone)
-        spare = None if all_fit or alone else self._spare(plan, target_s)
+        all_fit = all_fit and len(decodes) <= self._free_slots(plan, spent, alone)
+        replaceable = None if all_fit or alone else self._replaceable(plan, target_s)
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
             if not all_fit and (plan or not alone):
                 fits = self._decode_fits(plan, sequence, spent, target_s, alone)
-                if not fits and spare is not None:
-                    fits = self._takes_turn(plan, sequence, spent, target_s, spare)
+                if not fits and replaceable is not None:
+                    fits = self._replaces_online(plan, sequence, spent, target_s, replaceable)
                 if not fits:
                     return
             if len(sequence.token_ids) > sequence.blocks * block_size:
+                # Beside online work a batch decode takes free blocks only, and preempts nothing.
                 if not alone and table.ledger.least_room <= 0:
                     continue
                 table.grow(sequence)
@@ -254,60 +268,58 @@ class Filler:
             spent.add_decodes(1, sequence.computed)
             plan.decodes.append(sequence)
 
-    def _places(self, plan: Plan, spent: Spent, alone: bool) -> int:
-        """How many more sequences may join; the slots count beside online work."""
+    def _free_slots(self, plan: Plan, spent: Spent, alone: bool) -> int:
+        """How many more sequences may join; the adaptive slots apply beside online work only."""
         return spent.tokens_left if alone else min(spent.tokens_left, self.slots.left(plan))
 
     def _decode_fits(
         self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, alone: bool
     ) -> bool:
-        if not self._places(plan, spent, alone):
+        if not self._free_slots(plan, spent, alone):
             return False
         return spent.with_chunk_s(decode.computed, 1) <= target_s
 
-    def _spare(self, plan: Plan, target_s: float) -> Spare | None:
+    def _replaceable(self, plan: Plan, target_s: float) -> Replaceable | None:
         budget = self.feedback.budget
         if not self.config.packing or self.config.cost_model is None:
             return None
-        return Spare.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
+        return Replaceable.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
 
-    def _takes_turn(
-        self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, spare: Spare
+    def _replaces_online(
+        self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, replaceable: Replaceable
     ) -> bool:
-        """Whether a batch decode joins in the turn of an online one that can spare it."""
-        replaced = spare.give(spent)
+        """Whether a batch decode joins by replacing an online decode (BROS Algorithm 1)."""
+        replaced = replaceable.take_next(spent)
         if replaced is None:
             return False
         if self._decode_fits(plan, decode, spent, target_s, alone=False):
             return True
-        spare.put_back(replaced, spent)
+        replaceable.restore(replaced, spent)
         return False
 
     def _add_chunk(
         self, plan: Plan, sequence: Sequence, spent: Spent, target_s: float, alone: bool
     ) -> bool:
-        """Add what fits of a batch prompt; False if that is too little.
-
-        An iteration that has nothing else runs a small chunk in any case, if batch work is `alone`.
-        """
+        """Add the next chunk of a batch prompt; False if too few tokens fit."""
         most = min(sequence.remaining, spent.tokens_left)
-        if not self._places(plan, spent, alone):
+        if not self._free_slots(plan, spent, alone):
             return False
-        least = min(FILLER_TOKENS_MIN, most)
+        least = min(BATCH_CHUNK_MIN_TOKENS, most)
         tokens = spent.tokens_within(sequence.computed, target_s, most)
         if tokens < max(1, least):
             if plan or not least or not alone:
                 return False
+            # An otherwise empty batch-only iteration must make progress.
             tokens = least
         spent.add(sequence.computed, tokens)
         plan.add(sequence, tokens)
         return True
 
     def _is_crowded(self, online: int) -> bool:
-        """Whether online sequences hold most of the places or of the blocks."""
+        """Whether online sequences hold most of the slots or of the blocks."""
         table = self.sequence_table
         if online > CROWDED * self._running_max:
             return True
-        batch_blocks = sum([one.blocks for one in table.batch.values()])
+        batch_blocks = sum([sequence.blocks for sequence in table.batch.values()])
         taken = table.table.pool.taken_count - batch_blocks
         return taken > CROWDED * table.ledger.least_capacity

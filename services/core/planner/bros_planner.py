@@ -1,18 +1,15 @@
-"""The planner of `scheduling: bros`: BROS's packing as printed (BROS §4.2).
+"""Planner of `scheduling: bros`: the packing of BROS as printed (BROS §4.2, Algorithm 1).
 
-The comments name lines of its Algorithm 1.
+Online requests, running and waiting, are packed by residual time while the iteration ends within
+the least residual time. Batch requests follow, oldest first (BROS sorts them by swapped KV, which
+does not exist here). A batch request that does not fit replaces the online request with the most
+residual time. Prompts are not chunked to fit in time, only at `max_batch_tokens`.
 
-Online requests, those that run and those that wait together, go by their residual time, as long as
-the iteration ends within the least one. Batch requests follow, oldest first: swapped KV, by which
-BROS sorts them, does not exist here. One that does not fit takes the turn of the online request
-with most time left. Prompts are not cut to fit in time, only where `max_batch_tokens` ends.
-
-Some things are added where the printed algorithm leaves requests without service: residual times
-that cannot be kept bound nothing, the most urgent request runs even if its cost exceeds the bound,
-one that finds no KV does not end the search, an iteration in which nothing else runs takes what it
-can, and the later tokens of a group count with their target where iterations take longer. KV
-blocks are not shared by two requests; batch requests lose theirs to online ones. Merged groups run
-as with `conserve`.
+Additions, where the printed algorithm starves requests: residual times that cannot be met bound
+nothing; the most urgent request runs even if its cost exceeds the bound; a request that finds no KV
+does not end the search; an otherwise empty iteration takes what it can; and the later tokens of a
+token group count with their target if iterations take longer. Two requests never share a KV block;
+batch requests yield their blocks to online ones. Merged groups run as with `conserve`.
 """
 
 from collections import deque
@@ -25,15 +22,15 @@ from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.filler import Filler, Ready
-from services.core.planner.packing import Slots
+from services.core.planner.harvester import Harvester, Ready
+from services.core.planner.packing import AdaptiveSlots
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 
 class _Chosen(NamedTuple):
-    """`tokens` tokens of `sequence`, after `prefix` others."""
+    """The next `tokens` tokens of `sequence`, after `prefix` cached tokens."""
 
     sequence: Sequence
     prefix: int
@@ -42,11 +39,11 @@ class _Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class _Packed:
-    """What an iteration holds so far: sequences and their tokens, online ones before batch ones."""
+    """The iteration being packed: online and batch sequences with their tokens."""
 
-    spent: Spent
-    limit_s: float
-    slots: int
+    spent: Spent  # cost so far
+    limit_s: float  # bound on the cost, model seconds
+    slots: int  # maximum number of sequences
     online: list[_Chosen] = field(default_factory=list)
     batch: list[_Chosen] = field(default_factory=list)
 
@@ -59,38 +56,39 @@ class _Packed:
         return len(self.online) + len(self.batch) >= self.slots
 
     def tokens_of(self, sequence: Sequence) -> int:
-        """Its whole prompt, or as much of it as the iteration has tokens left for."""
+        """Remaining tokens of the sequence, capped by the token budget."""
         return min(sequence.remaining, self.spent.tokens_left)
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether it can join within the bound."""
+        """Whether the sequence fits within slots, token budget and time bound."""
         tokens = self.tokens_of(sequence)
         if self.full or not tokens:
             return False
         return self.spent.with_chunk_s(sequence.computed, tokens) <= self.limit_s
 
     def is_late_with(self, sequence: Sequence) -> bool:
-        """Whether the iteration would exceed the bound with it."""
+        """Whether the iteration would exceed the time bound with this sequence."""
         tokens = self.tokens_of(sequence)
         return self.spent.with_chunk_s(sequence.computed, tokens) > self.limit_s
 
     def add(self, sequence: Sequence) -> None:
-        """It joins."""
+        """Add a sequence to the iteration."""
         chosen = _Chosen(sequence, sequence.computed, self.tokens_of(sequence))
         self.spent.add(chosen.prefix, chosen.tokens)
         (self.online if sequence.online else self.batch).append(chosen)
 
     def drop_preempted(self) -> None:
-        """Leave out sequences that have lost their blocks."""
+        """Remove sequences that were preempted since they were added."""
         for row in (self.online, self.batch):
-            for lost in [one for one in row if one.sequence.phase is not Phase.RUNNING]:
+            for lost in [entry for entry in row if entry.sequence.phase is not Phase.RUNNING]:
                 row.remove(lost)
                 self.spent.drop(lost.prefix, lost.tokens)
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Whether a batch sequence can join, alone or for an online one (lines 22 to 32)."""
+        """Whether a batch sequence can join, if necessary by replacing an online sequence."""
         if self.empty or self.fits(sequence):
             return True
+        # Algorithm 1, lines 22 to 32: replace the online request with the most residual time.
         replaced = self.pop_online()
         if replaced is None or self.fits(sequence):
             return replaced is not None
@@ -98,7 +96,7 @@ class _Packed:
         return False
 
     def pop_online(self) -> Sequence | None:
-        """Take the online sequence with most time left out; None without any."""
+        """Remove the online sequence with the most residual time; None without online sequences."""
         if not self.online:
             return None
         chosen = self.online.pop()
@@ -108,22 +106,22 @@ class _Packed:
 
 @dataclass(slots=True)
 class BrosPlanner:
-    """Fills one iteration after the other. `SloPlanner` is ours."""
+    """Plans iterations of a single worker as BROS prints it; `SloPlanner` is our own policy."""
 
     config: IterationConfig
     sequence_table: SequenceTable
     feedback: Feedback
-    filler: Filler = field(init=False)
-    slots: Slots = field(init=False)
+    harvester: Harvester = field(init=False)
+    slots: AdaptiveSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.filler = Filler(self.config, self.sequence_table, self.feedback)
-        self.slots = Slots(self.config.max_running)
+        self.harvester = Harvester(self.config, self.sequence_table, self.feedback)
+        self.slots = AdaptiveSlots(self.config.max_running)
 
-    def fill(self, plan: Plan, _in_flight: deque[Plan]) -> None:
-        """Choose what `plan` runs, and take the blocks for it; nothing runs beside it."""
+    def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
+        """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         config = self.config
-        ready = self.filler.look(plan.planned_s)
+        ready = self.harvester.scan(plan.planned_s)
         limit_s = self._least_residual_s(ready, plan.planned_s)
         spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
         packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.now)
@@ -132,27 +130,28 @@ class BrosPlanner:
         for sequence, _, tokens in packed.online + packed.batch:
             if sequence.remaining == 1:
                 plan.decodes.append(sequence)
-            else:  # a prefix may have been found in the cache
+            else:  # fewer tokens may remain: admission found a cached prefix
                 plan.add(sequence, min(tokens, sequence.remaining))
         if config.cost_model is not None:
             plan.cost_s = plan.predicted_s = spent.seconds
 
     def _least_residual_s(self, ready: Ready, now_s: float) -> float:
-        """The least residual time of those that can be kept, first tokens included."""
+        """The least residual time that can be met, of decodes and of first tokens."""
         model, scale = self.config.cost_model or TOKENS, self.feedback.budget.mixed_scale
         least_s = ready.least_slack_s
-        line = (one for one in self.sequence_table.waiting if one.online)
-        for sequence in (*ready.prefills, *line):
+        waiting = (sequence for sequence in self.sequence_table.waiting if sequence.online)
+        for sequence in (*ready.prefills, *waiting):
             slack_s = sequence.due_s - now_s
             cost_s = scale * model.chunk_s(sequence.computed, sequence.remaining)
+            # A deadline that is missed in any case must not shorten iterations.
             if cost_s <= slack_s < least_s:
                 least_s = slack_s
         return least_s
 
     def _add_online(self, packed: _Packed, ready: Ready, now_s: float) -> bool:
-        """Add online sequences by residual time; returns whether the bound ended that."""
+        """Pack online sequences by residual time; returns whether the time bound ended it."""
         pending = deque(
-            sorted(ready.decodes + ready.prefills, key=lambda one: self._residual_s(one, now_s))
+            sorted(ready.decodes + ready.prefills, key=lambda seq: self._residual_s(seq, now_s))
         )
         has_room = True
         while not packed.full:
@@ -165,7 +164,7 @@ class BrosPlanner:
                 sequence = self._next_that_fits()
                 has_room = sequence is not None
                 if sequence is None:
-                    continue
+                    continue  # no KV for a start: go on with the running sequences
             if not (packed.fits(sequence) or packed.empty):
                 return packed.is_late_with(sequence)
             if pending and pending[0] is sequence:
@@ -174,13 +173,13 @@ class BrosPlanner:
         return False
 
     def _next_that_fits(self) -> Sequence | None:
-        """The online sequence that finds KV and a place now, from batch ones if need be."""
+        """The next waiting online sequence that fits, possibly by preempting batch sequences."""
         config = self.config
-        found = self.sequence_table.next_to_admit(config.max_running, config.overtaken_max)
-        return found if found is not None and found.online else None
+        first = self.sequence_table.next_to_admit(config.max_running, config.overtaken_max)
+        return first if first is not None and first.online else None
 
     def _start(self, packed: _Packed, sequence: Sequence) -> None:
-        """Have an online sequence in the iteration, unless it loses its blocks for another one."""
+        """Add an online sequence, unless it is preempted while it takes a block."""
         if sequence.phase is Phase.RUNNING:
             self._take_block(packed, sequence)
         else:
@@ -191,23 +190,26 @@ class BrosPlanner:
     def _next_online(
         self, pending: deque[Sequence], has_room: bool, now_s: float
     ) -> Sequence | None:
-        """The more urgent one of the first that runs and the first that waits (Figure 8)."""
-        line = self.sequence_table.waiting
-        waits = line[0] if has_room and line and line[0].online else None
-        if not pending or waits is None:
-            return pending[0] if pending else waits
+        """The more urgent of the first running and the first waiting sequence (BROS Figure 8)."""
+        queue = self.sequence_table.waiting
+        waiting = queue[0] if has_room and queue and queue[0].online else None
+        if not pending or waiting is None:
+            return pending[0] if pending else waiting
         first = pending[0]
-        return first if self._residual_s(first, now_s) <= self._residual_s(waits, now_s) else waits
+        return (
+            first if self._residual_s(first, now_s) <= self._residual_s(waiting, now_s) else waiting
+        )
 
     def _residual_s(self, sequence: Sequence, now_s: float) -> float:
         return deadline.residual_s(sequence, now_s, self.feedback.budget.iteration_s)
 
     def _add_batch(self, packed: _Packed, ready: Ready) -> None:
-        """Add batch sequences, or let them take the turns of online ones; oldest first."""
+        """Pack batch sequences, oldest first; they may replace online ones."""
         table, config = self.sequence_table, self.config
         for sequence in ready.batch_decodes + ready.batch_prefills:
             if sequence.phase is not Phase.RUNNING:
                 continue
+            # Batch work never takes the last blocks while online work is in the iteration.
             if not self._has_blocks(sequence) and table.ledger.least_room <= 0 and packed.online:
                 continue
             if not packed.make_room(sequence):
@@ -216,10 +218,10 @@ class BrosPlanner:
             if sequence.phase is Phase.RUNNING:
                 packed.add(sequence)
         while True:
-            found = table.next_to_admit(config.max_running, config.overtaken_max)
-            if found is None or found.online or not packed.make_room(found):
+            first = table.next_to_admit(config.max_running, config.overtaken_max)
+            if first is None or first.online or not packed.make_room(first):
                 return
-            packed.add(table.admit(found, config.max_running))
+            packed.add(table.admit(first, config.max_running))
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         return len(sequence.token_ids) <= sequence.blocks * self.config.block_size
