@@ -14,6 +14,7 @@ from services.core.changeover.configuration import GroupStages
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
 from services.core.changeover.state import Changeover, MemberConfig
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
@@ -237,8 +238,9 @@ class Script:
         ends = [name for name in (source, peer) if name in self.members]
         intact = [self._fences[name].epoch for name in ends] == [epoch, epoch]
         for name in ends:
-            sent = words.KvSent(transfer_id) if name == source else words.KvArrived(transfer_id)
-            self.do(name, sent if intact else words.KvFailed(transfer_id))
+            status = TransferStatus.SENT if name == source else TransferStatus.RECEIVED
+            status = status if intact else TransferStatus.FAILED
+            self.do(name, TransferOutcome(transfer_id, status))
 
     def _handle(self, name: str, event: words.Event) -> list[words.Command]:
         found: list[words.Command] = []

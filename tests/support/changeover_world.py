@@ -16,6 +16,7 @@ from functools import partial
 
 from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
@@ -290,8 +291,8 @@ class World:
             self.fail(source, command.transfer_id)
         elif peer is not None and not sending.pieces:
             del source.sending[command.transfer_id]
-            source.events.append(words.KvSent(command.transfer_id))
-            peer.events.append(words.KvArrived(command.transfer_id))
+            source.events.append(TransferOutcome(command.transfer_id, TransferStatus.SENT))
+            peer.events.append(TransferOutcome(command.transfer_id, TransferStatus.RECEIVED))
 
     def fail(self, source: WorldMember, transfer_id: str) -> None:
         """A transfer ends before it is complete, or was cancelled; both ends hear of it."""
@@ -300,7 +301,8 @@ class World:
             return
         for name in (source.worker_id, sending.command.transfer.destination):
             if name in self.members:
-                self.members[name].events.append(words.KvFailed(transfer_id))
+                failed = TransferOutcome(transfer_id, TransferStatus.FAILED)
+                self.members[name].events.append(failed)
 
     # --- the coordinator
 
@@ -375,7 +377,7 @@ class World:
         self.queues = {way: queue for way, queue in self.queues.items() if lost not in way}
         for member in self.members.values():
             for transfer_id in list(member.machine._kv._expected):
-                member.events.append(words.KvFailed(transfer_id))
+                member.events.append(TransferOutcome(transfer_id, TransferStatus.FAILED))
 
     def _ask_again(self, stream: Stream) -> None:
         """Ask some leader for a request that has no token yet, under the same id."""

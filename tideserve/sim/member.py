@@ -14,6 +14,7 @@ from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import MemberFrame, Samples
 from services.core.changeover.state import Changeover
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.fence import (
     AbortAsked,
     AbortPreparation,
@@ -61,7 +62,7 @@ class _Sent:
     """What travels between members: a frame, or KV that is whole with it; `run` for stages."""
 
     peer: str
-    content: MemberFrame | words.KvArrived
+    content: MemberFrame | TransferOutcome
     run: StageRun | None = None
 
 
@@ -203,8 +204,9 @@ class SimulatedMember:
         content = sent.content
         if not self._frames.admits(epoch, sent):
             return None
-        if isinstance(content, words.KvArrived):
-            self._world.members[sent.peer].post(words.KvSent(content.transfer_id))
+        if isinstance(content, TransferOutcome):
+            ended = TransferOutcome(content.transfer_id, TransferStatus.SENT, self.name)
+            self._world.members[sent.peer].post(ended)
             return self.apply(content)
         if isinstance(content, Samples):
             # Nearly every frame: what the machine does with it, without making tokens.
@@ -292,7 +294,8 @@ class SimulatedMember:
         size_bytes = command.blocks * self.memory.block_bytes * layers
         self._world.log.note_moved(self.name, size_bytes)
         member = self._world.members[transfer.destination]
-        sent = _Sent(self.name, words.KvArrived(command.transfer_id))
+        received = TransferOutcome(command.transfer_id, TransferStatus.RECEIVED, self.name)
+        sent = _Sent(self.name, received)
         arguments = (member.instance.post, member._take, self._frames.epoch, sent)
         self._world.network.send_bulk(self.name, size_bytes, *arguments)
 

@@ -131,9 +131,9 @@ _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
     frames.Passed: lambda self, peer, _frame: self.lost.note_passed(peer),
     frames.Farewell: lambda self, peer, _frame: self.lost.note_farewell(peer),
     frames.Reserve: FrameHandlers._reserve,
-    frames.Reserved: lambda self, peer, frame: self.moves.note_reserved(peer, frame),
+    frames.Reserved: lambda self, peer, frame: self.moves.receive(peer, frame),
     frames.SendKv: lambda self, peer, frame: self.kv.send(peer, frame),
-    frames.KvEnded: lambda self, peer, frame: self.moves.note_ended(peer, frame),
+    frames.KvEnded: lambda self, peer, frame: self.moves.receive(peer, frame),
     frames.FreeKv: lambda self, peer, frame: self.kv.free(peer, frame),
     frames.KvFreed: FrameHandlers._note_freed,
 }

@@ -15,10 +15,18 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
+from services.core.changeover.frames import FreeKv, KvEnded, KvFreed, Reserve, Reserved, SendKv
 from services.core.changeover.move_window import MoveWindow
 from services.core.changeover.route import Transfer, transfers_between
+from services.core.changeover.vocabulary import FrameReceived, SendFrame
 from services.core.groups.layer_map import Stage
 from services.core.planner.sequence import Sequence
+from services.core.request import blocks_for
+
+
+def transfer_id_of(epoch: int, request_id: str, transfer: Transfer) -> str:
+    """Unique: a request moves between two workers at most once in an epoch."""
+    return f"{epoch}/{request_id}/{transfer.source}>{transfer.destination}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +86,6 @@ class MoveAdded:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksReserved:
-    """`worker_id` has the blocks and expects the KV."""
-
-    now_s: float
-    request_id: str
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveEnded:
-    """A transfer is complete and verified at its destination, or has failed (`intact` False)."""
-
-    now_s: float
-    request_id: str
-    transfer: Transfer
-    intact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DepartedFreed:
-    """`worker_id` has done what `FreeDeparted` told it; a `RoomReported` with it came before."""
-
-    request_id: str
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class RequestGone:
     """The request was aborted or preempted; its blocks in its group were released with that."""
 
@@ -125,39 +106,10 @@ class RoomReported:
     free_blocks: Mapping[str, int]
 
 
-ExchangeEvent = (
-    MoveAdded | BlocksReserved | MoveEnded | DepartedFreed | RequestGone | SourceLost | RoomReported
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveBlocks:
-    """Have `worker_id` expect KV of the request, in `blocks` new blocks (0: it has them)."""
-
-    request_id: str
-    worker_id: str
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
-    """Have `transfer.source` send."""
-
-    request_id: str
-    transfer: Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class FreeDeparted:
-    """The source's copy is not needed any more.
-
-    `whole_table`: the worker has left the request's group, so all of its blocks go; else only the
-    layers that it does not run.
-    """
-
-    request_id: str
-    worker_id: str
-    whole_table: bool
+ExchangeFrame = Reserved | KvEnded | KvFreed
+ExchangeEvent = MoveAdded | FrameReceived[ExchangeFrame] | RequestGone | SourceLost | RoomReported
+"""A frame from `peer`, or what the leader itself knows. `KvFreed` follows a `RoomReported` with the
+capacity in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +126,26 @@ class RecomputeRequest:
     request_id: str
 
 
-ExchangeCommand = ReserveBlocks | StartTransfer | FreeDeparted | ResumeRequest | RecomputeRequest
+ExchangeCommand = SendFrame[Reserve | SendKv | FreeKv] | ResumeRequest | RecomputeRequest
+"""A frame for `peer`, or a change of the leader's planner. `Reserve` names no released requests."""
 
 
 @dataclass(slots=True)
 class _Underway:
     move: Move
-    unreserved: set[str]
-    unfinished: set[Transfer]
+    unreserved: set[str]  # destinations that have yet to confirm their blocks
+    unfinished: dict[str, Transfer]  # by transfer id
 
 
 @dataclass(slots=True)
 class ExchangeState:
-    """Moves that wait, and moves that are under way: as many as `window` has room for."""
+    """Moves that wait, and moves that are under way: as many as `window` has room for.
 
+    `epoch` is part of the ids of transfers; blocks have `block_size` slots.
+    """
+
+    epoch: int
+    block_size: int
     window: MoveWindow = field(default_factory=MoveWindow)
     waiting: dict[str, Move] = field(default_factory=dict)
     underway: dict[str, _Underway] = field(default_factory=dict)
@@ -207,12 +165,12 @@ class ExchangeState:
         match event:
             case MoveAdded(move=move):
                 self._add(move, commands)
-            case BlocksReserved():
-                self._reserved(event, commands)
-            case MoveEnded():
-                self._ended(event, commands)
-            case DepartedFreed():
-                self._freeing.discard((event.request_id, event.worker_id))
+            case FrameReceived(now_s=now_s, peer=peer, frame=Reserved() as frame):
+                self._reserved(now_s, peer, frame, commands)
+            case FrameReceived(now_s=now_s, frame=KvEnded() as frame):
+                self._ended(now_s, frame, commands)
+            case FrameReceived(peer=peer, frame=KvFreed() as frame):
+                self._freeing.discard((frame.request_id, peer))
             case RequestGone(request_id=request_id):
                 if request_id in self.underway:
                     self._free_sources(self._take(request_id), commands)
@@ -259,8 +217,8 @@ class ExchangeState:
         """Recompute requests whose KV can only come from `worker_id`; expect nothing more of it."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
-        unfinished = {name: set(move.transfers) for name, move in self.waiting.items()}
-        unfinished |= {name: entry.unfinished for name, entry in self.underway.items()}
+        unfinished = {name: move.transfers for name, move in self.waiting.items()}
+        unfinished |= {name: (*one.unfinished.values(),) for name, one in self.underway.items()}
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
                 is_underway = request_id in self.underway
@@ -308,34 +266,43 @@ class ExchangeState:
         del self.waiting[move.request_id]
         self.window.begin(move.request_id, move.sizes, now_s)
         self._last_origin = move.origin
-        destinations = {transfer.destination for transfer in move.transfers}
-        self.underway[move.request_id] = _Underway(move, destinations, set(move.transfers))
+        request_id, destinations = move.request_id, {to.destination for to in move.transfers}
+        transfers = {transfer_id_of(self.epoch, request_id, to): to for to in move.transfers}
+        self.underway[request_id] = _Underway(move, destinations, transfers)
         for worker_id in sorted(destinations):
-            blocks = move.blocks if worker_id in move.lacking else 0
-            if blocks:
-                self._free[worker_id] -= blocks
-            commands.append(ReserveBlocks(move.request_id, worker_id, blocks))
+            if worker_id in move.lacking:
+                self._free[worker_id] -= move.blocks
+            ids = tuple(name for name, to in transfers.items() if to.destination == worker_id)
+            frame = Reserve(worker_id, request_id, move.blocks, ids)
+            commands.append(SendFrame(worker_id, frame))
 
-    def _reserved(self, event: BlocksReserved, commands: list[ExchangeCommand]) -> None:
-        entry = self.underway.get(event.request_id)
-        if entry is None or event.worker_id not in entry.unreserved:
+    def _reserved(
+        self, now_s: float, peer: str, frame: Reserved, commands: list[ExchangeCommand]
+    ) -> None:
+        entry = self.underway.get(frame.request_id)
+        if entry is None or peer not in entry.unreserved:
             return
-        entry.unreserved.remove(event.worker_id)
-        if not entry.unreserved:
-            self.window.reserve(event.request_id, event.now_s)
-            commands += [StartTransfer(event.request_id, one) for one in entry.move.transfers]
+        entry.unreserved.remove(peer)
+        if entry.unreserved:
+            return
+        # Only now: KV that came before its blocks are reserved would be refused there.
+        self.window.reserve(frame.request_id, now_s)
+        blocks = blocks_for(entry.move.tokens, self.block_size)
+        for transfer_id, transfer in entry.unfinished.items():
+            send = SendKv(frame.request_id, transfer_id, transfer, blocks)
+            commands.append(SendFrame(transfer.source, send))
 
-    def _ended(self, event: MoveEnded, commands: list[ExchangeCommand]) -> None:
-        entry = self.underway.get(event.request_id)
-        if entry is None or event.transfer not in entry.unfinished:
+    def _ended(self, now_s: float, frame: KvEnded, commands: list[ExchangeCommand]) -> None:
+        entry = self.underway.get(frame.request_id)
+        if entry is None or frame.transfer_id not in entry.unfinished:
             return
-        if not event.intact:
-            self._recompute(self._take(event.request_id), commands)
+        if not frame.intact:
+            self._recompute(self._take(frame.request_id), commands)
             return
-        entry.unfinished.remove(event.transfer)
+        del entry.unfinished[frame.transfer_id]
         if not entry.unfinished:
-            move = self.underway.pop(event.request_id).move
-            self.window.arrive(event.request_id, move.sizes, event.now_s)
+            move = self.underway.pop(frame.request_id).move
+            self.window.arrive(frame.request_id, move.sizes, now_s)
             self._complete(move, commands)
 
     def _take(self, request_id: str) -> Move:
@@ -357,6 +324,5 @@ class ExchangeState:
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):
             self._freeing.add((move.request_id, worker_id))
-            commands.append(
-                FreeDeparted(move.request_id, worker_id, whole_table=worker_id in move.leaving)
-            )
+            frame = FreeKv(move.request_id, whole_table=worker_id in move.leaving)
+            commands.append(SendFrame(worker_id, frame))

@@ -20,6 +20,7 @@ from services.core.changeover.frames import (
     SendKv,
 )
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.changeover.vocabulary import (
     CancelTransfer,
     DepartedReleased,
@@ -146,12 +147,18 @@ class StageKv:
                 if entry.request_id not in names
             }
 
-    def note_arrived(self, transfer_id: str) -> None:
-        """A transfer to this member is complete and verified."""
-        entry = self._expected.pop(transfer_id, None)
+    def note_outcome(self, outcome: TransferOutcome) -> None:
+        """Report the end of a transfer from or to this member to the leader that started it."""
+        transfer_id, status = outcome.transfer_id, outcome.status
+        entry = None
+        if status is not TransferStatus.RECEIVED:
+            entry = self._sending.pop(transfer_id, None)
+        if status is TransferStatus.SENT:
+            return  # the receiver reports success: only there is the KV known to be stored
+        entry = entry or self._expected.pop(transfer_id, None)
         if entry is not None:
-            ended = KvEnded(entry.request_id, transfer_id, intact=True)
-            self._context.send(entry.leader, ended)
+            intact = status is TransferStatus.RECEIVED
+            self._context.send(entry.leader, KvEnded(entry.request_id, transfer_id, intact))
 
     # --- KV that leaves
 
@@ -165,17 +172,6 @@ class StageKv:
         self._context.commands.append(
             SendBlocks(frame.transfer_id, frame.request_id, frame.transfer, frame.blocks)
         )
-
-    def note_sent(self, transfer_id: str) -> None:
-        """A transfer from this member is complete."""
-        self._sending.pop(transfer_id, None)
-
-    def note_failed(self, transfer_id: str) -> None:
-        """A transfer from or to this member has failed."""
-        entry = self._sending.pop(transfer_id, None) or self._expected.pop(transfer_id, None)
-        if entry is not None:
-            ended = KvEnded(entry.request_id, transfer_id, intact=False)
-            self._context.send(entry.leader, ended)
 
     def free(self, peer: str, frame: FreeKv) -> None:
         """Free a request's departed KV, and with `whole_table` the rest."""

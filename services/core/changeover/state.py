@@ -35,6 +35,7 @@ from services.core.changeover.move_window import LINK_BLOCKS_PER_S
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.takeover import Takeover
+from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.changeover.unclaimed import Unclaimed
 from services.core.groups.layer_map import serves
 from services.core.planner.batch import Microbatch
@@ -523,9 +524,7 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     words.PeersLost: lambda self, event: self._lost.note_lost(event),
     words.StageSwitched: Changeover._switched,
     words.DepartedReleased: lambda self, event: self._kv.note_released(event),
-    words.KvArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
-    words.KvSent: lambda self, event: self._kv.note_sent(event.transfer_id),
-    words.KvFailed: lambda self, event: self._kv.note_failed(event.transfer_id),
+    TransferOutcome: lambda self, event: self._kv.note_outcome(event),
     words.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
     words.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
     words.MembersConnected: lambda self, event: self._preparation.note_connected(event),

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, get_args
 from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.frames import Activations, MemberFrame
 from services.core.changeover.route import Transfer
+from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.planner.events import (
     ClientCommand,
     IterationEvent,
@@ -75,27 +76,6 @@ class DepartedReleased:
 
     blocks: int
     departed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KvArrived:
-    """A transfer of KV to this member is complete and verified."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvSent:
-    """A transfer of KV from this member is complete; its receiver says so to the leader."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvFailed:
-    """A transfer of KV from or to this member has failed."""
-
-    transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +160,7 @@ Event = (
     | PeersLost
     | StageSwitched
     | DepartedReleased
-    | KvArrived
-    | KvSent
-    | KvFailed
+    | TransferOutcome
     | PreparationAsked
     | PreparationAborted
     | MembersConnected

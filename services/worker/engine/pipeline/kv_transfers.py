@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from services.core.changeover.state import Changeover
-from services.core.changeover.vocabulary import KvFailed, SendBlocks
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
+from services.core.changeover.vocabulary import SendBlocks
 from services.worker.engine.pipeline.failpoints import ChangePoints
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -30,7 +31,7 @@ class KvTransfers:
     mover: Mover
     points: ChangePoints
 
-    def send(self, command: SendBlocks) -> KvFailed | None:
+    def send(self, command: SendBlocks) -> TransferOutcome | None:
         """Begin a transfer in the background; its failure if there is no place for it."""
         memory = self.stage.runner.stage_memory
         cut = KvCut(
@@ -50,8 +51,9 @@ class KvTransfers:
                 self.links.epoch,
                 pieces,
             )
-        except MoverFull:
-            return KvFailed(command.transfer_id)
+        except MoverFull as error:
+            transfer_id, peer = command.transfer_id, command.transfer.destination
+            return TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=str(error))
         return None
 
     def take(self, piece: KvPiece, payload: Bytes) -> None:

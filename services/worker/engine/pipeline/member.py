@@ -17,6 +17,7 @@ from services.core.changeover.configuration import Configuration
 from services.core.changeover.epoch_fence import Standing
 from services.core.changeover.frames import Samples
 from services.core.changeover.state import Changeover, MemberPhase
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
@@ -48,11 +49,6 @@ from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, 
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
 from services.worker.engine.transfer.receiver import IsCurrent, Unpack
-from services.worker.engine.transfer.transfer_event import (
-    TransferFailed,
-    TransferReceived,
-    TransferSent,
-)
 from services.worker.errors import InvalidBlocks, WorkerError
 from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 
@@ -293,18 +289,21 @@ class Member:
             match event:
                 case PeerConnected() | PeerLost():
                     self._connections.note_bulk(event)
-                case TransferReceived(transfer_id=transfer_id):
-                    if not self._restoring.note_transfer(transfer_id, intact=True):
-                        self._apply(words.KvArrived(transfer_id))
-                case TransferSent(transfer_id=transfer_id):
-                    self._apply(words.KvSent(transfer_id))
-                case TransferFailed(transfer_id=transfer_id, peer=peer, reason=reason):
-                    log.warning(
-                        "transfer %s with %s failed: %s", transfer_id, peer or "nobody", reason
-                    )
-                    if not self._restoring.note_transfer(transfer_id, intact=False):
-                        self._apply(words.KvFailed(transfer_id))
+                case TransferOutcome():
+                    self._note_outcome(event)
         return bool(events)
+
+    def _note_outcome(self, outcome: TransferOutcome) -> None:
+        """A transfer of KV or of parameters has ended."""
+        transfer_id, status = outcome.transfer_id, outcome.status
+        if status is TransferStatus.FAILED:
+            peer, reason = outcome.peer or "no peer", outcome.reason
+            log.warning("transfer %s with %s failed: %s", transfer_id, peer, reason)
+        if status is not TransferStatus.SENT:
+            intact = status is TransferStatus.RECEIVED
+            if self._restoring.note_transfer(transfer_id, intact=intact):
+                return  # parameters that a preparation fetches; all else is KV
+        self._apply(outcome)
 
     def _look_after_lost(self, configuration: Configuration) -> None:
         """Give up work that only lost peers could do, and note whether the group can go on."""

@@ -4,7 +4,7 @@ It moves one piece at a time, so that activations and a cancel wait for one piec
 on its own thread (`start`), or its owner steps it (`step`): the code is the same.
 
 Every transfer that `send` has accepted, that a peer has begun or that is cancelled ends with
-exactly one TransferSent, TransferReceived or TransferFailed; until then its memory is in use.
+exactly one TransferOutcome; until then its memory is in use.
 """
 
 import logging
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from services.common.clock import monotonic_s
+from services.core.changeover.transfer_outcome import TransferOutcome
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import FrameError, LaneClosed, MoverFull
 from services.worker.engine.transfer.frame import Frame
@@ -28,11 +29,10 @@ from services.worker.engine.transfer.pieces import (
     OutgoingPiece,
     ParameterPiece,
     PieceTaken,
-    TransferEnded,
+    TransferAborted,
 )
 from services.worker.engine.transfer.receiver import IsCurrent, Receiver, ReceiverWaits, Unpack
 from services.worker.engine.transfer.sender import Sender, SenderBounds
-from services.worker.engine.transfer.transfer_event import TransferEvent
 
 CHUNK_BYTES_MAX = 1 << 20
 FAST_LINK_TIMES = 4  # how much larger pieces become where a link carries them in a millisecond
@@ -41,7 +41,7 @@ PATIENCE_MIN_S = 2.0
 REST_S = 1.0  # the longest sleep of the thread
 CLOSE_TIMEOUT_S = 10.0
 
-MoverEvent = TransferEvent | PeerConnected | PeerLost
+MoverEvent = TransferOutcome | PeerConnected | PeerLost
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Mover:
     def cancel(self, transfer_id: str) -> None:
         """Cancel a transfer, outgoing or incoming, begun or expected.
 
-        TransferFailed follows unless the transfer's end has been reported already.
+        A FAILED outcome follows unless the transfer's end has been reported already.
         """
         with self._lock:
             self._commands.append(transfer_id)
@@ -266,9 +266,9 @@ class Mover:
             log.warning("a damaged answer of %s is ignored: %s", peer, error)
             return
         match header:
-            case TransferEnded(by_sender=True):
+            case TransferAborted(by_sender=True):
                 self._receiver.handle(peer, header)
-            case PieceTaken() | TransferEnded():
+            case PieceTaken() | TransferAborted():
                 self._sender.handle(peer, header, now_s)
             case _:
                 log.warning("an unknown frame on the bulk lane is ignored; %s sent it", peer)

@@ -49,7 +49,7 @@ class PieceTaken(msgspec.Struct, frozen=True, array_like=True):
     piece: int
 
 
-class TransferEnded(msgspec.Struct, frozen=True, array_like=True):
+class TransferAborted(msgspec.Struct, frozen=True, array_like=True):
     """One side has given a transfer up. `by_sender`: it was the sender of the pieces."""
 
     transfer_id: str
@@ -62,7 +62,7 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
     0x100: KvPiece,
     0x101: ParameterPiece,
     0x102: PieceTaken,
-    0x103: TransferEnded,
+    0x103: TransferAborted,
 }
 """By the number that stands for them on the wire."""
 

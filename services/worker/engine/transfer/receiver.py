@@ -5,18 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import TransferRefused
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.lane import Lane
-from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferEnded
-from services.worker.engine.transfer.sender import notify
-from services.worker.engine.transfer.transfer_event import (
-    CANCELLED,
-    ENDED_MAX,
-    TransferEvent,
-    TransferFailed,
-    TransferReceived,
-)
+from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferAborted
+from services.worker.engine.transfer.sender import CANCELLED, ENDED_MAX, notify
 from services.worker.errors import WorkerError
 
 TRANSFERS_MAX = 4096
@@ -169,7 +163,7 @@ class Receiver:
         waits: ReceiverWaits,
         is_current: IsCurrent,
         unpack: Unpack,
-        report: Callable[[TransferEvent], None],
+        report: Callable[[TransferOutcome], None],
     ) -> None:
         self._lane = lane
         self._waits = waits
@@ -201,13 +195,13 @@ class Receiver:
             self._end(key, CANCELLED)
         if not keys and not self._inbox.is_over(transfer_id):
             self._inbox.refuse_later(transfer_id)
-            self._report(TransferFailed(transfer_id, None, False, CANCELLED))
+            self._report(TransferOutcome(transfer_id, TransferStatus.FAILED, reason=CANCELLED))
 
-    def handle(self, peer: str, ended: TransferEnded) -> None:
+    def handle(self, peer: str, aborted: TransferAborted) -> None:
         """Handle that the sender has given a transfer up."""
-        key = (peer, ended.transfer_id)
+        key = (peer, aborted.transfer_id)
         if self._inbox.ending(key) is None:
-            self._end(key, f"given up by its sender: {ended.reason}", tell=False)
+            self._end(key, f"given up by its sender: {aborted.reason}", tell=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
         """Give up all transfers from a lost peer."""
@@ -275,11 +269,8 @@ class Receiver:
         if transfer.is_whole:
             self._inbox.end(key, whole=True)
             peer, transfer_id = key
-            self._report(
-                TransferReceived(
-                    transfer_id, peer, frame.group_id, frame.epoch, transfer.size_bytes
-                )
-            )
+            size_bytes, status = transfer.size_bytes, TransferStatus.RECEIVED
+            self._report(TransferOutcome(transfer_id, status, peer, size_bytes))
 
     def _answer_late(self, arrived: _Arrived, whole: bool) -> None:
         """Answer a piece of a transfer that has ended already."""
@@ -288,8 +279,8 @@ class Receiver:
             self._answer(arrived)
         else:
             frame = arrived.frame
-            ended = TransferEnded(transfer_id, False, "the transfer has ended")
-            notify(self._lane, peer, frame.group_id, frame.epoch, ended)
+            aborted = TransferAborted(transfer_id, False, "the transfer has ended")
+            notify(self._lane, peer, frame.group_id, frame.epoch, aborted)
 
     def _answer(self, arrived: _Arrived) -> None:
         peer, transfer_id = arrived.key
@@ -301,5 +292,5 @@ class Receiver:
         peer, transfer_id = key
         self._inbox.end(key, whole=False)
         if tell:
-            notify(self._lane, peer, "", 0, TransferEnded(transfer_id, False, reason))
-        self._report(TransferFailed(transfer_id, peer, False, reason))
+            notify(self._lane, peer, "", 0, TransferAborted(transfer_id, False, reason))
+        self._report(TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=reason))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
 from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Lane
@@ -16,16 +17,11 @@ from services.worker.engine.transfer.outgoing import (
     PackedPiece,
 )
 from services.worker.engine.transfer.piece_window import WindowBounds
-from services.worker.engine.transfer.pieces import PieceTaken, TransferEnded
-from services.worker.engine.transfer.transfer_event import (
-    CANCELLED,
-    ENDED_MAX,
-    TransferEvent,
-    TransferFailed,
-    TransferSent,
-)
+from services.worker.engine.transfer.pieces import PieceTaken, TransferAborted
 from services.worker.errors import WorkerError
 
+CANCELLED = "cancelled"
+ENDED_MAX = 16_384  # ended transfers that are remembered
 RETRY_S = 0.01  # pause after the lane was full
 
 log = logging.getLogger(__name__)
@@ -44,7 +40,7 @@ class Sender:
     """For the thread that steps the mover."""
 
     def __init__(
-        self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferEvent], None]
+        self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferOutcome], None]
     ) -> None:
         self._lane = lane
         self._answer_timeout_s = bounds.answer_timeout_s
@@ -65,7 +61,7 @@ class Sender:
             self._give_up(transfer, CANCELLED)
         return transfer is not None or transfer_id in self._ended
 
-    def handle(self, peer: str, header: PieceTaken | TransferEnded, now_s: float) -> None:
+    def handle(self, peer: str, header: PieceTaken | TransferAborted, now_s: float) -> None:
         """Handle an answer of a receiver; one about an unknown transfer is ignored."""
         transfer = self._outbox.find(header.transfer_id)
         if transfer is None or transfer.peer != peer:
@@ -150,8 +146,8 @@ class Sender:
         transfer.ended = reason
         transfer.packed = None
         if tell:
-            ended = TransferEnded(transfer.transfer_id, True, reason)
-            notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, ended)
+            aborted = TransferAborted(transfer.transfer_id, True, reason)
+            notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, aborted)
 
     def _remember(self, transfer_id: str) -> None:
         self._ended[transfer_id] = None
@@ -171,7 +167,8 @@ def notify(lane: Lane, peer: str, group_id: str, epoch: int, header: msgspec.Str
         log.warning("an answer to %s was lost: %s", peer, error)
 
 
-def _outcome(transfer: OutgoingTransfer) -> TransferSent | TransferFailed:
+def _outcome(transfer: OutgoingTransfer) -> TransferOutcome:
+    transfer_id, peer = transfer.transfer_id, transfer.peer
     if transfer.ended is not None:
-        return TransferFailed(transfer.transfer_id, transfer.peer, True, transfer.ended)
-    return TransferSent(transfer.transfer_id, transfer.peer, transfer.size_bytes)
+        return TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=transfer.ended)
+    return TransferOutcome(transfer_id, TransferStatus.SENT, peer, transfer.size_bytes)

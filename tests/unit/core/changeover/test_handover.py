@@ -8,6 +8,7 @@ from services.core.changeover import vocabulary as words
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Adopt, Adopted, FreeKv
 from services.core.changeover.state import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, MemberPhase
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RefuseRequest, RequestAborted
 from services.core.planner.sequence import Phase
@@ -162,8 +163,8 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
     script.transfers_run = False
     script.change(APART)
     ((transfer_id, _),) = script.sending.items()
-    script.do("a", words.KvFailed(transfer_id))
-    script.do("b", words.KvFailed(transfer_id))
+    script.do("a", TransferOutcome(transfer_id, TransferStatus.FAILED))
+    script.do("b", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.settle()
     assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
     assert script.taken_at("b") == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from services.core.changeover.route import Transfer
-from services.core.changeover.vocabulary import KvFailed, SendBlocks
+from services.core.changeover.transfer_outcome import TransferStatus
+from services.core.changeover.vocabulary import SendBlocks
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.worker.engine.pipeline.failpoints import ChangePoints
@@ -90,7 +91,9 @@ def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: 
 def test_no_place_for_a_transfer_is_its_failure(place: Place) -> None:
     place.table.adopt("r", 3)
     place.full = True
-    assert place.transfers.send(SENT) == KvFailed("t")
+    outcome = place.transfers.send(SENT)
+    assert outcome is not None
+    assert (outcome.transfer_id, outcome.status) == ("t", TransferStatus.FAILED)
 
 
 @pytest.mark.parametrize("gone", ["released", "released and begun anew", "fewer"])

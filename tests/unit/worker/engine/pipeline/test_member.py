@@ -17,7 +17,8 @@ from services.core.changeover.state import (
     MemberConfig,
     MemberPhase,
 )
-from services.core.changeover.vocabulary import KvFailed, RequestEvent
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
+from services.core.changeover.vocabulary import RequestEvent
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
     IterationDropped,
@@ -183,7 +184,8 @@ def test_kv_that_cannot_be_sent_is_computed_again(
         handle = changeover.handle
 
         def heard(event: Any, handle: Any = handle) -> Any:
-            failed.extend([event] if isinstance(event, KvFailed) else [])
+            if isinstance(event, TransferOutcome) and event.status is TransferStatus.FAILED:
+                failed.append(event)
             return handle(event)
 
         monkeypatch.setattr(changeover, "handle", heard)
