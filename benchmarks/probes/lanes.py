@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from services.common.clock import monotonic_s
 from services.common.lifecycle import die_with_parent
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import LaneClosed
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
@@ -244,7 +244,7 @@ def _mover(lane: UcxLane, gate: ActivationGate, slab: SlabWalk, chunk_bytes: int
         slab.next(payload.size)[:] = payload
 
     config = MoverConfig(chunk_bytes=chunk_bytes)
-    mover = Mover(lane, gate, config, lambda group_id, epoch: Standing.CURRENT, store)
+    mover = Mover(lane, gate, config, lambda group_id, epoch: EpochStatus.CURRENT, store)
     mover.start()
     return mover
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import MemberFrame, Samples
@@ -37,8 +37,8 @@ from tideserve.sim.time_model import TimeModel
 TURN_S = 0.1
 """While something is under way, an idle worker takes a turn as often, for what only time ends."""
 _NOTHING_TO_DO = (
-    *(MoveBlocks, words.CancelTransfer),
-    *(words.NoteAborted, words.NoteAdopted, words.NoteMoved),
+    *(MoveBlocks, vocabulary.CancelTransfer),
+    *(vocabulary.NoteAborted, vocabulary.NoteAdopted, vocabulary.NoteMoved),
 )
 """Copies within a device take no time, and whatever was sent arrives."""
 Answered = Callable[[str, str, bool, str], None]
@@ -91,25 +91,25 @@ class SimulatedMember:
         self._busy: Busy | None = None  # what the commands keep the device with
         self._is_changing = False
         self._has_turn = False
-        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
-            words.SendFrame: self._send,
-            words.RunStage: self._run_stage,
-            words.SwitchStage: self._switch,
-            words.ReleaseDeparted: self._release_departed,
-            words.SendBlocks: self._send_blocks,
-            words.ConnectMembers: self._connect,
-            words.MeasureRestore: self._measure,
-            words.ShrinkKv: self._shrink,
-            words.RestoreSlab: self._restore,
-            words.MapKv: lambda _command: words.KvMapped(),
-            words.UndoRestore: self._undo_restore,
-            words.EndPreparation: self._end_preparation,
+        self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
+            vocabulary.SendFrame: self._send,
+            vocabulary.RunStage: self._run_stage,
+            vocabulary.SwitchStage: self._switch,
+            vocabulary.ReleaseDeparted: self._release_departed,
+            vocabulary.SendBlocks: self._send_blocks,
+            vocabulary.ConnectMembers: self._connect,
+            vocabulary.MeasureRestore: self._measure,
+            vocabulary.ShrinkKv: self._shrink,
+            vocabulary.RestoreSlab: self._restore,
+            vocabulary.MapKv: lambda _command: vocabulary.KvMapped(),
+            vocabulary.UndoRestore: self._undo_restore,
+            vocabulary.EndPreparation: self._end_preparation,
             EmitToken: instance.tell,
             RefuseRequest: instance.tell,
         }
-        self._carriers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
-        self._handle(words.ConfigurationCommitted(self._now_s, _stages_of((group,))))
-        self._handle(words.TurnTaken(self._now_s))
+        self._handlers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
+        self._handle(vocabulary.ConfigurationCommitted(self._now_s, _stages_of((group,))))
+        self._handle(vocabulary.TurnTaken(self._now_s))
         instance.member = self
 
     @property
@@ -140,7 +140,9 @@ class SimulatedMember:
             answered(asked.attempt, self.name, False, answer.reason)
             return
         self._answered[asked.attempt] = answered
-        self.instance.post(self.apply, words.PreparationAsked(asked.attempt, _stages_of(groups)))
+        self.instance.post(
+            self.apply, vocabulary.PreparationAsked(asked.attempt, _stages_of(groups))
+        )
 
     def abort(self, asked: AbortAsked) -> None:
         """A coordinator aborts an attempt."""
@@ -160,11 +162,11 @@ class SimulatedMember:
 
     def _abort(self, attempt: str) -> None:
         self._answered.pop(attempt, None)
-        self.instance.post(self.apply, words.PreparationAborted(attempt))
+        self.instance.post(self.apply, vocabulary.PreparationAborted(attempt))
 
     # --- events, between iterations
 
-    def apply(self, event: words.Event) -> Busy | None:
+    def apply(self, event: vocabulary.Event) -> Busy | None:
         """Have the machine handle an event, and carry its commands out."""
         self._handle(event)
         busy, self._busy = self._busy, None
@@ -174,7 +176,7 @@ class SimulatedMember:
         """Go on with what is under way, as far as it goes without waiting."""
         changeover, busy = self.changeover, None
         while changeover.needs_turn(self._now_s) and busy is None:
-            commands = changeover.handle(words.TurnTaken(self._now_s))
+            commands = changeover.handle(vocabulary.TurnTaken(self._now_s))
             if not commands:
                 self._take_another_turn()
                 break
@@ -183,7 +185,7 @@ class SimulatedMember:
         if self._is_changing and changeover.settled:
             self._is_changing = False
             self._world.log.note_settled(self.name, self._now_s)
-            if (due_s := changeover.shelf_due_s) is not None:
+            if (due_s := changeover.parked_due_s) is not None:
                 self._world.simulation.at(due_s, self.instance.wake)
         return busy
 
@@ -197,7 +199,7 @@ class SimulatedMember:
 
     def _commit(self, groups: tuple[GroupStages, ...]) -> Busy | None:
         self._is_changing = True
-        return self.apply(words.ConfigurationCommitted(self._now_s, groups))
+        return self.apply(vocabulary.ConfigurationCommitted(self._now_s, groups))
 
     def _take(self, epoch: int, sent: _Sent) -> Busy | None:
         """Take what another member has sent, or this one itself."""
@@ -213,9 +215,9 @@ class SimulatedMember:
             self.instance.finish(content.number)
             return None
         self._run = sent.run
-        return self.apply(words.FrameReceived(self._now_s, sent.peer, content))
+        return self.apply(vocabulary.FrameReceived(self._now_s, sent.peer, content))
 
-    def post(self, event: words.Event) -> None:
+    def post(self, event: vocabulary.Event) -> None:
         """Have the machine handle an event after the iteration that runs."""
         self.instance.post(self.apply, event)
 
@@ -230,16 +232,16 @@ class SimulatedMember:
 
     # --- commands
 
-    def _handle(self, event: words.Event) -> None:
+    def _handle(self, event: vocabulary.Event) -> None:
         self._carry_out(self.changeover.handle(event))
 
-    def _carry_out(self, commands: list[words.Command]) -> None:
+    def _carry_out(self, commands: list[vocabulary.Command]) -> None:
         for command in commands:
-            answer = self._carriers[type(command)](command)
+            answer = self._handlers[type(command)](command)
             if answer is not None:
                 self._handle(answer)
 
-    def _send(self, command: words.SendFrame[Any]) -> None:
+    def _send(self, command: vocabulary.SendFrame[Any]) -> None:
         epoch = self._frames.epoch if command.group is None else command.group.epoch
         self._transmit(command.peer, epoch, _Sent(self.name, command.frame))
 
@@ -253,7 +255,7 @@ class SimulatedMember:
         arguments = (member.instance.post, member._take, epoch, sent)
         self._world.network.send(self.name, size_bytes, *arguments)
 
-    def _run_stage(self, _command: words.RunStage) -> None:
+    def _run_stage(self, _command: vocabulary.RunStage) -> None:
         assert self._run is not None and self._busy is None
         self._busy = self._running(self._run)
 
@@ -270,25 +272,25 @@ class SimulatedMember:
             sent, size_bytes = _Sent(self.name, Samples(run.frame.number, {})), MESSAGE_BYTES
         self._transmit(configuration.next_worker, self._frames.epoch, sent, size_bytes)
 
-    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+    def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new = command.configuration
         early = self._frames.enter(new.epoch)
         for sent in reversed(early):  # before what came after it
             self.instance.post_first(self._take, new.epoch, sent)
         if self.changeover.configuration is None:
-            return words.StageSwitched(self.state.pool.num_blocks, departed=False)
+            return vocabulary.StageSwitched(self.state.pool.num_blocks, departed=False)
         if self.pipeline is not None:
             self._world.log.note_pipelines([self.pipeline])
             self.pipeline = None
         self.memory.switch(range(new.stage.first_layer, new.stage.end_layer))
         self._busy = Busy(self._costs.pause_s, _nothing, ())
-        return words.StageSwitched(self.memory.blocks, bool(self.memory.departed_layers))
+        return vocabulary.StageSwitched(self.memory.blocks, bool(self.memory.departed_layers))
 
-    def _release_departed(self, command: words.ReleaseDeparted) -> words.DepartedReleased:
+    def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
         self.memory.release_departed(command.blocks)
-        return words.DepartedReleased(self.memory.blocks, bool(self.memory.departed_layers))
+        return vocabulary.DepartedReleased(self.memory.blocks, bool(self.memory.departed_layers))
 
-    def _send_blocks(self, command: words.SendBlocks) -> None:
+    def _send_blocks(self, command: vocabulary.SendBlocks) -> None:
         transfer = command.transfer
         layers = transfer.end_layer - transfer.first_layer
         size_bytes = command.blocks * self.memory.block_bytes * layers
@@ -301,24 +303,24 @@ class SimulatedMember:
 
     # --- commands of a preparation
 
-    def _connect(self, command: words.ConnectMembers) -> None:
-        connected = words.MembersConnected(command.attempt)
+    def _connect(self, command: vocabulary.ConnectMembers) -> None:
+        connected = vocabulary.MembersConnected(command.attempt)
         self._world.simulation.after(self._costs.connect_s, self.post, connected)
 
-    def _measure(self, command: words.MeasureRestore) -> words.RestoreMeasured:
+    def _measure(self, command: vocabulary.MeasureRestore) -> vocabulary.RestoreMeasured:
         memory, layers = self.memory, range(command.first_layer, command.end_layer)
         held = memory.slabs_of(memory.layers)
-        return words.RestoreMeasured(
+        return vocabulary.RestoreMeasured(
             memory.blocks_beside(layers),
             tuple(slab for slab in memory.slabs_of(layers) if slab not in held),
             tuple(sorted(set(layers) - set(memory.layers))),
         )
 
-    def _shrink(self, command: words.ShrinkKv) -> words.KvShrunk:
+    def _shrink(self, command: vocabulary.ShrinkKv) -> vocabulary.KvShrunk:
         self.memory.shrink(command.blocks)
-        return words.KvShrunk(command.attempt)
+        return vocabulary.KvShrunk(command.attempt)
 
-    def _restore(self, command: words.RestoreSlab) -> None:
+    def _restore(self, command: vocabulary.RestoreSlab) -> None:
         if not command.holder:
             self._verify(command)
             return
@@ -326,26 +328,26 @@ class SimulatedMember:
         arguments = (holder.instance.post, holder._send_slab, self, command)
         self._world.network.send(self.name, MESSAGE_BYTES, *arguments)
 
-    def _send_slab(self, asker: "SimulatedMember", command: words.RestoreSlab) -> None:
+    def _send_slab(self, asker: "SimulatedMember", command: vocabulary.RestoreSlab) -> None:
         """A member restores a slab that this one runs."""
         network, memory = self._world.network, self.memory
         if command.slab in memory.slabs_of(memory.layers):
             size_bytes = memory.slab_bytes(command.slab)
             network.send_bulk(self.name, size_bytes, asker._verify, command)
         else:
-            lacking = words.SlabVerified(command.attempt, command.slab, intact=False)
+            lacking = vocabulary.SlabVerified(command.attempt, command.slab, intact=False)
             network.send(self.name, MESSAGE_BYTES, asker.post, lacking)
 
-    def _verify(self, command: words.RestoreSlab) -> None:
-        verified = words.SlabVerified(command.attempt, command.slab, intact=True)
+    def _verify(self, command: vocabulary.RestoreSlab) -> None:
+        verified = vocabulary.SlabVerified(command.attempt, command.slab, intact=True)
         seconds = self.memory.slab_bytes(command.slab) / self._costs.verify_bytes_per_s
         self._world.simulation.after(seconds, self.post, verified)
 
-    def _undo_restore(self, _command: words.UndoRestore) -> words.RestoreUndone:
+    def _undo_restore(self, _command: vocabulary.UndoRestore) -> vocabulary.RestoreUndone:
         self.memory.abandon_restore()
-        return words.RestoreUndone(self.memory.blocks)
+        return vocabulary.RestoreUndone(self.memory.blocks)
 
-    def _end_preparation(self, command: words.EndPreparation) -> None:
+    def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         answered = self._answered.pop(command.attempt, None)
         if answered is not None:
             ready = command.refusal is None

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from services.core.changeover import frames
+from services.core.changeover.adoption import Adoption
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.lost_peers import LostPeers
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
-from services.core.changeover.takeover import Takeover
-from services.core.changeover.unclaimed import Unclaimed
 from services.core.changeover.vocabulary import RunStage
 from services.core.planner.configuration_events import MicrobatchFollowed
 from services.core.planner.events import IterationFinished
@@ -31,9 +31,9 @@ class FrameHandlers:
     context: MemberContext
     kv: StageKv
     moves: LeaderMoves
-    unclaimed: Unclaimed
+    orphaned_kv: OrphanedKv
     handover: Handover
-    takeover: Takeover
+    adoption: Adoption
     capacity: MemberCapacity
     preparation: Preparation
     lost: LostPeers
@@ -47,7 +47,7 @@ class FrameHandlers:
 
     def receive(self, peer: str, frame: frames.MemberFrame) -> None:
         """A frame has come; while stages join, some have to wait."""
-        if not self.takeover.defers(peer, frame):
+        if not self.adoption.defers(peer, frame):
             self.take(peer, frame)
 
     def take(self, peer: str, frame: frames.MemberFrame) -> None:
@@ -60,7 +60,7 @@ class FrameHandlers:
         After `Drained` nothing runs, nor after the loss of a member, between which and this one
         microbatches are missing, even if it is connected again.
         """
-        if self.drained or self.lost.desertion.lost_member:
+        if self.drained or self.lost.isolation.lost_member:
             return
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
         self.context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
@@ -69,7 +69,7 @@ class FrameHandlers:
         self.context.commands.append(RunStage(frame))
 
     def _finish(self, _peer: str, frame: frames.Samples) -> None:
-        if self.lost.desertion.lost_member:
+        if self.lost.isolation.lost_member:
             return  # one before it may be missing; all run again
         now_s = self.context.now_s
         self.context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
@@ -79,8 +79,8 @@ class FrameHandlers:
 
         KV that they shared has been freed here. The peer learns of the loss, too, and goes on.
         """
-        if peer not in self.lost.left:
-            self.takeover.adopt(peer, frame)
+        if peer not in self.lost.unreachable:
+            self.adoption.adopt(peer, frame)
 
     def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
         """The leader has drained: blocks that it released are free, later microbatches ignored.
@@ -94,7 +94,7 @@ class FrameHandlers:
 
     def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
         """No `Adopt` follows from an old leader. From this member's leader: no `Adopted` either."""
-        self.takeover.note_all_adopted(peer)
+        self.adoption.note_all_adopted(peer)
         if peer == self.context.leader:
             self.leader_has_left = True
 
@@ -119,17 +119,21 @@ _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
     frames.Activations: FrameHandlers._follow,
     frames.Samples: FrameHandlers._finish,
     frames.Drained: FrameHandlers._note_drained,
-    frames.Joined: lambda self, peer, frame: self.takeover.note_joined(peer, frame),
+    frames.Joined: lambda self, peer, frame: self.adoption.note_joined(peer, frame),
     frames.Capacity: lambda self, peer, frame: self.capacity.note(peer, frame),
     frames.CapacityKept: FrameHandlers._note_kept,
-    frames.Credit: lambda self, peer, frame: self.capacity.credit(peer, frame),
+    frames.ForeignBlocksFreed: lambda self, peer, frame: self.capacity.note_foreign_freed(
+        peer, frame
+    ),
     frames.Adopt: FrameHandlers._adopt,
     frames.Adopted: lambda self, peer, frame: self.handover.note_adopted(peer, frame),
     frames.RequestDropped: lambda self, _peer, frame: self.abort(frame.request_id),
     frames.AllAdopted: FrameHandlers._note_all_adopted,
-    frames.AllMoved: lambda self, _peer, frame: self.unclaimed.note(frame, self.lost.left),
-    frames.Passed: lambda self, peer, _frame: self.lost.note_passed(peer),
-    frames.Farewell: lambda self, peer, _frame: self.lost.note_farewell(peer),
+    frames.AllMoved: lambda self, _peer, frame: self.orphaned_kv.note_all_moved(
+        frame, self.lost.unreachable
+    ),
+    frames.EpochAbandoned: lambda self, peer, _frame: self.lost.note_epoch_abandoned(peer),
+    frames.MemberRemoved: lambda self, peer, _frame: self.lost.note_removed(peer),
     frames.Reserve: FrameHandlers._reserve,
     frames.Reserved: lambda self, peer, frame: self.moves.receive(peer, frame),
     frames.SendKv: lambda self, peer, frame: self.kv.send(peer, frame),

@@ -3,7 +3,7 @@
 A request is aborted at the worker that led it before, until its stream has moved. That worker
 passes the abort on, whether or not a gateway is there to do so.
 
-Where batch work yields, it is not handed over with the rest: see `Shelf`.
+Where batch work yields, it is not handed over with the rest: see `ParkedBatch`.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -25,7 +25,9 @@ from services.core.planner.events import RequestAborted
 from services.core.planner.sequence import Sequence
 
 
-def deal(sequences: Iterable[Sequence], leaders: Iterable[str]) -> list[tuple[Sequence, str]]:
+def assign_to_leaders(
+    sequences: Iterable[Sequence], leaders: Iterable[str]
+) -> list[tuple[Sequence, str]]:
     """Give each sequence of an old leader to one of the new ones, so that blocks are balanced.
 
     Sequences with most blocks come first, in the order in which they are to be handed over.
@@ -60,7 +62,7 @@ def absent_stages(new: Iterable[Stage], old: Iterable[Stage]) -> frozenset[int]:
     return frozenset(number for number, stage in enumerate(new) if stage.worker_id not in holders)
 
 
-class Shelf:
+class ParkedBatch:
     """Batch sequences that rest at a worker while another one leads.
 
     They gave their KV up when the configuration ended, so that only that of online requests moves.
@@ -81,7 +83,7 @@ class Shelf:
             return None
         return self._since_s + self._context.planner.config.shelf_max_s
 
-    def fill(self, new: Configuration) -> frozenset[str]:
+    def park(self, new: Configuration) -> frozenset[str]:
         """A change begins; returns the sequences that are not to be handed over with it."""
         context = self._context
         was, self._names = self._names, frozenset()
@@ -92,7 +94,7 @@ class Shelf:
         if any(context.worker_id in group.draining for group in new.groups):
             return self._names
         sequences = context.planner.sequences.values()
-        rests = frozenset(one.request_id for one in sequences if self._may_rest(one))
+        rests = frozenset(one.request_id for one in sequences if self._may_park(one))
         if new.leads:
             return rests & was
         self._names = rests
@@ -108,7 +110,7 @@ class Shelf:
         self._names = frozenset()
         return [one.request_id for one in sorted(found, key=lambda one: one.age)]
 
-    def _may_rest(self, sequence: Sequence) -> bool:
+    def _may_park(self, sequence: Sequence) -> bool:
         """Whether it is batch work that yields, and has given its blocks back."""
         yields = self._context.planner.sequence_table.precedence.batch_yields
         return yields and not sequence.request.service.online and not sequence.blocks
@@ -117,7 +119,7 @@ class Shelf:
 class Handover:
     """The last hand-over. `pending`: sequence → the leader that has yet to adopt it.
 
-    `old_stages` held the sequences until then, as the group `old_group`. `shelf`: batch sequences
+    `old_stages` held the sequences until then, as the group `old_group`. `parked`: batch sequences
     that no leader gets for the time being.
     """
 
@@ -125,11 +127,11 @@ class Handover:
         self.pending: dict[str, str] = {}
         self.old_stages: tuple[Stage, ...] = ()
         self.old_group = ""
-        self.shelf = Shelf(context)
+        self.parked = ParkedBatch(context)
         self._context = context
         self._aborted: set[str] = set()  # of `pending`
         self._moved: dict[str, str] = {}  # sequence → the leader that has adopted it
-        self._dealt: dict[str, str] = {}  # sequence → its new leader, pending or adopted since
+        self._assigned: dict[str, str] = {}  # sequence → its new leader, pending or adopted since
         self._freeing: dict[str, set[str]] = {}  # sequence that came back → where its KV still is
 
     @property
@@ -137,13 +139,13 @@ class Handover:
         """Whether every request has found its leader."""
         return not self.pending and not self._freeing
 
-    def settled_beside(self, leader: str) -> bool:
+    def settled_except(self, leader: str) -> bool:
         """Whether every request has found its leader, except those that wait for `leader`."""
         return not self._freeing and all(to == leader for to in self.pending.values())
 
     def begin(self) -> None:
         """A change begins: the present configuration is the old one from here on."""
-        for entries in (self.pending, self._moved, self._dealt, self._freeing):
+        for entries in (self.pending, self._moved, self._assigned, self._freeing):
             entries.clear()
         configuration = self._context.configuration
         self.old_stages = self._context.stages
@@ -155,18 +157,18 @@ class Handover:
             self._end(name)
         self._aborted.clear()
 
-    def deal(self, new: Configuration) -> None:
+    def distribute(self, new: Configuration) -> None:
         """Give each sequence of this old leader to one of the new leaders, by blocks.
 
         No block is freed here: how many this worker uses has been told to its new leader.
         """
-        rests = self.shelf.fill(new)
+        rests = self.parked.park(new)
         leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
         sequences = self._context.planner.sequences.values()
         for sequence in [one for one in sequences if one.request_id in rests]:
             self._context.change(SequenceResumed(sequence.request_id))  # it waits, and has nothing
         moving = [one for one in sequences if one.request_id not in rests]
-        for sequence, leader in deal(moving, leaders):
+        for sequence, leader in assign_to_leaders(moving, leaders):
             name = sequence.request_id
             if sequence.blocks:
                 self._context.change(SequenceHeld(name))
@@ -180,7 +182,7 @@ class Handover:
         context = self._context
         context.change(SequenceHeld(name))
         state = context.planner.export(name)
-        self.pending[name] = self._dealt[name] = leader
+        self.pending[name] = self._assigned[name] = leader
         context.send(
             leader,
             Adopt(
@@ -192,12 +194,12 @@ class Handover:
             ),
         )
 
-    def clear_shelf(self) -> None:
+    def hand_over_parked(self) -> None:
         """The group has been merged for long: its leader gets the batch sequences that rest here.
 
-        No effect before `Shelf.due_s`.
+        No effect before `ParkedBatch.due_s`.
         """
-        for name in self.shelf.take_due():
+        for name in self.parked.take_due():
             self.send(name, self._context.leader)
 
     def lose(self, leader: str, gone: Container[str]) -> list[str]:
@@ -214,8 +216,8 @@ class Handover:
         theirs = [group.workers for group in configuration.groups if leader in group.workers]
         stages = {stage.worker_id for stage in self.old_stages}.difference(*theirs)
         stages = {worker_id for worker_id in stages if worker_id not in gone}
-        for name in [name for name, to in self._dealt.items() if to == leader]:
-            del self._dealt[name]
+        for name in [name for name, to in self._assigned.items() if to == leader]:
+            del self._assigned[name]
             if self.pending.pop(name, None) is not None:
                 self._context.change(SequenceReset(name))
                 self._freeing[name] = set(stages)

@@ -173,7 +173,7 @@ class ExchangeState:
                 self._freeing.discard((frame.request_id, peer))
             case RequestGone(request_id=request_id):
                 if request_id in self.underway:
-                    self._free_sources(self._take(request_id), commands)
+                    self._free_sources(self._abandon(request_id), commands)
                 elif request_id in self.waiting:
                     self._free_sources(self.waiting.pop(request_id), commands)
             case SourceLost(worker_id=worker_id):
@@ -185,8 +185,8 @@ class ExchangeState:
     def start(self, now_s: float) -> list[ExchangeCommand]:
         """Begin moves while the window and the ledger allow; call it after events."""
         commands: list[ExchangeCommand] = []
-        lines = self._lines()
-        while (move := self._next_fitting(lines)) is not None:
+        queues = self._queues()
+        while (move := self._next_fitting(queues)) is not None:
             self._begin(move, now_s, commands)
         if self.waiting and not self.underway and not self._freeing:
             victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.request_id))
@@ -222,31 +222,31 @@ class ExchangeState:
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
                 is_underway = request_id in self.underway
-                move = self._take(request_id) if is_underway else self.waiting[request_id]
+                move = self._abandon(request_id) if is_underway else self.waiting[request_id]
                 self._recompute(move, commands)
 
-    def _lines(self) -> dict[str, deque[Move]]:
+    def _queues(self) -> dict[str, deque[Move]]:
         """What waits, by origin, in the order in which it may start."""
-        lines: dict[str, deque[Move]] = {}
+        queues: dict[str, deque[Move]] = {}
         by_block = sorted(
             self.waiting.values(),
             key=lambda move: (move.highest_block, move.request_id),
             reverse=True,
         )
         for move in by_block:
-            lines.setdefault(move.origin, deque()).append(move)
-        return lines
+            queues.setdefault(move.origin, deque()).append(move)
+        return queues
 
-    def _next_fitting(self, lines: dict[str, deque[Move]]) -> Move | None:
+    def _next_fitting(self, queues: dict[str, deque[Move]]) -> Move | None:
         """The move that starts next, of another origin than the last one where that fits.
 
         It is taken out of its line, as are those that do not fit: room only shrinks by moves that
         begin.
         """
-        for line in lines.values():
-            while line and not (self._fits(line[0]) and self.window.has_room(line[0].sizes)):
-                line.popleft()
-        heads = [line[0] for line in lines.values() if line]
+        for queue in queues.values():
+            while queue and not (self._fits(queue[0]) and self.window.has_room(queue[0].sizes)):
+                queue.popleft()
+        heads = [queue[0] for queue in queues.values() if queue]
         if not heads:
             return None
         move = max(
@@ -257,7 +257,7 @@ class ExchangeState:
                 move.request_id,
             ),
         )
-        return lines[move.origin].popleft()
+        return queues[move.origin].popleft()
 
     def _fits(self, move: Move) -> bool:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
@@ -297,7 +297,7 @@ class ExchangeState:
         if entry is None or frame.transfer_id not in entry.unfinished:
             return
         if not frame.intact:
-            self._recompute(self._take(frame.request_id), commands)
+            self._recompute(self._abandon(frame.request_id), commands)
             return
         del entry.unfinished[frame.transfer_id]
         if not entry.unfinished:
@@ -305,7 +305,7 @@ class ExchangeState:
             self.window.arrive(frame.request_id, move.sizes, now_s)
             self._complete(move, commands)
 
-    def _take(self, request_id: str) -> Move:
+    def _abandon(self, request_id: str) -> Move:
         """Give a move that is under way up."""
         move = self.underway.pop(request_id).move
         self.window.end(request_id, move.sizes)

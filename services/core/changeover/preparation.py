@@ -79,67 +79,71 @@ class Preparation:
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
-        self._now: _Attempt | None = None
-        self._next: _Attempt | None = None
+        self._current: _Attempt | None = None
+        self._queued: _Attempt | None = None
 
     @property
     def expected(self) -> bool:
         """Whether a change is being prepared, or is ready and may be committed."""
-        return self._next is not None or self._now is not None
+        return self._queued is not None or self._current is not None
 
     @property
     def running(self) -> bool:
         """Whether it needs turns."""
-        waits = self._now is not None and self._now.step is not PreparationStep.COMMIT
-        return self._next is not None or waits
+        waits = self._current is not None and self._current.step is not PreparationStep.COMMIT
+        return self._queued is not None or waits
 
     def ask(self, asked: PreparationAsked, draining: bool) -> None:
         """Get ready, unless that is being done for something else.
 
         While a committed change is `draining`, what was prepared before it is about to end.
         """
-        if self._next is not None or (self._now is not None and not draining):
+        if self._queued is not None or (self._current is not None and not draining):
             self._context.commands.append(EndPreparation(asked.attempt, BUSY))
         else:
             new = Configuration.of(self._context.worker_id, asked.groups)
-            self._next = _Attempt(asked.attempt, new)
+            self._queued = _Attempt(asked.attempt, new)
 
     def advance(self, settled: bool) -> None:
         """Go on as far as this turn allows; `settled`: the last change is over here."""
-        if self._next is not None and settled:
-            self._now, self._next = self._next, None
-            self._now.step = PreparationStep.CONNECTIONS
-            self._context.commands.append(ConnectMembers(self._now.attempt))
-        elif self._now is not None:
-            self._advance(self._now)
+        if self._queued is not None and settled:
+            self._current, self._queued = self._queued, None
+            self._current.step = PreparationStep.CONNECTIONS
+            self._context.commands.append(ConnectMembers(self._current.attempt))
+        elif self._current is not None:
+            self._advance(self._current)
 
     def abort(self, attempt: str) -> None:
         """The attempt will never be committed."""
-        if self._next is not None and self._next.attempt == attempt:
-            self._next = None
-        if self._now is not None and self._now.attempt == attempt:
+        if self._queued is not None and self._queued.attempt == attempt:
+            self._queued = None
+        if self._current is not None and self._current.attempt == attempt:
             self._undo()
 
-    def outdate(self) -> None:
+    def drop_queued(self) -> None:
         """A configuration is committed: an attempt that waits for the last change is over.
 
         It starts from an older configuration, whatever its epoch: that is above those of all groups
         that it would change, and the committed one above that of this worker's group alone.
         """
-        self._next = None
+        self._queued = None
 
-    def refuse_waiting(self) -> None:
+    def refuse_queued(self) -> None:
         """The last change is never over here, so no attempt can wait for its end."""
-        if self._next is not None:
-            self._context.commands.append(EndPreparation(self._next.attempt, UNFINISHED))
-            self._next = None
+        if self._queued is not None:
+            self._context.commands.append(EndPreparation(self._queued.attempt, UNFINISHED))
+            self._queued = None
 
     def ready_before(self, new: Configuration) -> Configuration | None:
         """What is ready here and older than `new`: it may have been committed unheard."""
-        now = self._now
-        if now is None or now.step is not PreparationStep.COMMIT or now.new.epoch >= new.epoch:
+        current = self._current
+        if (
+            current is None
+            or current.step is not PreparationStep.COMMIT
+            or current.new.epoch >= new.epoch
+        ):
             return None
-        return now.new
+        return current.new
 
     def end(self, new: Configuration) -> None:
         """A change is carried out: keep what was prepared if it fits, or else abort it.
@@ -147,87 +151,87 @@ class Preparation:
         It fits if this worker runs the prepared layers in `new`. `new` may be a later change: a
         member of the prepared groups was lost before this worker entered them.
         """
-        now = self._now
-        if now is not None:
-            ready = now.step is PreparationStep.COMMIT and now.new.stage == new.stage
+        current = self._current
+        if current is not None:
+            ready = current.step is PreparationStep.COMMIT and current.new.stage == new.stage
             if not ready:
                 self._undo()
-        self._now = None
+        self._current = None
 
     # --- answers
 
     def note_connected(self, event: MembersConnected) -> None:
         """The lanes are there, or one cannot be had."""
-        now = self._at(PreparationStep.CONNECTIONS, event.attempt)
-        if now is None:
+        current = self._at(PreparationStep.CONNECTIONS, event.attempt)
+        if current is None:
             return
         if event.unreachable:
             self._refuse(f"{event.unreachable} cannot be reached for transfers")
             return
-        now.step = PreparationStep.MEASUREMENT
-        stage = now.new.stage
+        current.step = PreparationStep.MEASUREMENT
+        stage = current.new.stage
         self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
 
     def note_measured(self, event: RestoreMeasured) -> None:
         """Go on with what is missing, and with the blocks that remain beside it."""
-        now = self._now
-        if now is None or now.step is not PreparationStep.MEASUREMENT:
+        current = self._current
+        if current is None or current.step is not PreparationStep.MEASUREMENT:
             return
         if not event.missing and not event.returning:
             self._ready()
             return
-        now.restoring = True
+        current.restoring = True
         if event.blocks < 1:
             self._refuse(NO_ROOM)
             return
-        now.limit, now.missing = event.blocks, list(event.missing)
-        now.returning, now.step = event.returning, PreparationStep.CAPACITY
+        current.limit, current.missing = event.blocks, list(event.missing)
+        current.returning, current.step = event.returning, PreparationStep.CAPACITY
         pool = self._context.table.pool
-        if now.limit >= pool.num_blocks:
-            self._shrink(now)
+        if current.limit >= pool.num_blocks:
+            self._shrink(current)
         elif self._context.leads:
-            self._context.change(PoolLimited(now.limit))
-            self._advance(now)
+            self._context.change(PoolLimited(current.limit))
+            self._advance(current)
         else:
-            self._context.announced_blocks = now.limit
-            self._context.send(self._context.leader, Capacity(now.limit, now.attempt))
+            self._context.announced_blocks = current.limit
+            self._context.send(self._context.leader, Capacity(current.limit, current.attempt))
 
     def note_kept(self, attempt: str) -> None:
         """The leader keeps the use of this stage below the limit, for that attempt."""
-        now = self._at(PreparationStep.CAPACITY, attempt)
-        if now is not None:
-            self._context.change(PoolLimited(now.limit))
+        current = self._at(PreparationStep.CAPACITY, attempt)
+        if current is not None:
+            self._context.change(PoolLimited(current.limit))
             self._context.announced_blocks = None
-            now.step = PreparationStep.RELOCATION
+            current.step = PreparationStep.RELOCATION
 
     def note_shrunk(self, event: KvShrunk) -> None:
         """There is memory for parameters."""
-        now = self._at(PreparationStep.MEMORY, event.attempt)
-        if now is not None:
-            now.step = PreparationStep.PARAMETERS
-            self._restore_next(now)
+        current = self._at(PreparationStep.MEMORY, event.attempt)
+        if current is not None:
+            current.step = PreparationStep.PARAMETERS
+            self._restore_next(current)
 
     def note_verified(self, event: SlabVerified) -> None:
         """A slab may run, or has to come from elsewhere."""
-        now = self._at(PreparationStep.PARAMETERS, event.attempt)
-        if now is None or not now.missing or now.missing[0] != event.slab:
+        current = self._at(PreparationStep.PARAMETERS, event.attempt)
+        if current is None or not current.missing or current.missing[0] != event.slab:
             return
         if event.intact:
-            now.missing.pop(0)
-            now.from_folder = False
+            current.missing.pop(0)
+            current.from_folder = False
         else:
-            now.failures[self._holder(event.slab, now)] += 1
-            now.from_folder = True
-        self._restore_next(now)
+            current.failures[self._holder(event.slab, current)] += 1
+            current.from_folder = True
+        self._restore_next(current)
 
     def note_mapped(self) -> None:
         """All is here."""
-        if self._now is not None and self._now.step is PreparationStep.KV:
+        if self._current is not None and self._current.step is PreparationStep.KV:
             self._ready()
 
     def note_failed(self, event: RestoreFailed) -> None:
         """The layers cannot be had."""
-        if self._now is not None and self._now.step is not PreparationStep.COMMIT:
+        if self._current is not None and self._current.step is not PreparationStep.COMMIT:
             self._refuse(event.reason)
 
     def note_undone(self, event: RestoreUndone) -> None:
@@ -239,39 +243,43 @@ class Preparation:
     # --- steps
 
     def _at(self, step: PreparationStep, attempt: str) -> _Attempt | None:
-        now = self._now
-        return now if now is not None and now.attempt == attempt and now.step is step else None
+        current = self._current
+        return (
+            current
+            if current is not None and current.attempt == attempt and current.step is step
+            else None
+        )
 
-    def _advance(self, now: _Attempt) -> None:
+    def _advance(self, current: _Attempt) -> None:
         table = self._context.table
-        if now.step is PreparationStep.CAPACITY and self._context.leads:
-            self._context.change(BatchYielded(0, now.limit))
-            if table.pool.taken_count > now.limit:
+        if current.step is PreparationStep.CAPACITY and self._context.leads:
+            self._context.change(BatchYielded(0, current.limit))
+            if table.pool.taken_count > current.limit:
                 return
-            now.step = PreparationStep.RELOCATION
-        if now.step is PreparationStep.RELOCATION:
-            if self._context.highest_block(table.request_ids) >= now.limit:
-                self._context.change(BlocksRelocated(now.limit, MOVES_PER_TURN))
+            current.step = PreparationStep.RELOCATION
+        if current.step is PreparationStep.RELOCATION:
+            if self._context.highest_block(table.request_ids) >= current.limit:
+                self._context.change(BlocksRelocated(current.limit, MOVES_PER_TURN))
                 return
-            self._context.change(PoolShrunk(now.limit))
-            self._shrink(now)
+            self._context.change(PoolShrunk(current.limit))
+            self._shrink(current)
 
-    def _shrink(self, now: _Attempt) -> None:
-        now.step = PreparationStep.MEMORY
+    def _shrink(self, current: _Attempt) -> None:
+        current.step = PreparationStep.MEMORY
         used = self._context.highest_block(self._context.table.request_ids) + 1
-        self._context.commands.append(ShrinkKv(now.attempt, now.limit, used))
+        self._context.commands.append(ShrinkKv(current.attempt, current.limit, used))
 
-    def _restore_next(self, now: _Attempt) -> None:
-        if not now.missing:
-            now.step = PreparationStep.KV
-            self._context.commands.append(MapKv(now.returning))
+    def _restore_next(self, current: _Attempt) -> None:
+        if not current.missing:
+            current.step = PreparationStep.KV
+            self._context.commands.append(MapKv(current.returning))
             return
-        slab = now.missing[0]
-        holder = "" if now.from_folder else self._holder(slab, now)
-        now.from_folder = not holder
-        self._context.commands.append(RestoreSlab(now.attempt, slab, holder))
+        slab = current.missing[0]
+        holder = "" if current.from_folder else self._holder(slab, current)
+        current.from_folder = not holder
+        self._context.commands.append(RestoreSlab(current.attempt, slab, holder))
 
-    def _holder(self, slab: str, now: _Attempt) -> str:
+    def _holder(self, slab: str, current: _Attempt) -> str:
         """A member of the present group that runs the slab and stays connected; "" if none.
 
         One that has failed to send `FAILURES_MAX` slabs is not asked again in this attempt.
@@ -285,29 +293,31 @@ class Preparation:
                 tied_embeddings=context.tied_embeddings,
             )
             if stage.worker_id != context.worker_id and slab in slabs:
-                is_asked = now.failures[stage.worker_id] < FAILURES_MAX
-                return stage.worker_id if is_asked and stage.worker_id in now.new.members else ""
+                is_asked = current.failures[stage.worker_id] < FAILURES_MAX
+                return (
+                    stage.worker_id if is_asked and stage.worker_id in current.new.members else ""
+                )
         return ""
 
     # --- ends
 
     def _ready(self) -> None:
-        assert self._now is not None
-        self._now.step = PreparationStep.COMMIT
-        self._context.commands.append(EndPreparation(self._now.attempt))
+        assert self._current is not None
+        self._current.step = PreparationStep.COMMIT
+        self._context.commands.append(EndPreparation(self._current.attempt))
 
     def _refuse(self, reason: str) -> None:
-        assert self._now is not None
-        self._context.commands.append(EndPreparation(self._now.attempt, reason))
+        assert self._current is not None
+        self._context.commands.append(EndPreparation(self._current.attempt, reason))
         self._undo()
 
     def _undo(self) -> None:
-        now = self._now
-        assert now is not None
-        self._now = None
+        current = self._current
+        assert current is not None
+        self._current = None
         self._context.announced_blocks = None
-        self._context.commands.append(NoteAborted(now.attempt))
-        if now.restoring:
+        self._context.commands.append(NoteAborted(current.attempt))
+        if current.restoring:
             # A member that cannot serve until it has its layers needs no memory for KV.
             keep_verified = not serves(self._context.stages, self._context.num_layers)
-            self._context.commands.append(UndoRestore(now.attempt, keep_verified))
+            self._context.commands.append(UndoRestore(current.attempt, keep_verified))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from services.core.changeover.frames import (
     Capacity,
-    Credit,
+    ForeignBlocksFreed,
     FreeKv,
     KvEnded,
     KvFreed,
@@ -61,7 +61,7 @@ class StageKv:
         self._unclaimed: set[str] = set()
         self._expected: dict[str, _Transfer] = {}
         self._sending: dict[str, _Transfer] = {}
-        self._freed: deque[_Freed] = deque()
+        self._releases: deque[_Freed] = deque()
 
     @property
     def settled(self) -> bool:
@@ -101,7 +101,7 @@ class StageKv:
         self._held = set(names)
         self._expected.clear()
         self._sending.clear()
-        self._freed.clear()
+        self._releases.clear()
 
     # --- KV that comes
 
@@ -188,7 +188,7 @@ class StageKv:
         if self._departed:
             self._release(freed)
         else:
-            self._tell(freed, grown=False)
+            self._report_freed(freed, grown=False)
 
     def release_unclaimed(self) -> int:
         """Free KV of requests that no leader has, which none can fetch now; returns the blocks."""
@@ -224,7 +224,7 @@ class StageKv:
         grown = answer.blocks > self._context.table.pool.num_blocks
         if grown:
             self._context.change(PoolGrown(answer.blocks))
-        self._tell(self._freed.popleft(), grown)
+        self._report_freed(self._releases.popleft(), grown)
 
     def _cancel_sending(self, request_ids: Collection[str]) -> None:
         """What is still to be read of their KV is not theirs any more."""
@@ -233,11 +233,11 @@ class StageKv:
                 self._context.commands.append(CancelTransfer(transfer_id))
 
     def _release(self, freed: _Freed) -> None:
-        self._freed.append(freed)
+        self._releases.append(freed)
         needed = self._context.highest_block(self._departing) + 1
         self._context.commands.append(ReleaseDeparted(needed))
 
-    def _tell(self, freed: _Freed, grown: bool) -> None:
+    def _report_freed(self, freed: _Freed, grown: bool) -> None:
         context = self._context
         capacity = context.capacity
         if freed.peer is not None:
@@ -250,4 +250,4 @@ class StageKv:
         if freed.blocks:
             # Even a leader that asked counts these blocks for none of its sequences: it has the
             # request no more, or never took it.
-            context.send(context.leader, Credit(freed.blocks))
+            context.send(context.leader, ForeignBlocksFreed(freed.blocks))

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, get_args, get_origin
 
-from services.core.changeover import frames
-from services.core.changeover import vocabulary as words
+from services.core.changeover import frames, vocabulary
+from services.core.changeover.adoption import Adoption
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.frame_handlers import FrameHandlers
@@ -32,11 +32,10 @@ from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.lost_peers import LostPeers
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.move_window import LINK_BLOCKS_PER_S
+from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
-from services.core.changeover.takeover import Takeover
 from services.core.changeover.transfer_outcome import TransferOutcome
-from services.core.changeover.unclaimed import Unclaimed
 from services.core.groups.layer_map import serves
 from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
@@ -65,7 +64,7 @@ DRAIN_TIMEOUT_S = 5.0
 """After it, a leader discards the microbatches in flight."""
 DRAINED_TIMEOUT_S = 20.0
 """After it, a stage gives its leader up. A leader that hears of the change in time takes less; what
-a later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
+a later one says of freed requests comes too late, and `OrphanedKv` frees their blocks."""
 
 HOLD_MAX_S = 2.0
 """So long batch work alone does not begin an iteration while a group changes: frames and turns of
@@ -123,30 +122,30 @@ class Changeover:
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
         self._kv = StageKv(self._context)
         self._moves = LeaderMoves(self._context, self._kv, link_blocks_per_s)
-        self._unclaimed = Unclaimed(self._context, self._kv)
+        self._orphaned_kv = OrphanedKv(self._context, self._kv)
         self._handover = Handover(self._context)
-        self._takeover = Takeover(self._context, self._moves, self._handover)
+        self._adoption = Adoption(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
         self._preparation = Preparation(self._context)
         self._lost = LostPeers(
-            self._context, self._handover, self._takeover, self._moves, self._unclaimed
+            self._context, self._handover, self._adoption, self._moves, self._orphaned_kv
         )
         self._frames = FrameHandlers(
             self._context,
             self._kv,
             self._moves,
-            self._unclaimed,
+            self._orphaned_kv,
             self._handover,
-            self._takeover,
+            self._adoption,
             self._capacity,
             self._preparation,
             self._lost,
             self._abort,
         )
         self._next: Configuration | None = None
-        self._leads_whole = True  # a group that has all layers
+        self._leads_all_layers = True  # a group that has all layers
         self._drain_until_s = 0.0
-        self._changes_since_s: float | None = None
+        self._changing_since_s: float | None = None
         self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
 
     @classmethod
@@ -182,28 +181,28 @@ class Changeover:
         """How far the newest change is here."""
         if self._next is not None:
             return MemberPhase.DRAINING
-        if self._takeover.waiting:
+        if self._adoption.waiting:
             return MemberPhase.JOINING
-        if not (self._takeover.settled and self._handover.settled):
+        if not (self._adoption.settled and self._handover.settled):
             return MemberPhase.ADOPTING
         return MemberPhase.MIGRATING if self._moving else MemberPhase.SERVING
 
     @property
     def _moving(self) -> bool:
         """Whether requests or KV of the present configuration's change still move."""
-        return not (self._has_all and self._kv.settled and self._unclaimed.settled)
+        return not (self._all_arrived and self._kv.settled and self._orphaned_kv.settled)
 
     @property
-    def _has_all(self) -> bool:
+    def _all_arrived(self) -> bool:
         """Whether every request has found its leader, and KV that is moved here is here."""
-        return self._takeover.settled and self._handover.settled and self._moves.settled
+        return self._adoption.settled and self._handover.settled and self._moves.settled
 
     @property
-    def _group_waits(self) -> bool:
+    def _own_group_unsettled(self) -> bool:
         """Whether the last change is not over in the own group; what is left may be of others."""
         if self._next is not None or self.settled:
             return False
-        return not (self._has_all and self._unclaimed.leader_is_through)
+        return not (self._all_arrived and self._orphaned_kv.leader_is_finished)
 
     @property
     def settled(self) -> bool:
@@ -213,17 +212,19 @@ class Changeover:
     @property
     def busy(self) -> bool:
         """Whether a change, a preparation or a waiting member needs turns."""
-        waits = self._preparation.running or self._capacity.asked or self._lost.desertion.waiting
+        waits = (
+            self._preparation.running or self._capacity.is_awaited or self._lost.isolation.waiting
+        )
         return waits or not self.settled
 
     @property
-    def shelf_due_s(self) -> float | None:
+    def parked_due_s(self) -> float | None:
         """When the leader gets the batch requests that rest here; None if none does."""
-        return self._handover.shelf.due_s
+        return self._handover.parked.due_s
 
     def needs_turn(self, now_s: float) -> bool:
         """Whether `TurnTaken` can do anything now."""
-        due_s = self.shelf_due_s
+        due_s = self.parked_due_s
         return self.busy or (due_s is not None and due_s <= now_s)
 
     @property
@@ -234,21 +235,21 @@ class Changeover:
     @property
     def left(self) -> bool:
         """Whether its group goes on without it: its requests are over here."""
-        return self._lost.desertion.left
+        return self._lost.isolation.expired
 
     @property
     def may_plan(self) -> bool:
         """Whether this worker plans now."""
-        if self._lost.desertion.lost_member:
+        if self._lost.isolation.lost_member:
             return False
-        return self._leads_whole and self._next is None and not self._takeover.waiting
+        return self._leads_all_layers and self._next is None and not self._adoption.waiting
 
     def holds_batch_work(self, now_s: float) -> bool:
         """Whether no iteration begins now, since it would have batch work alone.
 
         That is while a group of one changes, for `HOLD_MAX_S` at most, where batch work yields.
         """
-        since_s, planner = self._changes_since_s, self._context.planner
+        since_s, planner = self._changing_since_s, self._context.planner
         if since_s is None or now_s - since_s >= HOLD_MAX_S or planner.stages > 1:
             return False
         yields = planner.sequence_table.precedence.batch_yields
@@ -278,11 +279,11 @@ class Changeover:
         assert self._next is None or self._next.epoch > self._epoch
         if (configuration := self.configuration) is not None:
             leads_whole = configuration.leads and self._serves(configuration)
-            assert self._leads_whole == (leads_whole and not self.left)
+            assert self._leads_all_layers == (leads_whole and not self.left)
 
     # --- what changes it
 
-    def handle(self, event: words.Event) -> list[words.Command]:
+    def handle(self, event: vocabulary.Event) -> list[vocabulary.Command]:
         """Apply one event; return what the driver must do, in order."""
         context = self._context
         if isinstance(event, _OF_PLANNER):  # nearly every event: it changes no phase
@@ -305,9 +306,9 @@ class Changeover:
     def _note_changing(self, now_s: float | None) -> None:
         """Note since when its group has been changing, by the first event since that has a time."""
         if not (self.busy or self._preparation.expected):
-            self._changes_since_s = None
-        elif self._changes_since_s is None:
-            self._changes_since_s = now_s
+            self._changing_since_s = None
+        elif self._changing_since_s is None:
+            self._changing_since_s = now_s
 
     def plan(self, now_s: float) -> Microbatch | None:
         """Start the next microbatch as leader; None when there is nothing to run, or no slot."""
@@ -351,7 +352,7 @@ class Changeover:
         self._context.names.end(name)
         if self._handover.abort(name):
             return
-        if self._takeover.waiting:
+        if self._adoption.waiting:
             # Its KV may be at stages of the last configuration, which only a move tells to free it.
             self._aborted.append(name)
             return
@@ -359,7 +360,7 @@ class Changeover:
 
     # --- changes
 
-    def _commit(self, event: words.ConfigurationCommitted) -> None:
+    def _commit(self, event: vocabulary.ConfigurationCommitted) -> None:
         new = Configuration.of(self._context.worker_id, event.groups)
         newest = self._next or self._context.configuration
         if newest is not None and new.epoch <= newest.epoch:
@@ -367,30 +368,32 @@ class Changeover:
         passed = self._next or self._preparation.ready_before(new)
         if passed is not None:
             for peer in sorted(passed.members - {new.worker_id}):
-                self._context.commands.append(words.SendFrame(peer, frames.Passed(), passed.own))
+                self._context.commands.append(
+                    vocabulary.SendFrame(peer, frames.EpochAbandoned(), passed.own)
+                )
         self._next = new
-        self._preparation.outdate()
+        self._preparation.drop_queued()
         timeout_s = DRAIN_TIMEOUT_S if self._context.leads else DRAINED_TIMEOUT_S
         self._drain_until_s = event.now_s + timeout_s
 
-    def _take_turn(self, event: words.TurnTaken) -> None:
-        if self._next is None and self._lost.desertion.leave(event.now_s):
-            self._leave_group()
-        if self._lost.desertion.ends_no_change(event.now_s) and self._group_waits:
-            self._preparation.refuse_waiting()
+    def _take_turn(self, event: vocabulary.TurnTaken) -> None:
+        if self._next is None and self._lost.isolation.expire(event.now_s):
+            self._abort_all()
+        if self._lost.isolation.cannot_settle(event.now_s) and self._own_group_unsettled:
+            self._preparation.refuse_queued()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
             self._end_configuration(self._next)
             self._preparation.end(self._next)
-            self._context.commands.append(words.SwitchStage(self._next))
+            self._context.commands.append(vocabulary.SwitchStage(self._next))
             return  # the answer goes on
         self._begin_when_joined()
-        if self._next is None and not self._lost.desertion.lost_member:
-            self._handover.clear_shelf()
-        if not self._takeover.waiting:
+        if self._next is None and not self._lost.isolation.lost_member:
+            self._handover.hand_over_parked()
+        if not self._adoption.waiting:
             self._moves.advance()
-            if self._has_all:
-                self._unclaimed.tell(self._lost.left)
+            if self._all_arrived:
+                self._orphaned_kv.announce(self._lost.unreachable)
         self._capacity.answer()
         self._kv.sweep()
 
@@ -403,13 +406,13 @@ class Changeover:
         """
         if now_s > self._drain_until_s or not self._serves(new):
             return True
-        if self._context.leader in self._lost.told - new.own.workers:
+        if self._context.leader in self._lost.lost_workers - new.own.workers:
             return True
         if not self._context.leads and self._frames.drained:
             if not self._frames.leader_has_left:
                 return self._handover.settled
-            return self._handover.settled_beside(self._context.leader)
-        ended = self._lost.desertion.lost_member or not self.planner.in_flight
+            return self._handover.settled_except(self._context.leader)
+        ended = self._lost.isolation.lost_member or not self.planner.in_flight
         return self._context.leads and self._handover.settled and ended
 
     def _end_configuration(self, new: Configuration) -> None:
@@ -421,10 +424,10 @@ class Changeover:
         context, old = self._context, self._context.configuration
         if old is not None and self._moving:
             for peer in sorted(old.members - old.own.workers - new.members):
-                context.send(peer, frames.Passed())
+                context.send(peer, frames.EpochAbandoned())
         if old is not None:
             for peer in sorted(old.own.workers - new.members):
-                context.send(peer, frames.Farewell())
+                context.send(peer, frames.MemberRemoved())
         if context.planner.in_flight:
             context.change(FlightDiscarded())  # they did not come back in time, and run again
         self._handover.end_aborted()
@@ -434,31 +437,31 @@ class Changeover:
             for stage in context.stages[1:]:  # behind every `Adopted` that goes to them
                 context.send(stage.worker_id, frames.AllAdopted())
 
-    def _switched(self, answer: words.StageSwitched) -> None:
+    def _switched(self, answer: vocabulary.StageSwitched) -> None:
         """This worker runs other layers from here on."""
         context, new = self._context, self._next
         assert new is not None
         old = context.configuration
         if not self._serves(new) or (old is not None and old.own.workers - new.members):
-            self._start_over()
-            self._share_out(old)
+            self._recompute_all()
+            self._note_division(old)
         if answer.blocks >= context.table.pool.num_blocks:
             context.change(PoolGrown(answer.blocks))
         self._handover.begin()
         context.configuration, self._next = new, None
-        self._leads_whole = new.leads and self._serves(new)
+        self._leads_all_layers = new.leads and self._serves(new)
         self._frames.enter()
         self._lost.enter()
         self._kv.enter(answer)
-        self._unclaimed.enter()
+        self._orphaned_kv.enter()
         self._moves.enter()
         self._capacity.enter()
         context.names.keep_only(context.planner.sequences)
-        self._takeover.enter()
+        self._adoption.enter()
         if not new.leads:
             table = context.table
             context.send(new.leader, frames.Joined(table.pool.usable, table.block_count))
-        self._handover.deal(new)
+        self._handover.distribute(new)
         if not new.leads:
             # The new leader counts what other stages have.
             context.change(StagesConfigured())
@@ -466,7 +469,7 @@ class Changeover:
             context.send(leader, frames.AllAdopted())
         self._begin_when_joined()
 
-    def _start_over(self) -> None:
+    def _recompute_all(self) -> None:
         """A member is not in the change, and with it KV of every request is lost.
 
         It has died, or this member has missed a change that parted them. The requests that this
@@ -479,26 +482,26 @@ class Changeover:
         self._kv.release_everything()
         context.take_freed(ReleasedTaken())  # nobody is left to hear of them
 
-    def _share_out(self, old: Configuration | None) -> None:
+    def _note_division(self, old: Configuration | None) -> None:
         """Former members may compute some requests of this leader again; their gateways see to it.
 
         A member whose loss nobody has told counts as one that lives.
         """
         if old is not None and old.leads:
-            living = old.own.workers - self._lost.told
+            living = old.own.workers - self._lost.lost_workers
             self._context.change(GroupDivided(len(living)))
 
-    def _leave_group(self) -> None:
+    def _abort_all(self) -> None:
         """Its group goes on without this member: whoever wants its requests asks elsewhere."""
-        self._leads_whole = False
+        self._leads_all_layers = False
         for name in tuple(self._context.planner.sequences):
             self._abort(name)
 
     def _begin_when_joined(self) -> None:
-        for peer, frame in self._takeover.begin_when_joined():
+        for peer, frame in self._adoption.begin_when_joined():
             self._frames.take(peer, frame)
-        self._lost.leave_told()
-        if self._aborted and not self._takeover.waiting:
+        self._lost.give_up_lost()
+        if self._aborted and not self._adoption.waiting:
             aborted, self._aborted = self._aborted, []
             for name in aborted:
                 self._abort(name)
@@ -518,22 +521,22 @@ _OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,
-    words.ConfigurationCommitted: Changeover._commit,
-    words.TurnTaken: Changeover._take_turn,
-    words.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
-    words.PeersLost: lambda self, event: self._lost.note_lost(event),
-    words.StageSwitched: Changeover._switched,
-    words.DepartedReleased: lambda self, event: self._kv.note_released(event),
+    vocabulary.ConfigurationCommitted: Changeover._commit,
+    vocabulary.TurnTaken: Changeover._take_turn,
+    vocabulary.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
+    vocabulary.PeersLost: lambda self, event: self._lost.note_lost(event),
+    vocabulary.StageSwitched: Changeover._switched,
+    vocabulary.DepartedReleased: lambda self, event: self._kv.note_released(event),
     TransferOutcome: lambda self, event: self._kv.note_outcome(event),
-    words.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
-    words.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
-    words.MembersConnected: lambda self, event: self._preparation.note_connected(event),
-    words.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),
-    words.KvShrunk: lambda self, event: self._preparation.note_shrunk(event),
-    words.SlabVerified: lambda self, event: self._preparation.note_verified(event),
-    words.KvMapped: lambda self, _event: self._preparation.note_mapped(),
-    words.RestoreFailed: lambda self, event: self._preparation.note_failed(event),
-    words.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
+    vocabulary.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
+    vocabulary.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
+    vocabulary.MembersConnected: lambda self, event: self._preparation.note_connected(event),
+    vocabulary.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),
+    vocabulary.KvShrunk: lambda self, event: self._preparation.note_shrunk(event),
+    vocabulary.SlabVerified: lambda self, event: self._preparation.note_verified(event),
+    vocabulary.KvMapped: lambda self, _event: self._preparation.note_mapped(),
+    vocabulary.RestoreFailed: lambda self, event: self._preparation.note_failed(event),
+    vocabulary.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
-_known = {get_origin(kind) or kind for kind in get_args(words.Event)}
+_known = {get_origin(kind) or kind for kind in get_args(vocabulary.Event)}
 assert _EVENTS.keys() | {*_OF_PLANNER, WaitLooked} == _known, "each event has one handler"

@@ -4,7 +4,7 @@ The room that the scheduler saw may be gone when a request arrives, since runnin
 request would wait for these, however much room another group has by then. So a request that is
 `returnable` and has not begun within `RETURN_AFTER_S` goes back, keeps its place in the line by its
 time of arrival, and runs wherever there is room first. So does one that rests at a worker which
-leads no longer: that plans nothing, whatever room it has (`Shelf`).
+leads no longer: that plans nothing, whatever room it has (`ParkedBatch`).
 
 While one could start, none goes back: it waits for the end of an iteration, or for its turn. But
 for batch work there may be room and no time, since deadlines leave too little. That wait has no

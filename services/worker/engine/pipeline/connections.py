@@ -45,7 +45,7 @@ class _Peers:
         """Whether there is a connection to this very process."""
         return self.connected.get(peer.worker_id) == peer and self.lane.has(peer.worker_id)
 
-    def look(self) -> None:
+    def detect_lost(self) -> None:
         """Lose what has ended without an event for this end."""
         for peer in [one for one in self.connected.values() if not self.has(one)]:
             self.lose(peer)
@@ -116,10 +116,10 @@ class Connections:
             gone = processes.difference(peers.connected.values())
             peers.lost &= gone
 
-    def look(self) -> None:
+    def detect_lost(self) -> None:
         """Note connections that have ended without an event for this end."""
-        self._activations.look()
-        self._bulk.look()
+        self._activations.detect_lost()
+        self._bulk.detect_lost()
 
     @property
     def any_lost(self) -> bool:

@@ -44,20 +44,20 @@ class FactLog:
                 exact,
             )
         )
-        self.look(0, settled=True)
+        self.note_memory(0, settled=True)
 
     def switch(self, configuration: Configuration) -> None:
         """Another configuration is run from now on."""
         group_id, epoch = configuration.own.group_id, configuration.epoch
         self._note(EngineSwitched(self.now_s(), group_id, epoch, configuration.stages))
-        self.look(epoch, settled=False)
+        self.note_memory(epoch, settled=False)
 
     def record(self, kind: str, value: Any) -> None:
         """Write an event, a command or a plan of the member's machine."""
         if self.log is not None:
             self.log.append(kind, [value], log_name)
 
-    def look(self, epoch: int, settled: bool) -> None:
+    def note_memory(self, epoch: int, settled: bool) -> None:
         """Note the use of memory if its users have changed; call it in each turn."""
         if self.log is None:
             return

@@ -27,7 +27,7 @@ _FRAMES = {
 }
 
 
-class ChangePoints:
+class ChangeFailpoints:
     """Knows which change is prepared, and which one came last."""
 
     def __init__(self, worker_id: str) -> None:

@@ -31,7 +31,7 @@ KINDS: dict[int, type[Any]] = {
     0x203: core.Joined,
     0x204: core.Capacity,
     0x205: core.CapacityKept,
-    0x206: core.Credit,
+    0x206: core.ForeignBlocksFreed,
     0x207: core.Adopt,
     0x208: core.Adopted,
     0x209: core.AllAdopted,
@@ -44,8 +44,8 @@ KINDS: dict[int, type[Any]] = {
     0x210: SlabWanted,
     0x211: SlabRefused,
     0x212: core.RequestDropped,
-    0x213: core.Passed,
+    0x213: core.EpochAbandoned,
     0x214: core.AllMoved,
-    0x215: core.Farewell,
+    0x215: core.MemberRemoved,
 }
 """By the number that stands for them on the wire."""

@@ -12,7 +12,7 @@ import torch
 from services.core.changeover.state import Changeover
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.changeover.vocabulary import SendBlocks
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -29,7 +29,7 @@ class KvTransfers:
     links: Links
     stage: StageRunner
     mover: Mover
-    points: ChangePoints
+    points: ChangeFailpoints
 
     def send(self, command: SendBlocks) -> TransferOutcome | None:
         """Begin a transfer in the background; its failure if there is no place for it."""

@@ -52,12 +52,12 @@ class Links:
         self._gate = gate
         self.worker_id = worker_id
         self.group_id = ""
-        self._own: deque[Received] = deque()
+        self._to_self: deque[Received] = deque()
         self._fence: EpochFence[tuple[str, Frame]] = EpochFence()
         self._early_bytes = 0
         self._ahead: set[str] = set()  # peers with early frames
-        self._said_early = False
-        self._ripe: deque[tuple[str, Frame]] = deque()
+        self._early_logged = False
+        self._admitted: deque[tuple[str, Frame]] = deque()
         self._unsent: dict[str, deque[Frame]] = {}
 
     @property
@@ -68,11 +68,11 @@ class Links:
     def enter(self, group_id: str, epoch: int) -> None:
         """Send and take frames of this configuration from now on."""
         self.group_id = group_id
-        self._own.clear()
-        self._ripe.extend(self._fence.enter(epoch))
+        self._to_self.clear()
+        self._admitted.extend(self._fence.enter(epoch))
         self._early_bytes = sum(frame.size_bytes for _, (_, frame) in self._fence.early)
         self._ahead = {peer for _, (peer, _) in self._fence.early}
-        self._said_early = False
+        self._early_logged = False
 
     def send(
         self, peer: str, body: LaneFrame, payload: Any = b"", group: GroupStages | None = None
@@ -83,7 +83,7 @@ class Links:
         lane wait here. Raises LaneFull if `UNSENT_MAX` wait already.
         """
         if peer == self.worker_id:
-            self._own.append(Received(peer, body, payload))
+            self._to_self.append(Received(peer, body, payload))
             return
         sender = (group.group_id, group.epoch) if group else (self.group_id, self.epoch)
         frame = Frame(*sender, body, payload)
@@ -101,10 +101,10 @@ class Links:
     def receive(self) -> list[Received]:
         """The frames that came since the last call, in the order of each sender."""
         self._send_what_waits()
-        taken = list(self._own)
-        self._own.clear()
-        arrived = [*self._ripe, *self.lane.receive(self._peers_to_leave())]
-        self._ripe.clear()
+        taken = list(self._to_self)
+        self._to_self.clear()
+        arrived = [*self._admitted, *self.lane.receive(self._peers_to_leave())]
+        self._admitted.clear()
         for peer, frame in arrived:
             body = cast(LaneFrame, frame.header)
             if isinstance(body, _UNFENCED) or self._fence.admits(frame.epoch, (peer, frame)):
@@ -122,8 +122,8 @@ class Links:
         """Peers whose frames stay with the lane for now."""
         if len(self._fence.early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
             return set()
-        if not self._said_early:
-            self._said_early = True
+        if not self._early_logged:
+            self._early_logged = True
             log.warning(
                 "%d frames of %s are of a newer epoch than %d of %s; the others wait at their"
                 " senders until this member has switched, too",

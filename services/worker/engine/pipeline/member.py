@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from services.core.audit.record import BATCH, COMMAND, EVENT
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import Configuration
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
 from services.core.changeover.frames import Samples
 from services.core.changeover.state import Changeover, MemberPhase
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
@@ -35,26 +35,26 @@ from services.core.planner.events import (
 from services.core.planner.sequence_names import NameSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
 from services.worker.engine.pipeline.plans import members_of, stages_of
 from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
-from services.worker.engine.pipeline.serving import Interrupts, News, Serving
+from services.worker.engine.pipeline.serving import Interrupts, Outbox, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, PeerLost
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
-from services.worker.engine.transfer.receiver import IsCurrent, Unpack
+from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from services.worker.errors import InvalidBlocks, WorkerError
 from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 
 log = logging.getLogger(__name__)
 
-_MAY_FAIL = (words.MeasureRestore, words.ShrinkKv, words.MapKv)
+_MAY_FAIL = (vocabulary.MeasureRestore, vocabulary.ShrinkKv, vocabulary.MapKv)
 """What the memory may be unable to do: nothing has changed then, and only the attempt ends."""
 
 
@@ -68,7 +68,7 @@ class Member:
         stage: StageRunner,
         links: Links,
         bulk: Lane,
-        mover_of: Callable[[IsCurrent, Unpack], Mover],
+        mover_of: Callable[[EpochStatusOf, Unpack], Mover],
         now_s: Callable[[], float],
         facts: FactLog | None = None,
     ) -> None:
@@ -77,12 +77,12 @@ class Member:
         self.state = state = changeover.planner
         self.stage = stage
         self.links = links
-        self.mover = mover = mover_of(self._standing_of, self._unpack)
+        self.mover = mover = mover_of(self._epoch_status_of, self._unpack)
         self._now_s = now_s
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
-        self._points = ChangePoints(identity.worker_id)
+        self._points = ChangeFailpoints(identity.worker_id)
         self._serving = Serving(state, stage, links, now_s)
         self._connections = Connections(links.lane, bulk, now_s)
         self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._points)
@@ -92,28 +92,28 @@ class Member:
         self._asked: dict[str, list[GroupPlan]] = {}  # by attempt
         self._lost: frozenset[str] = frozenset()  # told to the machine in this configuration
         self._payload: Any = b""  # of the frame that is handled now
-        self._to_run: list[words.RunStage] = []
+        self._to_run: list[vocabulary.RunStage] = []
         self._swept = True
-        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
-            words.SendFrame: self._send,
-            words.RunStage: self._to_run.append,
-            words.SendBlocks: self._transfers.send,
-            words.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
-            words.SwitchStage: self._switch,
-            words.ReleaseDeparted: self._release_departed,
-            words.MeasureRestore: self._restoring.measure,
-            words.ShrinkKv: self._restoring.shrink,
-            words.MapKv: self._restoring.map_kv,
-            words.UndoRestore: self._restoring.undo,
+        self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
+            vocabulary.SendFrame: self._send,
+            vocabulary.RunStage: self._to_run.append,
+            vocabulary.SendBlocks: self._transfers.send,
+            vocabulary.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
+            vocabulary.SwitchStage: self._switch,
+            vocabulary.ReleaseDeparted: self._release_departed,
+            vocabulary.MeasureRestore: self._restoring.measure,
+            vocabulary.ShrinkKv: self._restoring.shrink,
+            vocabulary.MapKv: self._restoring.map_kv,
+            vocabulary.UndoRestore: self._restoring.undo,
             MoveBlocks: self._move_blocks,
-            words.ConnectMembers: self._connect,
-            words.RestoreSlab: self._restoring.restore,
-            words.EndPreparation: self._end_preparation,
-            words.NoteAborted: self._note_aborted,
-            words.NoteAdopted: self._serving.note_adopted,
-            words.NoteMoved: self._note_moved,
-            EmitToken: self._serving.tell,
-            RefuseRequest: self._serving.tell,
+            vocabulary.ConnectMembers: self._connect,
+            vocabulary.RestoreSlab: self._restoring.restore,
+            vocabulary.EndPreparation: self._end_preparation,
+            vocabulary.NoteAborted: self._note_aborted,
+            vocabulary.NoteAdopted: self._serving.note_adopted,
+            vocabulary.NoteMoved: self._note_moved,
+            EmitToken: self._serving.deliver,
+            RefuseRequest: self._serving.deliver,
         }
 
     # --- what the servicer says
@@ -130,27 +130,27 @@ class Member:
 
     def refuse(self, refusal: RefuseRequest) -> None:
         """Refuse a request that the planner never saw."""
-        self._serving.news.refusals.append(refusal)
+        self._serving.outbox.refusals.append(refusal)
 
     def apply(self, command: ApplyConfiguration) -> None:
         """Change to a committed configuration, unless it is not newer."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
         self._points.asked(groups, "commit")
-        self._apply(words.ConfigurationCommitted(self._now_s(), groups))
+        self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Get ready for groups that may be committed; `News.prepared` has the one answer."""
+        """Get ready for groups that may be committed; `Outbox.prepared` has the one answer."""
         if command.attempt not in self._asked:  # else the answer is yet to come
             self._asked[command.attempt] = command.groups
             groups = stages_of(command.groups)
             self._points.asked(groups, "prepare")
-            self._apply(words.PreparationAsked(command.attempt, groups))
+            self._apply(vocabulary.PreparationAsked(command.attempt, groups))
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown ones are ignored."""
         self._asked.pop(attempt, None)
-        self._apply(words.PreparationAborted(attempt))
+        self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
         """End all connections of these lanes to other members; they alone notice."""
@@ -206,10 +206,10 @@ class Member:
         """The tokens of all iterations that it has planned."""
         return self._serving.iteration_tokens.total
 
-    def take_news(self) -> News:
+    def take_news(self) -> Outbox:
         """Everything to report since the last call."""
-        news, self._serving.news = self._serving.news, News()
-        return news
+        outbox, self._serving.outbox = self._serving.outbox, Outbox()
+        return outbox
 
     # --- one turn
 
@@ -223,13 +223,13 @@ class Member:
             self._take(one)
         moved = self._take_events()
         if self.changeover.busy:  # else the other end tells the memory manager
-            self._connections.look()
+            self._connections.detect_lost()
         if self.configuration is not None and self._connections.any_lost:
-            self._look_after_lost(self.configuration)
+            self._handle_lost_peers(self.configuration)
         if (end := self._restoring.step()) is not None:
             self._apply(end)
         if self.changeover.needs_turn(now_s := self._now_s()):
-            self._apply(words.TurnTaken(now_s))
+            self._apply(vocabulary.TurnTaken(now_s))
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         return bool(received) or moved
@@ -251,7 +251,7 @@ class Member:
                 self._apply(ended)
             if isinstance(ended, IterationSuspended):
                 self._points.suspended()
-        self._facts.look(self.links.epoch, self.settled)
+        self._facts.note_memory(self.links.epoch, self.settled)
         return microbatch is not None
 
     def _plan(self) -> Microbatch | None:
@@ -279,7 +279,7 @@ class Member:
                 self._serving.meter.finished(frame.number, self._now_s())
                 self._health.finished(self._now_s())
             self._payload = received.payload
-            self._apply(words.FrameReceived(self._now_s(), received.peer, frame))
+            self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
 
     def _take_events(self) -> bool:
         for lane_event in self.links.events():
@@ -305,7 +305,7 @@ class Member:
                 return  # parameters that a preparation fetches; all else is KV
         self._apply(outcome)
 
-    def _look_after_lost(self, configuration: Configuration) -> None:
+    def _handle_lost_peers(self, configuration: Configuration) -> None:
         """Give up work that only lost peers could do, and note whether the group can go on."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
@@ -315,11 +315,11 @@ class Member:
                 log.warning("%s at epoch %d has lost %s", group_id, epoch, ", ".join(new))
             self._lost = lost
             self._health.note_lost(lost & configuration.own.workers)
-            self._apply(words.PeersLost(self._now_s(), lost))
+            self._apply(vocabulary.PeersLost(self._now_s(), lost))
 
     # --- events and commands
 
-    def _apply(self, event: words.Event) -> None:
+    def _apply(self, event: vocabulary.Event) -> None:
         """Have the machine handle an event, and carry its commands out."""
         with self.stage.lock:
             self._handle(event)
@@ -327,30 +327,30 @@ class Member:
             assert self.configuration is not None
             if self.settled:
                 self._points.running()
-            if self.changeover.shelf_due_s is not None:
+            if self.changeover.parked_due_s is not None:
                 self._points.resting()
             self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
 
-    def _handle(self, event: words.Event) -> None:
+    def _handle(self, event: vocabulary.Event) -> None:
         self._facts.record(EVENT, event)
         commands = self.changeover.handle(event)
         for command in commands:
             self._facts.record(COMMAND, command)
         for command in commands:
             try:
-                answer = self._carriers[type(command)](command)
+                answer = self._handlers[type(command)](command)
             except WorkerError as error:
                 if not isinstance(command, _MAY_FAIL):
                     raise
-                answer = words.RestoreFailed(str(error))
+                answer = vocabulary.RestoreFailed(str(error))
             if answer is not None:
                 self._handle(answer)
 
-    def _send(self, command: words.SendFrame[Any]) -> None:
+    def _send(self, command: vocabulary.SendFrame[Any]) -> None:
         self._points.sending(command.frame)
         self.links.send(command.peer, command.frame, group=command.group)
 
-    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+    def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
         self._points.switching(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
@@ -370,12 +370,12 @@ class Member:
         self._serving.meter.enter()
         self._facts.switch(new)
         self._points.changing("mapped")
-        return words.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
+        return vocabulary.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
 
-    def _release_departed(self, command: words.ReleaseDeparted) -> words.DepartedReleased:
+    def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
         memory = self.stage.runner.stage_memory
         blocks = memory.release_departed(command.blocks)
-        return words.DepartedReleased(blocks, bool(memory.departed_layers))
+        return vocabulary.DepartedReleased(blocks, bool(memory.departed_layers))
 
     def _move_blocks(self, command: MoveBlocks) -> None:
         """Raises InvalidBlocks, after which only a new engine helps: the table has changed."""
@@ -388,30 +388,30 @@ class Member:
                 " read KV of others; report it, with the event log if there is one"
             ) from error
 
-    def _connect(self, command: words.ConnectMembers) -> None:
+    def _connect(self, command: vocabulary.ConnectMembers) -> None:
         self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
 
-    def _end_preparation(self, command: words.EndPreparation) -> None:
+    def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         self._points.preparing("ready")
         self._asked.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
-        self._serving.news.prepared.append(answer)
+        self._serving.outbox.prepared.append(answer)
 
-    def _note_aborted(self, command: words.NoteAborted) -> None:
+    def _note_aborted(self, command: vocabulary.NoteAborted) -> None:
         self._asked.pop(command.attempt, None)
         self._restoring.stop()
         self.stage.runner.stage_memory.cancel_drop()
         log.info("the preparation %s was aborted", command.attempt)
 
-    def _note_moved(self, command: words.NoteMoved) -> None:
+    def _note_moved(self, command: vocabulary.NoteMoved) -> None:
         members = members_of(self._plans[command.group.epoch])
         self._serving.note_moved(command, members[command.worker_id].grpc_address)
 
     # --- on the mover's thread
 
-    def _standing_of(self, group_id: str, epoch: int) -> Standing:
+    def _epoch_status_of(self, group_id: str, epoch: int) -> EpochStatus:
         """Whether a piece of this epoch is current; parameters, which have no group, always are."""
-        return Standing.of(epoch, self.links.epoch) if group_id else Standing.CURRENT
+        return EpochStatus.of(epoch, self.links.epoch) if group_id else EpochStatus.CURRENT
 
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
         """Store a piece."""

@@ -23,7 +23,7 @@ from services.core.changeover.vocabulary import (
 )
 from services.worker.engine.memory.layer_slab import SlabState
 from services.worker.engine.pipeline.connections import Connections
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Fetching:
+class _SlabFetch:
     transfer_id: str
     until_s: float
     arrived: bool = False
@@ -58,9 +58,9 @@ class Restoring:
     stage: StageRunner
     mover: Mover
     now_s: Callable[[], float]
-    points: ChangePoints
+    points: ChangeFailpoints
     _steps: Iterator[End | None] | None = None
-    _fetching: _Fetching | None = field(default=None)
+    _fetching: _SlabFetch | None = field(default=None)
 
     @property
     def running(self) -> bool:
@@ -140,7 +140,7 @@ class Restoring:
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
         memory = self.stage.runner.stage_memory
         patience_s = self.mover.patience_s(memory.slabs[command.slab].layout.size_bytes)
-        fetching = _Fetching(transfer_id, self.now_s() + patience_s)
+        fetching = _SlabFetch(transfer_id, self.now_s() + patience_s)
         self._fetching = fetching
         digest = memory.slab_digest(command.slab).hex()
         self.links.send(command.holder, SlabWanted(command.slab, transfer_id, digest))
@@ -208,7 +208,7 @@ class ParameterSource:
     links: Links
     stage: StageRunner
     mover: Mover
-    points: ChangePoints
+    points: ChangeFailpoints
 
     def send(self, peer: str, wanted: SlabWanted) -> None:
         """Begin the transfer of a slab, if these are the parameters that are wanted."""

@@ -28,12 +28,12 @@ from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
-PREEMPTIONS_TOLD = 32
+PREEMPTIONS_REPORTED = 32
 # Requests that never ended are forgotten once so many more are known than run.
 SLACK = 64
 
 
-class _Doing(Enum):
+class _Activity(Enum):
     WAIT = auto()
     PREFILL = auto()
     DECODE = auto()
@@ -43,14 +43,14 @@ class _Doing(Enum):
 class _Entry:
     began_s: float
     since_s: float
-    doing: _Doing = _Doing.WAIT
+    activity: _Activity = _Activity.WAIT
     decodes: bool = False  # its first token is out, here or elsewhere
-    spent_s: dict[_Doing, float] = field(default_factory=lambda: dict.fromkeys(_Doing, 0.0))
+    spent_s: dict[_Activity, float] = field(default_factory=lambda: dict.fromkeys(_Activity, 0.0))
     preempted_s: list[float] = field(default_factory=list)
 
-    def turn(self, doing: _Doing, now_s: float) -> None:
-        self.spent_s[self.doing] += max(0.0, now_s - self.since_s)
-        self.doing, self.since_s = doing, now_s
+    def turn(self, activity: _Activity, now_s: float) -> None:
+        self.spent_s[self.activity] += max(0.0, now_s - self.since_s)
+        self.activity, self.since_s = activity, now_s
 
 
 class RequestClock:
@@ -72,7 +72,7 @@ class RequestClock:
             return
         for request_id in self._waiting.intersection(request_ids()):
             entry = self._entries[request_id]
-            entry.turn(_Doing.DECODE if entry.decodes else _Doing.PREFILL, now_s)
+            entry.turn(_Activity.DECODE if entry.decodes else _Activity.PREFILL, now_s)
             self._waiting.discard(request_id)
 
     def emitted(self, request_id: str, now_s: float) -> None:
@@ -80,8 +80,8 @@ class RequestClock:
         entry = self._entries.get(request_id)
         if entry is not None and not entry.decodes:
             entry.decodes = True
-            if entry.doing is _Doing.PREFILL:
-                entry.turn(_Doing.DECODE, now_s)
+            if entry.activity is _Activity.PREFILL:
+                entry.turn(_Activity.DECODE, now_s)
 
     def preempted(self, request_ids: Iterable[str], now_s: float) -> None:
         """These wait; those of them that ran before have lost their KV."""
@@ -89,9 +89,9 @@ class RequestClock:
             entry = self._entries.get(request_id)
             if entry is None or request_id in self._waiting:
                 continue
-            entry.turn(_Doing.WAIT, now_s)
+            entry.turn(_Activity.WAIT, now_s)
             self._waiting.add(request_id)
-            if len(entry.preempted_s) < PREEMPTIONS_TOLD:
+            if len(entry.preempted_s) < PREEMPTIONS_REPORTED:
                 entry.preempted_s.append(now_s - entry.began_s)
 
     def end(self, request_id: str, now_s: float) -> RequestTimes | None:
@@ -100,12 +100,12 @@ class RequestClock:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        entry.turn(entry.doing, now_s)
+        entry.turn(entry.activity, now_s)
         spent_s = entry.spent_s
         return RequestTimes(
-            spent_s[_Doing.WAIT],
-            spent_s[_Doing.PREFILL],
-            spent_s[_Doing.DECODE],
+            spent_s[_Activity.WAIT],
+            spent_s[_Activity.PREFILL],
+            spent_s[_Activity.DECODE],
             entry.preempted_s,
         )
 
@@ -122,7 +122,7 @@ class RequestClock:
 
 
 @dataclass(slots=True)
-class News:
+class Outbox:
     """Results since the last frame to the servicer; see `ipc.Progress`."""
 
     tokens: list[EmitToken] = field(default_factory=list)
@@ -140,7 +140,7 @@ Interrupts = Callable[[Microbatch], Callable[[], bool] | None]
 
 
 class Serving:
-    """The model's part in a turn. Commands use names of sequences, `news` ids of requests.
+    """The model's part in a turn. Commands use names of sequences, `outbox` ids of requests.
 
     `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
     `iterations` compares the iterations that it runs with the cost model, `iteration_tokens` counts
@@ -150,7 +150,7 @@ class Serving:
     def __init__(
         self, state: PlannerState, stage: StageRunner, links: Links, now_s: Callable[[], float]
     ) -> None:
-        self.news = News()
+        self.outbox = Outbox()
         self.meter = BubbleMeter()
         self.iterations = IterationMeter(state.config.cost_model)
         self.iteration_tokens = IterationTokenMeter()
@@ -174,16 +174,16 @@ class Serving:
         """Nobody wants a sequence any more."""
         self._clock.end(name, self._now_s())
 
-    def tell(self, command: EmitToken | RefuseRequest) -> None:
+    def deliver(self, command: EmitToken | RefuseRequest) -> None:
         """Note what the planner has for a client."""
         name = command.request_id
         if isinstance(command, RefuseRequest):
             self._clock.end(name, self._now_s())
-            self.news.refusals.append(replace(command, request_id=request_of(name)))
+            self.outbox.refusals.append(replace(command, request_id=request_of(name)))
             return
         if command.index == 0:
             self._clock.emitted(name, self._now_s())
-        self.news.tokens.append(command._replace(request_id=request_of(name)))
+        self.outbox.tokens.append(command._replace(request_id=request_of(name)))
         if command.finish_reason is not None:
             self._note_end(name)
 
@@ -192,7 +192,7 @@ class Serving:
         state = command.sequence
         name = state.request.request_id
         self._clock.begin(name, self._now_s(), decodes=bool(state.output_ids))
-        self.news.adopted.append(
+        self.outbox.adopted.append(
             AdoptedRequest(
                 request_of(name),
                 self._links.group_id,
@@ -207,7 +207,7 @@ class Serving:
     def note_moved(self, command: NoteMoved, address: str) -> None:
         """Another engine, at `address`, leads a sequence from now on."""
         self._note_end(command.request_id)
-        self.news.moved.append(
+        self.outbox.moved.append(
             MovedRequest(
                 request_of(command.request_id),
                 command.worker_id,
@@ -222,7 +222,7 @@ class Serving:
         """A sequence has ended or moved away: its last event tells its times."""
         times = self._clock.end(name, self._now_s())
         if times is not None:
-            self.news.times[request_of(name)] = times
+            self.outbox.times[request_of(name)] = times
 
     # --- what runs
 

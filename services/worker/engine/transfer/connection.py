@@ -46,7 +46,7 @@ class _Sending:
 class Connection:
     """A connection begins with its handshake; frames flow after `open`, until `lose`.
 
-    `crossed`: the peer's first message has come.
+    `confirmed`: the peer's first message has come.
     """
 
     def __init__(self, link: ControlLink, facts: Facts, codec: FrameCodec, bounds: Bounds) -> None:
@@ -57,11 +57,11 @@ class Connection:
         self.nonce: bytes | None = None  # of a connection that this end makes, until it is open
         self.heard_s = 0.0
         self.deadline_s: float | None = None  # of the handshake and the peer's first message
-        self.crossed = False
+        self.confirmed = False
         self.lost: str | None = None
         self.shares_memory = False  # whether the peer writes into memory of this process
         self.taken = 0  # frames that this engine has taken
-        self._taken_told = 0  # the same number as the peer knows it
+        self._taken_reported = 0  # the same number as the peer knows it
         self._codec = codec
         self._bounds = bounds
         self._lock = Lock()
@@ -107,7 +107,7 @@ class Connection:
     @property
     def owes_acknowledgement(self) -> bool:
         """Whether a beat is due, because without it the peer would soon have to stop sending."""
-        return self.taken - self._taken_told >= self._bounds.frames_in_flight // 4
+        return self.taken - self._taken_reported >= self._bounds.frames_in_flight // 4
 
     def queue(self, frame: Frame) -> Sent:
         """Encode a frame and queue it. Raises LaneFull, PeerUnknown, ValueError."""
@@ -200,8 +200,8 @@ class Connection:
                 continue
             if problem is not None:
                 raise ConnectionError(problem)
-            if not self.crossed:
-                self.crossed = True  # nothing is in the first message
+            if not self.confirmed:
+                self.confirmed = True  # nothing is in the first message
                 continue
             frames.append(self._checked(self._codec.decode(memory), verify))
         return frames
@@ -215,8 +215,8 @@ class Connection:
 
     def beat(self) -> None:
         """Tell the peer that this process lives and what it has taken. Raises OSError."""
-        self._taken_told = self.taken
-        self.link.send(Beat(self._taken_told))
+        self._taken_reported = self.taken
+        self.link.send(Beat(self._taken_reported))
 
     def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
         """Why the connection must be lost now; None if it need not."""

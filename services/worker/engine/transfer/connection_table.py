@@ -53,16 +53,16 @@ class ConnectionTable:
         config: UcxLaneConfig,
         transport: UcxTransport,
         poll: select.epoll,
-        happened: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
-        """`poll` watches the sockets of the handshakes. `happened` is called after an event."""
+        """`poll` watches the sockets of the handshakes. `notify` is called after an event."""
         self._identity = identity
         self._codec = codec
         self._config = config
         self._bounds = Bounds(config.queue_bytes_max, config.frames_in_flight_max)
         self._transport = transport
         self._poll = poll
-        self._happened = happened
+        self._happened = notify
         self._expected = ExpectedPeers()
         self._lock = Lock()  # guards the next two
         self._peers: dict[str, Connection] = {}
@@ -97,7 +97,7 @@ class ConnectionTable:
             return self._peers.get(peer)
 
     def forget(self, peer: str) -> Connection | None:
-        """Remove the connection to a peer, so that no more frames are queued; `part` ends it."""
+        """Remove the connection to a peer, so that no more frames are queued; `disconnect` ends it."""
         with self._lock:
             return self._peers.pop(peer, None)
 
@@ -125,21 +125,21 @@ class ConnectionTable:
         connection = self.by_descriptor.get(descriptor)
         if connection is None:
             return
-        with self.losing(connection):
+        with self.lose_on_error(connection):
             connection.link.flush()
             for message in connection.link.receive():
                 self._handle(connection, message)
         self._watch(connection)
 
-    def part(self, connection: Connection) -> None:
+    def disconnect(self, connection: Connection) -> None:
         """End a connection because this engine wants to; the peer alone gets an event."""
-        with self.losing(connection):
+        with self.lose_on_error(connection):
             if connection.is_open:
                 connection.link.send(Bye())
         self._drop(connection, "this engine has ended the connection")
 
     @contextmanager
-    def losing(self, connection: Connection) -> Iterator[None]:
+    def lose_on_error(self, connection: Connection) -> Iterator[None]:
         """Lose the connection on errors that its peer or the network can cause."""
         try:
             yield
@@ -172,7 +172,7 @@ class ConnectionTable:
         for connection in list(self.by_descriptor.values()):
             self.lose(connection, reason)
 
-    def note_crossed(self, connection: Connection) -> None:
+    def note_confirmed(self, connection: Connection) -> None:
         """Report a connection whose peer's first message has come, unless that was done."""
         if connection.deadline_s is not None and connection.lost is None:
             connection.deadline_s = None
@@ -204,7 +204,7 @@ class ConnectionTable:
         connection.facts = self._facts()  # the transport may have been renewed since `dial`
         self._adopt(connection)
         proof = proof_of(Hello, connection.facts, nonce)
-        with self.losing(connection):
+        with self.lose_on_error(connection):
             connection.link.send(Hello(connection.facts, proof))
         self._watch(connection)
 

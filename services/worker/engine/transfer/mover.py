@@ -31,7 +31,12 @@ from services.worker.engine.transfer.pieces import (
     PieceTaken,
     TransferAborted,
 )
-from services.worker.engine.transfer.receiver import IsCurrent, Receiver, ReceiverWaits, Unpack
+from services.worker.engine.transfer.receiver import (
+    EpochStatusOf,
+    Receiver,
+    ReceiverTimeouts,
+    Unpack,
+)
 from services.worker.engine.transfer.sender import Sender, SenderBounds
 
 CHUNK_BYTES_MAX = 1 << 20
@@ -73,7 +78,7 @@ class MoverConfig:
 class Mover:
     """Sends and receives all frames of a bulk lane; it does not close the lane.
 
-    The thread that steps calls `is_current` and `unpack`. `unpack` stores the payload of a piece,
+    The thread that steps calls `epoch_status` and `unpack`. `unpack` stores the payload of a piece,
     or raises TransferRefused (any WorkerError refuses the piece).
     """
 
@@ -82,7 +87,7 @@ class Mover:
         lane: Lane,
         gate: ActivationGate,
         config: MoverConfig,
-        is_current: IsCurrent,
+        epoch_status: EpochStatusOf,
         unpack: Unpack,
     ) -> None:
         self.coordinated = config.coordinated
@@ -107,9 +112,9 @@ class Mover:
             config.bytes_in_flight_max,
         )
         bounds = SenderBounds(config.active_max, window, config.answer_timeout_s)
-        waits = ReceiverWaits(config.idle_timeout_s, config.future_wait_s)
+        timeouts = ReceiverTimeouts(config.idle_timeout_s, config.future_wait_s)
         self._sender = Sender(lane, bounds, self._report)
-        self._receiver = Receiver(lane, waits, is_current, unpack, self._report)
+        self._receiver = Receiver(lane, timeouts, epoch_status, unpack, self._report)
         self._yield_until_s: float | None = None
         self._stopping = False
         self._thread: Thread | None = None
@@ -278,14 +283,14 @@ class Mover:
         if not (sends or self._receiver.has_piece):
             self._yield_until_s = None
             return
-        if self._stands_aside(now_s):
+        if self._yields_to_activations(now_s):
             return
         if self._receiver.has_piece:
             self._receiver.receive_piece(now_s)
         if sends:
             self._sender.send_piece(now_s)
 
-    def _stands_aside(self, now_s: float) -> bool:
+    def _yields_to_activations(self, now_s: float) -> bool:
         """Whether the next piece waits for activations; it waits for `yield_s` at most."""
         if not self.coordinated:
             return False

@@ -143,7 +143,7 @@ class OutgoingTransfers:
         peer = transfer.peer
         del self._by_id[transfer.transfer_id]
         for sent in transfer.unanswered.values():
-            self._windows[peer].leave(sent)
+            self._windows[peer].forget(sent)
         for queue in (self._active[peer], self._waiting[peer]):
             if transfer in queue:
                 queue.remove(transfer)

@@ -65,14 +65,14 @@ class PieceWindow:
         self._bytes += size_bytes
         return PieceSent(size_bytes, now_s, self._answered_bytes)
 
-    def leave(self, piece: PieceSent) -> None:
+    def forget(self, piece: PieceSent) -> None:
         """Nobody waits for the answer to a piece any more."""
         self._pieces -= 1
         self._bytes -= piece.size_bytes
 
     def arrive(self, piece: PieceSent, now_s: float) -> None:
         """A piece is answered."""
-        self.leave(piece)
+        self.forget(piece)
         self._answered_bytes += piece.size_bytes
         delay_s = now_s - piece.sent_s
         if delay_s <= 0:

@@ -24,7 +24,7 @@ from services.worker.engine.transfer.ucx_transport import (
 
 WAIT_S = 0.25
 """Longer than a process that lives is off the processor in the middle of a write."""
-LOOKS_MIN = 100
+POLLS_MIN = 100
 """How often the lane has found nothing, too: its own process may have stood still for `WAIT_S`."""
 PAUSE_S = 0.001
 """How often it looks."""
@@ -49,7 +49,7 @@ class ReceiveCheck:
         self._endpoint: Endpoint | None = None
         self._sent: dict[int, UcxRequest] = {}  # by tag, oldest first
         self._since_s = 0.0
-        self._looks = 0
+        self._polls = 0
 
     @property
     def under_way(self) -> bool:
@@ -59,7 +59,7 @@ class ReceiveCheck:
     @property
     def has_failed(self) -> bool:
         """Whether what was sent does not come any more."""
-        waited = self._looks >= LOOKS_MIN and monotonic_s() - self._since_s >= WAIT_S
+        waited = self._polls >= POLLS_MIN and monotonic_s() - self._since_s >= WAIT_S
         return self.under_way and waited
 
     def begin(self) -> None:
@@ -68,7 +68,7 @@ class ReceiveCheck:
             if self._sender is None:
                 self._sender = self._open_sender()
                 self._endpoint = self._sender.open(self._transport.address)
-                self._wait_anew()
+                self._restart_wait()
             assert self._endpoint is not None
             tag = 1 + secrets.randbelow(TAG_MAX)
             self._sent[tag] = self._endpoint.send(np.zeros(1, np.uint8), tag)
@@ -82,30 +82,30 @@ class ReceiveCheck:
         self._sender = self._endpoint = None
         self._sent.clear()
 
-    def came(self, tag: int) -> None:
+    def note_arrived(self, tag: int) -> None:
         """A message that belongs to no connection has come."""
         if tag not in self._sent:
             return
         newest = next(reversed(self._sent))
         del self._sent[tag]
-        self._wait_anew()
+        self._restart_wait()
         if tag == newest:
             self.end()
 
-    def nothing_came(self) -> None:
+    def note_idle_poll(self) -> None:
         """The lane has looked for messages and found no more."""
         if self._sender is None:
             return
-        self._looks += 1
+        self._polls += 1
         self._sender.progress()
         for request in self._sent.values():
             if request.completed and (problem := request.error()) is not None:
                 self._give_up(problem)
                 return
 
-    def _wait_anew(self) -> None:
+    def _restart_wait(self) -> None:
         self._since_s = monotonic_s()
-        self._looks = 0
+        self._polls = 0
 
     def _give_up(self, reason: str) -> None:
         log.warning(

@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import TransferRefused
 from services.worker.engine.transfer.frame import Bytes, Frame
@@ -109,14 +109,14 @@ class IncomingTransfers:
 
 BACKLOG_BYTES_MAX = 64 << 20  # of pieces that wait to be unpacked; beyond, the lane is not read
 HELD_BYTES_MAX = 256 << 20  # of pieces of a future epoch
-LOOK_AGAIN_S = 0.01  # interval of looking whether an epoch has begun, for which no bell rings
+EPOCH_POLL_S = 0.01  # interval of looking whether an epoch has begun, for which no bell rings
 
-IsCurrent = Callable[[str, int], Standing]  # group id, epoch
+EpochStatusOf = Callable[[str, int], EpochStatus]  # group id, epoch
 Unpack = Callable[[BulkPiece, Bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiverWaits:
+class ReceiverTimeouts:
     """How long to wait for the next piece of a transfer, and for a future epoch to begin."""
 
     idle_timeout_s: float
@@ -160,14 +160,14 @@ class Receiver:
     def __init__(
         self,
         lane: Lane,
-        waits: ReceiverWaits,
-        is_current: IsCurrent,
+        timeouts: ReceiverTimeouts,
+        epoch_status: EpochStatusOf,
         unpack: Unpack,
         report: Callable[[TransferOutcome], None],
     ) -> None:
         self._lane = lane
-        self._waits = waits
-        self._is_current = is_current
+        self._timeouts = timeouts
+        self._epoch_status = epoch_status
         self._unpack = unpack
         self._report = report
         self._inbox = IncomingTransfers()
@@ -216,13 +216,13 @@ class Receiver:
         arrived = self._arrived.take()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
         ending = self._inbox.ending(key)
-        standing = self._is_current(frame.group_id, frame.epoch)
+        standing = self._epoch_status(frame.group_id, frame.epoch)
         if ending is not None:
             self._answer_late(arrived, whole=ending)
-        elif standing is Standing.CURRENT:
+        elif standing is EpochStatus.CURRENT:
             self._store(arrived, now_s)
-        elif standing is Standing.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
-            until_s = now_s + self._waits.future_wait_s
+        elif standing is EpochStatus.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
+            until_s = now_s + self._timeouts.future_wait_s
             self._held.add(_Arrived(key, piece, frame, until_s))
             return
         else:
@@ -234,7 +234,7 @@ class Receiver:
         for _ in range(len(self._held.pieces)):
             held = self._held.take()
             frame = held.frame
-            if self._is_current(frame.group_id, frame.epoch) is not Standing.FUTURE:
+            if self._epoch_status(frame.group_id, frame.epoch) is not EpochStatus.FUTURE:
                 self._arrived.add(held)
             elif now_s < held.until_s:
                 self._held.add(held)
@@ -250,7 +250,7 @@ class Receiver:
     def dues_s(self, now_s: float) -> list[float]:
         """The times at which `expire` or `take_held` has work."""
         dues = [transfer.until_s for _, transfer in self._inbox.under_way()]
-        return [*dues, now_s + LOOK_AGAIN_S] if self._held.pieces else dues
+        return [*dues, now_s + EPOCH_POLL_S] if self._held.pieces else dues
 
     def _store(self, arrived: _Arrived, now_s: float) -> None:
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
@@ -264,7 +264,7 @@ class Receiver:
         except WorkerError as error:
             self._end(key, str(error))
             return
-        transfer.until_s = now_s + self._waits.idle_timeout_s
+        transfer.until_s = now_s + self._timeouts.idle_timeout_s
         self._answer(arrived)
         if transfer.is_whole:
             self._inbox.end(key, whole=True)

@@ -30,15 +30,15 @@ class Traffic:
         config: UcxLaneConfig,
         memory: FrameMemory,
         check: ReceiveCheck,
-        happened: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
-        """`happened` is called when frames have arrived, or a send has ended that is awaited."""
+        """`notify` is called when frames have arrived, or a send has ended that is awaited."""
         self._transport = transport
         self._connections = connections
         self._config = config
         self._memory = memory
         self._check = check
-        self._happened = happened
+        self._happened = notify
         self._lock = Lock()  # guards the next two
         self._arrived: deque[tuple[Connection, Frame]] = deque()
         self._arrived_bytes = 0
@@ -68,14 +68,14 @@ class Traffic:
         """
         self._transport.progress()
         for connection in [one for one in self._connections.by_tag.values() if one.has_queued]:
-            with self._connections.losing(connection):
+            with self._connections.lose_on_error(connection):
                 connection.submit(until_s)
         self._probe()
         return self.reap()
 
     def send_now(self, connection: Connection, until_s: float) -> None:
         """Send queued frames of one peer, and take what has come meanwhile."""
-        with self._connections.losing(connection):
+        with self._connections.lose_on_error(connection):
             connection.submit(until_s)
             self._transport.progress()
             connection.reap_sends()
@@ -89,13 +89,13 @@ class Traffic:
         awaited = False
         every = (*self._connections.by_tag.values(), *self._connections.lingering)
         for connection in [one for one in every if one.has_completed]:
-            with self._connections.losing(connection):
+            with self._connections.lose_on_error(connection):
                 awaited |= connection.reap_sends()
-            with self._connections.losing(connection):
+            with self._connections.lose_on_error(connection):
                 received = connection.reap_fetches(self._config.verify)
                 frames += [(connection, frame) for frame in received]
-                if connection.crossed:
-                    self._connections.note_crossed(connection)
+                if connection.confirmed:
+                    self._connections.note_confirmed(connection)
         self._connections.forget_quiet()
         if frames:
             with self._lock:
@@ -116,18 +116,18 @@ class Traffic:
         while self._has_room(fetching):
             arrival = self._transport.probe()
             if arrival is None:
-                self._check.nothing_came()
+                self._check.note_idle_poll()
                 break
             connection = by_tag.get(arrival.tag)
             if connection is None:
-                self._check.came(arrival.tag)
+                self._check.note_arrived(arrival.tag)
                 self._discard(arrival)
             elif arrival.size_bytes > self._config.frame_bytes_max:
                 reason = f"a frame of {arrival.size_bytes} bytes is too large"
                 self._connections.lose(connection, reason)
             else:
                 fetching += arrival.size_bytes
-                with self._connections.losing(connection):
+                with self._connections.lose_on_error(connection):
                     memory = self._memory.take(arrival.size_bytes)
                     connection.fetch(self._transport, arrival, memory)
 

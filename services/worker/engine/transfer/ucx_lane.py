@@ -77,7 +77,7 @@ class Heartbeats:
     def _beat(self, *, to_all: bool) -> None:
         for connection in list(self._connections.by_descriptor.values()):
             if connection.is_open and (to_all or connection.owes_acknowledgement):
-                with self._connections.losing(connection):
+                with self._connections.lose_on_error(connection):
                     connection.beat()
 
 
@@ -140,7 +140,7 @@ class UcxLane(Lane):
     def disconnect(self, peer: str) -> None:
         connection = self._connections.forget(peer)
         if connection is not None:
-            self._command(lambda: self._connections.part(connection))
+            self._command(lambda: self._connections.disconnect(connection))
 
     def has(self, peer: str) -> bool:
         return self._connections.find(peer) is not None
@@ -175,12 +175,12 @@ class UcxLane(Lane):
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        attends = self._take_over()
+        attends = self._attend_directly()
         try:
             yield
         finally:
             if attends:
-                self._hand_back()
+                self._stop_attending()
 
     def close(self) -> None:
         self._stopping = True
@@ -312,10 +312,10 @@ class UcxLane(Lane):
         finally:
             self._driving.release()
 
-    def _take_over(self) -> bool:
+    def _attend_directly(self) -> bool:
         """Have UCX wake the threads that wait for `fileno`; returns False if it does not.
 
-        The lane's own thread then sleeps until `_hand_back`.
+        The lane's own thread then sleeps until `_stop_attending`.
         """
         if not self._driving.acquire(blocking=False):
             return False
@@ -334,7 +334,7 @@ class UcxLane(Lane):
             self._driving.release()
         return True
 
-    def _hand_back(self) -> None:
+    def _stop_attending(self) -> None:
         """Receive frames, and have UCX wake the lane's thread again."""
         with self._driving:
             if self._ended or self._stopping:
@@ -358,7 +358,7 @@ class UcxLane(Lane):
         with self._driving:
             self._ended = True
             for connection in list(self._connections.by_descriptor.values()):
-                self._connections.part(connection)
+                self._connections.disconnect(connection)
             self._check.end()
             self._let_go()
         self._poll.close()

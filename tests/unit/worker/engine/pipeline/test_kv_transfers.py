@@ -13,7 +13,7 @@ from services.core.changeover.transfer_outcome import TransferStatus
 from services.core.changeover.vocabulary import SendBlocks
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -40,7 +40,7 @@ class Place:
             cast(
                 Any, SimpleNamespace(send=self._send, piece_bytes=lambda peer: 2 * SHAPE.size_bytes)
             ),
-            ChangePoints("w0"),
+            ChangeFailpoints("w0"),
         )
 
     def _send(self, *command: Any) -> None:

@@ -221,7 +221,7 @@ def test_a_disconnect_is_an_event_only_at_the_peer(opened: Open) -> None:
     ours, theirs = pair(opened)
     connection = ours.connections.forget("theirs")
     assert connection is not None
-    ours.connections.part(connection)
+    ours.connections.disconnect(connection)
     step_until(lambda: theirs.news, ours, theirs)
     assert theirs.news == [PeerLost(ours.identity, "the peer ended the connection")]
     assert ours.news == [] and ours.connections.find("theirs") is None

@@ -20,7 +20,7 @@ from services.core.planner.sequence import Phase
 from services.core.planner.sequence_names import request_of
 
 
-class Takeover:
+class Adoption:
     """Defers frames until all stages have joined: their blocks are not counted before."""
 
     def __init__(self, context: MemberContext, moves: LeaderMoves, handover: Handover) -> None:
@@ -29,7 +29,7 @@ class Takeover:
         self._handover = handover
         self._joined: dict[str, Joined] | None = None
         self._deferred: list[tuple[str, MemberFrame]] = []
-        self._not_done: set[str] = set()  # leaders that may still hand over sequences
+        self._handing_over: set[str] = set()  # leaders that may still hand over sequences
         self._senders: dict[str, str] = {}  # of sequences that were taken over
 
     @property
@@ -40,14 +40,14 @@ class Takeover:
     @property
     def settled(self) -> bool:
         """Whether all stages have joined and no leader hands over sequences any more."""
-        return self._joined is None and not self._not_done
+        return self._joined is None and not self._handing_over
 
     def enter(self) -> None:
         """Begin the present configuration."""
         new = self._context.configuration
         assert new is not None
         self._deferred.clear()
-        self._not_done = set(new.members) - {new.worker_id} if new.leads else set()
+        self._handing_over = set(new.members) - {new.worker_id} if new.leads else set()
         sequences = self._context.planner.sequences
         self._senders = {name: one for name, one in self._senders.items() if name in sequences}
         self._joined = {} if new.leads else None
@@ -66,7 +66,7 @@ class Takeover:
 
     def note_all_adopted(self, peer: str) -> None:
         """An old leader hands over no more sequences."""
-        self._not_done.discard(peer)
+        self._handing_over.discard(peer)
 
     def begin_when_joined(self) -> list[tuple[str, MemberFrame]]:
         """Begin to lead once all stages have joined; returns what was deferred until then."""
@@ -100,7 +100,7 @@ class Takeover:
         sequences, name = context.planner.sequences, adopt.sequence.request.request_id
         fresh = name not in sequences
         if fresh and not self._is_superseded(peer, name):
-            self._take_over(adopt)
+            self._adopt(adopt)
             self._senders[name] = peer
         context.send(peer, Adopted(name, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
@@ -127,7 +127,7 @@ class Takeover:
         context.change(RequestAborted(context.now_s, current))
         return False
 
-    def _take_over(self, adopt: Adopt) -> None:
+    def _adopt(self, adopt: Adopt) -> None:
         context = self._context
         state = replace(adopt.sequence, arrival_s=context.now_s - adopt.age_s)
         context.names.adopt(state.request.request_id)
