@@ -16,7 +16,7 @@ from services.core.planner.configuration_events import (
 
 
 class MemberCapacity:
-    """The capacity protocol at one member, as a leader and as a stage."""
+    """The capacity protocol at a member, as a leader and as a stage."""
 
     def __init__(self, context: MemberContext, kv: StageKv) -> None:
         self._context = context

@@ -39,7 +39,7 @@ class Configuration:
 
     @classmethod
     def of(cls, worker_id: str, groups: Sequence[GroupStages]) -> "Configuration":
-        """The configuration of `worker_id`, which must be a member of one of `groups`."""
+        """The configuration of `worker_id`, which `groups` must contain."""
         own = next(group for group in groups if worker_id in group.workers)
         return cls(worker_id, own, tuple(groups))
 

@@ -27,7 +27,7 @@ class EpochStatus(Enum):
 
 
 class EpochFence(Generic[FrameT]):
-    """The fence of one member. `early`: buffered frames with their epochs, in arrival order."""
+    """The fence of a member. `early`: buffered frames with their epochs, in arrival order."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch

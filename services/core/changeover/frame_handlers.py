@@ -1,4 +1,4 @@
-"""What a member does with each frame of a peer; `_FRAMES` has the handler of each."""
+"""Dispatches each frame of a peer to the part of the member that handles it (`_FRAMES`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,7 @@ from services.core.planner.events import IterationFinished
 
 @dataclass(slots=True)
 class FrameHandlers:
-    """The parts of a member that frames change, and what frames have told in this configuration.
-
-    abort             ends a sequence that nobody wants any more
-    drained           the leader has said that it has drained
-    leader_has_left   it adopts no more
-    """
+    """The frame handlers of a member, and the flags that frames set in a configuration."""
 
     context: MemberContext
     kv: StageKv
@@ -37,30 +32,27 @@ class FrameHandlers:
     capacity: MemberCapacity
     preparation: Preparation
     lost: LostPeers
-    abort: Callable[[str], None]
-    drained: bool = False
-    leader_has_left: bool = False
+    abort: Callable[[str], None]  # ends a sequence that its client has aborted
+    drained: bool = False  # the leader has sent `Drained`
+    leader_has_left: bool = False  # the leader has sent `AllAdopted`: it adopts no more
 
     def enter(self) -> None:
-        """Begin a configuration."""
+        """Reset at the start of a configuration."""
         self.drained = self.leader_has_left = False
 
     def receive(self, peer: str, frame: frames.MemberFrame) -> None:
-        """A frame has come; while stages join, some have to wait."""
+        """Handle a frame now, or defer it until all stages have joined."""
         if not self.adoption.defers(peer, frame):
             self.take(peer, frame)
 
     def take(self, peer: str, frame: frames.MemberFrame) -> None:
-        """Do what the frame asks for."""
+        """Handle a frame now."""
         _FRAMES[type(frame)](self, peer, frame)
 
     def _follow(self, _peer: str, frame: frames.Activations) -> None:
-        """Bring the table up to date before this stage runs.
-
-        After `Drained` nothing runs, nor after the loss of a member, between which and this one
-        microbatches are missing, even if it is connected again.
-        """
+        """Update the block table for a microbatch, and have this stage run it."""
         if self.drained or self.lost.isolation.lost_member:
+            # After a loss, microbatches are missing even if the member has reconnected.
             return
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
         self.context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
@@ -70,30 +62,24 @@ class FrameHandlers:
 
     def _finish(self, _peer: str, frame: frames.Samples) -> None:
         if self.lost.isolation.lost_member:
-            return  # one before it may be missing; all run again
+            return  # an earlier microbatch may be missing; all of them run again
         now_s = self.context.now_s
         self.context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
 
     def _adopt(self, peer: str, frame: frames.Adopt) -> None:
-        """Take a sequence over, but from no peer that this member has left.
-
-        KV that they shared has been freed here. The peer learns of the loss, too, and goes on.
-        """
+        """Adopt a sequence, except from unreachable peers, whose shared KV was freed here."""
         if peer not in self.lost.unreachable:
             self.adoption.adopt(peer, frame)
 
     def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
-        """The leader has drained: blocks that it released are free, later microbatches ignored.
-
-        The frame goes from stage to stage behind all microbatches, so that every stage has the
-        blocks of all that were launched.
-        """
+        """Free the blocks that the drained leader released, and ignore later microbatches."""
         self.context.change(MicrobatchFollowed(frame.released))
         self.drained = True
+        # Along the stages, behind all microbatches, so that each stage applies these first.
         self.context.send_along(frame)
 
     def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
-        """No `Adopt` follows from an old leader. From this member's leader: no `Adopted` either."""
+        """Note that an old leader sends no more `Adopt`; this leader also no more `Adopted`."""
         self.adoption.note_all_adopted(peer)
         if peer == self.context.leader:
             self.leader_has_left = True
@@ -141,4 +127,4 @@ _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
     frames.FreeKv: lambda self, peer, frame: self.kv.free(peer, frame),
     frames.KvFreed: FrameHandlers._note_freed,
 }
-assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has one handler"
+assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has a handler"

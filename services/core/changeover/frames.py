@@ -2,7 +2,7 @@
 
 Each lane is FIFO per peer, and the protocol relies on that: a stage applies its leader's
 microbatches in order, so all stages agree on the number of blocks of each request, and no frame of
-a new configuration overtakes the last microbatch of the old one.
+a new configuration overtakes the last microbatch of the old configuration.
 
 The fields are encoded by name: renaming a field needs another `PROTOCOL_VERSION`.
 """

@@ -1,13 +1,17 @@
-"""The order in which running requests' KV moves after a change of layers (KunServe §4.2).
+"""The coordinated exchange of running requests' KV after a layer change (KunServe §4.2).
 
-The leader of the group that a request belongs to *now* decides. A request is held until its KV is
-whole at every stage. Memory could deadlock here: a stage gains room for P / kv tokens by the drop
-but may have to take in the KV of a whole instance, while its own departing KV cannot leave before
-the other side has room. So there is a ledger: a move starts only once its blocks are reserved
-wherever they are lacking; moves alternate between the groups that the requests come from, highest
-blocks first, because departing ranges shrink from their ends; and when nothing moves and nothing
-fits, the request with the least KV gives its blocks up and is recomputed. Hence some request always
-makes progress.
+The leader of the group that a request belongs to *now* decides when its KV moves. A request is held
+until its KV is complete at every stage. The exchange could deadlock on memory: a drop gives a stage
+room for P / kv tokens, but the stage may have to take in the KV of a whole instance, while its own
+departing KV cannot leave before the other side has room. Four rules prevent that:
+
+* A ledger: a move starts only once its blocks are reserved wherever they are lacking.
+* Moves alternate between the groups that the requests come from.
+* The highest blocks move first, because departing ranges can only shrink from their ends.
+* When nothing moves and nothing fits, the request with the least KV is recomputed.
+
+Hence some request always makes progress. The machine emits and takes the frames of the exchange
+(`frames.py`); the leader's planner and its own knowledge are behind the other events and commands.
 """
 
 from collections import Counter, deque
@@ -31,25 +35,20 @@ def transfer_id_of(epoch: int, request_id: str, transfer: Transfer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request whose KV is not yet where it will run.
-
-    `blocks` KV blocks of `tokens` tokens; `origin` names the group that it comes from. `lacking`
-    are the workers that have to take in blocks, `leaving` those that hold blocks now and are not
-    in its group any more. `highest_block` is the largest block id at its sources.
-    """
+    """The move of a request's KV to the stages that will run it."""
 
     request_id: str
-    origin: str
-    blocks: int
-    tokens: int
+    origin: str  # id of the group that the request comes from
+    blocks: int  # KV blocks of the request
+    tokens: int  # computed tokens, whose KV is in the blocks
     transfers: tuple[Transfer, ...]
-    lacking: frozenset[str]
-    leaving: frozenset[str]
-    highest_block: int
+    lacking: frozenset[str]  # workers of its group that have no blocks for it yet
+    leaving: frozenset[str]  # workers that hold its blocks and are not in its group any more
+    highest_block: int  # largest block id at its sources
 
     @property
     def sizes(self) -> Counter[str]:
-        """The KV that each source sends, in blocks of one layer."""
+        """The KV that each source sends, in layer blocks (a block's KV in one layer)."""
         sizes: Counter[str] = Counter()
         for transfer in self.transfers:
             sizes[transfer.source] += self.blocks * (transfer.end_layer - transfer.first_layer)
@@ -64,7 +63,7 @@ class Move:
         new: Row[Stage],
         highest_block: int,
     ) -> "Move":
-        """What brings a sequence's KV from `old` stages to `new` ones."""
+        """The move of a sequence's KV from `old` stages to `new` stages."""
         before, now = ({stage.worker_id for stage in stages} for stages in (old, new))
         return cls(
             request_id=sequence.request_id,
@@ -80,54 +79,53 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MoveAdded:
-    """A request has come into the group, or stayed in it while its layers changed hands."""
+    """A held request joined the group, or stayed in it while its layers moved."""
 
     move: Move
 
 
 @dataclass(frozen=True, slots=True)
 class RequestGone:
-    """The request was aborted or preempted; its blocks in its group were released with that."""
+    """The request was aborted or preempted, which released its blocks in its group."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """`worker_id`, of another group by now, is gone, and with it the KV that it has not sent."""
+    """`worker_id`, now of another group, is lost with the KV that it has not sent."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoomReported:
-    """Free blocks of each worker of the group, what is reserved counting as taken."""
+    """Free blocks of each worker of the group; reserved blocks count as used."""
 
     free_blocks: Mapping[str, int]
 
 
 ExchangeFrame = Reserved | KvEnded | KvFreed
 ExchangeEvent = MoveAdded | FrameReceived[ExchangeFrame] | RequestGone | SourceLost | RoomReported
-"""A frame from `peer`, or what the leader itself knows. `KvFreed` follows a `RoomReported` with the
-capacity in it."""
+"""`KvFreed` must follow a `RoomReported` that includes its capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """The request's KV is whole at every stage: it may run."""
+    """The request's KV is complete at every stage, so it may run."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRequest:
-    """Free the request's KV everywhere; it waits and is computed again."""
+    """Preempt the request: its blocks in the group are freed and it is recomputed later."""
 
     request_id: str
 
 
 ExchangeCommand = SendFrame[Reserve | SendKv | FreeKv] | ResumeRequest | RecomputeRequest
-"""A frame for `peer`, or a change of the leader's planner. `Reserve` names no released requests."""
+"""Commands in order. The driver routes a `Reserve` along the stages and adds `released` to it."""
 
 
 @dataclass(slots=True)
@@ -139,32 +137,30 @@ class _Underway:
 
 @dataclass(slots=True)
 class ExchangeState:
-    """Moves that wait, and moves that are under way: as many as `window` has room for.
+    """The moves of a configuration, keyed by request id."""
 
-    `epoch` is part of the ids of transfers; blocks have `block_size` slots.
-    """
-
-    epoch: int
-    block_size: int
-    window: MoveWindow = field(default_factory=MoveWindow)
-    waiting: dict[str, Move] = field(default_factory=dict)
-    underway: dict[str, _Underway] = field(default_factory=dict)
-    _free: dict[str, int] = field(default_factory=dict)
-    _freeing: set[tuple[str, str]] = field(default_factory=set)
-    _lost: set[str] = field(default_factory=set)
-    _last_origin: str = ""
+    epoch: int  # of the configuration; part of transfer ids
+    block_size: int  # slots per block
+    window: MoveWindow = field(default_factory=MoveWindow)  # limits the moves in flight
+    waiting: dict[str, Move] = field(default_factory=dict)  # not started: no room, or no window
+    underway: dict[str, _Underway] = field(default_factory=dict)  # started
+    _free: dict[str, int] = field(default_factory=dict)  # the ledger: free blocks by worker
+    _freeing: set[tuple[str, str]] = field(default_factory=set)  # request, worker: `FreeKv` is out
+    _lost: set[str] = field(default_factory=set)  # workers that can send no KV any more
+    _last_origin: str = ""  # group of the move that started last
 
     @property
     def settled(self) -> bool:
-        """Whether every request's KV is where it runs."""
+        """Whether every request's KV is where it runs and all source copies are freed."""
         return not self.waiting and not self.underway and not self._freeing
 
     def handle(self, event: ExchangeEvent) -> list[ExchangeCommand]:
-        """Apply one event; return what the driver must do, in order."""
+        """Apply an event; returns the commands for the driver, in order."""
         commands: list[ExchangeCommand] = []
         match event:
             case MoveAdded(move=move):
                 self._add(move, commands)
+            # A worker has reserved blocks, finished a transfer, or freed its copy.
             case FrameReceived(now_s=now_s, peer=peer, frame=Reserved() as frame):
                 self._reserved(now_s, peer, frame, commands)
             case FrameReceived(now_s=now_s, frame=KvEnded() as frame):
@@ -183,11 +179,13 @@ class ExchangeState:
         return commands
 
     def start(self, now_s: float) -> list[ExchangeCommand]:
-        """Begin moves while the window and the ledger allow; call it after events."""
+        """Start moves while the window and the ledger allow; call it after events."""
         commands: list[ExchangeCommand] = []
         queues = self._queues()
         while (move := self._next_fitting(queues)) is not None:
             self._begin(move, now_s, commands)
+        # Deadlock: no move in flight will free blocks, so a waiting request must. Least KV
+        # means the cheapest recomputation.
         if self.waiting and not self.underway and not self._freeing:
             victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.request_id))
             self._recompute(victim, commands)
@@ -214,11 +212,11 @@ class ExchangeState:
             self._complete(move, commands)
 
     def _lose(self, worker_id: str, commands: list[ExchangeCommand]) -> None:
-        """Recompute requests whose KV can only come from `worker_id`; expect nothing more of it."""
+        """Recompute the requests that still need KV of `worker_id`, and forget its `FreeKv`s."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
         unfinished = {name: move.transfers for name, move in self.waiting.items()}
-        unfinished |= {name: (*one.unfinished.values(),) for name, one in self.underway.items()}
+        unfinished |= {name: (*move.unfinished.values(),) for name, move in self.underway.items()}
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
                 is_underway = request_id in self.underway
@@ -226,7 +224,7 @@ class ExchangeState:
                 self._recompute(move, commands)
 
     def _queues(self) -> dict[str, deque[Move]]:
-        """What waits, by origin, in the order in which it may start."""
+        """The waiting moves by origin, in starting order: highest block first."""
         queues: dict[str, deque[Move]] = {}
         by_block = sorted(
             self.waiting.values(),
@@ -238,11 +236,11 @@ class ExchangeState:
         return queues
 
     def _next_fitting(self, queues: dict[str, deque[Move]]) -> Move | None:
-        """The move that starts next, of another origin than the last one where that fits.
+        """Pop the move that starts next, or None.
 
-        It is taken out of its line, as are those that do not fit: room only shrinks by moves that
-        begin.
+        Prefers another origin than the last move's, so that both sides of an exchange free blocks.
         """
+        # Moves that do not fit are dropped from the queues: starting moves only shrinks the room.
         for queue in queues.values():
             while queue and not (self._fits(queue[0]) and self.window.has_room(queue[0].sizes)):
                 queue.popleft()
@@ -285,7 +283,7 @@ class ExchangeState:
         entry.unreserved.remove(peer)
         if entry.unreserved:
             return
-        # Only now: KV that came before its blocks are reserved would be refused there.
+        # Send only after every destination has reserved: KV without blocks would be refused.
         self.window.reserve(frame.request_id, now_s)
         blocks = blocks_for(entry.move.tokens, self.block_size)
         for transfer_id, transfer in entry.unfinished.items():
@@ -296,6 +294,7 @@ class ExchangeState:
         entry = self.underway.get(frame.request_id)
         if entry is None or frame.transfer_id not in entry.unfinished:
             return
+        # A failed transfer loses the KV of its layers, and with that the whole request's.
         if not frame.intact:
             self._recompute(self._abandon(frame.request_id), commands)
             return
@@ -306,7 +305,7 @@ class ExchangeState:
             self._complete(move, commands)
 
     def _abandon(self, request_id: str) -> Move:
-        """Give a move that is under way up."""
+        """Abandon an in-flight move."""
         move = self.underway.pop(request_id).move
         self.window.end(request_id, move.sizes)
         return move
@@ -321,6 +320,7 @@ class ExchangeState:
         self._free_sources(move, commands)
 
     def _free_sources(self, move: Move, commands: list[ExchangeCommand]) -> None:
+        """Have the sources free their copies; lost workers need not."""
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):
             self._freeing.add((move.request_id, worker_id))

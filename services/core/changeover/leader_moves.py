@@ -1,4 +1,4 @@
-"""The leader's part in moving KV: carries out what `ExchangeState` decides (KunServe §4.2)."""
+"""The leader's part in the KV exchange: executes `ExchangeState`'s commands (KunServe §4.2)."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
@@ -32,7 +32,7 @@ from services.core.planner.sequence import Phase
 
 
 class LeaderMoves:
-    """The moves of requests that this worker leads now; `kv` is its part as a member."""
+    """Moves the KV of the requests that this worker leads; `kv` is the same worker's stage part."""
 
     def __init__(self, context: MemberContext, kv: StageKv, link_blocks_per_s: float) -> None:
         self._context = context
@@ -42,27 +42,28 @@ class LeaderMoves:
 
     @property
     def settled(self) -> bool:
-        """Whether every request's KV is where it runs."""
+        """Whether every request's KV is where it runs and all source copies are freed."""
         return self._exchange.settled
 
     def check_invariants(self) -> None:
-        """Check those of the exchange."""
+        """Check the invariants of the exchange."""
         self._exchange.check_invariants()
 
     def enter(self) -> None:
-        """Begin a configuration; the one before is settled, or its requests are recomputed."""
+        """Start a configuration; the last has settled, or its requests are recomputed."""
         self._exchange = self._new_exchange()
 
     def add(self, request_id: str, origin: str, old: Row[Stage], highest_block: int) -> None:
-        """Bring a held request's KV from `old` stages to the present ones, then resume it."""
+        """Move a held request's KV from `old` stages to the present ones, then resume it."""
         sequence = self._context.planner.sequences[request_id]
         move = Move.between(sequence, origin, old, self._context.stages, highest_block)
         self._carry_out(self._exchange.handle(MoveAdded(move)))
 
     def advance(self) -> None:
-        """Start what may start; call it in each turn until `settled`."""
+        """Start the moves for which there is room; call it in each turn until `settled`."""
         if self._exchange.settled:
             return
+        # Requests that ended meanwhile must not get blocks reserved.
         self._drop_gone((*self._exchange.waiting, *self._exchange.underway))
         ledger = self._context.planner.sequence_table.ledger
         stages = self._context.stages
@@ -71,17 +72,18 @@ class LeaderMoves:
         self._carry_out(self._exchange.start(self._context.now_s))
 
     def lose(self, worker_id: str) -> None:
-        """A worker of another group is gone: KV that it has not sent is computed again."""
+        """Recompute the KV that a lost worker of another group has not sent."""
         self._drop_gone((*self._exchange.waiting, *self._exchange.underway))
         self._carry_out(self._exchange.handle(SourceLost(worker_id)))
 
     def receive(self, peer: str, frame: Reserved | KvEnded) -> None:
-        """A member has reserved blocks for a request's KV, or a transfer of it has ended."""
+        """Take a member's report of reserved blocks, or of the end of a transfer."""
         self._drop_gone((frame.request_id,))
         self._forward(peer, frame)
 
     def note_freed(self, peer: str, frame: KvFreed) -> None:
-        """A source has freed departed KV and may have more room."""
+        """Take a source's report that it freed a request's departed KV."""
+        # The freed chunks may have grown the pool of a stage behind this leader's own.
         for index, stage in enumerate(self._context.stages):
             if stage.worker_id == peer and index:
                 self._context.change(CapacityReported(index, frame.capacity))
@@ -98,7 +100,7 @@ class LeaderMoves:
         self._carry_out(self._exchange.handle(event))
 
     def _drop_gone(self, request_ids: Iterable[str]) -> None:
-        """Forget those of these requests that were aborted or preempted since."""
+        """Remove those of these requests from the exchange that were aborted or preempted since."""
         sequences = self._context.planner.sequences
         for request_id in request_ids:
             sequence = sequences.get(request_id)
@@ -123,10 +125,11 @@ class LeaderMoves:
         assert configuration is not None
         request_id, worker_id = frame.request_id, frame.worker_id
         if worker_id in self._exchange.underway[request_id].move.lacking:
+            # The ledger counts the blocks as used before the stage has adopted them.
             context.change(SequencePlaced(request_id, configuration.stage_of(worker_id)))
         if worker_id == context.worker_id:
             context.send(worker_id, frame)
         else:
-            # From stage to stage behind all microbatches, so that no stage adopts the blocks before
-            # it has freed those that the leader's ledger counts as free.
+            # Along the stages, behind all microbatches, and with the requests released since: the
+            # stage must free the blocks that the ledger counts as free before it reserves these.
             context.send_along(replace(frame, released=self._kv.take_released()))

@@ -1,7 +1,8 @@
-"""What a member does about peers that are lost or have gone on without it.
+"""Failure handling: lost peers, and groups that continue without this member.
 
-Two kinds matter: members of the own group, whose loss holds the microbatches up until a change
-(`Isolation`), and workers of the newest change that are in other groups, which owe KV or answers.
+Two kinds of peers matter: members of this member's group, whose loss stalls the pipeline until the
+next change (`Isolation`), and workers of the newest change in other groups, which owe it KV or
+answers (`LostPeers`).
 """
 
 from dataclasses import dataclass
@@ -16,56 +17,54 @@ from services.core.changeover.vocabulary import PeersLost
 from services.core.planner.configuration_events import GroupDivided, SequenceResumed
 
 REMOVED_WAIT_S = 2.0
-"""After a `MemberRemoved`: the record that the other member followed is on its way here, too."""
+"""Wait after a `MemberRemoved`: the group record that its sender followed may be late here."""
 UNFINISHED_WAIT_S = 0.3
-"""After the loss of a member amid a change: what its group still needs of the others comes sooner.
-
-What it needs of the lost one never comes.
-"""
+"""Wait after losing a member during a change. The remaining members' frames arrive within it; those
+of the lost member never arrive, so a change that has not settled by then will not settle."""
 ALONE_WAIT_S = 15.0
-"""After the loss of a member: longer than a lease takes to end, and a change-over."""
+"""Wait after losing a member: longer than a lease takes to expire plus a change-over."""
 
 
 @dataclass(slots=True)
 class Isolation:
-    """When a member knows that its group goes on without it, and when it gives its requests up.
+    """Detects that this member is isolated: its group continues without it.
 
-    A worker that is cut off from the group records does not see that its group has ended. Its
-    former members say `MemberRemoved` as they leave; if it is cut off from them, too, it loses them. Its
-    requests go on elsewhere, so it gives them up, but not before the records had time to come.
-    `expired`: this configuration is over here; the member waits for another one.
+    A worker that is partitioned from the group records does not see that its group was replaced.
+    Former members send `MemberRemoved` as they leave; if it is partitioned from them as well, it
+    loses their connections. Its requests continue elsewhere, so it must abort them, but only after
+    the records had time to arrive.
     """
 
-    expired: bool = False
-    _removed_s: float | None = None
-    _lost_s: float | None = None
+    expired: bool = False  # the wait is over: this configuration has ended here
+    _removed_s: float | None = None  # time of the first `MemberRemoved`
+    _lost_s: float | None = None  # time of the first loss of a member of the group
 
     @property
     def lost_member(self) -> bool:
-        """Whether a member of the own group was lost: what is in flight does not come back."""
+        """Whether a member of this group was lost; microbatches in flight will not return."""
         return self._lost_s is not None
 
     def cannot_settle(self, now_s: float) -> bool:
-        """Whether a change that is not over by now never will be in this configuration."""
+        """Whether an unsettled change can no longer settle in this configuration."""
         return self._lost_s is not None and now_s - self._lost_s > UNFINISHED_WAIT_S
 
     @property
     def waiting(self) -> bool:
-        """Whether time may decide."""
+        """Whether a timeout is running."""
         return not self.expired and (self._removed_s is not None or self._lost_s is not None)
 
     def note_removed(self, now_s: float) -> None:
-        """A member of the own group has left it for a later configuration."""
+        """Note that a member of this group has entered a configuration without this member."""
         if self._removed_s is None:
             self._removed_s = now_s
 
     def note_lost(self, now_s: float) -> None:
-        """A member of the own group was lost."""
+        """Note the loss of a member of this group."""
         if self._lost_s is None:
             self._lost_s = now_s
 
     def expire(self, now_s: float) -> bool:
-        """Whether the time has come, for the first time."""
+        """Whether the timeout expires now; True once."""
         if not self.waiting:
             return False
         farewell = self._removed_s is not None and now_s - self._removed_s > REMOVED_WAIT_S
@@ -75,11 +74,7 @@ class Isolation:
 
 
 class LostPeers:
-    """The state of one configuration.
-
-    `lost_workers`: workers of this change that were lost, as far as is known. `unreachable`: those of them that
-    are in other groups, or have passed the change over.
-    """
+    """Lost peers of a configuration."""
 
     def __init__(
         self,
@@ -87,23 +82,24 @@ class LostPeers:
         handover: Handover,
         adoption: Adoption,
         moves: LeaderMoves,
-        unclaimed: OrphanedKv,
+        orphaned_kv: OrphanedKv,
     ) -> None:
         self._context = context
         self._handover = handover
         self._adoption = adoption
         self._moves = moves
-        self._orphaned_kv = unclaimed
+        self._orphaned_kv = orphaned_kv
         self.enter()
 
     def enter(self) -> None:
-        """Begin a configuration."""
+        """Reset at the start of a configuration."""
         self.isolation = Isolation()
+        # Workers of other groups that were lost or abandoned the epoch: nothing is expected of them
         self.unreachable: frozenset[str] = frozenset()
-        self.lost_workers: frozenset[str] = frozenset()
+        self.lost_workers: frozenset[str] = frozenset()  # of this change, as reported
 
     def note_lost(self, event: PeersLost) -> None:
-        """Give up work that only lost workers of other groups could do."""
+        """Record lost workers, and stop waiting for those of other groups."""
         self.lost_workers = event.workers
         configuration = self._context.configuration
         if configuration is not None and event.workers & configuration.own.workers:
@@ -111,7 +107,10 @@ class LostPeers:
         self.give_up_lost()
 
     def give_up_lost(self) -> None:
-        """Leave lost workers, but not while stages join: frames that they sent are deferred."""
+        """Stop waiting for lost workers of other groups.
+
+        Deferred while stages join: frames that these workers sent before are deferred, too.
+        """
         configuration = self._context.configuration
         if configuration is None or self._adoption.waiting:
             return
@@ -125,29 +124,28 @@ class LostPeers:
         self._note_division(frozenset(back), configuration)
 
     def note_epoch_abandoned(self, peer: str) -> None:
-        """A worker of this change has passed it over."""
+        """Stop waiting for a worker that abandoned this epoch."""
         configuration = self._context.configuration
         if configuration is not None and peer not in configuration.own.workers | self.unreachable:
             self._note_division(frozenset(self._give_up(peer)), configuration)
 
     def note_removed(self, peer: str) -> None:
-        """A member of the own group has gone on without this one."""
+        """Note that a member of this group continues without this worker."""
         configuration = self._context.configuration
         if configuration is not None and peer in configuration.own.workers:
             self.isolation.note_removed(self._context.now_s)
 
     def go_on(self, name: str) -> None:
-        """Run a request that has come back, or hand it to the leader of now."""
+        """Resume a returned request here, or hand it to the present leader."""
         if self._context.leads:
             self._context.change(SequenceResumed(name))
         else:
             self._handover.send(name, self._context.leader)
 
     def _note_division(self, back: frozenset[str], configuration: Configuration) -> None:
-        """The others may compute some of the requests that come back; their gateways see to it.
+        """Note in the planner that other leaders may recompute some of the returned requests.
 
-        If several are lost and none is left, it is rather this worker that is cut off from them:
-        then they count as living.
+        Their gateways retry them at any leader of the former group.
         """
         if not (back and self._context.leads):
             return
@@ -155,14 +153,16 @@ class LostPeers:
             {stage.worker_id for stage in self._handover.old_stages}
         )
         others = leaders - {self._context.worker_id}
+        # If all of several others are lost, probably this worker is partitioned: count them as
+        # alive.
         living = others - self.lost_workers or (others if len(others) > 1 else frozenset())
         self._context.change(GroupDivided(1 + len(living), back))
 
     def _give_up(self, worker_id: str) -> list[str]:
         """Stop waiting for a lost worker of another group of this change.
 
-        Its KV is computed again, and requests that it leads now are over. Returns those that come
-        back from it.
+        KV that it owes is recomputed. Returns the sequences that it had not adopted, which return
+        to this member.
         """
         self.unreachable |= {worker_id}
         back = self._handover.lose(worker_id, self.unreachable)

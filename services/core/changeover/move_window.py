@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LINK_BLOCKS_PER_S = 30_000.0
-"""Assumed bandwidth until one is measured: 1 GB/s with blocks of 32 KiB."""
+"""Assumed bandwidth until measured: 1 GB/s with blocks of 32 KiB."""
 FIRST_RESERVATION_S = 0.2
-"""Assumed time of a reservation until one is measured."""
+"""Assumed time of a reservation until measured."""
 RESERVATIONS = 5.0
 """Moves in flight, in reservation times: a move takes five turns (reserve, reserved, send, arrived,
 ended), two of them for the reservation, and twice that is in flight."""
@@ -21,7 +21,7 @@ MOVES_MIN = 2
 
 @dataclass(slots=True)
 class _Source:
-    """Traffic from one worker, in KV blocks of one layer."""
+    """Traffic from a worker, in layer blocks (a block's KV in one layer)."""
 
     rate: float  # blocks per second: the best average so far, at least the assumed bandwidth
     moves: int = 0  # in flight
@@ -32,7 +32,7 @@ class _Source:
 
 @dataclass(slots=True)
 class MoveWindow:
-    """The moves in flight in one exchange. Every `sizes` maps sources to blocks of one layer.
+    """The moves in flight in an exchange. Every `sizes` maps sources to layer blocks.
 
     The window grows with the measured bandwidth, and with the time that a reservation takes: that
     is pure turn latency, since no KV flows in it.

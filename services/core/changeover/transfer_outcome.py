@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class TransferStatus(StrEnum):
-    """The end of a transfer, as seen from one of its two workers."""
+    """The end of a transfer, as seen from either of its two workers."""
 
     SENT = "sent"  # the receiver has verified and stored all pieces: the original may be freed
     RECEIVED = "received"  # all pieces were verified and stored here
@@ -14,7 +14,7 @@ class TransferStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferOutcome:
-    """The end of one transfer; each worker reports exactly one, and uses its memory until then.
+    """The end of a transfer; each worker reports it exactly once, and uses its memory until then.
 
     `peer` is the other worker, "" if a transfer was cancelled here before any peer had begun it.
     `size_bytes` counts payload bytes and is 0 for a failure, whose cause is `reason`.

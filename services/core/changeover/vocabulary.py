@@ -29,7 +29,7 @@ FrameT = TypeVar("FrameT")
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationCommitted:
-    """A change of groups is committed, and this worker is a member of one of its `groups`.
+    """A change of groups is committed, and one of its `groups` has this worker as a member.
 
     Ignored unless its epoch is newer than the present configuration's.
     """
@@ -181,7 +181,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendFrame(Generic[FrameT]):
-    """Send a frame to a member, which may be this one; frames to lost members are dropped.
+    """Send a frame to a member, which may be this worker; frames to lost members are dropped.
 
     The frame carries the epoch of the present configuration, or of `group`.
     """
@@ -321,7 +321,7 @@ class NoteAdopted:
 
 @dataclass(frozen=True, slots=True)
 class NoteMoved:
-    """Leader `worker_id` of `group` has adopted a sequence and emits tokens from `next_index` on."""
+    """Leader `worker_id` of `group` has adopted a sequence; it emits tokens from `next_index`."""
 
     request_id: str
     worker_id: str

@@ -97,7 +97,7 @@ class ConnectionTable:
             return self._peers.get(peer)
 
     def forget(self, peer: str) -> Connection | None:
-        """Remove the connection to a peer, so that no more frames are queued; `disconnect` ends it."""
+        """Remove the connection to a peer, so that nothing more is queued; `disconnect` ends it."""
         with self._lock:
             return self._peers.pop(peer, None)
 
