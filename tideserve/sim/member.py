@@ -1,8 +1,8 @@
 """A simulated worker as a member of its group: drives `core.changeover` with bytes and delays.
 
-It does without a model and lanes what worker/engine/pipeline/member.py does. Each event goes to the
-machine between iterations; its commands are carried out in order, and an answer of the memory goes
-back before the next command.
+The counterpart of worker/engine/pipeline/member.py without a model and without lanes. Each event
+goes to the state machine between iterations; its commands are executed in order, and the answer to
+a memory command is handled before the next command.
 """
 
 from collections.abc import Callable
@@ -35,19 +35,19 @@ from tideserve.sim.stage_memory import MemoryModel
 from tideserve.sim.time_model import TimeModel
 
 TURN_S = 0.1
-"""While something is under way, an idle worker takes a turn as often, for what only time ends."""
+"""Interval of turns of an idle worker during a change, for steps that only a timeout ends."""
 _NOTHING_TO_DO = (
     *(MoveBlocks, vocabulary.CancelTransfer),
     *(vocabulary.NoteAborted, vocabulary.NoteAdopted, vocabulary.NoteMoved),
 )
-"""Copies within a device take no time, and whatever was sent arrives."""
+"""Commands without effect here: copies within a device take no time, and transfers never fail."""
 Answered = Callable[[str, str, bool, str], None]
-"""Takes attempt, worker, whether it is ready, and why not."""
+"""Arguments: attempt, worker, whether it is ready, the refusal or ""."""
 
 
 @dataclass(slots=True)
 class World:
-    """What the members of a cluster share."""
+    """State that all members of a cluster share."""
 
     simulation: Simulation
     network: Network
@@ -59,7 +59,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What travels between members: a frame, or KV that is whole with it; `run` for stages."""
+    """A message between members: a frame, or the end of a KV transfer; `run` for later stages."""
 
     peer: str
     content: MemberFrame | TransferOutcome
@@ -67,7 +67,7 @@ class _Sent:
 
 
 class SimulatedMember:
-    """Joins an instance with the group protocol; `pipeline` is that of the group that it leads."""
+    """Connects an instance to the group protocol; `pipeline` is that of the group that it leads."""
 
     def __init__(self, instance: Instance, world: World, group: Group) -> None:
         shape, self._costs = world.spec.shape, world.spec.costs
@@ -87,8 +87,8 @@ class SimulatedMember:
         self._world = world
         self._frames: EpochFence[_Sent] = EpochFence()
         self._answered: dict[str, Answered] = {}  # by attempt
-        self._run: StageRun | None = None  # of the frame that is handled now
-        self._busy: Busy | None = None  # what the commands keep the device with
+        self._run: StageRun | None = None  # of the frame that is being handled
+        self._busy: Busy | None = None  # device time that the commands take
         self._is_changing = False
         self._has_turn = False
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
@@ -114,7 +114,7 @@ class SimulatedMember:
 
     @property
     def configuration(self) -> Configuration:
-        """The present one."""
+        """The present configuration."""
         assert self.changeover.configuration is not None
         return self.changeover.configuration
 
@@ -123,16 +123,16 @@ class SimulatedMember:
         return self._world.simulation.now_s
 
     def check_invariants(self) -> None:
-        """Check the machine of core, the memory, and that both agree."""
+        """Check the state machine, the memory, and their agreement."""
         self.fence.check_invariants()
         self.changeover.check_invariants()
         self.memory.check_invariants()
         assert self.state.pool.num_blocks <= self.memory.blocks
 
-    # --- what the coordinator and the store say
+    # --- coordinator and store
 
     def ask(self, asked: PrepareAsked, groups: tuple[Group, ...], answered: Answered) -> None:
-        """A coordinator asks to get ready for `asked.target`, one of `groups`."""
+        """Prepare for `asked.target`, one of `groups`, on a coordinator's request."""
         answer = self.fence.ask(asked)
         if answer.aborted is not None:
             self._abort(answer.aborted.attempt)
@@ -145,18 +145,18 @@ class SimulatedMember:
         )
 
     def abort(self, asked: AbortAsked) -> None:
-        """A coordinator aborts an attempt."""
+        """Abort an attempt on a coordinator's request."""
         aborted = self.fence.abort(asked)
         if aborted is not None:
             self._abort(aborted.attempt)
 
     def observe(self, stored: tuple[StoredGroup, ...]) -> None:
-        """The store has these new records, written together."""
+        """Handle new group records of the store, written in one transaction."""
         for action in self.fence.observe(stored):
             if isinstance(action, AbortPreparation):
                 self._abort(action.attempt)
                 continue
-            groups = tuple(one.group for one in stored if one.group.members)
+            groups = tuple(record.group for record in stored if record.group.members)
             self.instance.reporter.epoch = action.group.epoch
             self.instance.post(self._commit, _stages_of(groups))
 
@@ -167,13 +167,13 @@ class SimulatedMember:
     # --- events, between iterations
 
     def apply(self, event: vocabulary.Event) -> Busy | None:
-        """Have the machine handle an event, and carry its commands out."""
+        """Pass an event to the state machine and execute its commands; returns the device time."""
         self._handle(event)
         busy, self._busy = self._busy, None
         return busy
 
     def take_turn(self) -> Busy | None:
-        """Go on with what is under way, as far as it goes without waiting."""
+        """Continue a change as far as possible without waiting."""
         changeover, busy = self.changeover, None
         while changeover.needs_turn(self._now_s) and busy is None:
             commands = changeover.handle(vocabulary.TurnTaken(self._now_s))
@@ -202,7 +202,7 @@ class SimulatedMember:
         return self.apply(vocabulary.ConfigurationCommitted(self._now_s, groups))
 
     def _take(self, epoch: int, sent: _Sent) -> Busy | None:
-        """Take what another member has sent, or this one itself."""
+        """Handle a message of another member, or of this member to itself."""
         content = sent.content
         if not self._frames.admits(epoch, sent):
             return None
@@ -211,14 +211,14 @@ class SimulatedMember:
             self._world.members[sent.peer].post(ended)
             return self.apply(content)
         if isinstance(content, Samples):
-            # Nearly every frame: what the machine does with it, without making tokens.
+            # A shortcut for the most frequent frame: as the state machine, but without token ids.
             self.instance.finish(content.number)
             return None
         self._run = sent.run
         return self.apply(vocabulary.FrameReceived(self._now_s, sent.peer, content))
 
     def post(self, event: vocabulary.Event) -> None:
-        """Have the machine handle an event after the iteration that runs."""
+        """Pass an event to the state machine after the running iteration."""
         self.instance.post(self.apply, event)
 
     def _take_another_turn(self) -> None:
@@ -249,7 +249,7 @@ class SimulatedMember:
         self, peer: str, epoch: int, sent: _Sent, size_bytes: int = MESSAGE_BYTES
     ) -> None:
         member = self._world.members[peer]
-        if member is self:  # handled in the next turn, as an engine's loop does
+        if member is self:  # handled in the next turn, as in an engine's loop
             self._world.simulation.after(0.0, self.instance.post, self._take, epoch, sent)
             return
         arguments = (member.instance.post, member._take, epoch, sent)
@@ -264,7 +264,7 @@ class SimulatedMember:
         return Busy(run.pipeline.seconds(stage, run), self._pass_on, (stage, run, self._now_s))
 
     def _pass_on(self, stage: int, run: StageRun, started_s: float) -> None:
-        """The stage has run: the next one gets activations, or the leader gets samples."""
+        """Send activations to the next stage, or samples to the leader."""
         run.pipeline.note_run(stage, run, (started_s, self._now_s))
         configuration, size_bytes = self.configuration, run.size_bytes
         sent = _Sent(self.name, run.frame, run)
@@ -275,7 +275,7 @@ class SimulatedMember:
     def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new = command.configuration
         early = self._frames.enter(new.epoch)
-        for sent in reversed(early):  # before what came after it
+        for sent in reversed(early):  # before messages that arrived later
             self.instance.post_first(self._take, new.epoch, sent)
         if self.changeover.configuration is None:
             return vocabulary.StageSwitched(self.state.pool.num_blocks, departed=False)
@@ -329,7 +329,7 @@ class SimulatedMember:
         self._world.network.send(self.name, MESSAGE_BYTES, *arguments)
 
     def _send_slab(self, asker: "SimulatedMember", command: vocabulary.RestoreSlab) -> None:
-        """A member restores a slab that this one runs."""
+        """Send a slab to the member `asker`, which restores it."""
         network, memory = self._world.network, self.memory
         if command.slab in memory.slabs_of(memory.layers):
             size_bytes = memory.slab_bytes(command.slab)
@@ -361,11 +361,11 @@ def _stages_of(groups: tuple[Group, ...]) -> tuple[GroupStages, ...]:
         GroupStages(
             group.group_id,
             group.epoch,
-            tuple(Stage(one.worker_id, one.first_layer, one.end_layer) for one in group.members),
+            tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members),
         )
         for group in groups
     )
 
 
 def _nothing() -> None:
-    """A pause ends."""
+    """No action at the end of a pause."""

@@ -122,7 +122,7 @@ class Preparation:
             self._undo()
 
     def drop_queued(self) -> None:
-        """Drop the queued attempt, which starts from a configuration older than the committed.
+        """Drop the queued attempt, since its base configuration is outdated by a commit.
 
         The epochs do not show this: an attempt's epoch is above those of all groups that it would
         change, a committed epoch only above that of this worker's own group.

@@ -1,9 +1,9 @@
 """A worker's engine as a member of its group: drives `core.changeover` and the model.
 
-Each event goes to the machine, and its commands are carried out in order; an answer of the memory
-goes back before the next command. The stage's lock is held meanwhile: for each piece of a transfer,
-the mover's thread takes it too. A stage runs without the lock, since that takes long, and before
-the next event.
+Each event goes to the state machine, whose commands are executed in order; the answer to a memory
+command is handled before the next command. The stage's lock is held meanwhile, because the mover's
+thread takes it for each piece of a transfer. Stages run without the lock, since that takes long,
+and before the next event.
 """
 
 import logging
@@ -55,11 +55,14 @@ from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 log = logging.getLogger(__name__)
 
 _MAY_FAIL = (vocabulary.MeasureRestore, vocabulary.ShrinkKv, vocabulary.MapKv)
-"""What the memory may be unable to do: nothing has changed then, and only the attempt ends."""
+"""Memory commands that may fail: the memory is unchanged then, and only the attempt ends."""
 
 
 class Member:
-    """One engine. `take` and `launch` last no longer than an iteration; one thread calls all."""
+    """The group member of an engine. All methods are called from the engine's thread.
+
+    `take` and `launch` last no longer than an iteration.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Member:
         now_s: Callable[[], float],
         facts: FactLog | None = None,
     ) -> None:
-        """`bulk` is the lane of the mover that `mover_of` makes."""
+        """`bulk` is the lane of the mover that `mover_of` creates."""
         self.changeover = changeover
         self.state = state = changeover.planner
         self.stage = stage
@@ -82,18 +85,18 @@ class Member:
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
-        self._points = ChangeFailpoints(identity.worker_id)
+        self._failpoints = ChangeFailpoints(identity.worker_id)
         self._serving = Serving(state, stage, links, now_s)
         self._connections = Connections(links.lane, bulk, now_s)
-        self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._points)
-        self._transfers = KvTransfers(self.changeover, links, stage, mover, self._points)
-        self._parameters = ParameterSource(links, stage, mover, self._points)
-        self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and to come
-        self._asked: dict[str, list[GroupPlan]] = {}  # by attempt
-        self._lost: frozenset[str] = frozenset()  # told to the machine in this configuration
-        self._payload: Any = b""  # of the frame that is handled now
+        self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
+        self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
+        self._parameters = ParameterSource(links, stage, mover, self._failpoints)
+        self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and future
+        self._asked: dict[str, list[GroupPlan]] = {}  # by attempt: preparations in progress
+        self._lost: frozenset[str] = frozenset()  # reported to the machine in this configuration
+        self._payload: Any = b""  # of the frame that is being handled
         self._to_run: list[vocabulary.RunStage] = []
-        self._swept = True
+        self._swept = True  # all memory of the last drop is unmapped
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
             vocabulary.SendFrame: self._send,
             vocabulary.RunStage: self._to_run.append,
@@ -116,10 +119,11 @@ class Member:
             RefuseRequest: self._serving.deliver,
         }
 
-    # --- what the servicer says
+    # --- commands of the servicer
 
     def handle(self, event: RequestArrived | RequestAborted | WaitLooked) -> None:
-        """Apply an event of a request, which has the id that its gateway knows."""
+        """Apply an event of a request, named by the id that its gateway knows."""
+        # Each start of a request gets a sequence id of its own: a retry is another sequence.
         if isinstance(event, RequestArrived):
             name = self._names.name(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=name))
@@ -129,100 +133,101 @@ class Member:
         self._apply(event)
 
     def refuse(self, refusal: RefuseRequest) -> None:
-        """Refuse a request that the planner never saw."""
+        """Refuse a request before it reaches the planner."""
         self._serving.outbox.refusals.append(refusal)
 
     def apply(self, command: ApplyConfiguration) -> None:
-        """Change to a committed configuration, unless it is not newer."""
+        """Change to a committed configuration; older ones are ignored."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
-        self._points.asked(groups, "commit")
+        self._failpoints.asked(groups, "commit")
         self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Get ready for groups that may be committed; `Outbox.prepared` has the one answer."""
-        if command.attempt not in self._asked:  # else the answer is yet to come
+        """Prepare for groups that may be committed; the answer is in `Outbox.prepared`."""
+        if command.attempt not in self._asked:  # a repetition gets the same answer later
             self._asked[command.attempt] = command.groups
             groups = stages_of(command.groups)
-            self._points.asked(groups, "prepare")
+            self._failpoints.asked(groups, "prepare")
             self._apply(vocabulary.PreparationAsked(command.attempt, groups))
 
     def abort(self, attempt: str) -> None:
-        """Abort a preparation; unknown ones are ignored."""
+        """Abort a preparation; unknown attempts are ignored."""
         self._asked.pop(attempt, None)
         self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
-        """End all connections of these lanes to other members; they alone notice."""
+        """End all connections of these lanes; only the other ends get events (for fault injection)."""
         self._connections.end_all(activations, bulk)
 
-    # --- what there is
+    # --- state
 
     @property
     def configuration(self) -> Configuration | None:
-        """The present one; None before the first."""
+        """The present configuration; None before the first."""
         return self.changeover.configuration
 
     @property
     def settled(self) -> bool:
-        """Whether the last change is wholly over, so that another one may be prepared."""
+        """Whether the last change has settled, so that another change may be prepared."""
         return self.changeover.settled
 
     @property
     def alone(self) -> bool:
-        """Whether this is a group of one in which nothing changes."""
+        """Whether this is a single-worker group without a change or preparation."""
         configuration = self.configuration
         stages = configuration.stages if configuration is not None else ()
         return len(stages) <= 1 and not self.busy_changing
 
     @property
     def busy_changing(self) -> bool:
-        """Whether a change or a preparation needs turns even when nothing arrives."""
+        """Whether a change or a preparation needs turns even without new frames."""
         return self.changeover.busy or self._restoring.running or not self._swept
 
     @property
     def trouble(self) -> str:
-        """Why its group cannot go on as it is, for people; "" if it can."""
+        """A human-readable reason why its group cannot continue; "" while it can."""
         joining = self.changeover.phase is MemberPhase.JOINING
         return self._health.trouble(self._now_s(), joining)
 
     @property
     def pipeline_time(self) -> StageTime:
-        """Time that this engine has spent as a stage of pipelines."""
+        """Total time of this engine as a pipeline stage."""
         return self._serving.meter.total
 
     @property
     def iteration_time(self) -> IterationTime:
-        """Time of its iterations, measured and as the cost model predicts."""
+        """Total time of its iterations, measured and predicted by the cost model."""
         return self._serving.iterations.total
 
     @property
     def slowest_iteration_s(self) -> float:
-        """Time of its slowest iteration lately."""
+        """Time of its slowest recent iteration."""
         return self._serving.iterations.slowest_s
 
     @property
     def iteration_tokens(self) -> IterationTokens:
-        """The tokens of all iterations that it has planned."""
+        """Token counts of all iterations that it has planned."""
         return self._serving.iteration_tokens.total
 
     def take_news(self) -> Outbox:
-        """Everything to report since the last call."""
+        """The outbox since the last call, for the servicer."""
         outbox, self._serving.outbox = self._serving.outbox, Outbox()
         return outbox
 
-    # --- one turn
+    # --- a turn
 
     def take(self) -> bool:
-        """Take frames of other members, and go on with a change; False if idle.
+        """Handle received frames and events, and continue a change; False if idle.
 
-        A microbatch of which this is a later stage runs here.
+        Runs the microbatches of which this worker is a later stage.
         """
         received = self.links.receive()
-        for one in received:
-            self._take(one)
+        for message in received:
+            self._take(message)
         moved = self._take_events()
-        if self.changeover.busy:  # else the other end tells the memory manager
+        # Outside of changes the peer's own report to the memory manager is enough.
+        if self.changeover.busy:
             self._connections.detect_lost()
         if self.configuration is not None and self._connections.any_lost:
             self._handle_lost_peers(self.configuration)
@@ -235,22 +240,22 @@ class Member:
         return bool(received) or moved
 
     def launch(self, interrupts: Interrupts | None = None) -> bool:
-        """Run at most one microbatch as its first stage; False if there is none to run now.
+        """Plan and run at most one microbatch as the leader's stage; False if none was planned.
 
-        `interrupts` gives, for an iteration of a group of one, a function that is called before
-        each layer and says whether to interrupt the iteration.
+        `interrupts` returns, for an iteration of a single-worker group, a predicate that is called
+        before each layer and is True if the iteration must stop there.
         """
         microbatch = self._plan()
         if microbatch is None:
             self._serving.pause()
         else:
             if self.settled:
-                self._points.running()
+                self._failpoints.running()
             ended = self._serving.run_first(microbatch, self.configuration, interrupts)
             if ended is not None:
                 self._apply(ended)
             if isinstance(ended, IterationSuspended):
-                self._points.suspended()
+                self._failpoints.suspended()
         self._facts.note_memory(self.links.epoch, self.settled)
         return microbatch is not None
 
@@ -264,7 +269,7 @@ class Member:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))
         if microbatch is not None and self.state.stages > 1:
-            self._health.launched(now_s)
+            self._health.launched(now_s)  # a single worker gets its result at once
         self._serving.note_planned(microbatch, now_s)
         return microbatch
 
@@ -294,7 +299,7 @@ class Member:
         return bool(events)
 
     def _note_outcome(self, outcome: TransferOutcome) -> None:
-        """A transfer of KV or of parameters has ended."""
+        """Pass the end of a transfer to the preparation or, for KV, to the state machine."""
         transfer_id, status = outcome.transfer_id, outcome.status
         if status is TransferStatus.FAILED:
             peer, reason = outcome.peer or "no peer", outcome.reason
@@ -302,11 +307,11 @@ class Member:
         if status is not TransferStatus.SENT:
             intact = status is TransferStatus.RECEIVED
             if self._restoring.note_transfer(transfer_id, intact=intact):
-                return  # parameters that a preparation fetches; all else is KV
+                return  # parameters that a preparation fetches; all other transfers are KV
         self._apply(outcome)
 
     def _handle_lost_peers(self, configuration: Configuration) -> None:
-        """Give up work that only lost peers could do, and note whether the group can go on."""
+        """Report newly lost members to the state machine and to the group's health."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
         if lost != self._lost:
@@ -320,15 +325,16 @@ class Member:
     # --- events and commands
 
     def _apply(self, event: vocabulary.Event) -> None:
-        """Have the machine handle an event, and carry its commands out."""
+        """Pass an event to the state machine and execute its commands; then run due stages."""
         with self.stage.lock:
             self._handle(event)
+        # Without the lock: transfers proceed while the model runs.
         while self._to_run:
             assert self.configuration is not None
             if self.settled:
-                self._points.running()
+                self._failpoints.running()
             if self.changeover.parked_due_s is not None:
-                self._points.resting()
+                self._failpoints.resting()
             self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
 
     def _handle(self, event: vocabulary.Event) -> None:
@@ -343,16 +349,17 @@ class Member:
                 if not isinstance(command, _MAY_FAIL):
                     raise
                 answer = vocabulary.RestoreFailed(str(error))
+            # Before the next command, which may rely on what the answer changes.
             if answer is not None:
                 self._handle(answer)
 
     def _send(self, command: vocabulary.SendFrame[Any]) -> None:
-        self._points.sending(command.frame)
+        self._failpoints.sending(command.frame)
         self.links.send(command.peer, command.frame, group=command.group)
 
     def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
-        self._points.switching(new)
+        self._failpoints.switching(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         if report.dropped_bytes:
             place = (new.own.group_id, new.epoch)
@@ -360,7 +367,7 @@ class Member:
             log.info("%s at epoch %d: layers dropped, %d bytes in %.0f us", *place, *dropped)
         self._restoring.stop()
         self.links.enter(new.own.group_id, new.epoch)
-        self._plans = {epoch: one for epoch, one in self._plans.items() if epoch >= new.epoch}
+        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= new.epoch}
         self._asked = {
             name: groups for name, groups in self._asked.items() if groups[0].epoch > new.epoch
         }
@@ -369,7 +376,7 @@ class Member:
         self._health.enter(self._now_s())
         self._serving.meter.enter()
         self._facts.switch(new)
-        self._points.changing("mapped")
+        self._failpoints.changing("mapped")
         return vocabulary.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
 
     def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
@@ -378,21 +385,26 @@ class Member:
         return vocabulary.DepartedReleased(blocks, bool(memory.departed_layers))
 
     def _move_blocks(self, command: MoveBlocks) -> None:
-        """Raises InvalidBlocks, after which only a new engine helps: the table has changed."""
+        """Copy KV to relocated blocks.
+
+        Raises:
+            InvalidBlocks: if the memory refuses. The block table has changed already, so the engine
+                must be restarted.
+        """
         moves = [(move.source, move.target) for move in command.moves]
         try:
             self.stage.runner.stage_memory.relocate(moves)
         except InvalidBlocks as error:
             raise InvalidBlocks(
-                f"KV cannot follow the block table: {error}. This engine ends, since requests would"
-                " read KV of others; report it, with the event log if there is one"
+                f"KV cannot be moved as the block table requires: {error}. This engine stops, or"
+                " requests would read each other's KV; report it, with the event log if any"
             ) from error
 
     def _connect(self, command: vocabulary.ConnectMembers) -> None:
         self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
 
     def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
-        self._points.preparing("ready")
+        self._failpoints.preparing("ready")
         self._asked.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
         self._serving.outbox.prepared.append(answer)
@@ -410,11 +422,11 @@ class Member:
     # --- on the mover's thread
 
     def _epoch_status_of(self, group_id: str, epoch: int) -> EpochStatus:
-        """Whether a piece of this epoch is current; parameters, which have no group, always are."""
+        """The status of a piece's epoch; parameters, which have no group, are always current."""
         return EpochStatus.of(epoch, self.links.epoch) if group_id else EpochStatus.CURRENT
 
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
-        """Store a piece."""
+        """Store a received piece of KV or parameters. Raises WorkerError to refuse it."""
         if isinstance(piece, KvPiece):
             self._transfers.take(piece, payload)
         else:

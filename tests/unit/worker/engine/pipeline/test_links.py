@@ -137,5 +137,5 @@ def test_a_peer_that_takes_nothing_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(links_module, "UNSENT_MAX", 3)
     ends.send("b", range(QUEUED_FRAMES_MAX + 3))
-    with pytest.raises(LaneFull, match="a takes nothing: 3 frames wait for it; see its log"):
+    with pytest.raises(LaneFull, match="a accepts no frames: 3 are queued for it; see its log"):
         ends.send("b", range(1))
