@@ -373,7 +373,7 @@ def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk:
     failed = TransferOutcome("out", TransferStatus.FAILED, "peer", reason="cancelled")
     assert bulk.wait_outcome(TransferStatus.FAILED) == failed
     bulk.memory.slab[:] = 0  # may be reused now
-    assert "given up by its sender" in peer.read_outcome(TransferStatus.FAILED)["detail"]
+    assert "abandoned by its sender" in peer.read_outcome(TransferStatus.FAILED)["detail"]
     bulk.send("again")
     bulk.wait_outcome(TransferStatus.SENT)
     assert peer.read_outcome(TransferStatus.RECEIVED)["digest"] == digest_of(bulk.memory.slab)
@@ -406,7 +406,7 @@ def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -
     collector.wait_news(PeerConnected)
     peer.stop()
     sent = [ours.send("peer", note("", bytes_of(size))) for size in (10, 4 << 20)]
-    assert "nothing was heard" in collector.wait_news(PeerLost).reason
+    assert "no heartbeat" in collector.wait_news(PeerLost).reason
     until(lambda: all(one.done for one in sent), ours)
     assert isinstance(sent[1].error, PeerUnknown)
     with pytest.raises(PeerUnknown):

@@ -157,7 +157,7 @@ class Member:
         self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
-        """End all connections of these lanes; only the other ends get events (for fault injection)."""
+        """End all connections of these lanes; only the peers get events. A fault injection."""
         self._connections.end_all(activations, bulk)
 
     # --- state
