@@ -114,12 +114,13 @@ class Connection:
             if self.lost is not None:
                 raise PeerUnknown(f"the connection to {self.peer.worker_id} is lost: {self.lost}")
             # Flow control: a slow engine at the peer limits the frames, a slow link the bytes.
-            peer, frames_max = self.peer.worker_id, bounds.frames_in_flight
-            if self._queued_frames - self._acknowledged >= frames_max:
-                raise LaneFull(f"{peer} has not taken the last {frames_max} frames yet")
+            if self._queued_frames - self._acknowledged >= bounds.frames_in_flight:
+                raise LaneFull(
+                    f"{self.peer.worker_id} has {bounds.frames_in_flight} frames left to take"
+                )
             if self._queued_bytes >= bounds.queue_bytes:
                 self._refused = True
-                raise LaneFull(f"{self._queued_bytes} bytes are queued for {peer}")
+                raise LaneFull(f"{self._queued_bytes} bytes are queued for {self.peer.worker_id}")
             facts = self.facts
             encoded = self._codec.encode(
                 frame.stamped(facts.worker_id, facts.incarnation, self._queued_frames)

@@ -54,8 +54,9 @@ class Traffic:
             return [], False
         with self._lock:
             taken = [entry for entry in self._arrived if entry[0].peer.worker_id not in leave]
-            left = [entry for entry in self._arrived if entry[0].peer.worker_id in leave]
-            self._arrived = deque(left)
+            self._arrived = deque(
+                entry for entry in self._arrived if entry[0].peer.worker_id in leave
+            )
             self._arrived_bytes = sum(frame.size_bytes for _, frame in self._arrived)
         was_full = self._waits_for_room
         for connection, _ in taken:
@@ -69,8 +70,7 @@ class Traffic:
         """
         self._transport.progress()
         # A list, since losing a connection removes it from the table.
-        connections = list(self._connections.by_tag.values())
-        for connection in [each for each in connections if each.has_queued]:
+        for connection in [each for each in self._connections.by_tag.values() if each.has_queued]:
             with self._connections.lose_on_error(connection):
                 connection.submit(until_s)
         self._probe()

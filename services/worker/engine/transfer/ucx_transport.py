@@ -234,10 +234,8 @@ class UcxTransport:
 
     def probe(self) -> IncomingMessage | None:
         """Take the oldest message that has started to arrive; the caller must fetch it."""
-        message = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
-        if not message.matched:
-            return None
-        return IncomingMessage(message.sender_tag, message.length, message)
+        probed = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
+        return IncomingMessage(probed.sender_tag, probed.length, probed) if probed.matched else None
 
     def fetch(self, arrival: IncomingMessage, memory: Bytes) -> UcxRequest:
         """Start to receive into `memory`, which has the message's size. Raises ConnectionError."""
