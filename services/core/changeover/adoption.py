@@ -52,7 +52,9 @@ class Adoption:
         self._deferred.clear()
         self._handing_over = set(new.members) - {new.worker_id} if new.leads else set()
         sequences = self._context.planner.sequences
-        self._senders = {name: peer for name, peer in self._senders.items() if name in sequences}
+        self._senders = {
+            seq_id: peer for seq_id, peer in self._senders.items() if seq_id in sequences
+        }
         self._joined = {} if new.leads else None
 
     def defers(self, peer: str, frame: MemberFrame) -> bool:
@@ -81,14 +83,14 @@ class Adoption:
         own = [
             s for s in context.planner.sequences.values() if s.request_id not in handover.pending
         ]
-        counts = {name: (frame.capacity, frame.used) for name, frame in joined.items()}
+        counts = {worker_id: (frame.capacity, frame.used) for worker_id, frame in joined.items()}
         # The ledger first: the moves below reserve blocks in it.
         context.change(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
         for sequence in own:
             if sequence.phase is Phase.HELD:
-                name = sequence.request_id
-                highest = context.highest_block((name,))
-                self._moves.add(name, handover.old_group, handover.old_stages, highest)
+                seq_id = sequence.request_id
+                highest = context.highest_block((seq_id,))
+                self._moves.add(seq_id, handover.old_group, handover.old_stages, highest)
         deferred, self._deferred = self._deferred, []
         return deferred
 
@@ -97,26 +99,26 @@ class Adoption:
         context = self._context
         if not context.leads:
             return  # the sender saw this worker lead, and the group has changed again since
-        sequences, name = context.planner.sequences, adopt.sequence.request.request_id
-        fresh = name not in sequences
-        if fresh and not self._is_superseded(peer, name):
+        sequences, seq_id = context.planner.sequences, adopt.sequence.request.request_id
+        fresh = seq_id not in sequences
+        if fresh and not self._is_superseded(peer, seq_id):
             self._adopt(adopt)
-            self._senders[name] = peer
-        context.send(peer, Adopted(name, len(adopt.sequence.output_ids)))
+            self._senders[seq_id] = peer
+        context.send(peer, Adopted(seq_id, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
             return
-        if name in sequences:
-            self._moves.add(name, adopt.origin, adopt.stages, adopt.highest_block)
+        if seq_id in sequences:
+            self._moves.add(seq_id, adopt.origin, adopt.stages, adopt.highest_block)
         else:
             # It was refused as too large for this leader, or it was superseded.
             for stage in adopt.stages:
-                context.send(stage.worker_id, FreeKv(name, whole_table=True))
+                context.send(stage.worker_id, FreeKv(seq_id, whole_table=True))
 
-    def _is_superseded(self, peer: str, name: str) -> bool:
+    def _is_superseded(self, peer: str, seq_id: str) -> bool:
         """Whether another sequence already answers the same request here, after a retry."""
         context = self._context
-        current = context.names.name_of(request_of(name))
-        if current == name or current not in context.planner.sequences:
+        current = context.names.name_of(request_of(seq_id))
+        if current == seq_id or current not in context.planner.sequences:
             return False
         if self._senders.get(current) != peer:
             return True

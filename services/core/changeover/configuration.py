@@ -86,7 +86,7 @@ class Configuration:
     @property
     def members(self) -> frozenset[str]:
         """The members of all groups of the change."""
-        return frozenset(name for group in self.groups for name in group.workers)
+        return frozenset(worker_id for group in self.groups for worker_id in group.workers)
 
     @property
     def leaders(self) -> frozenset[str]:

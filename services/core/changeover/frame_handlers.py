@@ -57,7 +57,7 @@ class FrameHandlers:
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
         self.context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
         self.kv.forget(frame.released)
-        self.kv.claim(name for name, _ in chunks)
+        self.kv.claim(seq_id for seq_id, _ in chunks)
         self.context.commands.append(RunStage(frame))
 
     def _finish(self, _peer: str, frame: frames.Samples) -> None:

@@ -5,6 +5,7 @@ microbatches in order, so all stages agree on the number of blocks of each reque
 a new configuration overtakes the last microbatch of the old configuration.
 
 The fields are encoded by name: renaming a field needs another `PROTOCOL_VERSION`.
+`request_id` fields hold sequence ids: each start of a request has an id of its own.
 """
 
 from collections.abc import Mapping

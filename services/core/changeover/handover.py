@@ -72,31 +72,33 @@ class ParkedBatch:
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
-        self._names: frozenset[str] = frozenset()  # of the parked sequences
+        self._seq_ids: frozenset[str] = frozenset()  # of the parked sequences
         self._since_s: float | None = None  # when this worker stopped leading; None while it leads
 
     @property
     def due_s(self) -> float | None:
         """When the parked sequences go to the leader; None if there are none."""
-        if self._since_s is None or self._context.planner.sequences.keys().isdisjoint(self._names):
+        if self._since_s is None or self._context.planner.sequences.keys().isdisjoint(
+            self._seq_ids
+        ):
             return None
         return self._since_s + self._context.planner.config.shelf_max_s
 
     def park(self, new: Configuration) -> frozenset[str]:
         """Choose the sequences to park at the start of a change; they are not handed over."""
         context = self._context
-        was, self._names = self._names, frozenset()
+        was, self._seq_ids = self._seq_ids, frozenset()
         if new.leads:
             self._since_s = None
         elif self._since_s is None:
             self._since_s = context.now_s
         if any(context.worker_id in group.draining for group in new.groups):
-            return self._names  # nothing: this worker will not lead again
+            return self._seq_ids  # nothing: this worker will not lead again
         sequences = context.planner.sequences.values()
         parked = frozenset(each.request_id for each in sequences if self._may_park(each))
         if new.leads:
             return parked & was  # they stay with this worker, which leads them from now on
-        self._names = parked
+        self._seq_ids = parked
         return parked
 
     def take_due(self) -> list[str]:
@@ -105,8 +107,8 @@ class ParkedBatch:
         if due_s is None or context.now_s < due_s:
             return []
         sequences = context.planner.sequences
-        parked = [sequences[name] for name in self._names if name in sequences]
-        self._names = frozenset()
+        parked = [sequences[seq_id] for seq_id in self._seq_ids if seq_id in sequences]
+        self._seq_ids = frozenset()
         return [each.request_id for each in sorted(parked, key=lambda each: each.age)]
 
     def _may_park(self, sequence: Sequence) -> bool:
@@ -148,8 +150,8 @@ class Handover:
 
     def end_aborted(self) -> None:
         """End sequences that were aborted while pending, and whose new leader was lost."""
-        for name in sorted(self._aborted & self._context.planner.sequences.keys()):
-            self._end(name)
+        for seq_id in sorted(self._aborted & self._context.planner.sequences.keys()):
+            self._end(seq_id)
         self._aborted.clear()
 
     def distribute(self, new: Configuration) -> None:
@@ -164,36 +166,36 @@ class Handover:
             self._context.change(SequenceResumed(sequence.request_id))  # waits without blocks
         moving = [each for each in sequences if each.request_id not in parked]
         for sequence, leader in assign_to_leaders(moving, leaders):
-            name = sequence.request_id
+            seq_id = sequence.request_id
             # Hold it until its KV is where it will run; without KV there is nothing to wait for.
             if sequence.blocks:
-                self._context.change(SequenceHeld(name))
+                self._context.change(SequenceHeld(seq_id))
             else:
-                self._context.change(SequenceResumed(name))
+                self._context.change(SequenceResumed(seq_id))
             if leader != self._context.worker_id:
-                self.send(name, leader)
+                self.send(seq_id, leader)
 
-    def send(self, name: str, leader: str) -> None:
+    def send(self, seq_id: str, leader: str) -> None:
         """Hand a sequence to `leader`; it is held here until `leader` has adopted it."""
         context = self._context
-        context.change(SequenceHeld(name))
-        state = context.planner.export(name)
-        self.pending[name] = self._assigned[name] = leader
+        context.change(SequenceHeld(seq_id))
+        state = context.planner.export(seq_id)
+        self.pending[seq_id] = self._assigned[seq_id] = leader
         context.send(
             leader,
             Adopt(
                 sequence=state,
                 origin=self.old_group,
                 stages=self.old_stages if state.blocks else (),
-                highest_block=context.highest_block((name,)),
+                highest_block=context.highest_block((seq_id,)),
                 age_s=context.now_s - state.arrival_s,
             ),
         )
 
     def hand_over_parked(self) -> None:
         """Hand the parked sequences to the leader once they are due (`ParkedBatch.due_s`)."""
-        for name in self.parked.take_due():
-            self.send(name, self._context.leader)
+        for seq_id in self.parked.take_due():
+            self.send(seq_id, self._context.leader)
 
     def lose(self, leader: str, gone: Container[str]) -> list[str]:
         """Take back the sequences of a lost new leader, and have the old stages free their KV.
@@ -210,62 +212,62 @@ class Handover:
         theirs = [group.workers for group in configuration.groups if leader in group.workers]
         stages = {stage.worker_id for stage in self.old_stages}.difference(*theirs)
         stages = {worker_id for worker_id in stages if worker_id not in gone}
-        for name in [name for name, to in self._assigned.items() if to == leader]:
-            del self._assigned[name]
-            if self.pending.pop(name, None) is not None:
-                self._context.change(SequenceReset(name))
-                self._freeing[name] = set(stages)
-                back.append(name)
+        for seq_id in [seq_id for seq_id, to in self._assigned.items() if to == leader]:
+            del self._assigned[seq_id]
+            if self.pending.pop(seq_id, None) is not None:
+                self._context.change(SequenceReset(seq_id))
+                self._freeing[seq_id] = set(stages)
+                back.append(seq_id)
             for worker_id in sorted(stages):
-                self._context.send(worker_id, FreeKv(name, whole_table=True))
-        for name in back:
-            if name in self._aborted:
-                self._aborted.discard(name)
-                self._end(name)
+                self._context.send(worker_id, FreeKv(seq_id, whole_table=True))
+        for seq_id in back:
+            if seq_id in self._aborted:
+                self._aborted.discard(seq_id)
+                self._end(seq_id)
         return back
 
-    def note_freed(self, worker_id: str, name: str) -> bool:
+    def note_freed(self, worker_id: str, seq_id: str) -> bool:
         """Note that a stage freed a request's KV; returns whether the request may now resume."""
-        left = self._freeing.get(name)
+        left = self._freeing.get(seq_id)
         if left is None:
             return False
         left.discard(worker_id)
         if left:
             return False
-        del self._freeing[name]
-        return name in self._context.planner.sequences and name not in self.pending
+        del self._freeing[seq_id]
+        return seq_id in self._context.planner.sequences and seq_id not in self.pending
 
     def forget_stage(self, worker_id: str) -> list[str]:
         """Note that a stage is lost with its KV; returns the sequences that may now resume."""
-        return [name for name in tuple(self._freeing) if self.note_freed(worker_id, name)]
+        return [seq_id for seq_id in tuple(self._freeing) if self.note_freed(worker_id, seq_id)]
 
-    def abort(self, name: str) -> bool:
+    def abort(self, seq_id: str) -> bool:
         """Forward an abort to the request's new leader; False if this worker leads it."""
-        if name in self.pending:
+        if seq_id in self.pending:
             # `Adopt` is already sent, and the new leader must not get the abort before it.
-            self._aborted.add(name)
+            self._aborted.add(seq_id)
             return True
-        leader = self._moved.pop(name, None)
-        if leader is None or name in self._context.planner.sequences:
+        leader = self._moved.pop(seq_id, None)
+        if leader is None or seq_id in self._context.planner.sequences:
             return False
-        self._context.send(leader, RequestDropped(name))
+        self._context.send(leader, RequestDropped(seq_id))
         return True
 
     def note_adopted(self, peer: str, frame: Adopted) -> None:
         """Forget a sequence that its new leader has adopted, and redirect its readers."""
-        context, name = self._context, frame.request_id
-        if self.pending.pop(name, None) is None:
+        context, seq_id = self._context, frame.request_id
+        if self.pending.pop(seq_id, None) is None:
             return
-        context.change(SequenceForgotten(name))
-        if name in self._aborted:
-            self._aborted.discard(name)
-            context.send(peer, RequestDropped(name))
+        context.change(SequenceForgotten(seq_id))
+        if seq_id in self._aborted:
+            self._aborted.discard(seq_id)
+            context.send(peer, RequestDropped(seq_id))
             return
-        self._moved[name] = peer
+        self._moved[seq_id] = peer
         assert context.configuration is not None
         group = next(each for each in context.configuration.groups if peer in each.workers)
-        context.commands.append(NoteMoved(name, peer, group, frame.next_index))
+        context.commands.append(NoteMoved(seq_id, peer, group, frame.next_index))
 
-    def _end(self, name: str) -> None:
-        self._context.names.end(name)
-        self._context.change(RequestAborted(self._context.now_s, name))
+    def _end(self, seq_id: str) -> None:
+        self._context.names.end(seq_id)
+        self._context.change(RequestAborted(self._context.now_s, seq_id))

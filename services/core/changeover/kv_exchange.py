@@ -195,7 +195,7 @@ class ExchangeState:
         """Raise AssertionError if the state contradicts itself."""
         assert not self.waiting.keys() & self.underway.keys()
         self.window.check_invariants(
-            {name: entry.move.sizes for name, entry in self.underway.items()}
+            {request_id: entry.move.sizes for request_id, entry in self.underway.items()}
         )
         for entry in self.underway.values():
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
@@ -215,8 +215,10 @@ class ExchangeState:
         """Recompute the requests that still need KV of `worker_id`, and forget its `FreeKv`s."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
-        unfinished = {name: move.transfers for name, move in self.waiting.items()}
-        unfinished |= {name: (*move.unfinished.values(),) for name, move in self.underway.items()}
+        unfinished = {request_id: move.transfers for request_id, move in self.waiting.items()}
+        unfinished |= {
+            request_id: (*move.unfinished.values(),) for request_id, move in self.underway.items()
+        }
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
                 is_underway = request_id in self.underway
@@ -270,7 +272,7 @@ class ExchangeState:
         for worker_id in sorted(destinations):
             if worker_id in move.lacking:
                 self._free[worker_id] -= move.blocks
-            ids = tuple(name for name, to in transfers.items() if to.destination == worker_id)
+            ids = tuple(key for key, to in transfers.items() if to.destination == worker_id)
             frame = Reserve(worker_id, request_id, move.blocks, ids)
             commands.append(SendFrame(worker_id, frame))
 

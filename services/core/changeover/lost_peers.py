@@ -115,11 +115,11 @@ class LostPeers:
         if configuration is None or self._adoption.waiting:
             return
         back = [
-            name
+            seq_id
             for worker_id in sorted(
                 self.lost_workers - configuration.own.workers - self.unreachable
             )
-            for name in self._give_up(worker_id)
+            for seq_id in self._give_up(worker_id)
         ]
         self._note_division(frozenset(back), configuration)
 
@@ -135,12 +135,12 @@ class LostPeers:
         if configuration is not None and peer in configuration.own.workers:
             self.isolation.note_removed(self._context.now_s)
 
-    def go_on(self, name: str) -> None:
+    def go_on(self, seq_id: str) -> None:
         """Resume a returned request here, or hand it to the present leader."""
         if self._context.leads:
-            self._context.change(SequenceResumed(name))
+            self._context.change(SequenceResumed(seq_id))
         else:
-            self._handover.send(name, self._context.leader)
+            self._handover.send(seq_id, self._context.leader)
 
     def _note_division(self, back: frozenset[str], configuration: Configuration) -> None:
         """Note in the planner that other leaders may recompute some of the returned requests.
@@ -166,8 +166,8 @@ class LostPeers:
         """
         self.unreachable |= {worker_id}
         back = self._handover.lose(worker_id, self.unreachable)
-        for name in self._handover.forget_stage(worker_id):
-            self.go_on(name)
+        for seq_id in self._handover.forget_stage(worker_id):
+            self.go_on(seq_id)
         self._adoption.note_all_adopted(worker_id)
         self._moves.lose(worker_id)
         self._orphaned_kv.release(self.unreachable)

@@ -78,13 +78,13 @@ class StageKv:
         if not self._unclaimed:
             return []
         table, led = self._context.table, self._context.planner.sequences
-        return [name for name in self._unclaimed if name in table and name not in led]
+        return [seq_id for seq_id in self._unclaimed if seq_id in table and seq_id not in led]
 
     @property
     def has_unclaimed(self) -> bool:
         """Whether there is an unclaimed request, without building the list."""
         table, led = self._context.table, self._context.planner.sequences
-        return any(name in table and name not in led for name in self._unclaimed)
+        return any(seq_id in table and seq_id not in led for seq_id in self._unclaimed)
 
     def claim(self, request_ids: Iterable[str]) -> None:
         """Mark requests as belonging to this worker's group."""
@@ -93,12 +93,12 @@ class StageKv:
 
     def enter(self, switched: StageSwitched) -> None:
         """Start a configuration: KV of layers that left this stage is departing from now on."""
-        names = self._context.table.request_ids
+        seq_ids = self._context.table.request_ids
         self._departed = switched.departed
-        self._unclaimed = set(names)
-        self._departing = set(names) if switched.departed else set()
+        self._unclaimed = set(seq_ids)
+        self._departing = set(seq_ids) if switched.departed else set()
         self._fewer_depart = False
-        self._held = set(names)
+        self._held = set(seq_ids)
         self._expected.clear()
         self._sending.clear()
         self._releases.clear()
@@ -135,17 +135,17 @@ class StageKv:
         Call it before the next event: that may allocate these blocks to other requests, or give
         these requests new blocks.
         """
-        names = frozenset(released)
-        self._held -= names
-        self._cancel_sending(names)
-        if not self._departing.isdisjoint(names):
-            self._departing -= names
+        seq_ids = frozenset(released)
+        self._held -= seq_ids
+        self._cancel_sending(seq_ids)
+        if not self._departing.isdisjoint(seq_ids):
+            self._departing -= seq_ids
             self._fewer_depart = True
         if self._expected:
             self._expected = {
                 transfer_id: entry
                 for transfer_id, entry in self._expected.items()
-                if entry.request_id not in names
+                if entry.request_id not in seq_ids
             }
 
     def note_outcome(self, outcome: TransferOutcome) -> None:
@@ -176,16 +176,16 @@ class StageKv:
 
     def free(self, peer: str, frame: FreeKv) -> None:
         """Free a request's departed KV, and with `whole_table` all its blocks."""
-        context, name = self._context, frame.request_id
-        self._unclaimed.discard(name)
-        self._departing.discard(name)
+        context, seq_id = self._context, frame.request_id
+        self._unclaimed.discard(seq_id)
+        self._departing.discard(seq_id)
         if frame.whole_table:
-            self._held.discard(name)
-        self._cancel_sending((name,))
-        blocks = len(context.table.block_ids(name)) if frame.whole_table else 0
+            self._held.discard(seq_id)
+        self._cancel_sending((seq_id,))
+        blocks = len(context.table.block_ids(seq_id)) if frame.whole_table else 0
         if blocks:
-            context.change(BlocksReleased(name))
-        freed = _Freed(peer, name, blocks)
+            context.change(BlocksReleased(seq_id))
+        freed = _Freed(peer, seq_id, blocks)
         # Report after the memory has released its chunks: only then the capacity is known.
         if self._departed:
             self._release(freed)
@@ -197,15 +197,15 @@ class StageKv:
         gone, table = self.unclaimed, self._context.table
         self._unclaimed.clear()
         self._held.difference_update(gone)
-        blocks = sum(len(table.block_ids(name)) for name in gone)
-        for name in gone:
-            self._context.change(BlocksReleased(name))
+        blocks = sum(len(table.block_ids(seq_id)) for seq_id in gone)
+        for seq_id in gone:
+            self._context.change(BlocksReleased(seq_id))
         return blocks
 
     def release_everything(self) -> None:
         """Free all blocks: no request of this member can continue with its KV."""
-        for name in self._context.table.request_ids:
-            self._context.change(BlocksReleased(name))
+        for seq_id in self._context.table.request_ids:
+            self._context.change(BlocksReleased(seq_id))
 
     def sweep(self) -> None:
         """Release the KV of departing requests that ended meanwhile; the last step of a turn."""
@@ -213,7 +213,7 @@ class StageKv:
         self._unclaimed.intersection_update(table.request_ids)
         if not self._departed:
             return
-        gone = [name for name in self._departing if name not in table]
+        gone = [seq_id for seq_id in self._departing if seq_id not in table]
         if gone or self._fewer_depart or not self._departing:
             self._cancel_sending(gone)
             self._departing.difference_update(gone)

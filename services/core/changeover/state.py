@@ -333,33 +333,33 @@ class Changeover:
         not know that it was adopted.
         """
         context = self._context
-        name = event.request.request_id
-        current = context.names.name_of(request_of(name))
+        seq_id = event.request.request_id
+        current = context.names.name_of(request_of(seq_id))
         if current in context.planner.sequences:
             if not context.names.was_adopted(current):
-                context.commands.append(known_already(name))
+                context.commands.append(known_already(seq_id))
                 return
             self._abort(current)
-        context.names.begin(name)
+        context.names.begin(seq_id)
         context.change(event)
         # This worker has stopped leading: hand the request over. While a switch is due, the request
         # waits for it like all others.
-        if self._next is None and not context.leads and name in context.planner.sequences:
-            self._handover.send(name, context.leader)
+        if self._next is None and not context.leads and seq_id in context.planner.sequences:
+            self._handover.send(seq_id, context.leader)
 
     def _abort_request(self, event: RequestAborted) -> None:
         self._abort(self._context.names.name_of(event.request_id))
 
-    def _abort(self, name: str) -> None:
+    def _abort(self, seq_id: str) -> None:
         """Abort a sequence wherever it is; "" and unknown sequences are ignored."""
-        self._context.names.end(name)
-        if self._handover.abort(name):
+        self._context.names.end(seq_id)
+        if self._handover.abort(seq_id):
             return
         if self._adoption.waiting:
             # Its KV may be at stages of the last configuration, which only a move's end frees.
-            self._aborted.append(name)
+            self._aborted.append(seq_id)
             return
-        self._context.change(RequestAborted(self._context.now_s, name))
+        self._context.change(RequestAborted(self._context.now_s, seq_id))
 
     # --- changes
 
@@ -481,8 +481,8 @@ class Changeover:
         gateways retry those that the lost member led.
         """
         context = self._context
-        for name in tuple(context.planner.sequences):
-            context.change(SequencePreempted(name))
+        for seq_id in tuple(context.planner.sequences):
+            context.change(SequencePreempted(seq_id))
         self._kv.release_everything()
         context.take_freed(ReleasedTaken())  # no stage is left to notify
 
@@ -498,8 +498,8 @@ class Changeover:
     def _abort_all(self) -> None:
         """Abort all requests: the group continues without this member, and clients retry there."""
         self._leads_all_layers = False
-        for name in tuple(self._context.planner.sequences):
-            self._abort(name)
+        for seq_id in tuple(self._context.planner.sequences):
+            self._abort(seq_id)
 
     def _begin_when_joined(self) -> None:
         """Start to lead once all stages have joined, and handle deferred frames and aborts."""
@@ -508,8 +508,8 @@ class Changeover:
         self._lost.give_up_lost()
         if self._aborted and not self._adoption.waiting:
             aborted, self._aborted = self._aborted, []
-            for name in aborted:
-                self._abort(name)
+            for seq_id in aborted:
+                self._abort(seq_id)
 
     # --- helpers
 

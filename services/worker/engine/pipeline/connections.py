@@ -24,20 +24,20 @@ class _Peers:
     lost: set[Identity] = field(default_factory=set)
 
     def note(self, event: LaneEvent, now_s: float) -> None:
-        name = event.peer.worker_id
+        worker_id = event.peer.worker_id
         match event:
             case PeerConnected(peer=peer):
-                self.connected[name] = peer
-                self.awaited.pop(name, None)
-                self.retry_s.pop(name, None)
+                self.connected[worker_id] = peer
+                self.awaited.pop(worker_id, None)
+                self.retry_s.pop(worker_id, None)
             case PeerLost(peer=peer):
                 # A refusal does not name the process, and a lost process may have a successor: only
                 # an event of the awaited process ends the attempt.
                 self.lose(peer)
-                awaited, _ = self.awaited.get(name, (None, ""))
+                awaited, _ = self.awaited.get(worker_id, (None, ""))
                 if awaited is not None and peer.incarnation in ("", awaited.incarnation):
-                    del self.awaited[name]
-                    self.retry_s[name] = now_s + RETRY_S
+                    del self.awaited[worker_id]
+                    self.retry_s[worker_id] = now_s + RETRY_S
 
     def has(self, peer: Identity) -> bool:
         """Whether the lane is connected to exactly this process."""
@@ -86,11 +86,11 @@ class Connections:
 
     def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
         """Dial a peer, unless an attempt is in progress; an event reports the end of an attempt."""
-        name = peer.worker_id
-        waiting, _ = peers.awaited.get(name, (None, ""))
-        if waiting != peer and self._now_s() >= peers.retry_s.get(name, 0.0):
-            peers.awaited[name] = (peer, theirs.nonce)
-            peers.lane.connect(name, theirs.address, theirs.nonce.encode())
+        worker_id = peer.worker_id
+        waiting, _ = peers.awaited.get(worker_id, (None, ""))
+        if waiting != peer and self._now_s() >= peers.retry_s.get(worker_id, 0.0):
+            peers.awaited[worker_id] = (peer, theirs.nonce)
+            peers.lane.connect(worker_id, theirs.address, theirs.nonce.encode())
 
     def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
         """Expect a peer; replaces the nonce of an earlier attempt in which it did not connect."""
@@ -106,8 +106,8 @@ class Connections:
     def end_all(self, activations: bool, bulk: bool) -> None:
         """End all connections of these lanes, without events at this end."""
         for peers, ends in ((self._activations, activations), (self._bulk, bulk)):
-            for name in peers.connected if ends else ():
-                peers.lane.disconnect(name)
+            for worker_id in peers.connected if ends else ():
+                peers.lane.disconnect(worker_id)
 
     def enter(self, members: Iterable[MemberPlan]) -> None:
         """Start a configuration: members that are connected now no longer count as lost."""

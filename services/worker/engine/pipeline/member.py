@@ -125,9 +125,9 @@ class Member:
         """Apply an event of a request, named by the id that its gateway knows."""
         # Each start of a request gets a sequence id of its own: a retry is another sequence.
         if isinstance(event, RequestArrived):
-            name = self._names.name(event.request.request_id)
-            event = replace(event, request=replace(event.request, request_id=name))
-            self._serving.begin(name, event.request)
+            seq_id = self._names.name(event.request.request_id)
+            event = replace(event, request=replace(event.request, request_id=seq_id))
+            self._serving.begin(seq_id, event.request)
         elif isinstance(event, RequestAborted):
             self._serving.abort(self.changeover.name_of(event.request_id))
         self._apply(event)

@@ -91,7 +91,7 @@ class Restoring:
     def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
         # Dial or expect again in each turn: a peer refuses until it expects this worker.
         me = members[self.links.worker_id]
-        peers = [member for name, member in members.items() if name != me.worker_id]
+        peers = [member for worker_id, member in members.items() if worker_id != me.worker_id]
         until_s = self.now_s() + CONNECT_TIMEOUT_S
         while waiting := [member for member in peers if not self.connections.has(member)]:
             if self.now_s() > until_s:

@@ -112,7 +112,7 @@ class RequestClock:
     def prune(self, known: Container[str], count: int) -> None:
         """Once there are many entries, remove those not in `known`, which has `count` requests."""
         if len(self._entries) > 2 * count + SLACK:
-            for request_id in [name for name in self._entries if name not in known]:
+            for request_id in [seq_id for seq_id in self._entries if seq_id not in known]:
                 self.end(request_id, 0.0)
 
     def check_invariants(self, running: Mapping[str, object]) -> None:
@@ -163,36 +163,36 @@ class Serving:
 
     # --- output for clients
 
-    def begin(self, name: str, request: Request) -> None:
+    def begin(self, seq_id: str, request: Request) -> None:
         """Start the clock of a sequence that is about to reach the planner."""
         self._clock.prune(self._state.sequences, len(self._state.sequences))
-        self._clock.begin(name, request.arrival_s, decodes=bool(request.output_ids))
+        self._clock.begin(seq_id, request.arrival_s, decodes=bool(request.output_ids))
 
-    def abort(self, name: str) -> None:
+    def abort(self, seq_id: str) -> None:
         """Stop the clock of an aborted sequence."""
-        self._clock.end(name, self._now_s())
+        self._clock.end(seq_id, self._now_s())
 
     def deliver(self, command: EmitToken | RefuseRequest) -> None:
         """Put a token or a refusal of the planner into the outbox."""
-        name = command.request_id
+        seq_id = command.request_id
         if isinstance(command, RefuseRequest):
-            self._clock.end(name, self._now_s())
-            self.outbox.refusals.append(replace(command, request_id=request_of(name)))
+            self._clock.end(seq_id, self._now_s())
+            self.outbox.refusals.append(replace(command, request_id=request_of(seq_id)))
             return
         if command.index == 0:
-            self._clock.emitted(name, self._now_s())
-        self.outbox.tokens.append(command._replace(request_id=request_of(name)))
+            self._clock.emitted(seq_id, self._now_s())
+        self.outbox.tokens.append(command._replace(request_id=request_of(seq_id)))
         if command.finish_reason is not None:
-            self._note_end(name)
+            self._note_end(seq_id)
 
     def note_adopted(self, command: NoteAdopted) -> None:
         """Report a sequence that this engine has adopted from another engine."""
         state = command.sequence
-        name = state.request.request_id
-        self._clock.begin(name, self._now_s(), decodes=bool(state.output_ids))
+        seq_id = state.request.request_id
+        self._clock.begin(seq_id, self._now_s(), decodes=bool(state.output_ids))
         self.outbox.adopted.append(
             AdoptedRequest(
-                request_of(name),
+                request_of(seq_id),
                 self._links.group_id,
                 self._links.epoch,
                 list(state.output_ids),
@@ -216,11 +216,11 @@ class Serving:
             )
         )
 
-    def _note_end(self, name: str) -> None:
+    def _note_end(self, seq_id: str) -> None:
         """Report the times of a sequence that has ended or moved away."""
-        times = self._clock.end(name, self._now_s())
+        times = self._clock.end(seq_id, self._now_s())
         if times is not None:
-            self.outbox.times[request_of(name)] = times
+            self.outbox.times[request_of(seq_id)] = times
 
     # --- microbatches
 
