@@ -42,7 +42,7 @@ from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
 from services.worker.engine.pipeline.plans import members_of, stages_of
 from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
-from services.worker.engine.pipeline.serving import Interrupts, Outbox, Serving
+from services.worker.engine.pipeline.serving import EngineOutbox, Interrupts, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, PeerLost
@@ -144,7 +144,7 @@ class Member:
         self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Prepare for groups that may be committed; the answer is in `Outbox.prepared`."""
+        """Prepare for groups that may be committed; the answer is in `EngineOutbox.prepared`."""
         if command.attempt not in self._asked:  # a repetition gets the same answer later
             self._asked[command.attempt] = command.groups
             groups = stages_of(command.groups)
@@ -210,9 +210,9 @@ class Member:
         """Token counts of all iterations that it has planned."""
         return self._serving.iteration_tokens.total
 
-    def take_news(self) -> Outbox:
+    def take_news(self) -> EngineOutbox:
         """The outbox since the last call, for the servicer."""
-        outbox, self._serving.outbox = self._serving.outbox, Outbox()
+        outbox, self._serving.outbox = self._serving.outbox, EngineOutbox()
         return outbox
 
     # --- a turn

@@ -122,7 +122,7 @@ class RequestClock:
 
 
 @dataclass(slots=True)
-class Outbox:
+class EngineOutbox:
     """Results for the servicer since the last `ipc.Progress`."""
 
     tokens: list[EmitToken] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Serving:
     def __init__(
         self, state: PlannerState, stage: StageRunner, links: Links, now_s: Callable[[], float]
     ) -> None:
-        self.outbox = Outbox()
+        self.outbox = EngineOutbox()
         self.meter = BubbleMeter()  # this stage's time in pipelines, pacing included
         self.iterations = IterationMeter(state.config.cost_model)  # measured against predicted
         self.iteration_tokens = IterationTokenMeter()  # tokens of iterations planned here

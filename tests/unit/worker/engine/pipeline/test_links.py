@@ -105,7 +105,7 @@ def test_what_a_lane_has_no_room_for_is_sent_later(
     for number in range(count):
         buffer[0] = number % 251
         ends.links["b"].send("a", ForeignBlocksFreed(number), buffer)
-    assert len(caplog.records) == 1 and "frames for it wait here" in caplog.text
+    assert len(caplog.records) == 1 and "frames for it are queued here" in caplog.text
     taken = []
     while len(taken) < count:
         ends.network.pump()

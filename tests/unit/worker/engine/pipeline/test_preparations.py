@@ -168,7 +168,7 @@ def test_blocks_that_cannot_move_end_the_engine_with_a_sentence(
     wrong = failing(InvalidBlocks("blocks move to lower ids"))
     for name in group.engines:
         monkeypatch.setattr(memory(group, name), "relocate", wrong)
-    with pytest.raises(InvalidBlocks, match="cannot follow the block table: blocks move to low"):
+    with pytest.raises(InvalidBlocks, match="as the block table requires: blocks move to low"):
         group.await_answers(group.prepare(APART), APART)
 
 
