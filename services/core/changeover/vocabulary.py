@@ -255,7 +255,7 @@ class MeasureRestore:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkKv:
-    """Keep only blocks below `blocks`, of which those below `used` have owners.
+    """Unmap the KV of block ids from `blocks` on; only ids below `used` are in use.
 
     Ends with `KvShrunk`.
     """
