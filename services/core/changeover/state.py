@@ -369,11 +369,11 @@ class Changeover:
         if newest is not None and new.epoch <= newest.epoch:
             return
         # Skipped configurations may have been entered by others, who would wait for this member.
-        passed = self._next or self._preparation.ready_before(new)
-        if passed is not None:
-            for peer in sorted(passed.members - {new.worker_id}):
+        skipped = self._next or self._preparation.ready_before(new)
+        if skipped is not None:
+            for peer in sorted(skipped.members - {new.worker_id}):
                 self._context.commands.append(
-                    vocabulary.SendFrame(peer, frames.EpochAbandoned(), passed.own)
+                    vocabulary.SendFrame(peer, frames.EpochAbandoned(), skipped.own)
                 )
         self._next = new
         self._preparation.drop_queued()
