@@ -13,7 +13,7 @@ from tests.support.joined_world import Rules
 class NoStartOver(Changeover):
     """Keeps the KV of requests when a member is lost, though a part of it is gone."""
 
-    def _start_over(self) -> None:
+    def _recompute_all(self) -> None:
         return
 
 
@@ -70,7 +70,7 @@ class NoSettlement(GroupState):
 
 def without_look(engine: Engine) -> None:
     """It does not notice lanes that have ended without an event for it."""
-    engine.member._connections.look = lambda: None  # type: ignore[method-assign]
+    engine.member._connections.detect_lost = lambda: None  # type: ignore[method-assign]
 
 
 REMOVED = {
