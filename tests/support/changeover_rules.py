@@ -85,7 +85,9 @@ def _releases_departed_at_once(self: StageKv, freed: Any) -> None:
 def _tells_no_credit(patch: pytest.MonkeyPatch) -> None:
     tell = StageKv._report_freed
     patch.setattr(
-        StageKv, "_report_freed", lambda self, freed, grown: tell(self, freed._replace(blocks=0), grown)
+        StageKv,
+        "_report_freed",
+        lambda self, freed, grown: tell(self, freed._replace(blocks=0), grown),
     )
 
 
