@@ -30,14 +30,14 @@ import numpy.typing as npt
 
 from services.common.clock import monotonic_s
 from services.common.lifecycle import die_with_parent
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import LaneClosed
 from services.worker.engine.transfer.frame import Bytes, Frame, FrameCodec
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, PeerLost
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.pieces import BULK_KINDS, BulkPiece, SlabCut, parameter_pieces
-from services.worker.engine.transfer.transfer_event import TransferSent
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 from services.worker.engine.transfer.ucx_transport import Endpoint, UcxRequest, UcxTransport
@@ -149,7 +149,7 @@ class _BulkStream:
 
     def _note_sent(self) -> None:
         for event in self.mover.events():
-            if isinstance(event, TransferSent):
+            if isinstance(event, TransferOutcome) and event.status is TransferStatus.SENT:
                 self.sent_bytes += event.size_bytes
                 self._under_way -= 1
 
@@ -244,7 +244,7 @@ def _mover(lane: UcxLane, gate: ActivationGate, slab: SlabWalk, chunk_bytes: int
         slab.next(payload.size)[:] = payload
 
     config = MoverConfig(chunk_bytes=chunk_bytes)
-    mover = Mover(lane, gate, config, lambda group_id, epoch: Standing.CURRENT, store)
+    mover = Mover(lane, gate, config, lambda group_id, epoch: EpochStatus.CURRENT, store)
     mover.start()
     return mover
 

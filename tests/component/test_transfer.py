@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from services.common.protocol import PROTOCOL_VERSION
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import (
     LaneClosed,
     LaneFull,
@@ -31,11 +32,6 @@ from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
 from services.worker.engine.transfer.mover import CHUNK_BYTES_MAX, Mover, MoverConfig, MoverEvent
 from services.worker.engine.transfer.pieces import PackBytes, parameter_pieces
-from services.worker.engine.transfer.transfer_event import (
-    TransferFailed,
-    TransferReceived,
-    TransferSent,
-)
 from services.worker.engine.transfer.ucx_config import UcxConfig, UcxLaneConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 from services.worker.engine.transfer.ucx_transport import load_ucxx
@@ -83,9 +79,9 @@ class PeerProcess:
         said: dict[str, str] = json.loads(line)
         return said
 
-    def read_event(self, kind: type[MoverEvent]) -> dict[str, str]:
-        """The next thing of that kind that its mover reports."""
-        while (said := self.read())["event"] != kind.__name__:
+    def read_outcome(self, status: TransferStatus) -> dict[str, str]:
+        """The next transfer with that end that its mover reports."""
+        while (said := self.read()).get("status") != status:
             pass
         return said
 
@@ -321,6 +317,14 @@ class Bulk:
 
         return until(found, self.mover)[-1]
 
+    def wait_outcome(self, status: TransferStatus) -> TransferOutcome:
+        def ended() -> list[TransferOutcome]:
+            self.told += self.mover.events()
+            ends = [event for event in self.told if isinstance(event, TransferOutcome)]
+            return [outcome for outcome in ends if outcome.status is status]
+
+        return until(ended, self.mover)[-1]
+
 
 @pytest.fixture
 def bulk(peer: PeerProcess, ours: UcxLane) -> Iterator[Bulk]:
@@ -332,8 +336,9 @@ def bulk(peer: PeerProcess, ours: UcxLane) -> Iterator[Bulk]:
 
 def test_a_large_transfer_arrives_intact(peer: PeerProcess, bulk: Bulk) -> None:
     bulk.send("out")
-    assert bulk.wait(TransferSent) == TransferSent("out", "peer", SLAB_BYTES)
-    assert peer.read_event(TransferReceived)["digest"] == digest_of(bulk.memory.slab)
+    sent = TransferOutcome("out", TransferStatus.SENT, "peer", SLAB_BYTES)
+    assert bulk.wait_outcome(TransferStatus.SENT) == sent
+    assert peer.read_outcome(TransferStatus.RECEIVED)["digest"] == digest_of(bulk.memory.slab)
 
 
 def test_transfers_cross(peer: PeerProcess, bulk: Bulk) -> None:
@@ -346,10 +351,10 @@ def test_transfers_cross(peer: PeerProcess, bulk: Bulk) -> None:
         target[:] = packed[offset_bytes : offset_bytes + target.size]
 
     bulk.send("out", pack)
-    assert bulk.wait(TransferReceived).transfer_id == "back"
-    bulk.wait(TransferSent)
+    assert bulk.wait_outcome(TransferStatus.RECEIVED).transfer_id == "back"
+    bulk.wait_outcome(TransferStatus.SENT)
     assert digest_of(bulk.memory.slab) == digest_of(theirs)
-    assert peer.read_event(TransferReceived)["digest"] == digest_of(source)
+    assert peer.read_outcome(TransferStatus.RECEIVED)["digest"] == digest_of(source)
 
 
 def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk: Bulk) -> None:
@@ -365,12 +370,13 @@ def test_a_transfer_cancelled_midway_ends_on_both_sides(peer: PeerProcess, bulk:
     assert reached.wait(DEADLINE_S)
     bulk.mover.cancel("out")
     cancelled.set()
-    assert bulk.wait(TransferFailed) == TransferFailed("out", "peer", True, "cancelled")
+    failed = TransferOutcome("out", TransferStatus.FAILED, "peer", reason="cancelled")
+    assert bulk.wait_outcome(TransferStatus.FAILED) == failed
     bulk.memory.slab[:] = 0  # may be reused now
-    assert "given up by its sender" in peer.read_event(TransferFailed)["detail"]
+    assert "abandoned by its sender" in peer.read_outcome(TransferStatus.FAILED)["detail"]
     bulk.send("again")
-    bulk.wait(TransferSent)
-    assert peer.read_event(TransferReceived)["digest"] == digest_of(bulk.memory.slab)
+    bulk.wait_outcome(TransferStatus.SENT)
+    assert peer.read_outcome(TransferStatus.RECEIVED)["digest"] == digest_of(bulk.memory.slab)
 
 
 def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: Bulk) -> None:
@@ -387,7 +393,8 @@ def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: B
     peer.process.kill()
     killed.set()
     assert bulk.wait(PeerLost).peer == PEER
-    failed = bulk.wait(TransferFailed)  # by the news, or by a send that comes before it
+    # Reported by the lane's event, or by a send that comes before it.
+    failed = bulk.wait_outcome(TransferStatus.FAILED)
     assert "lost" in failed.reason or "no connection" in failed.reason
     assert bulk.memory.reads <= SLAB_BYTES // CHUNK_BYTES_MAX
 
@@ -399,7 +406,7 @@ def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -
     collector.wait_news(PeerConnected)
     peer.stop()
     sent = [ours.send("peer", note("", bytes_of(size))) for size in (10, 4 << 20)]
-    assert "nothing was heard" in collector.wait_news(PeerLost).reason
+    assert "no heartbeat" in collector.wait_news(PeerLost).reason
     until(lambda: all(one.done for one in sent), ours)
     assert isinstance(sent[1].error, PeerUnknown)
     with pytest.raises(PeerUnknown):

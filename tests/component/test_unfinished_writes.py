@@ -80,7 +80,7 @@ def test_a_lane_receives_on_after_a_peer_was_killed_in_the_middle_of_a_write(
             writer.kill()
             writer.wait()
         await_loss(tester)
-        if "begins anew" in caplog.text:
+        if "is restarted" in caplog.text:
             break
     else:
         pytest.fail(f"none of {KILLS_MAX} kills came in the middle of a write")

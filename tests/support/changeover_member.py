@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
 from services.core.changeover.state import DRAIN_TIMEOUT_S, Changeover
@@ -48,7 +48,7 @@ class Packet:
 class Sending:
     """KV on its way. `packed`: the piece that has been read and is not written yet."""
 
-    command: words.SendBlocks
+    command: vocabulary.SendBlocks
     epoch: int
     had: tuple[int, ...]
     pieces: deque[tuple[int, int]]  # layer, place in the table
@@ -65,10 +65,10 @@ class WorldMember:
     config: IterationConfig
     fence: EpochFence[Packet] = field(default_factory=EpochFence)
     ripe: deque[Packet] = field(default_factory=deque)
-    control: deque[words.Event] = field(default_factory=deque)
-    events: deque[words.Event] = field(default_factory=deque)  # of transfers
+    control: deque[vocabulary.Event] = field(default_factory=deque)
+    events: deque[vocabulary.Event] = field(default_factory=deque)  # of transfers
     sending: dict[str, Sending] = field(default_factory=dict)
-    restoring: words.Command | None = None  # what a preparation does in the background
+    restoring: vocabulary.Command | None = None  # what a preparation does in the background
     noticed: set[str] = field(default_factory=set)  # lost workers
     known: set[str] = field(default_factory=set)  # sequences, to the sampler
     heard_s: float = 0.0  # of the newest change
@@ -79,29 +79,31 @@ class WorldMember:
         self._names = NameSource(f"{self.worker_id}-1")
         self._told_lost: frozenset[str] = frozenset()
         self._payload: Payload = {}
-        self._later: list[words.Command] = []
-        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
-            words.SendFrame: self._send,
-            words.SwitchStage: self._switch,
-            words.ReleaseDeparted: lambda one: self.memory.release_departed(one.blocks),
-            words.MeasureRestore: lambda one: self.memory.measure(one.first_layer, one.end_layer),
-            words.ShrinkKv: self._shrink,
-            words.MapKv: lambda one: self.memory.map_kv(one.layers),
-            words.UndoRestore: lambda _one: self.memory.undo(),
+        self._later: list[vocabulary.Command] = []
+        self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
+            vocabulary.SendFrame: self._send,
+            vocabulary.SwitchStage: self._switch,
+            vocabulary.ReleaseDeparted: lambda one: self.memory.release_departed(one.blocks),
+            vocabulary.MeasureRestore: lambda one: self.memory.measure(
+                one.first_layer, one.end_layer
+            ),
+            vocabulary.ShrinkKv: self._shrink,
+            vocabulary.MapKv: lambda one: self.memory.map_kv(one.layers),
+            vocabulary.UndoRestore: lambda _one: self.memory.undo(),
             MoveBlocks: lambda one: self.memory.relocate(one.moves),
-            words.ConnectMembers: self._begin_restoring,
-            words.RestoreSlab: self._restore,
-            words.EndPreparation: self._end_preparation,
-            words.NoteAborted: self._stop_restoring,
-            words.NoteAdopted: lambda one: self.world.clients.adopt(self.worker_id, one),
-            words.NoteMoved: lambda one: self.world.clients.move(self.worker_id, one),
+            vocabulary.ConnectMembers: self._begin_restoring,
+            vocabulary.RestoreSlab: self._restore,
+            vocabulary.EndPreparation: self._end_preparation,
+            vocabulary.NoteAborted: self._stop_restoring,
+            vocabulary.NoteAdopted: lambda one: self.world.clients.adopt(self.worker_id, one),
+            vocabulary.NoteMoved: lambda one: self.world.clients.move(self.worker_id, one),
             EmitToken: lambda one: self.world.clients.tell(self.worker_id, one),
             RefuseRequest: lambda one: self.world.clients.tell(self.worker_id, one),
         }
 
     # --- what happens to it
 
-    def handle(self, event: words.Event) -> None:
+    def handle(self, event: vocabulary.Event) -> None:
         """Have the machine handle an event, and carry its commands out."""
         self._handle(event)
         later, self._later = self._later, []
@@ -129,7 +131,7 @@ class WorldMember:
         """A frame has come: an older one is dropped, a newer one waits."""
         if self.fence.admits(packet.epoch, packet):
             self._payload = packet.payload
-            self.handle(words.FrameReceived(self.now_s, packet.peer, packet.frame))
+            self.handle(vocabulary.FrameReceived(self.now_s, packet.peer, packet.frame))
 
     @property
     def epoch(self) -> int:
@@ -139,15 +141,17 @@ class WorldMember:
     def take_control(self) -> None:
         """The group's coordinator says something."""
         event = self.control.popleft()
-        if isinstance(event, words.ConfigurationCommitted):
+        if isinstance(event, vocabulary.ConfigurationCommitted):
             self.heard_s = self.now_s
-            event = words.ConfigurationCommitted(self.now_s, event.groups)
+            event = vocabulary.ConfigurationCommitted(self.now_s, event.groups)
         self.handle(event)
 
-    def supersede(self, left: words.ConfigurationCommitted) -> None:
+    def supersede(self, left: vocabulary.ConfigurationCommitted) -> None:
         """It hears of this commit, perhaps instead of one before: it reads what records say now."""
         if self.world.rng.random() < 0.5:
-            known = (one for one in self.control if isinstance(one, words.ConfigurationCommitted))
+            known = (
+                one for one in self.control if isinstance(one, vocabulary.ConfigurationCommitted)
+            )
             for one in tuple(known):
                 self.control.remove(one)
         self.control.append(left)
@@ -156,9 +160,9 @@ class WorldMember:
         """Go on with what is under way."""
         if self.has_lost:
             self._told_lost = self._lost
-            self.handle(words.PeersLost(self.now_s, self._lost))
+            self.handle(vocabulary.PeersLost(self.now_s, self._lost))
         if self.machine.needs_turn(self.now_s):
-            self.handle(words.TurnTaken(self.now_s))
+            self.handle(vocabulary.TurnTaken(self.now_s))
 
     @property
     def has_lost(self) -> bool:
@@ -187,7 +191,7 @@ class WorldMember:
         if self.planner.stages > 1:
             assert self.machine.configuration is not None
             after = self.machine.configuration.next_worker
-            self._send(words.SendFrame(after, activations(microbatch, 0.0)), payload)
+            self._send(vocabulary.SendFrame(after, activations(microbatch, 0.0)), payload)
         elif self.world.rng.random() < 0.1:
             self.handle(IterationDropped(self.now_s))
         else:
@@ -213,66 +217,66 @@ class WorldMember:
         command, self.restoring = self.restoring, None
         chance = self.world.rng.random() if self.world.faults else 1.0
         match command:
-            case words.ConnectMembers(attempt=attempt):
+            case vocabulary.ConnectMembers(attempt=attempt):
                 members = self.world.members_of(attempt)
                 gone = sorted(members - self.world.members.keys())
                 late = sorted(members) if chance < 0.03 else gone
-                self.handle(words.MembersConnected(attempt, late[0] if late else ""))
-            case words.ShrinkKv(attempt=attempt):
-                self.handle(words.KvShrunk(attempt))
-            case words.RestoreSlab(attempt=attempt, slab=slab, holder=holder):
+                self.handle(vocabulary.MembersConnected(attempt, late[0] if late else ""))
+            case vocabulary.ShrinkKv(attempt=attempt):
+                self.handle(vocabulary.KvShrunk(attempt))
+            case vocabulary.RestoreSlab(attempt=attempt, slab=slab, holder=holder):
                 source = self.world.members.get(holder)
                 intact = not holder or (source is not None and slab in source.memory.slabs)
                 if not holder and chance < 0.03:
-                    self.handle(words.RestoreFailed("the folder has other parameters"))
+                    self.handle(vocabulary.RestoreFailed("the folder has other parameters"))
                     return
                 intact = intact and (not holder or chance > 0.2)
                 if intact:
                     self.memory.finish_slab(slab)
-                self.handle(words.SlabVerified(attempt, slab, intact))
+                self.handle(vocabulary.SlabVerified(attempt, slab, intact))
 
-    def _begin_restoring(self, command: words.Command) -> None:
+    def _begin_restoring(self, command: vocabulary.Command) -> None:
         require(self.restoring is None, "two steps of a preparation at once")
         self.restoring = command
 
-    def _shrink(self, command: words.ShrinkKv) -> None:
+    def _shrink(self, command: vocabulary.ShrinkKv) -> None:
         self.memory.shrink(command.blocks, command.used)
         self._begin_restoring(command)
 
-    def _restore(self, command: words.RestoreSlab) -> None:
+    def _restore(self, command: vocabulary.RestoreSlab) -> None:
         self.memory.map_slab(command.slab)
         self._begin_restoring(command)
 
-    def _stop_restoring(self, _command: words.NoteAborted | None = None) -> None:
+    def _stop_restoring(self, _command: vocabulary.NoteAborted | None = None) -> None:
         self.restoring = None
 
-    def _end_preparation(self, command: words.EndPreparation) -> None:
+    def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         self.world.note_answer(command.attempt, self.worker_id, command.refusal)
 
     # --- commands
 
-    def _handle(self, event: words.Event) -> None:
+    def _handle(self, event: vocabulary.Event) -> None:
         for command in self.machine.handle(event):
-            carry_out = self._carriers.get(type(command))
+            carry_out = self._handlers.get(type(command))
             if carry_out is None:
                 self._later.append(command)
             elif (answer := carry_out(command)) is not None:
                 self._handle(answer)
 
-    def _carry_out_later(self, command: words.Command) -> None:
+    def _carry_out_later(self, command: vocabulary.Command) -> None:
         match command:
-            case words.RunStage(frame=frame):
+            case vocabulary.RunStage(frame=frame):
                 self._follow(frame)
-            case words.SendBlocks():
+            case vocabulary.SendBlocks():
                 self._send_blocks(command)
-            case words.CancelTransfer(transfer_id=transfer_id):
+            case vocabulary.CancelTransfer(transfer_id=transfer_id):
                 self.world.fail(self, transfer_id)
 
-    def _send(self, command: words.SendFrame, payload: Payload | None = None) -> None:
+    def _send(self, command: vocabulary.SendFrame, payload: Payload | None = None) -> None:
         epoch = self.epoch if command.group is None else command.group.epoch
         self.world.post(command.peer, Packet(self.worker_id, epoch, command.frame, payload or {}))
 
-    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+    def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new = command.configuration
         waited_s = self.now_s - self.heard_s
         require(waited_s <= DRAIN_TIMEOUT_S or self.world.disturbed, f"it waited {waited_s} s")
@@ -298,7 +302,7 @@ class WorldMember:
         configuration = self.machine.configuration
         assert configuration is not None
         passed_on = Samples(frame.number, sampled) if configuration.is_last else frame
-        self._send(words.SendFrame(configuration.next_worker, passed_on), payload)
+        self._send(vocabulary.SendFrame(configuration.next_worker, passed_on), payload)
 
     def _run(
         self, name: str, start: int, tokens: tuple[int, ...], sample: SampleSpec | None
@@ -328,7 +332,7 @@ class WorldMember:
 
     # --- KV leaves
 
-    def _send_blocks(self, command: words.SendBlocks) -> None:
+    def _send_blocks(self, command: vocabulary.SendBlocks) -> None:
         layers = range(command.transfer.first_layer, command.transfer.end_layer)
         pieces = deque((layer, place) for layer in layers for place in range(command.blocks))
         had = self.planner.table.block_ids(command.request_id)

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from services.core.changeover import frame_handlers, state, takeover
+from services.core.changeover import adoption, frame_handlers, state
+from services.core.changeover.adoption import Adoption
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.epoch_fence import EpochFence
-from services.core.changeover.frames import CapacityKept, Passed
+from services.core.changeover.frames import CapacityKept, EpochAbandoned
 from services.core.changeover.handover import Handover
 from services.core.changeover.kv_exchange import ExchangeState
 from services.core.changeover.leader_moves import LeaderMoves
+from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.preparation import Preparation, PreparationStep
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.state import Changeover
-from services.core.changeover.takeover import Takeover
-from services.core.changeover.unclaimed import Unclaimed
 from services.core.changeover.vocabulary import CancelTransfer, PeersLost, ReleaseDeparted
 from services.core.planner.configuration_events import SequenceResumed
 from services.core.planner.events import RequestAborted
@@ -78,14 +78,16 @@ def _keeps_released_names(patch: pytest.MonkeyPatch) -> None:
 
 
 def _releases_departed_at_once(self: StageKv, freed: Any) -> None:
-    self._freed.append(freed)
+    self._releases.append(freed)
     self._context.commands.append(ReleaseDeparted(0))
 
 
 def _tells_no_credit(patch: pytest.MonkeyPatch) -> None:
-    tell = StageKv._tell
+    tell = StageKv._report_freed
     patch.setattr(
-        StageKv, "_tell", lambda self, freed, grown: tell(self, freed._replace(blocks=0), grown)
+        StageKv,
+        "_report_freed",
+        lambda self, freed, grown: tell(self, freed._replace(blocks=0), grown),
     )
 
 
@@ -101,16 +103,16 @@ def _cancels_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_no_joined_use(patch: pytest.MonkeyPatch) -> None:
-    count = takeover.followers_of
+    count = adoption.followers_of
 
     def uncounted(*stages: Any) -> Any:
         return tuple(replace(follower, used_blocks=0) for follower in count(*stages))
 
-    patch.setattr(takeover, "followers_of", uncounted)
+    patch.setattr(adoption, "followers_of", uncounted)
 
 
 def _keeps_what_was_prepared(self: Preparation, _new: object) -> None:
-    self._now = None
+    self._current = None
 
 
 def _shrinks_without_moving(self: Preparation, now: Any) -> None:
@@ -129,8 +131,8 @@ def _limits_unasked(patch: pytest.MonkeyPatch) -> None:
 
     def limit(self: Preparation, event: Any) -> None:
         measured(self, event)
-        if self._now is not None:
-            self.note_kept(self._now.attempt)
+        if self._current is not None:
+            self.note_kept(self._current.attempt)
 
     patch.setattr(Preparation, "note_measured", limit)
 
@@ -148,25 +150,25 @@ def _forgets_lost(patch: pytest.MonkeyPatch) -> None:
     note = state._EVENTS[PeersLost]
 
     def forget(self: Changeover, event: Any) -> None:
-        if not self._takeover.waiting:
+        if not self._adoption.waiting:
             note(self, event)
 
     patch.setitem(state._EVENTS, PeersLost, forget)
 
 
 def _ignores_passed(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(frame_handlers._FRAMES, Passed, lambda *_: None)
+    patch.setitem(frame_handlers._FRAMES, EpochAbandoned, lambda *_: None)
 
 
 def _adopts_again(patch: pytest.MonkeyPatch) -> None:
-    adopt = Takeover.adopt
+    adopt = Adoption.adopt
 
-    def again(self: Takeover, peer: str, frame: Any) -> None:
+    def again(self: Adoption, peer: str, frame: Any) -> None:
         if frame.sequence.request.request_id in self._context.planner.sequences:
-            self._take_over(frame)
+            self._adopt(frame)
         adopt(self, peer, frame)
 
-    patch.setattr(Takeover, "adopt", again)
+    patch.setattr(Adoption, "adopt", again)
 
 
 def _aborts_only_what_is_pending(self: Handover, name: str) -> bool:
@@ -176,17 +178,17 @@ def _aborts_only_what_is_pending(self: Handover, name: str) -> bool:
 
 
 def _puts_the_first_first(patch: pytest.MonkeyPatch) -> None:
-    superseded = Takeover._is_superseded
-    patch.setattr(Takeover, "_is_superseded", lambda self, _, name: superseded(self, "", name))
+    superseded = Adoption._is_superseded
+    patch.setattr(Adoption, "_is_superseded", lambda self, _, name: superseded(self, "", name))
 
 
 RULES: dict[str, Removal] = {
     "frames of other epochs have no effect": _put(EpochFence, "admits", lambda *_: True),
-    "frames wait until all stages have joined": _put(Takeover, "defers", lambda *_: False),
+    "frames wait until all stages have joined": _put(Adoption, "defers", lambda *_: False),
     "a configuration is left when it is drained": _put(Changeover, "_is_drained", _drains_at_once),
     "a stage leaves after its leader": _follower_leaves_at_once,
     "a sequence is held until its KV is whole": _resumes_at_once,
-    "a superseded sequence is not adopted": _put(Takeover, "_is_superseded", lambda *_: False),
+    "a superseded sequence is not adopted": _put(Adoption, "_is_superseded", lambda *_: False),
     "transfers to released requests are refused": _put(StageKv, "forget", lambda *_: None),
     "unclaimed KV keeps a member unsettled": _put(
         StageKv, "has_unclaimed", property(lambda _: False)
@@ -205,12 +207,12 @@ RULES: dict[str, Removal] = {
     "a stage shrinks when few enough are used": _put(MemberCapacity, "answer", _answers_at_once),
     "a stage shrinks when its leader says so": _limits_unasked,
     "a move starts when there is room": _put(ExchangeState, "_fits", lambda *_: True),
-    "KV that no leader has is released": _put(Unclaimed, "release", lambda *_: None),
+    "KV that no leader has is released": _put(OrphanedKv, "release", lambda *_: None),
     "the later of two that one member hands on is taken": _puts_the_first_first,
     "what a lost leader was dealt is freed": _put(Handover, "lose", lambda *_: []),
     "KV of a lost source is given up": _put(LeaderMoves, "lose", lambda *_: None),
     "a leader waits for all that may hand over": _put(
-        Takeover, "settled", property(lambda self: self._joined is None)
+        Adoption, "settled", property(lambda self: self._joined is None)
     ),
     "a member that passes over a change says so": _ignores_passed,
     "a member that may have missed a change says so": _put(

@@ -1,6 +1,6 @@
 """Where scenarios of a change-over begin: "a" and "b" are a pipeline most of the time, and part."""
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.state import MemberPhase
 from tests.support.changeover_script import LAYERS, Script, groups, kinds
 
@@ -32,8 +32,8 @@ def go_on_when_ready(script: Script) -> None:
     """The change after it comes as soon as "b" gets ready for it."""
     after = groups(3, "bc")
     script.turn("b")  # it says that it has what it is to have, if it thinks so
-    script.do("b", words.PreparationAsked("t", after))
-    if words.ConnectMembers in kinds(script.turn("b")):
+    script.do("b", vocabulary.PreparationAsked("t", after))
+    if vocabulary.ConnectMembers in kinds(script.turn("b")):
         script.hear(after)
         script.turn("b")
 
@@ -64,6 +64,6 @@ def restoring(*workers: str, blocks: int = 16) -> Script:
     script = Script("ab", blocks, remembering="ab").change(groups(1, "a", "b"))
     script.change(groups(2, "ab"))
     for name in workers:
-        script.do(name, words.PreparationAsked("t", groups(3, "a", "b")))
+        script.do(name, vocabulary.PreparationAsked("t", groups(3, "a", "b")))
     script.settle()
     return script

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Self
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
 from services.core.changeover.state import Changeover, MemberConfig
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
@@ -71,9 +72,9 @@ class Script:
         self.memories = {name: FakeMemory(LAYERS, blocks, slab_units=5) for name in remembering}
         self.ways: dict[tuple[str, str], deque[tuple[int, MemberFrame]]] = defaultdict(deque)
         self.stopped: set[tuple[str, str]] = set()
-        self.sending: dict[str, words.SendBlocks] = {}
+        self.sending: dict[str, vocabulary.SendBlocks] = {}
         self.transfers_run = True
-        self.steps: dict[str, words.Command] = {}
+        self.steps: dict[str, vocabulary.Command] = {}
         self.now_s = 0.0
         self._blocks = blocks
         self._fences: dict[str, EpochFence[tuple[str, MemberFrame]]] = {
@@ -83,20 +84,20 @@ class Script:
 
     # --- what happens to a member; each returns the commands, those for frames aside
 
-    def do(self, name: str, event: words.Event) -> list[words.Command]:
+    def do(self, name: str, event: vocabulary.Event) -> list[vocabulary.Command]:
         """Have a member handle an event, and carry its commands out."""
         found = self._handle(name, event)
         self.members[name].check_invariants()
         return found
 
-    def turn(self, name: str) -> list[words.Command]:
+    def turn(self, name: str) -> list[vocabulary.Command]:
         """Time passes at a member."""
-        return self.do(name, words.TurnTaken(self.now_s))
+        return self.do(name, vocabulary.TurnTaken(self.now_s))
 
     def hear(self, new: Groups, *names: str) -> None:
         """Members hear of a commit; all of them if none is named."""
         for name in names or sorted({one for group in new for one in group.workers}):
-            self.do(name, words.ConfigurationCommitted(self.now_s, new))
+            self.do(name, vocabulary.ConfigurationCommitted(self.now_s, new))
 
     def change(self, new: Groups, *names: str) -> Self:
         """Members hear of a commit, and all comes to rest."""
@@ -123,18 +124,18 @@ class Script:
         service: Service = NO_PROMISE,
         *,
         resumable: bool = False,
-    ) -> list[words.Command]:
+    ) -> list[vocabulary.Command]:
         """A client asks for a request of so many tokens, and at most so many more."""
         prompt, limits = (5,) * tokens, Limits(most)
         request = Request(name, prompt, Sampling(), limits, self.now_s, service=service)
         request = replace(request, resumable=resumable)
         return self.do(leader, RequestArrived(self.now_s, request))
 
-    def receive(self, peer: str, name: str, frame: MemberFrame) -> list[words.Command]:
+    def receive(self, peer: str, name: str, frame: MemberFrame) -> list[vocabulary.Command]:
         """`name` receives a frame of the present epoch from `peer`."""
-        return self.do(name, words.FrameReceived(self.now_s, peer, frame))
+        return self.do(name, vocabulary.FrameReceived(self.now_s, peer, frame))
 
-    def deliver(self, source: str, peer: str) -> list[words.Command]:
+    def deliver(self, source: str, peer: str) -> list[vocabulary.Command]:
         """The next frame on this way arrives."""
         epoch, frame = self.ways[source, peer].popleft()
         if not self._fences[peer].admits(epoch, (source, frame)):
@@ -151,7 +152,7 @@ class Script:
         if member.planner.stages > 1:
             configuration = member.configuration
             assert configuration is not None
-            self._send(leader, words.SendFrame(configuration.next_worker, frame))
+            self._send(leader, vocabulary.SendFrame(configuration.next_worker, frame))
         else:
             self.do(leader, IterationFinished(self.now_s, _sampled(frame), frame.number))
         return True
@@ -170,21 +171,21 @@ class Script:
         for way in [way for way in self.ways if lost in way]:
             del self.ways[way]
         for name in self.members:
-            self.do(name, words.PeersLost(self.now_s, self._lost))
+            self.do(name, vocabulary.PeersLost(self.now_s, self._lost))
 
     def go_on(
         self, name: str, *, unreachable: str = "", intact: bool = True
-    ) -> list[words.Command]:
+    ) -> list[vocabulary.Command]:
         """What a preparation does in the background at a member comes to its end."""
         match self.steps.pop(name):
-            case words.ConnectMembers(attempt=attempt):
-                return self.do(name, words.MembersConnected(attempt, unreachable))
-            case words.ShrinkKv(attempt=attempt):
-                return self.do(name, words.KvShrunk(attempt))
-            case words.RestoreSlab(attempt=attempt, slab=slab):
+            case vocabulary.ConnectMembers(attempt=attempt):
+                return self.do(name, vocabulary.MembersConnected(attempt, unreachable))
+            case vocabulary.ShrinkKv(attempt=attempt):
+                return self.do(name, vocabulary.KvShrunk(attempt))
+            case vocabulary.RestoreSlab(attempt=attempt, slab=slab):
                 if intact:
                     self.memories[name].finish_slab(slab)
-                return self.do(name, words.SlabVerified(attempt, slab, intact))
+                return self.do(name, vocabulary.SlabVerified(attempt, slab, intact))
         raise AssertionError("nothing of that kind goes on")
 
     def settle(self) -> None:
@@ -237,78 +238,79 @@ class Script:
         ends = [name for name in (source, peer) if name in self.members]
         intact = [self._fences[name].epoch for name in ends] == [epoch, epoch]
         for name in ends:
-            sent = words.KvSent(transfer_id) if name == source else words.KvArrived(transfer_id)
-            self.do(name, sent if intact else words.KvFailed(transfer_id))
+            status = TransferStatus.SENT if name == source else TransferStatus.RECEIVED
+            status = status if intact else TransferStatus.FAILED
+            self.do(name, TransferOutcome(transfer_id, status))
 
-    def _handle(self, name: str, event: words.Event) -> list[words.Command]:
-        found: list[words.Command] = []
+    def _handle(self, name: str, event: vocabulary.Event) -> list[vocabulary.Command]:
+        found: list[vocabulary.Command] = []
         for command in self.members[name].handle(event):
-            if isinstance(command, words.SendFrame):
+            if isinstance(command, vocabulary.SendFrame):
                 self._send(name, command)
                 continue
             found.append(command)
-            if isinstance(command, words.SwitchStage):
+            if isinstance(command, vocabulary.SwitchStage):
                 found += self._switch(name, command)
             elif (answer := self._answer(name, command)) is not None:
                 found += self._handle(name, answer)
         return found
 
-    def _send(self, name: str, command: words.SendFrame) -> None:
+    def _send(self, name: str, command: vocabulary.SendFrame) -> None:
         epoch = self._fences[name].epoch if command.group is None else command.group.epoch
         if command.peer in self.members:
             self.ways[name, command.peer].append((epoch, command.frame))
 
-    def _switch(self, name: str, command: words.SwitchStage) -> list[words.Command]:
+    def _switch(self, name: str, command: vocabulary.SwitchStage) -> list[vocabulary.Command]:
         stage, memory = command.configuration.stage, self.memories.get(name)
-        answer = words.StageSwitched(self._blocks, departed=False)
+        answer = vocabulary.StageSwitched(self._blocks, departed=False)
         if memory is not None:
             answer = memory.set_stage(stage.first_layer, stage.end_layer)
         early = self._fences[name].enter(command.configuration.epoch)
         self.steps.pop(name, None)
         found = self._handle(name, answer)
         for peer, frame in early:
-            found += self._handle(name, words.FrameReceived(self.now_s, peer, frame))
+            found += self._handle(name, vocabulary.FrameReceived(self.now_s, peer, frame))
         if self._lost:
-            found += self._handle(name, words.PeersLost(self.now_s, self._lost))
+            found += self._handle(name, vocabulary.PeersLost(self.now_s, self._lost))
         return found
 
-    def _answer(self, name: str, command: words.Command) -> words.Event | None:
+    def _answer(self, name: str, command: vocabulary.Command) -> vocabulary.Event | None:
         match command:
-            case words.RunStage(frame=frame):
+            case vocabulary.RunStage(frame=frame):
                 self._run(name, frame)
-            case words.SendBlocks(transfer_id=transfer_id):
+            case vocabulary.SendBlocks(transfer_id=transfer_id):
                 self.sending[transfer_id] = command
-            case words.CancelTransfer(transfer_id=transfer_id):
+            case vocabulary.CancelTransfer(transfer_id=transfer_id):
                 self.sending.pop(transfer_id, None)
-            case words.ConnectMembers():
+            case vocabulary.ConnectMembers():
                 self.steps[name] = command
-            case words.NoteAborted():
+            case vocabulary.NoteAborted():
                 self.steps.pop(name, None)
-            case words.MeasureRestore() if name not in self.memories:
-                return words.RestoreMeasured(self._blocks, (), ())
+            case vocabulary.MeasureRestore() if name not in self.memories:
+                return vocabulary.RestoreMeasured(self._blocks, (), ())
             case _ if name in self.memories:
                 return self._remember(name, self.memories[name], command)
         return None
 
     def _remember(
-        self, name: str, memory: FakeMemory, command: words.Command
-    ) -> words.Event | None:
+        self, name: str, memory: FakeMemory, command: vocabulary.Command
+    ) -> vocabulary.Event | None:
         match command:
-            case words.ShrinkKv(blocks=blocks, used=used):
+            case vocabulary.ShrinkKv(blocks=blocks, used=used):
                 memory.shrink(blocks, used)
                 self.steps[name] = command
-            case words.RestoreSlab(slab=slab):
+            case vocabulary.RestoreSlab(slab=slab):
                 memory.map_slab(slab)
                 self.steps[name] = command
             case MoveBlocks(moves=moves):
                 memory.relocate(moves)
-            case words.MeasureRestore(first_layer=first_layer, end_layer=end_layer):
+            case vocabulary.MeasureRestore(first_layer=first_layer, end_layer=end_layer):
                 return memory.measure(first_layer, end_layer)
-            case words.ReleaseDeparted(blocks=blocks):
+            case vocabulary.ReleaseDeparted(blocks=blocks):
                 return memory.release_departed(blocks)
-            case words.MapKv(layers=layers):
+            case vocabulary.MapKv(layers=layers):
                 return memory.map_kv(layers)
-            case words.UndoRestore():
+            case vocabulary.UndoRestore():
                 return memory.undo()
         return None
 
@@ -316,13 +318,13 @@ class Script:
         configuration = self.members[name].configuration
         assert configuration is not None
         passed_on = Samples(frame.number, _sampled(frame)) if configuration.is_last else frame
-        self._send(name, words.SendFrame(configuration.next_worker, passed_on))
+        self._send(name, vocabulary.SendFrame(configuration.next_worker, passed_on))
 
 
 def _sampled(frame: Activations) -> dict[str, int]:
     return {chunk.request_id: TOKEN for chunk in frame.chunks if chunk.sample is not None}
 
 
-def kinds(commands: Iterable[words.Command]) -> list[type]:
+def kinds(commands: Iterable[vocabulary.Command]) -> list[type]:
     """The kinds of commands."""
     return [type(command) for command in commands]

@@ -6,7 +6,7 @@ A scenario returns if all is well, and raises if not. "a" and "b" are a pipeline
 
 from collections.abc import Callable
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, Adopt, Reserve, StageChunk
 from services.core.changeover.state import DRAIN_TIMEOUT_S, MemberPhase
@@ -156,7 +156,7 @@ def what_is_still_to_be_sent_is_there() -> None:
 @_witness("a preparation begins when all is settled")
 def layers_return_when_their_old_kv_has_gone() -> None:
     script = leaving("r")
-    script.do("b", words.PreparationAsked("t", groups(3, "a", "b")))
+    script.do("b", vocabulary.PreparationAsked("t", groups(3, "a", "b")))
     for _ in range(2):
         script.settle()
         while "b" in script.steps:
@@ -170,7 +170,7 @@ def layers_return_when_their_old_kv_has_gone() -> None:
 @_witness("a preparation for another change is aborted")
 def a_stage_that_keeps_its_layers_has_no_half_restored_one() -> None:
     script = restoring("b")
-    while not isinstance(script.steps.get("b"), words.RestoreSlab):
+    while not isinstance(script.steps.get("b"), vocabulary.RestoreSlab):
         script.go_on("b")
         script.settle()
     script.hear((GroupStages("g-b", 4, (Stage("b", 2, LAYERS),)),))
@@ -190,7 +190,7 @@ def a_stage_keeps_the_blocks_that_it_needs() -> None:
         script.do("a", RequestAborted(0.0, name))
     script.go_on("b")  # its limit is 8
     script.settle()
-    assert isinstance(script.steps["b"], words.ShrinkKv)
+    assert isinstance(script.steps["b"], vocabulary.ShrinkKv)
     assert max(script.members["b"].planner.table.block_ids("t")) < 8
 
 
@@ -219,7 +219,7 @@ def a_stage_has_the_blocks_that_its_leader_has_given_out() -> None:
     script.go_on("b")  # its limit is 16
     script.settle()
     script.run("a")
-    assert isinstance(script.steps["b"], words.ShrinkKv), "both have ended"
+    assert isinstance(script.steps["b"], vocabulary.ShrinkKv), "both have ended"
 
 
 @_witness("a stage shrinks when its leader says so")
@@ -233,7 +233,7 @@ def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
     script.go_on("b")  # its limit is 8
     script.reconnect()
     script.run("a")
-    assert isinstance(script.steps["b"], words.ShrinkKv), "all have ended"
+    assert isinstance(script.steps["b"], vocabulary.ShrinkKv), "all have ended"
     assert script.taken_at("b") == 0
 
 
@@ -283,7 +283,7 @@ def who_gets_sequences_prepares_no_change_before_it_has_them() -> None:
     script.settle()
     assert script.members["a"].settled
     assert script.names_at("b") == ["s"]
-    assert isinstance(script.steps["b"], words.ConnectMembers)
+    assert isinstance(script.steps["b"], vocabulary.ConnectMembers)
 
 
 @_witness("a member that passes over a change says so")
@@ -302,7 +302,7 @@ def nobody_waits_for_a_member_that_never_heard_of_the_change() -> None:
     script = pipeline(waiting=("r", "s"))
     apart = groups(2, "a", "bc")
     for name in "abc":
-        script.do(name, words.PreparationAsked("t", apart))
+        script.do(name, vocabulary.PreparationAsked("t", apart))
     script.settle()
     for name in "abc":
         script.go_on(name)
@@ -321,7 +321,7 @@ def a_reader_is_told_of_a_sequence_once() -> None:
     script.settle()
     script.launch("b")
     again = script.receive("a", "b", adopt)
-    assert words.NoteAdopted not in kinds(again), "it would read from the first token on"
+    assert vocabulary.NoteAdopted not in kinds(again), "it would read from the first token on"
     script.settle()
     assert script.members["b"].settled
     assert script.names_at("b") == ["s"]

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
 from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
@@ -101,7 +102,9 @@ class World:
             own = replace(config, num_blocks=blocks)
             self.members[name] = member = WorldMember(self, name, memory, own)
             self.groups.append((member.alone(),))
-            member.control.append(words.ConfigurationCommitted(0.0, self._plans([self.groups[-1]])))
+            member.control.append(
+                vocabulary.ConfigurationCommitted(0.0, self._plans([self.groups[-1]]))
+            )
 
     # --- operations
 
@@ -156,7 +159,7 @@ class World:
         attempt = Attempt(f"attempt-{self._made}", old, self._plans(new, draining))
         self.attempts[attempt.name] = attempt
         for name in names:
-            asked = words.PreparationAsked(attempt.name, attempt.groups)
+            asked = vocabulary.PreparationAsked(attempt.name, attempt.groups)
             self.members[name].control.append(asked)
 
     def abandon(self) -> None:
@@ -172,7 +175,7 @@ class World:
             self.groups += [group.stages for group in attempt.groups]
             self.committed += 1
             for member in attempt.members:
-                committed = words.ConfigurationCommitted(self.now_s, attempt.groups)
+                committed = vocabulary.ConfigurationCommitted(self.now_s, attempt.groups)
                 self.members[member].control.append(committed)
 
     def lose(self) -> None:
@@ -193,7 +196,7 @@ class World:
         for stage in group:
             if stage.worker_id != lost:
                 self.groups.append((stage,))
-                left = words.ConfigurationCommitted(self.now_s, self._plans([(stage,)]))
+                left = vocabulary.ConfigurationCommitted(self.now_s, self._plans([(stage,)]))
                 self.members[stage.worker_id].supersede(left)
 
     def jump(self) -> None:
@@ -290,8 +293,8 @@ class World:
             self.fail(source, command.transfer_id)
         elif peer is not None and not sending.pieces:
             del source.sending[command.transfer_id]
-            source.events.append(words.KvSent(command.transfer_id))
-            peer.events.append(words.KvArrived(command.transfer_id))
+            source.events.append(TransferOutcome(command.transfer_id, TransferStatus.SENT))
+            peer.events.append(TransferOutcome(command.transfer_id, TransferStatus.RECEIVED))
 
     def fail(self, source: WorldMember, transfer_id: str) -> None:
         """A transfer ends before it is complete, or was cancelled; both ends hear of it."""
@@ -300,7 +303,8 @@ class World:
             return
         for name in (source.worker_id, sending.command.transfer.destination):
             if name in self.members:
-                self.members[name].events.append(words.KvFailed(transfer_id))
+                failed = TransferOutcome(transfer_id, TransferStatus.FAILED)
+                self.members[name].events.append(failed)
 
     # --- the coordinator
 
@@ -317,7 +321,7 @@ class World:
 
     def _abandon(self, name: str) -> None:
         for member in self.attempts.pop(name).members:
-            self.members[member].control.append(words.PreparationAborted(name))
+            self.members[member].control.append(vocabulary.PreparationAborted(name))
 
     def _plans(
         self, groups: Sequence[Sequence[Stage]], draining: set[str] | None = None
@@ -375,7 +379,7 @@ class World:
         self.queues = {way: queue for way, queue in self.queues.items() if lost not in way}
         for member in self.members.values():
             for transfer_id in list(member.machine._kv._expected):
-                member.events.append(words.KvFailed(transfer_id))
+                member.events.append(TransferOutcome(transfer_id, TransferStatus.FAILED))
 
     def _ask_again(self, stream: Stream) -> None:
         """Ask some leader for a request that has no token yet, under the same id."""
@@ -401,7 +405,7 @@ class World:
             self._abandon(name)
         for _ in range(TURNS_MAX):
             if not self.turn():
-                due = [one.machine.shelf_due_s for one in self.members.values()]
+                due = [one.machine.parked_due_s for one in self.members.values()]
                 if not (times := [time for time in due if time is not None]):
                     break
                 self.now_s = max(self.now_s, min(times))

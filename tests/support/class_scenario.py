@@ -119,7 +119,7 @@ class ClassScenario(Scenario):
             special = [
                 name
                 for name, one in members.items()
-                if one.changeover.shelf_due_s or one.state.sequence_table.suspended
+                if one.changeover.parked_due_s or one.state.sequence_table.suspended
             ]
             self.group.lose(self._chances.choice(special or names))
             self.seen["killed"] += 1
@@ -142,4 +142,4 @@ class ClassScenario(Scenario):
             state = engine.member.state
             self.seen["resumed"] += state.resumed_iterations_total
             self.seen["yielded"] += state.preemptions_total
-            self.seen["rested"] += engine.member.changeover.shelf_due_s is not None
+            self.seen["rested"] += engine.member.changeover.parked_due_s is not None

@@ -17,7 +17,7 @@ from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane
 from services.worker.engine.transfer.mover import Mover, MoverConfig
-from services.worker.engine.transfer.receiver import IsCurrent, Unpack
+from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from tests.support.engine_networks import EngineNetwork
 
 
@@ -82,7 +82,7 @@ def make_engine(
     settings = MoverConfig(chunk_bytes=4096)
     movers: list[Mover] = []
 
-    def mover_of(is_current: IsCurrent, unpack: Unpack) -> Mover:
+    def mover_of(is_current: EpochStatusOf, unpack: Unpack) -> Mover:
         movers.append(Mover(bulk, gate, settings, is_current, unpack))
         return movers[0]
 

@@ -1,6 +1,6 @@
 """What is left of the product when a rule is taken out, for the tests that each one is needed."""
 
-from services.core.changeover.frames import Farewell
+from services.core.changeover.frames import MemberRemoved
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import Command, Event, FrameReceived, TurnTaken
 from services.core.groups.state import GroupState
@@ -13,7 +13,7 @@ from tests.support.joined_world import Rules
 class NoStartOver(Changeover):
     """Keeps the KV of requests when a member is lost, though a part of it is gone."""
 
-    def _start_over(self) -> None:
+    def _recompute_all(self) -> None:
         return
 
 
@@ -21,7 +21,7 @@ class NoFarewell(Changeover):
     """Does not mind that members of its group have left it."""
 
     def handle(self, event: Event) -> list[Command]:
-        if isinstance(event, FrameReceived) and isinstance(event.frame, Farewell):
+        if isinstance(event, FrameReceived) and isinstance(event.frame, MemberRemoved):
             return []
         return super().handle(event)
 
@@ -31,10 +31,10 @@ class NoDesertion(Changeover):
 
     def handle(self, event: Event) -> list[Command]:
         if isinstance(event, TurnTaken):
-            desertion = self._lost.desertion
-            desertion._farewell_s = None
-            if desertion.lost_member:
-                desertion._lost_s = event.now_s
+            isolation = self._lost.isolation
+            isolation._removed_s = None
+            if isolation.lost_member:
+                isolation._lost_s = event.now_s
         return super().handle(event)
 
 
@@ -42,7 +42,7 @@ class NoLeaving(Changeover):
     """Waits for lost members of other groups of a change."""
 
     def handle(self, event: Event) -> list[Command]:
-        self._lost.leave_told = lambda: None  # type: ignore[method-assign]
+        self._lost.give_up_lost = lambda: None  # type: ignore[method-assign]
         return super().handle(event)
 
 
@@ -70,7 +70,7 @@ class NoSettlement(GroupState):
 
 def without_look(engine: Engine) -> None:
     """It does not notice lanes that have ended without an event for it."""
-    engine.member._connections.look = lambda: None  # type: ignore[method-assign]
+    engine.member._connections.detect_lost = lambda: None  # type: ignore[method-assign]
 
 
 REMOVED = {

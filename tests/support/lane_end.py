@@ -172,7 +172,7 @@ class LaneEnd:
 
     def close(self) -> None:
         for connection in list(self.connections.by_descriptor.values()):
-            self.connections.part(connection)
+            self.connections.disconnect(connection)
         self.poll.close()
         self.listener.close()
 

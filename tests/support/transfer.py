@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
 from services.worker.engine.transfer.errors import TransferRefused
 from services.worker.engine.transfer.frame import Bytes, FrameCodec
 from services.worker.engine.transfer.pieces import (
@@ -62,9 +62,9 @@ class Memory:
         self.reads += 1
         target[:] = self.kv[layer, first_block : first_block + num_blocks].reshape(-1)
 
-    def standing(self, group_id: str, epoch: int) -> Standing:
+    def standing(self, group_id: str, epoch: int) -> EpochStatus:
         """By the epoch that the test has set."""
-        return Standing.of(epoch, self.epochs.get(group_id, 0))
+        return EpochStatus.of(epoch, self.epochs.get(group_id, 0))
 
     def unpack(self, piece: BulkPiece, payload: Bytes) -> None:
         """Store a piece."""

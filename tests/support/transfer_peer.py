@@ -74,7 +74,8 @@ def main() -> None:
         for peer, frame in activations.receive():
             activations.send(peer, frame)
         for event in mover.events():
-            say(event=type(event).__name__, detail=str(event), digest=digest_of(memory.slab))
+            status = getattr(event, "status", "")
+            say(status=status, detail=str(event), digest=digest_of(memory.slab))
     mover.close()
     activations.close()
     bulk.close()

@@ -1,19 +1,20 @@
 """A simulated worker as a member of its group: drives `core.changeover` with bytes and delays.
 
-It does without a model and lanes what worker/engine/pipeline/member.py does. Each event goes to the
-machine between iterations; its commands are carried out in order, and an answer of the memory goes
-back before the next command.
+The counterpart of worker/engine/pipeline/member.py without a model and without lanes. Each event
+goes to the state machine between iterations; its commands are executed in order, and the answer to
+a memory command is handled before the next command.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import MemberFrame, Samples
 from services.core.changeover.state import Changeover
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.fence import (
     AbortAsked,
     AbortPreparation,
@@ -34,19 +35,19 @@ from tideserve.sim.stage_memory import MemoryModel
 from tideserve.sim.time_model import TimeModel
 
 TURN_S = 0.1
-"""While something is under way, an idle worker takes a turn as often, for what only time ends."""
+"""Interval of turns of an idle worker during a change, for steps that only a timeout ends."""
 _NOTHING_TO_DO = (
-    *(MoveBlocks, words.CancelTransfer),
-    *(words.NoteAborted, words.NoteAdopted, words.NoteMoved),
+    *(MoveBlocks, vocabulary.CancelTransfer),
+    *(vocabulary.NoteAborted, vocabulary.NoteAdopted, vocabulary.NoteMoved),
 )
-"""Copies within a device take no time, and whatever was sent arrives."""
+"""Commands without effect here: copies within a device take no time, and transfers never fail."""
 Answered = Callable[[str, str, bool, str], None]
-"""Takes attempt, worker, whether it is ready, and why not."""
+"""Arguments: attempt, worker, whether it is ready, the refusal or ""."""
 
 
 @dataclass(slots=True)
 class World:
-    """What the members of a cluster share."""
+    """State that all members of a cluster share."""
 
     simulation: Simulation
     network: Network
@@ -58,15 +59,15 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What travels between members: a frame, or KV that is whole with it; `run` for stages."""
+    """A message between members: a frame, or the end of a KV transfer; `run` for later stages."""
 
     peer: str
-    content: MemberFrame | words.KvArrived
+    content: MemberFrame | TransferOutcome
     run: StageRun | None = None
 
 
 class SimulatedMember:
-    """Joins an instance with the group protocol; `pipeline` is that of the group that it leads."""
+    """Connects an instance to the group protocol; `pipeline` is that of the group that it leads."""
 
     def __init__(self, instance: Instance, world: World, group: Group) -> None:
         shape, self._costs = world.spec.shape, world.spec.costs
@@ -86,34 +87,34 @@ class SimulatedMember:
         self._world = world
         self._frames: EpochFence[_Sent] = EpochFence()
         self._answered: dict[str, Answered] = {}  # by attempt
-        self._run: StageRun | None = None  # of the frame that is handled now
-        self._busy: Busy | None = None  # what the commands keep the device with
+        self._run: StageRun | None = None  # of the frame that is being handled
+        self._busy: Busy | None = None  # device time that the commands take
         self._is_changing = False
         self._has_turn = False
-        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
-            words.SendFrame: self._send,
-            words.RunStage: self._run_stage,
-            words.SwitchStage: self._switch,
-            words.ReleaseDeparted: self._release_departed,
-            words.SendBlocks: self._send_blocks,
-            words.ConnectMembers: self._connect,
-            words.MeasureRestore: self._measure,
-            words.ShrinkKv: self._shrink,
-            words.RestoreSlab: self._restore,
-            words.MapKv: lambda _command: words.KvMapped(),
-            words.UndoRestore: self._undo_restore,
-            words.EndPreparation: self._end_preparation,
+        self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
+            vocabulary.SendFrame: self._send,
+            vocabulary.RunStage: self._run_stage,
+            vocabulary.SwitchStage: self._switch,
+            vocabulary.ReleaseDeparted: self._release_departed,
+            vocabulary.SendBlocks: self._send_blocks,
+            vocabulary.ConnectMembers: self._connect,
+            vocabulary.MeasureRestore: self._measure,
+            vocabulary.ShrinkKv: self._shrink,
+            vocabulary.RestoreSlab: self._restore,
+            vocabulary.MapKv: lambda _command: vocabulary.KvMapped(),
+            vocabulary.UndoRestore: self._undo_restore,
+            vocabulary.EndPreparation: self._end_preparation,
             EmitToken: instance.tell,
             RefuseRequest: instance.tell,
         }
-        self._carriers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
-        self._handle(words.ConfigurationCommitted(self._now_s, _stages_of((group,))))
-        self._handle(words.TurnTaken(self._now_s))
+        self._handlers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
+        self._handle(vocabulary.ConfigurationCommitted(self._now_s, _stages_of((group,))))
+        self._handle(vocabulary.TurnTaken(self._now_s))
         instance.member = self
 
     @property
     def configuration(self) -> Configuration:
-        """The present one."""
+        """The present configuration."""
         assert self.changeover.configuration is not None
         return self.changeover.configuration
 
@@ -122,16 +123,16 @@ class SimulatedMember:
         return self._world.simulation.now_s
 
     def check_invariants(self) -> None:
-        """Check the machine of core, the memory, and that both agree."""
+        """Check the state machine, the memory, and their agreement."""
         self.fence.check_invariants()
         self.changeover.check_invariants()
         self.memory.check_invariants()
         assert self.state.pool.num_blocks <= self.memory.blocks
 
-    # --- what the coordinator and the store say
+    # --- coordinator and store
 
     def ask(self, asked: PrepareAsked, groups: tuple[Group, ...], answered: Answered) -> None:
-        """A coordinator asks to get ready for `asked.target`, one of `groups`."""
+        """Prepare for `asked.target`, one of `groups`, on a coordinator's request."""
         answer = self.fence.ask(asked)
         if answer.aborted is not None:
             self._abort(answer.aborted.attempt)
@@ -139,41 +140,43 @@ class SimulatedMember:
             answered(asked.attempt, self.name, False, answer.reason)
             return
         self._answered[asked.attempt] = answered
-        self.instance.post(self.apply, words.PreparationAsked(asked.attempt, _stages_of(groups)))
+        self.instance.post(
+            self.apply, vocabulary.PreparationAsked(asked.attempt, _stages_of(groups))
+        )
 
     def abort(self, asked: AbortAsked) -> None:
-        """A coordinator aborts an attempt."""
+        """Abort an attempt on a coordinator's request."""
         aborted = self.fence.abort(asked)
         if aborted is not None:
             self._abort(aborted.attempt)
 
     def observe(self, stored: tuple[StoredGroup, ...]) -> None:
-        """The store has these new records, written together."""
+        """Handle new group records of the store, written in one transaction."""
         for action in self.fence.observe(stored):
             if isinstance(action, AbortPreparation):
                 self._abort(action.attempt)
                 continue
-            groups = tuple(one.group for one in stored if one.group.members)
+            groups = tuple(record.group for record in stored if record.group.members)
             self.instance.reporter.epoch = action.group.epoch
             self.instance.post(self._commit, _stages_of(groups))
 
     def _abort(self, attempt: str) -> None:
         self._answered.pop(attempt, None)
-        self.instance.post(self.apply, words.PreparationAborted(attempt))
+        self.instance.post(self.apply, vocabulary.PreparationAborted(attempt))
 
     # --- events, between iterations
 
-    def apply(self, event: words.Event) -> Busy | None:
-        """Have the machine handle an event, and carry its commands out."""
+    def apply(self, event: vocabulary.Event) -> Busy | None:
+        """Pass an event to the state machine and execute its commands; returns the device time."""
         self._handle(event)
         busy, self._busy = self._busy, None
         return busy
 
     def take_turn(self) -> Busy | None:
-        """Go on with what is under way, as far as it goes without waiting."""
+        """Continue a change as far as possible without waiting."""
         changeover, busy = self.changeover, None
         while changeover.needs_turn(self._now_s) and busy is None:
-            commands = changeover.handle(words.TurnTaken(self._now_s))
+            commands = changeover.handle(vocabulary.TurnTaken(self._now_s))
             if not commands:
                 self._take_another_turn()
                 break
@@ -182,7 +185,7 @@ class SimulatedMember:
         if self._is_changing and changeover.settled:
             self._is_changing = False
             self._world.log.note_settled(self.name, self._now_s)
-            if (due_s := changeover.shelf_due_s) is not None:
+            if (due_s := changeover.parked_due_s) is not None:
                 self._world.simulation.at(due_s, self.instance.wake)
         return busy
 
@@ -196,25 +199,26 @@ class SimulatedMember:
 
     def _commit(self, groups: tuple[GroupStages, ...]) -> Busy | None:
         self._is_changing = True
-        return self.apply(words.ConfigurationCommitted(self._now_s, groups))
+        return self.apply(vocabulary.ConfigurationCommitted(self._now_s, groups))
 
     def _take(self, epoch: int, sent: _Sent) -> Busy | None:
-        """Take what another member has sent, or this one itself."""
+        """Handle a message of another member, or of this member to itself."""
         content = sent.content
         if not self._frames.admits(epoch, sent):
             return None
-        if isinstance(content, words.KvArrived):
-            self._world.members[sent.peer].post(words.KvSent(content.transfer_id))
+        if isinstance(content, TransferOutcome):
+            ended = TransferOutcome(content.transfer_id, TransferStatus.SENT, self.name)
+            self._world.members[sent.peer].post(ended)
             return self.apply(content)
         if isinstance(content, Samples):
-            # Nearly every frame: what the machine does with it, without making tokens.
+            # A shortcut for the most frequent frame: as the state machine, but without token ids.
             self.instance.finish(content.number)
             return None
         self._run = sent.run
-        return self.apply(words.FrameReceived(self._now_s, sent.peer, content))
+        return self.apply(vocabulary.FrameReceived(self._now_s, sent.peer, content))
 
-    def post(self, event: words.Event) -> None:
-        """Have the machine handle an event after the iteration that runs."""
+    def post(self, event: vocabulary.Event) -> None:
+        """Pass an event to the state machine after the running iteration."""
         self.instance.post(self.apply, event)
 
     def _take_another_turn(self) -> None:
@@ -228,16 +232,16 @@ class SimulatedMember:
 
     # --- commands
 
-    def _handle(self, event: words.Event) -> None:
+    def _handle(self, event: vocabulary.Event) -> None:
         self._carry_out(self.changeover.handle(event))
 
-    def _carry_out(self, commands: list[words.Command]) -> None:
+    def _carry_out(self, commands: list[vocabulary.Command]) -> None:
         for command in commands:
-            answer = self._carriers[type(command)](command)
+            answer = self._handlers[type(command)](command)
             if answer is not None:
                 self._handle(answer)
 
-    def _send(self, command: words.SendFrame[Any]) -> None:
+    def _send(self, command: vocabulary.SendFrame[Any]) -> None:
         epoch = self._frames.epoch if command.group is None else command.group.epoch
         self._transmit(command.peer, epoch, _Sent(self.name, command.frame))
 
@@ -245,13 +249,13 @@ class SimulatedMember:
         self, peer: str, epoch: int, sent: _Sent, size_bytes: int = MESSAGE_BYTES
     ) -> None:
         member = self._world.members[peer]
-        if member is self:  # handled in the next turn, as an engine's loop does
+        if member is self:  # handled in the next turn, as in an engine's loop
             self._world.simulation.after(0.0, self.instance.post, self._take, epoch, sent)
             return
         arguments = (member.instance.post, member._take, epoch, sent)
         self._world.network.send(self.name, size_bytes, *arguments)
 
-    def _run_stage(self, _command: words.RunStage) -> None:
+    def _run_stage(self, _command: vocabulary.RunStage) -> None:
         assert self._run is not None and self._busy is None
         self._busy = self._running(self._run)
 
@@ -260,7 +264,7 @@ class SimulatedMember:
         return Busy(run.pipeline.seconds(stage, run), self._pass_on, (stage, run, self._now_s))
 
     def _pass_on(self, stage: int, run: StageRun, started_s: float) -> None:
-        """The stage has run: the next one gets activations, or the leader gets samples."""
+        """Send activations to the next stage, or samples to the leader."""
         run.pipeline.note_run(stage, run, (started_s, self._now_s))
         configuration, size_bytes = self.configuration, run.size_bytes
         sent = _Sent(self.name, run.frame, run)
@@ -268,54 +272,55 @@ class SimulatedMember:
             sent, size_bytes = _Sent(self.name, Samples(run.frame.number, {})), MESSAGE_BYTES
         self._transmit(configuration.next_worker, self._frames.epoch, sent, size_bytes)
 
-    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+    def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new = command.configuration
         early = self._frames.enter(new.epoch)
-        for sent in reversed(early):  # before what came after it
+        for sent in reversed(early):  # before messages that arrived later
             self.instance.post_first(self._take, new.epoch, sent)
         if self.changeover.configuration is None:
-            return words.StageSwitched(self.state.pool.num_blocks, departed=False)
+            return vocabulary.StageSwitched(self.state.pool.num_blocks, departed=False)
         if self.pipeline is not None:
             self._world.log.note_pipelines([self.pipeline])
             self.pipeline = None
         self.memory.switch(range(new.stage.first_layer, new.stage.end_layer))
         self._busy = Busy(self._costs.pause_s, _nothing, ())
-        return words.StageSwitched(self.memory.blocks, bool(self.memory.departed_layers))
+        return vocabulary.StageSwitched(self.memory.blocks, bool(self.memory.departed_layers))
 
-    def _release_departed(self, command: words.ReleaseDeparted) -> words.DepartedReleased:
+    def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
         self.memory.release_departed(command.blocks)
-        return words.DepartedReleased(self.memory.blocks, bool(self.memory.departed_layers))
+        return vocabulary.DepartedReleased(self.memory.blocks, bool(self.memory.departed_layers))
 
-    def _send_blocks(self, command: words.SendBlocks) -> None:
+    def _send_blocks(self, command: vocabulary.SendBlocks) -> None:
         transfer = command.transfer
         layers = transfer.end_layer - transfer.first_layer
         size_bytes = command.blocks * self.memory.block_bytes * layers
         self._world.log.note_moved(self.name, size_bytes)
         member = self._world.members[transfer.destination]
-        sent = _Sent(self.name, words.KvArrived(command.transfer_id))
+        received = TransferOutcome(command.transfer_id, TransferStatus.RECEIVED, self.name)
+        sent = _Sent(self.name, received)
         arguments = (member.instance.post, member._take, self._frames.epoch, sent)
         self._world.network.send_bulk(self.name, size_bytes, *arguments)
 
     # --- commands of a preparation
 
-    def _connect(self, command: words.ConnectMembers) -> None:
-        connected = words.MembersConnected(command.attempt)
+    def _connect(self, command: vocabulary.ConnectMembers) -> None:
+        connected = vocabulary.MembersConnected(command.attempt)
         self._world.simulation.after(self._costs.connect_s, self.post, connected)
 
-    def _measure(self, command: words.MeasureRestore) -> words.RestoreMeasured:
+    def _measure(self, command: vocabulary.MeasureRestore) -> vocabulary.RestoreMeasured:
         memory, layers = self.memory, range(command.first_layer, command.end_layer)
         held = memory.slabs_of(memory.layers)
-        return words.RestoreMeasured(
+        return vocabulary.RestoreMeasured(
             memory.blocks_beside(layers),
             tuple(slab for slab in memory.slabs_of(layers) if slab not in held),
             tuple(sorted(set(layers) - set(memory.layers))),
         )
 
-    def _shrink(self, command: words.ShrinkKv) -> words.KvShrunk:
+    def _shrink(self, command: vocabulary.ShrinkKv) -> vocabulary.KvShrunk:
         self.memory.shrink(command.blocks)
-        return words.KvShrunk(command.attempt)
+        return vocabulary.KvShrunk(command.attempt)
 
-    def _restore(self, command: words.RestoreSlab) -> None:
+    def _restore(self, command: vocabulary.RestoreSlab) -> None:
         if not command.holder:
             self._verify(command)
             return
@@ -323,26 +328,26 @@ class SimulatedMember:
         arguments = (holder.instance.post, holder._send_slab, self, command)
         self._world.network.send(self.name, MESSAGE_BYTES, *arguments)
 
-    def _send_slab(self, asker: "SimulatedMember", command: words.RestoreSlab) -> None:
-        """A member restores a slab that this one runs."""
+    def _send_slab(self, asker: "SimulatedMember", command: vocabulary.RestoreSlab) -> None:
+        """Send a slab to the member `asker`, which restores it."""
         network, memory = self._world.network, self.memory
         if command.slab in memory.slabs_of(memory.layers):
             size_bytes = memory.slab_bytes(command.slab)
             network.send_bulk(self.name, size_bytes, asker._verify, command)
         else:
-            lacking = words.SlabVerified(command.attempt, command.slab, intact=False)
+            lacking = vocabulary.SlabVerified(command.attempt, command.slab, intact=False)
             network.send(self.name, MESSAGE_BYTES, asker.post, lacking)
 
-    def _verify(self, command: words.RestoreSlab) -> None:
-        verified = words.SlabVerified(command.attempt, command.slab, intact=True)
+    def _verify(self, command: vocabulary.RestoreSlab) -> None:
+        verified = vocabulary.SlabVerified(command.attempt, command.slab, intact=True)
         seconds = self.memory.slab_bytes(command.slab) / self._costs.verify_bytes_per_s
         self._world.simulation.after(seconds, self.post, verified)
 
-    def _undo_restore(self, _command: words.UndoRestore) -> words.RestoreUndone:
+    def _undo_restore(self, _command: vocabulary.UndoRestore) -> vocabulary.RestoreUndone:
         self.memory.abandon_restore()
-        return words.RestoreUndone(self.memory.blocks)
+        return vocabulary.RestoreUndone(self.memory.blocks)
 
-    def _end_preparation(self, command: words.EndPreparation) -> None:
+    def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         answered = self._answered.pop(command.attempt, None)
         if answered is not None:
             ready = command.refusal is None
@@ -356,11 +361,11 @@ def _stages_of(groups: tuple[Group, ...]) -> tuple[GroupStages, ...]:
         GroupStages(
             group.group_id,
             group.epoch,
-            tuple(Stage(one.worker_id, one.first_layer, one.end_layer) for one in group.members),
+            tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members),
         )
         for group in groups
     )
 
 
 def _nothing() -> None:
-    """A pause ends."""
+    """No action at the end of a pause."""

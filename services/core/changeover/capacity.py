@@ -1,9 +1,10 @@
-"""Capacities of the members of a group: what they tell the leader, and what it answers.
+"""Block capacities of a group's members: reports to the leader, and its answers.
 
-Names of released requests travel with the answers: the leader counts on those blocks.
+The answers carry the ids of released requests, since the leader's ledger counts their blocks as
+free before the stages have freed them.
 """
 
-from services.core.changeover.frames import Capacity, CapacityKept, Credit, Reserve
+from services.core.changeover.frames import Capacity, CapacityKept, ForeignBlocksFreed, Reserve
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.stage_kv import StageKv
 from services.core.planner.configuration_events import (
@@ -15,24 +16,24 @@ from services.core.planner.configuration_events import (
 
 
 class MemberCapacity:
-    """One member's part, as a leader and as a stage."""
+    """The capacity protocol at a member, as a leader and as a stage."""
 
     def __init__(self, context: MemberContext, kv: StageKv) -> None:
         self._context = context
         self._kv = kv
-        self._asked: dict[str, Capacity] = {}
+        self._asked: dict[str, Capacity] = {}  # reports that wait for `CapacityKept`, by member
 
     @property
-    def asked(self) -> bool:
-        """Whether a member waits for an answer."""
+    def is_awaited(self) -> bool:
+        """Whether a member waits for `CapacityKept`."""
         return bool(self._asked)
 
     def enter(self) -> None:
-        """Begin a configuration."""
+        """Reset at the start of a configuration."""
         self._asked.clear()
 
     def note(self, peer: str, frame: Capacity) -> None:
-        """A member reports its blocks; it may ask for an answer when no more are in use."""
+        """Record the blocks of a member, and its request for `CapacityKept`, if any."""
         index = self._stage_of(peer)
         if not index:
             return
@@ -41,17 +42,18 @@ class MemberCapacity:
         if frame.attempt:
             self._asked[peer] = frame
         elif asked is not None and frame.blocks > asked.blocks:
-            del self._asked[peer]  # it has aborted that preparation
+            del self._asked[peer]  # its capacity rose again: it has aborted the preparation
 
-    def credit(self, peer: str, frame: Credit) -> None:
-        """A member has freed blocks of other leaders' requests."""
+    def note_foreign_freed(self, peer: str, frame: ForeignBlocksFreed) -> None:
+        """Add blocks that a member freed for other leaders' requests to the ledger."""
         self._context.change(BlocksCredited(self._stage_of(peer), frame.blocks))
 
     def answer(self) -> None:
-        """Answer members that wait until few enough of their blocks are in use; in each turn."""
+        """Answer the members whose block use has fallen to their announced limit; every turn."""
         ledger = self._context.planner.sequence_table.ledger
         for peer, asked in list(self._asked.items()):
             stage = self._stage_of(peer)
+            # Preempt batch work first: without it, the use might not fall for a long time.
             self._context.change(BatchYielded(stage, asked.blocks))
             if ledger.used_at(stage) <= asked.blocks:
                 del self._asked[peer]
@@ -59,8 +61,9 @@ class MemberCapacity:
                 self._context.send_along(kept)
 
     def pass_on(self, frame: Reserve | CapacityKept) -> None:
-        """Release the named requests, and pass the names on to the next stages."""
+        """Free the blocks of `released` requests, and forward the frame to the next stage."""
         if frame.released:
+            # Before the frame takes effect: the leader has given their blocks to other requests.
             self._context.change(MicrobatchFollowed(frame.released))
             self._kv.forget(frame.released)
         if not self._context.leads:

@@ -8,9 +8,9 @@ from services.core.groups.layer_map import Stage
 
 @dataclass(frozen=True, slots=True)
 class GroupStages:
-    """A group that a change makes, with its stages in order; the first leads.
+    """A group of a change with its stages in pipeline order; the first stage leads.
 
-    `draining`: its leaving workers.
+    `draining`: workers of the group that are shutting down.
     """
 
     group_id: str
@@ -20,12 +20,12 @@ class GroupStages:
 
     @property
     def leader(self) -> str:
-        """The member that plans."""
+        """The worker that plans for the group."""
         return self.stages[0].worker_id
 
     @property
     def workers(self) -> frozenset[str]:
-        """Its members."""
+        """The members of the group."""
         return frozenset(stage.worker_id for stage in self.stages)
 
 
@@ -39,7 +39,7 @@ class Configuration:
 
     @classmethod
     def of(cls, worker_id: str, groups: Sequence[GroupStages]) -> "Configuration":
-        """The configuration of a worker that one of `groups` has as a member."""
+        """The configuration of `worker_id`, which `groups` must contain."""
         own = next(group for group in groups if worker_id in group.workers)
         return cls(worker_id, own, tuple(groups))
 
@@ -55,17 +55,17 @@ class Configuration:
 
     @property
     def leader(self) -> str:
-        """The member that plans."""
+        """The worker that plans for the group."""
         return self.own.leader
 
     @property
     def leads(self) -> bool:
-        """Whether that is this worker."""
+        """Whether this worker leads its group."""
         return self.leader == self.worker_id
 
     @property
     def index(self) -> int:
-        """This worker's number among the stages."""
+        """The index of this worker's stage in the pipeline."""
         return self.stage_of(self.worker_id)
 
     @property
@@ -75,18 +75,18 @@ class Configuration:
 
     @property
     def next_worker(self) -> str:
-        """The member that gets this stage's activations; after the last stage, the leader."""
+        """The receiver of this stage's output: the next stage, or the leader after the last."""
         return self.stages[(self.index + 1) % len(self.stages)].worker_id
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage samples."""
+        """Whether this stage is the last, which samples."""
         return self.stages[-1].worker_id == self.worker_id
 
     @property
     def members(self) -> frozenset[str]:
-        """All members of the change."""
-        return frozenset(name for group in self.groups for name in group.workers)
+        """The members of all groups of the change."""
+        return frozenset(worker_id for group in self.groups for worker_id in group.workers)
 
     @property
     def leaders(self) -> frozenset[str]:
@@ -94,14 +94,15 @@ class Configuration:
         return frozenset(group.leader for group in self.groups)
 
     def leaders_for(self, workers: Collection[str]) -> frozenset[str]:
-        """Leaders of the groups that have one of `workers`.
+        """Leaders of the groups that contain any of `workers`.
 
-        A worker that is leaving is none of them, unless there is no other.
+        Draining leaders are left out unless all of them drain.
         """
-        found = [group for group in self.groups if not group.workers.isdisjoint(workers)]
-        staying = {group.leader for group in found if group.leader not in group.draining}
-        return frozenset(staying or {group.leader for group in found})
+        groups = [group for group in self.groups if not group.workers.isdisjoint(workers)]
+        # A draining leader would have to hand the sequences over once more.
+        staying = {group.leader for group in groups if group.leader not in group.draining}
+        return frozenset(staying or {group.leader for group in groups})
 
     def stage_of(self, worker_id: str) -> int:
-        """The number of a member of the group among the stages. Raises ValueError."""
+        """The stage index of a member of the group. Raises ValueError for other workers."""
         return [stage.worker_id for stage in self.stages].index(worker_id)

@@ -1,7 +1,7 @@
-"""Which frames of other members count: those of the present configuration.
+"""Fences frames by epoch: only frames of the present configuration take effect.
 
-Members switch at different moments. So a frame of a newer epoch waits until this member has
-switched, and one of an older epoch is dropped: its sender has not yet heard of the change.
+Members switch at different moments. A frame of a newer epoch is buffered until this member has
+switched; a frame of an older epoch is dropped, because its sender does not know of the change yet.
 """
 
 from collections import deque
@@ -11,37 +11,37 @@ from typing import Generic, TypeVar
 FrameT = TypeVar("FrameT")
 
 
-class Standing(Enum):
-    """How the epoch of a frame relates to its receiver's. Frames of a future epoch wait."""
+class EpochStatus(Enum):
+    """The epoch of a frame relative to its receiver's."""
 
-    CURRENT = auto()
-    STALE = auto()
-    FUTURE = auto()
+    CURRENT = auto()  # takes effect
+    STALE = auto()  # dropped
+    FUTURE = auto()  # buffered until the receiver has switched
 
     @classmethod
-    def of(cls, epoch: int, own: int) -> "Standing":
-        """The standing of a frame of `epoch` at a member that is in `own`."""
+    def of(cls, epoch: int, own: int) -> "EpochStatus":
+        """The status of a frame of `epoch` at a member whose epoch is `own`."""
         if epoch == own:
             return cls.CURRENT
         return cls.FUTURE if epoch > own else cls.STALE
 
 
 class EpochFence(Generic[FrameT]):
-    """The fence of one member. `early` are waiting frames with their epochs, as they came."""
+    """The fence of a member. `early`: buffered frames with their epochs, in arrival order."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
         self.early: deque[tuple[int, FrameT]] = deque()
 
     def admits(self, epoch: int, frame: FrameT) -> bool:
-        """Whether a frame of `epoch` has an effect now; one that is early is kept."""
-        standing = Standing.of(epoch, self.epoch)
-        if standing is Standing.FUTURE:
+        """Whether a frame of `epoch` takes effect now; frames of future epochs are buffered."""
+        status = EpochStatus.of(epoch, self.epoch)
+        if status is EpochStatus.FUTURE:
             self.early.append((epoch, frame))
-        return standing is Standing.CURRENT
+        return status is EpochStatus.CURRENT
 
     def enter(self, epoch: int) -> list[FrameT]:
-        """Admit frames of this epoch from now on; returns those that came before."""
+        """Move to `epoch`; returns the buffered frames of that epoch, in arrival order."""
         self.epoch = epoch
         early, self.early = self.early, deque()
         return [frame for sent, frame in early if self.admits(sent, frame)]

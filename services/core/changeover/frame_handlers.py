@@ -1,19 +1,19 @@
-"""What a member does with each frame of a peer; `_FRAMES` has the handler of each."""
+"""Dispatches each frame of a peer to the part of the member that handles it (`_FRAMES`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from services.core.changeover import frames
+from services.core.changeover.adoption import Adoption
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.lost_peers import LostPeers
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
-from services.core.changeover.takeover import Takeover
-from services.core.changeover.unclaimed import Unclaimed
 from services.core.changeover.vocabulary import RunStage
 from services.core.planner.configuration_events import MicrobatchFollowed
 from services.core.planner.events import IterationFinished
@@ -21,80 +21,66 @@ from services.core.planner.events import IterationFinished
 
 @dataclass(slots=True)
 class FrameHandlers:
-    """The parts of a member that frames change, and what frames have told in this configuration.
-
-    abort             ends a sequence that nobody wants any more
-    drained           the leader has said that it has drained
-    leader_has_left   it adopts no more
-    """
+    """The frame handlers of a member, and the flags that frames set in a configuration."""
 
     context: MemberContext
     kv: StageKv
     moves: LeaderMoves
-    unclaimed: Unclaimed
+    orphaned_kv: OrphanedKv
     handover: Handover
-    takeover: Takeover
+    adoption: Adoption
     capacity: MemberCapacity
     preparation: Preparation
     lost: LostPeers
-    abort: Callable[[str], None]
-    drained: bool = False
-    leader_has_left: bool = False
+    abort: Callable[[str], None]  # ends a sequence that its client has aborted
+    drained: bool = False  # the leader has sent `Drained`
+    leader_has_left: bool = False  # the leader has sent `AllAdopted`: it adopts no more
 
     def enter(self) -> None:
-        """Begin a configuration."""
+        """Reset at the start of a configuration."""
         self.drained = self.leader_has_left = False
 
     def receive(self, peer: str, frame: frames.MemberFrame) -> None:
-        """A frame has come; while stages join, some have to wait."""
-        if not self.takeover.defers(peer, frame):
+        """Handle a frame now, or defer it until all stages have joined."""
+        if not self.adoption.defers(peer, frame):
             self.take(peer, frame)
 
     def take(self, peer: str, frame: frames.MemberFrame) -> None:
-        """Do what the frame asks for."""
+        """Handle a frame now."""
         _FRAMES[type(frame)](self, peer, frame)
 
     def _follow(self, _peer: str, frame: frames.Activations) -> None:
-        """Bring the table up to date before this stage runs.
-
-        After `Drained` nothing runs, nor after the loss of a member, between which and this one
-        microbatches are missing, even if it is connected again.
-        """
-        if self.drained or self.lost.desertion.lost_member:
+        """Update the block table for a microbatch, and have this stage run it."""
+        if self.drained or self.lost.isolation.lost_member:
+            # After a loss, microbatches are missing even if the member has reconnected.
             return
         chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
         self.context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
         self.kv.forget(frame.released)
-        self.kv.claim(name for name, _ in chunks)
+        self.kv.claim(seq_id for seq_id, _ in chunks)
         self.context.commands.append(RunStage(frame))
 
     def _finish(self, _peer: str, frame: frames.Samples) -> None:
-        if self.lost.desertion.lost_member:
-            return  # one before it may be missing; all run again
+        if self.lost.isolation.lost_member:
+            return  # an earlier microbatch may be missing; all of them run again
         now_s = self.context.now_s
         self.context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
 
     def _adopt(self, peer: str, frame: frames.Adopt) -> None:
-        """Take a sequence over, but from no peer that this member has left.
-
-        KV that they shared has been freed here. The peer learns of the loss, too, and goes on.
-        """
-        if peer not in self.lost.left:
-            self.takeover.adopt(peer, frame)
+        """Adopt a sequence, except from unreachable peers, whose shared KV was freed here."""
+        if peer not in self.lost.unreachable:
+            self.adoption.adopt(peer, frame)
 
     def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
-        """The leader has drained: blocks that it released are free, later microbatches ignored.
-
-        The frame goes from stage to stage behind all microbatches, so that every stage has the
-        blocks of all that were launched.
-        """
+        """Free the blocks that the drained leader released, and ignore later microbatches."""
         self.context.change(MicrobatchFollowed(frame.released))
         self.drained = True
+        # Along the stages, behind all microbatches, so that each stage applies these first.
         self.context.send_along(frame)
 
     def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
-        """No `Adopt` follows from an old leader. From this member's leader: no `Adopted` either."""
-        self.takeover.note_all_adopted(peer)
+        """Note that an old leader sends no more `Adopt`; this leader also no more `Adopted`."""
+        self.adoption.note_all_adopted(peer)
         if peer == self.context.leader:
             self.leader_has_left = True
 
@@ -119,22 +105,26 @@ _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
     frames.Activations: FrameHandlers._follow,
     frames.Samples: FrameHandlers._finish,
     frames.Drained: FrameHandlers._note_drained,
-    frames.Joined: lambda self, peer, frame: self.takeover.note_joined(peer, frame),
+    frames.Joined: lambda self, peer, frame: self.adoption.note_joined(peer, frame),
     frames.Capacity: lambda self, peer, frame: self.capacity.note(peer, frame),
     frames.CapacityKept: FrameHandlers._note_kept,
-    frames.Credit: lambda self, peer, frame: self.capacity.credit(peer, frame),
+    frames.ForeignBlocksFreed: lambda self, peer, frame: self.capacity.note_foreign_freed(
+        peer, frame
+    ),
     frames.Adopt: FrameHandlers._adopt,
     frames.Adopted: lambda self, peer, frame: self.handover.note_adopted(peer, frame),
     frames.RequestDropped: lambda self, _peer, frame: self.abort(frame.request_id),
     frames.AllAdopted: FrameHandlers._note_all_adopted,
-    frames.AllMoved: lambda self, _peer, frame: self.unclaimed.note(frame, self.lost.left),
-    frames.Passed: lambda self, peer, _frame: self.lost.note_passed(peer),
-    frames.Farewell: lambda self, peer, _frame: self.lost.note_farewell(peer),
+    frames.AllMoved: lambda self, _peer, frame: self.orphaned_kv.note_all_moved(
+        frame, self.lost.unreachable
+    ),
+    frames.EpochAbandoned: lambda self, peer, _frame: self.lost.note_epoch_abandoned(peer),
+    frames.MemberRemoved: lambda self, peer, _frame: self.lost.note_removed(peer),
     frames.Reserve: FrameHandlers._reserve,
-    frames.Reserved: lambda self, peer, frame: self.moves.note_reserved(peer, frame),
+    frames.Reserved: lambda self, peer, frame: self.moves.receive(peer, frame),
     frames.SendKv: lambda self, peer, frame: self.kv.send(peer, frame),
-    frames.KvEnded: lambda self, peer, frame: self.moves.note_ended(peer, frame),
+    frames.KvEnded: lambda self, peer, frame: self.moves.receive(peer, frame),
     frames.FreeKv: lambda self, peer, frame: self.kv.free(peer, frame),
     frames.KvFreed: FrameHandlers._note_freed,
 }
-assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has one handler"
+assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has a handler"

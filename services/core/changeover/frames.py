@@ -1,8 +1,11 @@
-"""Messages between the members of a group, by which a change-over is carried out.
+"""Messages between the members of a change, on the activation lane.
 
-The way between two members keeps their order, on which much here relies. A stage applies the
-microbatches of its leader in order, so that all stages agree on how many blocks each request has.
-No frame of a new configuration overtakes the last microbatch of the old one.
+Each lane is FIFO per peer, and the protocol relies on that: a stage applies its leader's
+microbatches in order, so all stages agree on the number of blocks of each request, and no frame of
+a new configuration overtakes the last microbatch of the old configuration.
+
+The fields are encoded by name: renaming a field needs another `PROTOCOL_VERSION`.
+`request_id` fields hold sequence ids: each start of a request has an id of its own.
 """
 
 from collections.abc import Mapping
@@ -17,11 +20,11 @@ from services.core.prefix.news import PrefixNews
 
 
 class StageChunk(NamedTuple):
-    """A chunk as a later stage needs it: no token ids, and `blocks` instead of block ids.
+    """A chunk for later stages, which need no token ids and keep block tables of their own.
 
-    `tokens` tokens at positions `start` onwards; the request's table covers `blocks` blocks.
-    `sample` and `score` are for the last stage. A request's terms are sent once, with its first
-    token in a configuration or after it was preempted, so later frames are small.
+    It has `tokens` tokens at positions `start` onwards; the request has `blocks` blocks by then.
+    The last stage uses `sample` and `score`. Sampling terms are sent once, with the request's
+    first token in a configuration or after a preemption, which keeps later frames small.
     """
 
     request_id: str
@@ -36,9 +39,9 @@ class StageChunk(NamedTuple):
 class Activations:
     """From stage to stage: run this microbatch. The payload is hidden [tokens, hidden_size].
 
-    `released` are the requests whose blocks are free before it runs. Without chunks there is
-    nothing to run and no payload. `vacant_s` is for how long the pipeline had nothing in flight
-    before it. `prefixes` as in `Microbatch`.
+    Stages free the blocks of `released` requests before they run it. Without chunks there is
+    nothing to run and no payload. `vacant_s`: how long the pipeline was empty before this
+    microbatch. `prefixes` as in `Microbatch`.
     """
 
     number: int
@@ -52,7 +55,7 @@ class Activations:
 class Samples:
     """From the last stage to the leader: the tokens sampled in microbatch `number`.
 
-    `notes`: what else there is, as in `IterationFinished`.
+    `notes`: log probabilities and the like, as in `IterationFinished`.
     """
 
     number: int
@@ -62,7 +65,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """From the leader of a configuration that ends: nothing of it is in flight any more.
+    """From the leader of an ending configuration to its stages: no microbatch is in flight.
 
     `released` as in `Activations`.
     """
@@ -74,7 +77,7 @@ class Drained:
 class Joined:
     """To the leader: this member has switched to the envelope's epoch.
 
-    It has `capacity` blocks, of which `used` belong to requests that came with it.
+    It has `capacity` blocks, of which `used` belong to requests of earlier configurations.
     """
 
     capacity: int
@@ -85,8 +88,8 @@ class Joined:
 class Capacity:
     """To the leader: this member has `blocks` blocks.
 
-    If they are fewer, to make room for parameters, `attempt` names the preparation, and the leader
-    answers with `CapacityKept` once no more are in use.
+    If a preparation lowers the number to make room for parameters, `attempt` names it, and the
+    leader answers with `CapacityKept` once at most `blocks` are in use here.
     """
 
     blocks: int
@@ -95,9 +98,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class CapacityKept:
-    """From the leader: `worker_id` uses no more blocks than it announced for `attempt`.
+    """From the leader: at most as many blocks are in use at `worker_id` as it announced.
 
-    It goes from stage to stage, and carries what was `released`, as `Reserve` does.
+    `attempt` is that of the `Capacity` frame. Forwarded from stage to stage with the `released`
+    requests, as `Reserve` is.
     """
 
     worker_id: str
@@ -106,19 +110,19 @@ class CapacityKept:
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
-    """To the leader: `blocks` blocks are free that belonged to requests of another leader."""
+class ForeignBlocksFreed:
+    """To the leader: this member freed `blocks` blocks of requests that other leaders had."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """From a request's old leader to its new one: take the request over.
+    """From a request's old leader to its new leader: adopt the request.
 
-    `stages` held its KV until now (none if it has no blocks); `origin` names their group.
-    `highest_block` is the largest block id of it at the sender. `age_s` is the time since it
-    arrived, because clocks of different hosts cannot be compared.
+    `stages` hold its KV (none if it has no blocks); `origin` is the id of their group.
+    `highest_block` is its largest block id at the sender. `age_s` is the time since its arrival: a
+    duration, because clocks of different hosts cannot be compared.
     """
 
     sequence: SequenceState
@@ -130,7 +134,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """To the old leader: the request's tokens come from here from `next_index` on."""
+    """To the old leader: this member leads the request and emits tokens from `next_index` on."""
 
     request_id: str
     next_index: int
@@ -138,7 +142,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class RequestDropped:
-    """From the old leader of an adopted request: it was aborted."""
+    """From the old leader of an adopted request: its client has aborted it."""
 
     request_id: str
 
@@ -147,16 +151,16 @@ class RequestDropped:
 class AllAdopted:
     """From an old leader: no `Adopt` of the envelope's epoch follows.
 
-    From the leader of a configuration that ends to its stages: no `Adopted` follows either.
+    From the leader of an ending configuration to its stages, also: no `Adopted` follows.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class AllMoved:
-    """From `leader`: it has all sequences of this change that it will have, and their KV.
+    """From `leader`: it has adopted all its sequences of this change, and all their KV arrived.
 
-    It goes to members of other groups, and from stage to stage through its own. `kept`, told to
-    its own stages alone, are its sequences and those whose release they have yet to hear of.
+    Sent to the members of other groups, and forwarded from stage to stage in its own. `kept`, only
+    for its own stages: its sequences, and released sequences that the stages still hold.
     """
 
     leader: str
@@ -164,26 +168,26 @@ class AllMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
-    """To a former member: the sender goes on without it, in a later configuration."""
+class MemberRemoved:
+    """To a former member: the sender's next configuration does not include it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class EpochAbandoned:
     """From a member of the change: it has left the envelope's epoch, or will never enter it.
 
-    It sends no more frames of this epoch, it ignores those that it gets, and KV that it was to send
-    is computed again.
+    It neither sends nor accepts frames of this epoch any more, so KV that it still owed must be
+    recomputed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """From the leader: expect these transfers of the request's KV; answered by `Reserved`.
+    """From the leader: reserve blocks for these transfers of a request's KV.
 
-    It needs `blocks` blocks in all at `worker_id`, which may have all or none. It goes from stage
-    to stage as microbatches do, and carries what was `released` since the last one: the leader
-    counts on those blocks.
+    Answered by `Reserved`. The request needs `blocks` blocks in all at `worker_id`, which has all
+    of them or none. Forwarded from stage to stage like a microbatch, and with the requests that
+    were `released` since the last microbatch: the leader's ledger counts their blocks as free.
     """
 
     worker_id: str
@@ -195,7 +199,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """To the leader: the blocks are there."""
+    """To the leader: the blocks are reserved, and the transfers are accepted from now on."""
 
     request_id: str
 
@@ -212,7 +216,10 @@ class SendKv:
 
 @dataclass(frozen=True, slots=True)
 class KvEnded:
-    """To the leader: a transfer is complete and verified at its destination, or has failed."""
+    """To the leader: a transfer is verified at its destination (`intact`), or has failed.
+
+    Reports the `TransferOutcome` of a member; a frame of its own, since its bytes are on the wire.
+    """
 
     request_id: str
     transfer_id: str
@@ -221,9 +228,10 @@ class KvEnded:
 
 @dataclass(frozen=True, slots=True)
 class FreeKv:
-    """From the leader: the request's departing KV is not needed any more; answered by `KvFreed`.
+    """From the leader: free the request's KV in layers that left the stage.
 
-    `whole_table`: the member frees all blocks of the request, not only departing layers.
+    `whole_table`: free all its blocks here, since the member has left the request's group.
+    Answered by `KvFreed`.
     """
 
     request_id: str
@@ -232,7 +240,7 @@ class FreeKv:
 
 @dataclass(frozen=True, slots=True)
 class KvFreed:
-    """To the leader: the KV is freed; this member has `capacity` blocks now."""
+    """To the leader: the KV is freed, and this member now has `capacity` blocks."""
 
     request_id: str
     capacity: int
@@ -245,14 +253,14 @@ MemberFrame = (
     | Joined
     | Capacity
     | CapacityKept
-    | Credit
+    | ForeignBlocksFreed
     | Adopt
     | Adopted
     | RequestDropped
     | AllAdopted
     | AllMoved
-    | Passed
-    | Farewell
+    | EpochAbandoned
+    | MemberRemoved
     | Reserve
     | Reserved
     | SendKv
@@ -263,7 +271,7 @@ MemberFrame = (
 
 
 def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
-    """The header that later stages get with a microbatch's hidden states."""
+    """The frame header that goes to later stages with a microbatch's hidden states."""
     return Activations(
         microbatch.number,
         microbatch.released,

@@ -1,9 +1,7 @@
-"""The old leader's side of a change: hands sequences to the new leaders, until these have them.
+"""The old leader's side of a change: hands sequences to the new leaders.
 
-A request is aborted at the worker that led it before, until its stream has moved. That worker
-passes the abort on, whether or not a gateway is there to do so.
-
-Where batch work yields, it is not handed over with the rest: see `Shelf`.
+Until the stream of a request has moved, its abort still arrives at the old leader, which forwards
+it to the new leader. Batch work that yields is not handed over but parked: see `ParkedBatch`.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -25,29 +23,32 @@ from services.core.planner.events import RequestAborted
 from services.core.planner.sequence import Sequence
 
 
-def deal(sequences: Iterable[Sequence], leaders: Iterable[str]) -> list[tuple[Sequence, str]]:
-    """Give each sequence of an old leader to one of the new ones, so that blocks are balanced.
+def assign_to_leaders(
+    sequences: Iterable[Sequence], leaders: Iterable[str]
+) -> list[tuple[Sequence, str]]:
+    """Assign each sequence of an old leader to a new leader, so that blocks are balanced.
 
-    Sequences with most blocks come first, in the order in which they are to be handed over.
+    Returns the assignments in hand-over order, most blocks first.
     """
-    dealt = dict.fromkeys(leaders, 0)
-    found = []
-    for sequence in sorted(sequences, key=lambda one: (-one.blocks, one.age)):
-        leader = min(dealt, key=lambda one: (dealt[one], one))
-        dealt[leader] += max(1, sequence.blocks)
-        found.append((sequence, leader))
-    return found
+    blocks = dict.fromkeys(leaders, 0)
+    assigned = []
+    # Greedy, largest first (LPT): each sequence goes to the leader with the fewest blocks so far.
+    for sequence in sorted(sequences, key=lambda candidate: (-candidate.blocks, candidate.age)):
+        leader = min(blocks, key=lambda worker_id: (blocks[worker_id], worker_id))
+        blocks[leader] += max(1, sequence.blocks)
+        assigned.append((sequence, leader))
+    return assigned
 
 
 def followers_of(
     new: Row[Stage], old: Row[Stage], joined: Mapping[str, tuple[int, int]]
 ) -> tuple[Follower, ...]:
-    """The stages after the first one of `new`, for its leader, whose last group was `old`.
+    """The ledger's view of the stages of `new` behind its leader, whose last stages were `old`.
 
-    `joined`: blocks that each of them has, and how many of these are in use.
+    `joined`: capacity and used blocks of each stage, as in `Joined`.
     """
     led = bool(old) and old[0].worker_id == new[0].worker_id
-    # Only the leader of their last group has counted their blocks.
+    # Only the leader of their last group has an account of their blocks to continue.
     before = {stage.worker_id: number for number, stage in enumerate(old)} if led else {}
     return tuple(
         Follower(*joined[stage.worker_id], before.get(stage.worker_id)) for stage in new[1:]
@@ -55,221 +56,218 @@ def followers_of(
 
 
 def absent_stages(new: Iterable[Stage], old: Iterable[Stage]) -> frozenset[int]:
-    """Stages of `new` where a sequence that `old` stages held has no blocks yet."""
+    """Indices of `new` stages where a sequence of `old` stages has no blocks yet."""
     holders = {stage.worker_id for stage in old}
     return frozenset(number for number, stage in enumerate(new) if stage.worker_id not in holders)
 
 
-class Shelf:
-    """Batch sequences that rest at a worker while another one leads.
+class ParkedBatch:
+    """Batch sequences that stay at a worker while another worker leads.
 
-    They gave their KV up when the configuration ended, so that only that of online requests moves.
-    A worker that no longer leads keeps them: they wait in its planner, which plans nothing, and go
-    on when it leads again. A group that stays merged for `shelf_max_s` gets them, as any sequence
-    without KV; so it does at once if the worker is leaving.
+    They released their KV when the configuration ended, so that only the KV of online requests
+    moves. A worker that no longer leads keeps them waiting in its planner, which plans nothing, and
+    resumes them when it leads again. If its group stays merged for `shelf_max_s`, they are handed
+    to the leader like any sequence without KV; at once if the worker is draining.
     """
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
-        self._names: frozenset[str] = frozenset()
-        self._since_s: float | None = None
+        self._seq_ids: frozenset[str] = frozenset()  # of the parked sequences
+        self._since_s: float | None = None  # when this worker stopped leading; None while it leads
 
     @property
     def due_s(self) -> float | None:
-        """When the leader gets what rests here; None if nothing does."""
-        if self._since_s is None or self._context.planner.sequences.keys().isdisjoint(self._names):
+        """When the parked sequences go to the leader; None if there are none."""
+        if self._since_s is None or self._context.planner.sequences.keys().isdisjoint(
+            self._seq_ids
+        ):
             return None
         return self._since_s + self._context.planner.config.shelf_max_s
 
-    def fill(self, new: Configuration) -> frozenset[str]:
-        """A change begins; returns the sequences that are not to be handed over with it."""
+    def park(self, new: Configuration) -> frozenset[str]:
+        """Choose the sequences to park at the start of a change; they are not handed over."""
         context = self._context
-        was, self._names = self._names, frozenset()
+        was, self._seq_ids = self._seq_ids, frozenset()
         if new.leads:
             self._since_s = None
         elif self._since_s is None:
             self._since_s = context.now_s
         if any(context.worker_id in group.draining for group in new.groups):
-            return self._names
+            return self._seq_ids  # nothing: this worker will not lead again
         sequences = context.planner.sequences.values()
-        rests = frozenset(one.request_id for one in sequences if self._may_rest(one))
+        parked = frozenset(each.request_id for each in sequences if self._may_park(each))
         if new.leads:
-            return rests & was
-        self._names = rests
-        return rests
+            return parked & was  # they stay with this worker, which leads them from now on
+        self._seq_ids = parked
+        return parked
 
     def take_due(self) -> list[str]:
-        """The sequences that have rested for too long, oldest first; they rest no more."""
+        """Remove and return the parked sequences once they are due, oldest first."""
         due_s, context = self.due_s, self._context
         if due_s is None or context.now_s < due_s:
             return []
         sequences = context.planner.sequences
-        found = [sequences[name] for name in self._names if name in sequences]
-        self._names = frozenset()
-        return [one.request_id for one in sorted(found, key=lambda one: one.age)]
+        parked = [sequences[seq_id] for seq_id in self._seq_ids if seq_id in sequences]
+        self._seq_ids = frozenset()
+        return [each.request_id for each in sorted(parked, key=lambda each: each.age)]
 
-    def _may_rest(self, sequence: Sequence) -> bool:
-        """Whether it is batch work that yields, and has given its blocks back."""
+    def _may_park(self, sequence: Sequence) -> bool:
+        """Whether the sequence is preemptible batch work without blocks."""
         yields = self._context.planner.sequence_table.precedence.batch_yields
         return yields and not sequence.request.service.online and not sequence.blocks
 
 
 class Handover:
-    """The last hand-over. `pending`: sequence → the leader that has yet to adopt it.
-
-    `old_stages` held the sequences until then, as the group `old_group`. `shelf`: batch sequences
-    that no leader gets for the time being.
-    """
+    """The sequences that this old leader hands over in the present configuration."""
 
     def __init__(self, context: MemberContext) -> None:
-        self.pending: dict[str, str] = {}
-        self.old_stages: tuple[Stage, ...] = ()
-        self.old_group = ""
-        self.shelf = Shelf(context)
+        self.pending: dict[str, str] = {}  # sequence → the leader that has yet to adopt it
+        self.old_stages: tuple[Stage, ...] = ()  # of the last configuration: they hold the KV
+        self.old_group = ""  # group id of the last configuration
+        self.parked = ParkedBatch(context)  # batch sequences that are not handed over
         self._context = context
         self._aborted: set[str] = set()  # of `pending`
         self._moved: dict[str, str] = {}  # sequence → the leader that has adopted it
-        self._dealt: dict[str, str] = {}  # sequence → its new leader, pending or adopted since
-        self._freeing: dict[str, set[str]] = {}  # sequence that came back → where its KV still is
+        self._assigned: dict[str, str] = {}  # sequence → its new leader, pending or adopted since
+        self._freeing: dict[str, set[str]] = {}  # returned sequence → stages that still hold its KV
 
     @property
     def settled(self) -> bool:
-        """Whether every request has found its leader."""
+        """Whether every request has a leader and no returned request waits for its KV's release."""
         return not self.pending and not self._freeing
 
-    def settled_beside(self, leader: str) -> bool:
-        """Whether every request has found its leader, except those that wait for `leader`."""
+    def settled_except(self, leader: str) -> bool:
+        """As `settled`, apart from requests that wait for `leader` to adopt them."""
         return not self._freeing and all(to == leader for to in self.pending.values())
 
     def begin(self) -> None:
-        """A change begins: the present configuration is the old one from here on."""
-        for entries in (self.pending, self._moved, self._dealt, self._freeing):
+        """Start a change: the present configuration is the old configuration from now on."""
+        for entries in (self.pending, self._moved, self._assigned, self._freeing):
             entries.clear()
         configuration = self._context.configuration
         self.old_stages = self._context.stages
         self.old_group = configuration.own.group_id if configuration is not None else ""
 
     def end_aborted(self) -> None:
-        """End sequences that were aborted on the way to a leader that was lost meanwhile."""
-        for name in sorted(self._aborted & self._context.planner.sequences.keys()):
-            self._end(name)
+        """End sequences that were aborted while pending, and whose new leader was lost."""
+        for seq_id in sorted(self._aborted & self._context.planner.sequences.keys()):
+            self._end(seq_id)
         self._aborted.clear()
 
-    def deal(self, new: Configuration) -> None:
-        """Give each sequence of this old leader to one of the new leaders, by blocks.
+    def distribute(self, new: Configuration) -> None:
+        """Hand each sequence of this old leader to a new leader, balanced by blocks.
 
-        No block is freed here: how many this worker uses has been told to its new leader.
+        Frees no blocks: `Joined` has already reported this worker's use to its new leader.
         """
-        rests = self.shelf.fill(new)
+        parked = self.parked.park(new)
         leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
         sequences = self._context.planner.sequences.values()
-        for sequence in [one for one in sequences if one.request_id in rests]:
-            self._context.change(SequenceResumed(sequence.request_id))  # it waits, and has nothing
-        moving = [one for one in sequences if one.request_id not in rests]
-        for sequence, leader in deal(moving, leaders):
-            name = sequence.request_id
+        for sequence in [each for each in sequences if each.request_id in parked]:
+            self._context.change(SequenceResumed(sequence.request_id))  # waits without blocks
+        moving = [each for each in sequences if each.request_id not in parked]
+        for sequence, leader in assign_to_leaders(moving, leaders):
+            seq_id = sequence.request_id
+            # Hold it until its KV is where it will run; without KV there is nothing to wait for.
             if sequence.blocks:
-                self._context.change(SequenceHeld(name))
+                self._context.change(SequenceHeld(seq_id))
             else:
-                self._context.change(SequenceResumed(name))  # nothing of it has to move
+                self._context.change(SequenceResumed(seq_id))
             if leader != self._context.worker_id:
-                self.send(name, leader)
+                self.send(seq_id, leader)
 
-    def send(self, name: str, leader: str) -> None:
-        """Hand a sequence to `leader`; it is held here until that has adopted it."""
+    def send(self, seq_id: str, leader: str) -> None:
+        """Hand a sequence to `leader`; it is held here until `leader` has adopted it."""
         context = self._context
-        context.change(SequenceHeld(name))
-        state = context.planner.export(name)
-        self.pending[name] = self._dealt[name] = leader
+        context.change(SequenceHeld(seq_id))
+        state = context.planner.export(seq_id)
+        self.pending[seq_id] = self._assigned[seq_id] = leader
         context.send(
             leader,
             Adopt(
                 sequence=state,
                 origin=self.old_group,
                 stages=self.old_stages if state.blocks else (),
-                highest_block=context.highest_block((name,)),
+                highest_block=context.highest_block((seq_id,)),
                 age_s=context.now_s - state.arrival_s,
             ),
         )
 
-    def clear_shelf(self) -> None:
-        """The group has been merged for long: its leader gets the batch sequences that rest here.
-
-        No effect before `Shelf.due_s`.
-        """
-        for name in self.shelf.take_due():
-            self.send(name, self._context.leader)
+    def hand_over_parked(self) -> None:
+        """Hand the parked sequences to the leader once they are due (`ParkedBatch.due_s`)."""
+        for seq_id in self.parked.take_due():
+            self.send(seq_id, self._context.leader)
 
     def lose(self, leader: str, gone: Container[str]) -> list[str]:
-        """A new leader is gone: have the old stages free the KV of its sequences.
+        """Take back the sequences of a lost new leader, and have the old stages free their KV.
 
-        Returns the sequences that come back: those that it had not adopted, as far as is known
-        here. They are held until every stage has freed their KV (`note_freed`). `gone` are all
-        members that nothing can be sent to. A sequence that was aborted meanwhile ends. The stages
-        of that leader's own group keep what they have: it may live, and only the way to it be lost.
+        Returns the sequences that it had not adopted, as far as is known here. They stay held until
+        every stage has freed their KV (`note_freed`). Sequences that were aborted meanwhile end.
+        `gone`: all members that nothing can be sent to.
         """
         back = []
         configuration = self._context.configuration
         assert configuration is not None
+        # The stages of the lost leader's own group keep the KV: the leader may be alive and only
+        # its connection to this worker lost.
         theirs = [group.workers for group in configuration.groups if leader in group.workers]
         stages = {stage.worker_id for stage in self.old_stages}.difference(*theirs)
         stages = {worker_id for worker_id in stages if worker_id not in gone}
-        for name in [name for name, to in self._dealt.items() if to == leader]:
-            del self._dealt[name]
-            if self.pending.pop(name, None) is not None:
-                self._context.change(SequenceReset(name))
-                self._freeing[name] = set(stages)
-                back.append(name)
+        for seq_id in [seq_id for seq_id, to in self._assigned.items() if to == leader]:
+            del self._assigned[seq_id]
+            if self.pending.pop(seq_id, None) is not None:
+                self._context.change(SequenceReset(seq_id))
+                self._freeing[seq_id] = set(stages)
+                back.append(seq_id)
             for worker_id in sorted(stages):
-                self._context.send(worker_id, FreeKv(name, whole_table=True))
-        for name in back:
-            if name in self._aborted:
-                self._aborted.discard(name)
-                self._end(name)
+                self._context.send(worker_id, FreeKv(seq_id, whole_table=True))
+        for seq_id in back:
+            if seq_id in self._aborted:
+                self._aborted.discard(seq_id)
+                self._end(seq_id)
         return back
 
-    def note_freed(self, worker_id: str, name: str) -> bool:
-        """A stage has freed a request's KV; returns whether the request came back and may go on."""
-        left = self._freeing.get(name)
+    def note_freed(self, worker_id: str, seq_id: str) -> bool:
+        """Note that a stage freed a request's KV; returns whether the request may now resume."""
+        left = self._freeing.get(seq_id)
         if left is None:
             return False
         left.discard(worker_id)
         if left:
             return False
-        del self._freeing[name]
-        return name in self._context.planner.sequences and name not in self.pending
+        del self._freeing[seq_id]
+        return seq_id in self._context.planner.sequences and seq_id not in self.pending
 
     def forget_stage(self, worker_id: str) -> list[str]:
-        """A stage is gone, and with it its KV; returns the sequences that may go on now."""
-        return [name for name in tuple(self._freeing) if self.note_freed(worker_id, name)]
+        """Note that a stage is lost with its KV; returns the sequences that may now resume."""
+        return [seq_id for seq_id in tuple(self._freeing) if self.note_freed(worker_id, seq_id)]
 
-    def abort(self, name: str) -> bool:
-        """Pass an abort on to the leader that has the request now; False if that is this one."""
-        if name in self.pending:
-            # The sequence goes there in any case; the abort must not overtake it.
-            self._aborted.add(name)
+    def abort(self, seq_id: str) -> bool:
+        """Forward an abort to the request's new leader; False if this worker leads it."""
+        if seq_id in self.pending:
+            # `Adopt` is already sent, and the new leader must not get the abort before it.
+            self._aborted.add(seq_id)
             return True
-        leader = self._moved.pop(name, None)
-        if leader is None or name in self._context.planner.sequences:
+        leader = self._moved.pop(seq_id, None)
+        if leader is None or seq_id in self._context.planner.sequences:
             return False
-        self._context.send(leader, RequestDropped(name))
+        self._context.send(leader, RequestDropped(seq_id))
         return True
 
     def note_adopted(self, peer: str, frame: Adopted) -> None:
-        """The new leader has the sequence: its readers are sent on."""
-        context, name = self._context, frame.request_id
-        if self.pending.pop(name, None) is None:
+        """Forget a sequence that its new leader has adopted, and redirect its readers."""
+        context, seq_id = self._context, frame.request_id
+        if self.pending.pop(seq_id, None) is None:
             return
-        context.change(SequenceForgotten(name))
-        if name in self._aborted:
-            self._aborted.discard(name)
-            context.send(peer, RequestDropped(name))
+        context.change(SequenceForgotten(seq_id))
+        if seq_id in self._aborted:
+            self._aborted.discard(seq_id)
+            context.send(peer, RequestDropped(seq_id))
             return
-        self._moved[name] = peer
+        self._moved[seq_id] = peer
         assert context.configuration is not None
-        group = next(one for one in context.configuration.groups if peer in one.workers)
-        context.commands.append(NoteMoved(name, peer, group, frame.next_index))
+        group = next(each for each in context.configuration.groups if peer in each.workers)
+        context.commands.append(NoteMoved(seq_id, peer, group, frame.next_index))
 
-    def _end(self, name: str) -> None:
-        self._context.names.end(name)
-        self._context.change(RequestAborted(self._context.now_s, name))
+    def _end(self, seq_id: str) -> None:
+        self._context.names.end(seq_id)
+        self._context.change(RequestAborted(self._context.now_s, seq_id))

@@ -1,13 +1,17 @@
-"""The order in which running requests' KV moves after a change of layers (KunServe §4.2).
+"""The coordinated exchange of running requests' KV after a layer change (KunServe §4.2).
 
-The leader of the group that a request belongs to *now* decides. A request is held until its KV is
-whole at every stage. Memory could deadlock here: a stage gains room for P / kv tokens by the drop
-but may have to take in the KV of a whole instance, while its own departing KV cannot leave before
-the other side has room. So there is a ledger: a move starts only once its blocks are reserved
-wherever they are lacking; moves alternate between the groups that the requests come from, highest
-blocks first, because departing ranges shrink from their ends; and when nothing moves and nothing
-fits, the request with the least KV gives its blocks up and is recomputed. Hence some request always
-makes progress.
+The leader of the group that a request belongs to *now* decides when its KV moves. A request is held
+until its KV is complete at every stage. The exchange could deadlock on memory: a drop gives a stage
+room for P / kv tokens, but the stage may have to take in the KV of a whole instance, while its own
+departing KV cannot leave before the other side has room. Four rules prevent that:
+
+* A ledger: a move starts only once its blocks are reserved wherever they are lacking.
+* Moves alternate between the groups that the requests come from.
+* The highest blocks move first, because departing ranges can only shrink from their ends.
+* When nothing moves and nothing fits, the request with the least KV is recomputed.
+
+Hence some request always makes progress. The machine emits and takes the frames of the exchange
+(`frames.py`); the leader's planner and its own knowledge are behind the other events and commands.
 """
 
 from collections import Counter, deque
@@ -15,33 +19,36 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
+from services.core.changeover.frames import FreeKv, KvEnded, KvFreed, Reserve, Reserved, SendKv
 from services.core.changeover.move_window import MoveWindow
 from services.core.changeover.route import Transfer, transfers_between
+from services.core.changeover.vocabulary import FrameReceived, SendFrame
 from services.core.groups.layer_map import Stage
 from services.core.planner.sequence import Sequence
+from services.core.request import blocks_for
+
+
+def transfer_id_of(epoch: int, request_id: str, transfer: Transfer) -> str:
+    """Unique: a request moves between two workers at most once in an epoch."""
+    return f"{epoch}/{request_id}/{transfer.source}>{transfer.destination}"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request whose KV is not yet where it will run.
-
-    `blocks` KV blocks of `tokens` tokens; `origin` names the group that it comes from. `lacking`
-    are the workers that have to take in blocks, `leaving` those that hold blocks now and are not
-    in its group any more. `highest_block` is the largest block id at its sources.
-    """
+    """The move of a request's KV to the stages that will run it."""
 
     request_id: str
-    origin: str
-    blocks: int
-    tokens: int
+    origin: str  # id of the group that the request comes from
+    blocks: int  # KV blocks of the request
+    tokens: int  # computed tokens, whose KV is in the blocks
     transfers: tuple[Transfer, ...]
-    lacking: frozenset[str]
-    leaving: frozenset[str]
-    highest_block: int
+    lacking: frozenset[str]  # workers of its group that have no blocks for it yet
+    leaving: frozenset[str]  # workers that hold its blocks and are not in its group any more
+    highest_block: int  # largest block id at its sources
 
     @property
     def sizes(self) -> Counter[str]:
-        """The KV that each source sends, in blocks of one layer."""
+        """The KV that each source sends, in layer blocks (a block's KV in one layer)."""
         sizes: Counter[str] = Counter()
         for transfer in self.transfers:
             sizes[transfer.source] += self.blocks * (transfer.end_layer - transfer.first_layer)
@@ -56,7 +63,7 @@ class Move:
         new: Row[Stage],
         highest_block: int,
     ) -> "Move":
-        """What brings a sequence's KV from `old` stages to `new` ones."""
+        """The move of a sequence's KV from `old` stages to `new` stages."""
         before, now = ({stage.worker_id for stage in stages} for stages in (old, new))
         return cls(
             request_id=sequence.request_id,
@@ -72,150 +79,97 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MoveAdded:
-    """A request has come into the group, or stayed in it while its layers changed hands."""
+    """A held request joined the group, or stayed in it while its layers moved."""
 
     move: Move
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksReserved:
-    """`worker_id` has the blocks and expects the KV."""
-
-    now_s: float
-    request_id: str
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveEnded:
-    """A transfer is complete and verified at its destination, or has failed (`intact` False)."""
-
-    now_s: float
-    request_id: str
-    transfer: Transfer
-    intact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DepartedFreed:
-    """`worker_id` has done what `FreeDeparted` told it; a `RoomReported` with it came before."""
-
-    request_id: str
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class RequestGone:
-    """The request was aborted or preempted; its blocks in its group were released with that."""
+    """The request was aborted or preempted, which released its blocks in its group."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """`worker_id`, of another group by now, is gone, and with it the KV that it has not sent."""
+    """`worker_id`, now of another group, is lost with the KV that it has not sent."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoomReported:
-    """Free blocks of each worker of the group, what is reserved counting as taken."""
+    """Free blocks of each worker of the group; reserved blocks count as used."""
 
     free_blocks: Mapping[str, int]
 
 
-ExchangeEvent = (
-    MoveAdded | BlocksReserved | MoveEnded | DepartedFreed | RequestGone | SourceLost | RoomReported
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveBlocks:
-    """Have `worker_id` expect KV of the request, in `blocks` new blocks (0: it has them)."""
-
-    request_id: str
-    worker_id: str
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
-    """Have `transfer.source` send."""
-
-    request_id: str
-    transfer: Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class FreeDeparted:
-    """The source's copy is not needed any more.
-
-    `whole_table`: the worker has left the request's group, so all of its blocks go; else only the
-    layers that it does not run.
-    """
-
-    request_id: str
-    worker_id: str
-    whole_table: bool
+ExchangeFrame = Reserved | KvEnded | KvFreed
+ExchangeEvent = MoveAdded | FrameReceived[ExchangeFrame] | RequestGone | SourceLost | RoomReported
+"""`KvFreed` must follow a `RoomReported` that includes its capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """The request's KV is whole at every stage: it may run."""
+    """The request's KV is complete at every stage, so it may run."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRequest:
-    """Free the request's KV everywhere; it waits and is computed again."""
+    """Preempt the request: its blocks in the group are freed and it is recomputed later."""
 
     request_id: str
 
 
-ExchangeCommand = ReserveBlocks | StartTransfer | FreeDeparted | ResumeRequest | RecomputeRequest
+ExchangeCommand = SendFrame[Reserve | SendKv | FreeKv] | ResumeRequest | RecomputeRequest
+"""Commands in order. The driver routes a `Reserve` along the stages and adds `released` to it."""
 
 
 @dataclass(slots=True)
 class _Underway:
     move: Move
-    unreserved: set[str]
-    unfinished: set[Transfer]
+    unreserved: set[str]  # destinations that have yet to confirm their blocks
+    unfinished: dict[str, Transfer]  # by transfer id
 
 
 @dataclass(slots=True)
 class ExchangeState:
-    """Moves that wait, and moves that are under way: as many as `window` has room for."""
+    """The moves of a configuration, keyed by request id."""
 
-    window: MoveWindow = field(default_factory=MoveWindow)
-    waiting: dict[str, Move] = field(default_factory=dict)
-    underway: dict[str, _Underway] = field(default_factory=dict)
-    _free: dict[str, int] = field(default_factory=dict)
-    _freeing: set[tuple[str, str]] = field(default_factory=set)
-    _lost: set[str] = field(default_factory=set)
-    _last_origin: str = ""
+    epoch: int  # of the configuration; part of transfer ids
+    block_size: int  # slots per block
+    window: MoveWindow = field(default_factory=MoveWindow)  # limits the moves in flight
+    waiting: dict[str, Move] = field(default_factory=dict)  # not started: no room, or no window
+    underway: dict[str, _Underway] = field(default_factory=dict)  # started
+    _free: dict[str, int] = field(default_factory=dict)  # the ledger: free blocks by worker
+    _freeing: set[tuple[str, str]] = field(default_factory=set)  # request, worker: `FreeKv` is out
+    _lost: set[str] = field(default_factory=set)  # workers that can send no KV any more
+    _last_origin: str = ""  # group of the move that started last
 
     @property
     def settled(self) -> bool:
-        """Whether every request's KV is where it runs."""
+        """Whether every request's KV is where it runs and all source copies are freed."""
         return not self.waiting and not self.underway and not self._freeing
 
     def handle(self, event: ExchangeEvent) -> list[ExchangeCommand]:
-        """Apply one event; return what the driver must do, in order."""
+        """Apply an event; returns the commands for the driver, in order."""
         commands: list[ExchangeCommand] = []
         match event:
             case MoveAdded(move=move):
                 self._add(move, commands)
-            case BlocksReserved():
-                self._reserved(event, commands)
-            case MoveEnded():
-                self._ended(event, commands)
-            case DepartedFreed():
-                self._freeing.discard((event.request_id, event.worker_id))
+            # A worker has reserved blocks, finished a transfer, or freed its copy.
+            case FrameReceived(now_s=now_s, peer=peer, frame=Reserved() as frame):
+                self._reserved(now_s, peer, frame, commands)
+            case FrameReceived(now_s=now_s, frame=KvEnded() as frame):
+                self._ended(now_s, frame, commands)
+            case FrameReceived(peer=peer, frame=KvFreed() as frame):
+                self._freeing.discard((frame.request_id, peer))
             case RequestGone(request_id=request_id):
                 if request_id in self.underway:
-                    self._free_sources(self._take(request_id), commands)
+                    self._free_sources(self._abandon(request_id), commands)
                 elif request_id in self.waiting:
                     self._free_sources(self.waiting.pop(request_id), commands)
             case SourceLost(worker_id=worker_id):
@@ -225,11 +179,13 @@ class ExchangeState:
         return commands
 
     def start(self, now_s: float) -> list[ExchangeCommand]:
-        """Begin moves while the window and the ledger allow; call it after events."""
+        """Start moves while the window and the ledger allow; call it after events."""
         commands: list[ExchangeCommand] = []
-        lines = self._lines()
-        while (move := self._next_fitting(lines)) is not None:
+        queues = self._queues()
+        while (move := self._next_fitting(queues)) is not None:
             self._begin(move, now_s, commands)
+        # Deadlock: no move in flight will free blocks, so a waiting request must. Least KV
+        # means the cheapest recomputation.
         if self.waiting and not self.underway and not self._freeing:
             victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.request_id))
             self._recompute(victim, commands)
@@ -239,7 +195,7 @@ class ExchangeState:
         """Raise AssertionError if the state contradicts itself."""
         assert not self.waiting.keys() & self.underway.keys()
         self.window.check_invariants(
-            {name: entry.move.sizes for name, entry in self.underway.items()}
+            {request_id: entry.move.sizes for request_id, entry in self.underway.items()}
         )
         for entry in self.underway.values():
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
@@ -256,39 +212,41 @@ class ExchangeState:
             self._complete(move, commands)
 
     def _lose(self, worker_id: str, commands: list[ExchangeCommand]) -> None:
-        """Recompute requests whose KV can only come from `worker_id`; expect nothing more of it."""
+        """Recompute the requests that still need KV of `worker_id`, and forget its `FreeKv`s."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
-        unfinished = {name: set(move.transfers) for name, move in self.waiting.items()}
-        unfinished |= {name: entry.unfinished for name, entry in self.underway.items()}
+        unfinished = {request_id: move.transfers for request_id, move in self.waiting.items()}
+        unfinished |= {
+            request_id: (*move.unfinished.values(),) for request_id, move in self.underway.items()
+        }
         for request_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
                 is_underway = request_id in self.underway
-                move = self._take(request_id) if is_underway else self.waiting[request_id]
+                move = self._abandon(request_id) if is_underway else self.waiting[request_id]
                 self._recompute(move, commands)
 
-    def _lines(self) -> dict[str, deque[Move]]:
-        """What waits, by origin, in the order in which it may start."""
-        lines: dict[str, deque[Move]] = {}
+    def _queues(self) -> dict[str, deque[Move]]:
+        """The waiting moves by origin, in starting order: highest block first."""
+        queues: dict[str, deque[Move]] = {}
         by_block = sorted(
             self.waiting.values(),
             key=lambda move: (move.highest_block, move.request_id),
             reverse=True,
         )
         for move in by_block:
-            lines.setdefault(move.origin, deque()).append(move)
-        return lines
+            queues.setdefault(move.origin, deque()).append(move)
+        return queues
 
-    def _next_fitting(self, lines: dict[str, deque[Move]]) -> Move | None:
-        """The move that starts next, of another origin than the last one where that fits.
+    def _next_fitting(self, queues: dict[str, deque[Move]]) -> Move | None:
+        """Pop the move that starts next, or None.
 
-        It is taken out of its line, as are those that do not fit: room only shrinks by moves that
-        begin.
+        Prefers another origin than the last move's, so that both sides of an exchange free blocks.
         """
-        for line in lines.values():
-            while line and not (self._fits(line[0]) and self.window.has_room(line[0].sizes)):
-                line.popleft()
-        heads = [line[0] for line in lines.values() if line]
+        # Moves that do not fit are dropped from the queues: starting moves only shrinks the room.
+        for queue in queues.values():
+            while queue and not (self._fits(queue[0]) and self.window.has_room(queue[0].sizes)):
+                queue.popleft()
+        heads = [queue[0] for queue in queues.values() if queue]
         if not heads:
             return None
         move = max(
@@ -299,7 +257,7 @@ class ExchangeState:
                 move.request_id,
             ),
         )
-        return lines[move.origin].popleft()
+        return queues[move.origin].popleft()
 
     def _fits(self, move: Move) -> bool:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
@@ -308,38 +266,48 @@ class ExchangeState:
         del self.waiting[move.request_id]
         self.window.begin(move.request_id, move.sizes, now_s)
         self._last_origin = move.origin
-        destinations = {transfer.destination for transfer in move.transfers}
-        self.underway[move.request_id] = _Underway(move, destinations, set(move.transfers))
+        request_id, destinations = move.request_id, {to.destination for to in move.transfers}
+        transfers = {transfer_id_of(self.epoch, request_id, to): to for to in move.transfers}
+        self.underway[request_id] = _Underway(move, destinations, transfers)
         for worker_id in sorted(destinations):
-            blocks = move.blocks if worker_id in move.lacking else 0
-            if blocks:
-                self._free[worker_id] -= blocks
-            commands.append(ReserveBlocks(move.request_id, worker_id, blocks))
+            if worker_id in move.lacking:
+                self._free[worker_id] -= move.blocks
+            ids = tuple(key for key, to in transfers.items() if to.destination == worker_id)
+            frame = Reserve(worker_id, request_id, move.blocks, ids)
+            commands.append(SendFrame(worker_id, frame))
 
-    def _reserved(self, event: BlocksReserved, commands: list[ExchangeCommand]) -> None:
-        entry = self.underway.get(event.request_id)
-        if entry is None or event.worker_id not in entry.unreserved:
+    def _reserved(
+        self, now_s: float, peer: str, frame: Reserved, commands: list[ExchangeCommand]
+    ) -> None:
+        entry = self.underway.get(frame.request_id)
+        if entry is None or peer not in entry.unreserved:
             return
-        entry.unreserved.remove(event.worker_id)
-        if not entry.unreserved:
-            self.window.reserve(event.request_id, event.now_s)
-            commands += [StartTransfer(event.request_id, one) for one in entry.move.transfers]
+        entry.unreserved.remove(peer)
+        if entry.unreserved:
+            return
+        # Send only after every destination has reserved: KV without blocks would be refused.
+        self.window.reserve(frame.request_id, now_s)
+        blocks = blocks_for(entry.move.tokens, self.block_size)
+        for transfer_id, transfer in entry.unfinished.items():
+            send = SendKv(frame.request_id, transfer_id, transfer, blocks)
+            commands.append(SendFrame(transfer.source, send))
 
-    def _ended(self, event: MoveEnded, commands: list[ExchangeCommand]) -> None:
-        entry = self.underway.get(event.request_id)
-        if entry is None or event.transfer not in entry.unfinished:
+    def _ended(self, now_s: float, frame: KvEnded, commands: list[ExchangeCommand]) -> None:
+        entry = self.underway.get(frame.request_id)
+        if entry is None or frame.transfer_id not in entry.unfinished:
             return
-        if not event.intact:
-            self._recompute(self._take(event.request_id), commands)
+        # A failed transfer loses the KV of its layers, and with that the whole request's.
+        if not frame.intact:
+            self._recompute(self._abandon(frame.request_id), commands)
             return
-        entry.unfinished.remove(event.transfer)
+        del entry.unfinished[frame.transfer_id]
         if not entry.unfinished:
-            move = self.underway.pop(event.request_id).move
-            self.window.arrive(event.request_id, move.sizes, event.now_s)
+            move = self.underway.pop(frame.request_id).move
+            self.window.arrive(frame.request_id, move.sizes, now_s)
             self._complete(move, commands)
 
-    def _take(self, request_id: str) -> Move:
-        """Give a move that is under way up."""
+    def _abandon(self, request_id: str) -> Move:
+        """Abandon an in-flight move."""
         move = self.underway.pop(request_id).move
         self.window.end(request_id, move.sizes)
         return move
@@ -354,9 +322,9 @@ class ExchangeState:
         self._free_sources(move, commands)
 
     def _free_sources(self, move: Move, commands: list[ExchangeCommand]) -> None:
+        """Have the sources free their copies; lost workers need not."""
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):
             self._freeing.add((move.request_id, worker_id))
-            commands.append(
-                FreeDeparted(move.request_id, worker_id, whole_table=worker_id in move.leaving)
-            )
+            frame = FreeKv(move.request_id, whole_table=worker_id in move.leaving)
+            commands.append(SendFrame(worker_id, frame))

@@ -1,151 +1,151 @@
-"""What a member does about peers that are lost or have gone on without it.
+"""Failure handling: lost peers, and groups that continue without this member.
 
-Two kinds matter: members of the own group, whose loss holds the microbatches up until a change
-(`Desertion`), and workers of the newest change that are in other groups, which owe KV or answers.
+Two kinds of peers matter: members of this member's group, whose loss stalls the pipeline until the
+next change (`Isolation`), and workers of the newest change in other groups, which owe it KV or
+answers (`LostPeers`).
 """
 
 from dataclasses import dataclass
 
+from services.core.changeover.adoption import Adoption
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.handover import Handover
 from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.member_context import MemberContext
-from services.core.changeover.takeover import Takeover
-from services.core.changeover.unclaimed import Unclaimed
+from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.vocabulary import PeersLost
 from services.core.planner.configuration_events import GroupDivided, SequenceResumed
 
-FAREWELL_WAIT_S = 2.0
-"""After a `Farewell`: the record that the other member followed is on its way here, too."""
+REMOVED_WAIT_S = 2.0
+"""Wait after a `MemberRemoved`: the group record that its sender followed may be late here."""
 UNFINISHED_WAIT_S = 0.3
-"""After the loss of a member amid a change: what its group still needs of the others comes sooner.
-
-What it needs of the lost one never comes.
-"""
+"""Wait after losing a member during a change. The remaining members' frames arrive within it; those
+of the lost member never arrive, so a change that has not settled by then will not settle."""
 ALONE_WAIT_S = 15.0
-"""After the loss of a member: longer than a lease takes to end, and a change-over."""
+"""Wait after losing a member: longer than a lease takes to expire plus a change-over."""
 
 
 @dataclass(slots=True)
-class Desertion:
-    """When a member knows that its group goes on without it, and when it gives its requests up.
+class Isolation:
+    """Detects that this member is isolated: its group continues without it.
 
-    A worker that is cut off from the group records does not see that its group has ended. Its
-    former members say `Farewell` as they leave; if it is cut off from them, too, it loses them. Its
-    requests go on elsewhere, so it gives them up, but not before the records had time to come.
-    `left`: this configuration is over here; the member waits for another one.
+    A worker that is partitioned from the group records does not see that its group was replaced.
+    Former members send `MemberRemoved` as they leave; if it is partitioned from them as well, it
+    loses their connections. Its requests continue elsewhere, so it must abort them, but only after
+    the records had time to arrive.
     """
 
-    left: bool = False
-    _farewell_s: float | None = None
-    _lost_s: float | None = None
+    expired: bool = False  # the wait is over: this configuration has ended here
+    _removed_s: float | None = None  # time of the first `MemberRemoved`
+    _lost_s: float | None = None  # time of the first loss of a member of the group
 
     @property
     def lost_member(self) -> bool:
-        """Whether a member of the own group was lost: what is in flight does not come back."""
+        """Whether a member of this group was lost; microbatches in flight will not return."""
         return self._lost_s is not None
 
-    def ends_no_change(self, now_s: float) -> bool:
-        """Whether a change that is not over by now never will be in this configuration."""
+    def cannot_settle(self, now_s: float) -> bool:
+        """Whether an unsettled change can no longer settle in this configuration."""
         return self._lost_s is not None and now_s - self._lost_s > UNFINISHED_WAIT_S
 
     @property
     def waiting(self) -> bool:
-        """Whether time may decide."""
-        return not self.left and (self._farewell_s is not None or self._lost_s is not None)
+        """Whether a timeout is running."""
+        return not self.expired and (self._removed_s is not None or self._lost_s is not None)
 
-    def note_farewell(self, now_s: float) -> None:
-        """A member of the own group has left it for a later configuration."""
-        if self._farewell_s is None:
-            self._farewell_s = now_s
+    def note_removed(self, now_s: float) -> None:
+        """Note that a member of this group has entered a configuration without this member."""
+        if self._removed_s is None:
+            self._removed_s = now_s
 
     def note_lost(self, now_s: float) -> None:
-        """A member of the own group was lost."""
+        """Note the loss of a member of this group."""
         if self._lost_s is None:
             self._lost_s = now_s
 
-    def leave(self, now_s: float) -> bool:
-        """Whether the time has come, for the first time."""
+    def expire(self, now_s: float) -> bool:
+        """Whether the timeout expires now; True once."""
         if not self.waiting:
             return False
-        farewell = self._farewell_s is not None and now_s - self._farewell_s > FAREWELL_WAIT_S
+        farewell = self._removed_s is not None and now_s - self._removed_s > REMOVED_WAIT_S
         alone = self._lost_s is not None and now_s - self._lost_s > ALONE_WAIT_S
-        self.left = farewell or alone
-        return self.left
+        self.expired = farewell or alone
+        return self.expired
 
 
 class LostPeers:
-    """The state of one configuration.
-
-    `told`: workers of this change that were lost, as far as is known. `left`: those of them that
-    are in other groups, or have passed the change over.
-    """
+    """Lost peers of a configuration."""
 
     def __init__(
         self,
         context: MemberContext,
         handover: Handover,
-        takeover: Takeover,
+        adoption: Adoption,
         moves: LeaderMoves,
-        unclaimed: Unclaimed,
+        orphaned_kv: OrphanedKv,
     ) -> None:
         self._context = context
         self._handover = handover
-        self._takeover = takeover
+        self._adoption = adoption
         self._moves = moves
-        self._unclaimed = unclaimed
+        self._orphaned_kv = orphaned_kv
         self.enter()
 
     def enter(self) -> None:
-        """Begin a configuration."""
-        self.desertion = Desertion()
-        self.left: frozenset[str] = frozenset()
-        self.told: frozenset[str] = frozenset()
+        """Reset at the start of a configuration."""
+        self.isolation = Isolation()
+        # Workers of other groups that were lost or abandoned the epoch: nothing is expected of them
+        self.unreachable: frozenset[str] = frozenset()
+        self.lost_workers: frozenset[str] = frozenset()  # of this change, as reported
 
     def note_lost(self, event: PeersLost) -> None:
-        """Give up work that only lost workers of other groups could do."""
-        self.told = event.workers
+        """Record lost workers, and stop waiting for those of other groups."""
+        self.lost_workers = event.workers
         configuration = self._context.configuration
         if configuration is not None and event.workers & configuration.own.workers:
-            self.desertion.note_lost(event.now_s)
-        self.leave_told()
+            self.isolation.note_lost(event.now_s)
+        self.give_up_lost()
 
-    def leave_told(self) -> None:
-        """Leave lost workers, but not while stages join: frames that they sent are deferred."""
+    def give_up_lost(self) -> None:
+        """Stop waiting for lost workers of other groups.
+
+        Deferred while stages join: frames that these workers sent before are deferred, too.
+        """
         configuration = self._context.configuration
-        if configuration is None or self._takeover.waiting:
+        if configuration is None or self._adoption.waiting:
             return
         back = [
-            name
-            for worker_id in sorted(self.told - configuration.own.workers - self.left)
-            for name in self._leave(worker_id)
+            seq_id
+            for worker_id in sorted(
+                self.lost_workers - configuration.own.workers - self.unreachable
+            )
+            for seq_id in self._give_up(worker_id)
         ]
-        self._share_out(frozenset(back), configuration)
+        self._note_division(frozenset(back), configuration)
 
-    def note_passed(self, peer: str) -> None:
-        """A worker of this change has passed it over."""
+    def note_epoch_abandoned(self, peer: str) -> None:
+        """Stop waiting for a worker that abandoned this epoch."""
         configuration = self._context.configuration
-        if configuration is not None and peer not in configuration.own.workers | self.left:
-            self._share_out(frozenset(self._leave(peer)), configuration)
+        if configuration is not None and peer not in configuration.own.workers | self.unreachable:
+            self._note_division(frozenset(self._give_up(peer)), configuration)
 
-    def note_farewell(self, peer: str) -> None:
-        """A member of the own group has gone on without this one."""
+    def note_removed(self, peer: str) -> None:
+        """Note that a member of this group continues without this worker."""
         configuration = self._context.configuration
         if configuration is not None and peer in configuration.own.workers:
-            self.desertion.note_farewell(self._context.now_s)
+            self.isolation.note_removed(self._context.now_s)
 
-    def go_on(self, name: str) -> None:
-        """Run a request that has come back, or hand it to the leader of now."""
+    def go_on(self, seq_id: str) -> None:
+        """Resume a returned request here, or hand it to the present leader."""
         if self._context.leads:
-            self._context.change(SequenceResumed(name))
+            self._context.change(SequenceResumed(seq_id))
         else:
-            self._handover.send(name, self._context.leader)
+            self._handover.send(seq_id, self._context.leader)
 
-    def _share_out(self, back: frozenset[str], configuration: Configuration) -> None:
-        """The others may compute some of the requests that come back; their gateways see to it.
+    def _note_division(self, back: frozenset[str], configuration: Configuration) -> None:
+        """Note in the planner that other leaders may recompute some of the returned requests.
 
-        If several are lost and none is left, it is rather this worker that is cut off from them:
-        then they count as living.
+        Their gateways retry them at any leader of the former group.
         """
         if not (back and self._context.leads):
             return
@@ -153,20 +153,22 @@ class LostPeers:
             {stage.worker_id for stage in self._handover.old_stages}
         )
         others = leaders - {self._context.worker_id}
-        living = others - self.told or (others if len(others) > 1 else frozenset())
+        # If all of several others are lost, probably this worker is partitioned: count them as
+        # alive.
+        living = others - self.lost_workers or (others if len(others) > 1 else frozenset())
         self._context.change(GroupDivided(1 + len(living), back))
 
-    def _leave(self, worker_id: str) -> list[str]:
+    def _give_up(self, worker_id: str) -> list[str]:
         """Stop waiting for a lost worker of another group of this change.
 
-        Its KV is computed again, and requests that it leads now are over. Returns those that come
-        back from it.
+        KV that it owes is recomputed. Returns the sequences that it had not adopted, which return
+        to this member.
         """
-        self.left |= {worker_id}
-        back = self._handover.lose(worker_id, self.left)
-        for name in self._handover.forget_stage(worker_id):
-            self.go_on(name)
-        self._takeover.note_all_adopted(worker_id)
+        self.unreachable |= {worker_id}
+        back = self._handover.lose(worker_id, self.unreachable)
+        for seq_id in self._handover.forget_stage(worker_id):
+            self.go_on(seq_id)
+        self._adoption.note_all_adopted(worker_id)
         self._moves.lose(worker_id)
-        self._unclaimed.release(self.left)
+        self._orphaned_kv.release(self.unreachable)
         return back

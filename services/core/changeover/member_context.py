@@ -1,4 +1,4 @@
-"""What the parts of a member's change-over share: its planner, its configuration, its commands."""
+"""The state that all parts of a member's change-over share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,20 +15,17 @@ from services.core.planner.state import PlannerState
 
 @dataclass(slots=True)
 class MemberContext:
-    """One member. `configuration` is None until the first one: the worker serves alone then.
-
-    `commands` collects what the driver has to do; `now_s` is the time of the newest event.
-    """
+    """A group member: its identity, planner, configuration and pending commands."""
 
     worker_id: str
-    num_layers: int
-    tied_embeddings: bool
-    planner: PlannerState
-    names: SequenceNames
-    configuration: Configuration | None = None
-    now_s: float = 0.0
-    commands: list[Command] = field(default_factory=list)
-    announced_blocks: int | None = None  # to the leader, which may still use more
+    num_layers: int  # of the model
+    tied_embeddings: bool  # the first and the last stage share a slab
+    planner: PlannerState  # plans while this worker leads; its block table is used at every stage
+    names: SequenceNames  # which sequence answers a request here
+    configuration: Configuration | None = None  # None before the first: the worker serves alone
+    now_s: float = 0.0  # time of the newest event with a time
+    commands: list[Command] = field(default_factory=list)  # for the driver, in order
+    announced_blocks: int | None = None  # a lower limit that was announced and not yet confirmed
 
     @property
     def table(self) -> StageTable:
@@ -37,13 +34,13 @@ class MemberContext:
 
     @property
     def capacity(self) -> int:
-        """The blocks that the leader may count on, without those that were announced to go."""
+        """The blocks that the leader may use: less the ones that a preparation will remove."""
         usable = self.table.pool.usable
         return usable if self.announced_blocks is None else min(usable, self.announced_blocks)
 
     @property
     def leads(self) -> bool:
-        """Whether this worker plans."""
+        """Whether this worker leads its group; without a configuration it leads itself."""
         return self.configuration is None or self.configuration.leads
 
     @property
@@ -63,25 +60,28 @@ class MemberContext:
         self.commands.append(SendFrame(peer, frame))
 
     def send_along(self, frame: MemberFrame) -> None:
-        """Send a frame to the next stage, as microbatches go, if there is one."""
+        """Send a frame to the next stage, if any, in order with the microbatches."""
         configuration = self.configuration
         if configuration is not None and not configuration.is_last:
             self.send(configuration.next_worker, frame)
 
     def change(self, event: Event) -> None:
-        """Have the planner apply an event; add its commands for clients of current sequences."""
+        """Apply an event to the planner, and queue its commands.
+
+        Commands for clients are dropped if another sequence answers the request by now.
+        """
         for command in self.planner.handle(event):
             if isinstance(command, BlocksFreed):
-                raise AssertionError("names of released requests would be lost")
+                raise AssertionError("ids of released requests would be lost")
             if self.names.keeps(command):
                 self.commands.append(command)
 
     def take_freed(self, event: Event) -> tuple[str, ...]:
-        """Have the planner apply an event; returns the requests whose blocks are free by it."""
+        """Apply an event to the planner; returns the requests whose blocks it has freed."""
         (freed,) = self.planner.handle(event)
         assert isinstance(freed, BlocksFreed)
         return freed.request_ids
 
     def highest_block(self, request_ids: Iterable[str]) -> int:
-        """The highest block here that one of these has; -1 if they have none."""
+        """The highest block id of these requests here; -1 without blocks."""
         return self.table.highest_block(request_ids)

@@ -1,9 +1,9 @@
-"""Gets a member ready for groups that may be committed, while it serves on as it is.
+"""Prepares a member for groups that may be committed, while it continues to serve.
 
-To merge, the members only have to be connected. A member that is to run layers which it has dropped
-makes room and restores them first (KunServe §4.4): the group's capacity is lowered, blocks move
-below the limit, KV tails are unmapped; parameters come from a member that holds them, else from the
-model folder, and are verified before they can run.
+A merge only requires connections. A member that will run layers which it has dropped makes room
+for them and restores them first (KunServe §4.4): the group's capacity is lowered, blocks move below
+the limit, KV tails are unmapped; parameters are fetched from a member that holds them, else loaded
+from the model folder, and are verified before they may run.
 """
 
 from collections import Counter
@@ -40,25 +40,25 @@ from services.core.planner.configuration_events import (
     PoolShrunk,
 )
 
-MOVES_PER_TURN = 64
-FAILURES_MAX = 3
+MOVES_PER_TURN = 64  # block copies, so that a turn stays short
+FAILURES_MAX = 3  # failed slabs of a holder per attempt
 BUSY = "another change is being prepared here; try again"
 UNFINISHED = "the last change cannot be finished: the connection to a member is lost"
 NO_ROOM = "the parameters of the returning layers leave no room for KV"
 
 
 class PreparationStep(Enum):
-    """What an attempt waits for."""
+    """What an attempt waits for; the steps run in this order."""
 
-    LAST_CHANGE = auto()
-    CONNECTIONS = auto()
-    MEASUREMENT = auto()
-    CAPACITY = auto()
-    RELOCATION = auto()
-    MEMORY = auto()
-    PARAMETERS = auto()
-    KV = auto()
-    COMMIT = auto()
+    LAST_CHANGE = auto()  # the last change has not settled yet
+    CONNECTIONS = auto()  # both lanes to every other member
+    MEASUREMENT = auto()  # missing parameters, and remaining room for KV
+    CAPACITY = auto()  # at most `limit` blocks in use
+    RELOCATION = auto()  # used blocks move below `limit`
+    MEMORY = auto()  # KV tails are unmapped
+    PARAMETERS = auto()  # slabs are fetched and verified
+    KV = auto()  # KV of the returning layers is mapped
+    COMMIT = auto()  # ready: the coordinator commits or aborts
 
 
 @dataclass(slots=True)
@@ -66,172 +66,180 @@ class _Attempt:
     attempt: str
     new: Configuration
     step: PreparationStep = PreparationStep.LAST_CHANGE
-    limit: int = 0
-    restoring: bool = False
-    missing: list[str] = field(default_factory=list)
-    returning: tuple[int, ...] = ()
-    from_folder: bool = False
+    limit: int = 0  # blocks that remain beside the restored parameters
+    restoring: bool = False  # the memory may have changed: an abort must undo it
+    missing: list[str] = field(default_factory=list)  # slabs to restore, in order
+    returning: tuple[int, ...] = ()  # layers to restore
+    from_folder: bool = False  # the present slab comes from the model folder
     failures: Counter[str] = field(default_factory=Counter)  # by holder
 
 
 class Preparation:
-    """One attempt at a time. It begins once the last change is over."""
+    """The preparation of a member: attempts run singly, after the last change has settled."""
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
-        self._now: _Attempt | None = None
-        self._next: _Attempt | None = None
+        self._current: _Attempt | None = None  # running, or ready for its commit
+        self._queued: _Attempt | None = None  # waits for the last change to settle
 
     @property
     def expected(self) -> bool:
         """Whether a change is being prepared, or is ready and may be committed."""
-        return self._next is not None or self._now is not None
+        return self._queued is not None or self._current is not None
 
     @property
     def running(self) -> bool:
-        """Whether it needs turns."""
-        waits = self._now is not None and self._now.step is not PreparationStep.COMMIT
-        return self._next is not None or waits
+        """Whether an attempt needs turns."""
+        waits = self._current is not None and self._current.step is not PreparationStep.COMMIT
+        return self._queued is not None or waits
 
     def ask(self, asked: PreparationAsked, draining: bool) -> None:
-        """Get ready, unless that is being done for something else.
+        """Queue an attempt, or refuse it while another attempt is in progress.
 
-        While a committed change is `draining`, what was prepared before it is about to end.
+        While a committed change is `draining`, the current attempt is about to end, so that it
+        blocks no other.
         """
-        if self._next is not None or (self._now is not None and not draining):
+        if self._queued is not None or (self._current is not None and not draining):
             self._context.commands.append(EndPreparation(asked.attempt, BUSY))
         else:
             new = Configuration.of(self._context.worker_id, asked.groups)
-            self._next = _Attempt(asked.attempt, new)
+            self._queued = _Attempt(asked.attempt, new)
 
     def advance(self, settled: bool) -> None:
-        """Go on as far as this turn allows; `settled`: the last change is over here."""
-        if self._next is not None and settled:
-            self._now, self._next = self._next, None
-            self._now.step = PreparationStep.CONNECTIONS
-            self._context.commands.append(ConnectMembers(self._now.attempt))
-        elif self._now is not None:
-            self._advance(self._now)
+        """Advance the attempt by a turn; `settled`: the last change has settled here."""
+        if self._queued is not None and settled:
+            self._current, self._queued = self._queued, None
+            self._current.step = PreparationStep.CONNECTIONS
+            self._context.commands.append(ConnectMembers(self._current.attempt))
+        elif self._current is not None:
+            self._advance(self._current)
 
     def abort(self, attempt: str) -> None:
-        """The attempt will never be committed."""
-        if self._next is not None and self._next.attempt == attempt:
-            self._next = None
-        if self._now is not None and self._now.attempt == attempt:
+        """Abort an attempt that will never be committed; others are ignored."""
+        if self._queued is not None and self._queued.attempt == attempt:
+            self._queued = None
+        if self._current is not None and self._current.attempt == attempt:
             self._undo()
 
-    def outdate(self) -> None:
-        """A configuration is committed: an attempt that waits for the last change is over.
+    def drop_queued(self) -> None:
+        """Drop the queued attempt, since its base configuration is outdated by a commit.
 
-        It starts from an older configuration, whatever its epoch: that is above those of all groups
-        that it would change, and the committed one above that of this worker's group alone.
+        The epochs do not show this: an attempt's epoch is above those of all groups that it would
+        change, a committed epoch only above that of this worker's own group.
         """
-        self._next = None
+        self._queued = None
 
-    def refuse_waiting(self) -> None:
-        """The last change is never over here, so no attempt can wait for its end."""
-        if self._next is not None:
-            self._context.commands.append(EndPreparation(self._next.attempt, UNFINISHED))
-            self._next = None
+    def refuse_queued(self) -> None:
+        """Refuse the queued attempt: the last change can no longer settle here."""
+        if self._queued is not None:
+            self._context.commands.append(EndPreparation(self._queued.attempt, UNFINISHED))
+            self._queued = None
 
     def ready_before(self, new: Configuration) -> Configuration | None:
-        """What is ready here and older than `new`: it may have been committed unheard."""
-        now = self._now
-        if now is None or now.step is not PreparationStep.COMMIT or now.new.epoch >= new.epoch:
+        """The ready configuration that is older than `new`; None if there is none.
+
+        It may have been committed without this member noticing.
+        """
+        current = self._current
+        if (
+            current is None
+            or current.step is not PreparationStep.COMMIT
+            or current.new.epoch >= new.epoch
+        ):
             return None
-        return now.new
+        return current.new
 
     def end(self, new: Configuration) -> None:
-        """A change is carried out: keep what was prepared if it fits, or else abort it.
-
-        It fits if this worker runs the prepared layers in `new`. `new` may be a later change: a
-        member of the prepared groups was lost before this worker entered them.
-        """
-        now = self._now
-        if now is not None:
-            ready = now.step is PreparationStep.COMMIT and now.new.stage == new.stage
+        """End the attempt as `new` takes effect: keep its result if it fits, else undo it."""
+        current = self._current
+        if current is not None:
+            # The layers decide, not the attempt: `new` may be a later change with the same stage
+            # for this worker, after a member of the prepared groups was lost.
+            ready = current.step is PreparationStep.COMMIT and current.new.stage == new.stage
             if not ready:
                 self._undo()
-        self._now = None
+        self._current = None
 
     # --- answers
 
     def note_connected(self, event: MembersConnected) -> None:
-        """The lanes are there, or one cannot be had."""
-        now = self._at(PreparationStep.CONNECTIONS, event.attempt)
-        if now is None:
+        """Continue once all members are connected; refuse if a member is unreachable."""
+        current = self._at(PreparationStep.CONNECTIONS, event.attempt)
+        if current is None:
             return
         if event.unreachable:
             self._refuse(f"{event.unreachable} cannot be reached for transfers")
             return
-        now.step = PreparationStep.MEASUREMENT
-        stage = now.new.stage
+        current.step = PreparationStep.MEASUREMENT
+        stage = current.new.stage
         self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
 
     def note_measured(self, event: RestoreMeasured) -> None:
-        """Go on with what is missing, and with the blocks that remain beside it."""
-        now = self._now
-        if now is None or now.step is not PreparationStep.MEASUREMENT:
+        """Continue with the missing slabs, and the blocks that remain beside them."""
+        current = self._current
+        if current is None or current.step is not PreparationStep.MEASUREMENT:
             return
         if not event.missing and not event.returning:
-            self._ready()
+            self._ready()  # a merge: nothing to restore
             return
-        now.restoring = True
+        current.restoring = True
         if event.blocks < 1:
             self._refuse(NO_ROOM)
             return
-        now.limit, now.missing = event.blocks, list(event.missing)
-        now.returning, now.step = event.returning, PreparationStep.CAPACITY
+        current.limit, current.missing = event.blocks, list(event.missing)
+        current.returning, current.step = event.returning, PreparationStep.CAPACITY
+        # Lower the capacity before anything else, so that new requests do not take the blocks whose
+        # memory the parameters need. The leader of the group enforces the limit.
         pool = self._context.table.pool
-        if now.limit >= pool.num_blocks:
-            self._shrink(now)
+        if current.limit >= pool.num_blocks:
+            self._shrink(current)
         elif self._context.leads:
-            self._context.change(PoolLimited(now.limit))
-            self._advance(now)
+            self._context.change(PoolLimited(current.limit))
+            self._advance(current)
         else:
-            self._context.announced_blocks = now.limit
-            self._context.send(self._context.leader, Capacity(now.limit, now.attempt))
+            self._context.announced_blocks = current.limit
+            self._context.send(self._context.leader, Capacity(current.limit, current.attempt))
 
     def note_kept(self, attempt: str) -> None:
-        """The leader keeps the use of this stage below the limit, for that attempt."""
-        now = self._at(PreparationStep.CAPACITY, attempt)
-        if now is not None:
-            self._context.change(PoolLimited(now.limit))
+        """Continue once the leader keeps the use of this stage within the limit."""
+        current = self._at(PreparationStep.CAPACITY, attempt)
+        if current is not None:
+            self._context.change(PoolLimited(current.limit))
             self._context.announced_blocks = None
-            now.step = PreparationStep.RELOCATION
+            current.step = PreparationStep.RELOCATION
 
     def note_shrunk(self, event: KvShrunk) -> None:
-        """There is memory for parameters."""
-        now = self._at(PreparationStep.MEMORY, event.attempt)
-        if now is not None:
-            now.step = PreparationStep.PARAMETERS
-            self._restore_next(now)
+        """Continue once there is memory for the parameters."""
+        current = self._at(PreparationStep.MEMORY, event.attempt)
+        if current is not None:
+            current.step = PreparationStep.PARAMETERS
+            self._restore_next(current)
 
     def note_verified(self, event: SlabVerified) -> None:
-        """A slab may run, or has to come from elsewhere."""
-        now = self._at(PreparationStep.PARAMETERS, event.attempt)
-        if now is None or not now.missing or now.missing[0] != event.slab:
+        """Continue with the next slab; after a failure, load this slab from the model folder."""
+        current = self._at(PreparationStep.PARAMETERS, event.attempt)
+        if current is None or not current.missing or current.missing[0] != event.slab:
             return
         if event.intact:
-            now.missing.pop(0)
-            now.from_folder = False
+            current.missing.pop(0)
+            current.from_folder = False
         else:
-            now.failures[self._holder(event.slab, now)] += 1
-            now.from_folder = True
-        self._restore_next(now)
+            current.failures[self._holder(event.slab, current)] += 1
+            current.from_folder = True
+        self._restore_next(current)
 
     def note_mapped(self) -> None:
-        """All is here."""
-        if self._now is not None and self._now.step is PreparationStep.KV:
+        """Finish: parameters and KV of the returning layers are in place."""
+        if self._current is not None and self._current.step is PreparationStep.KV:
             self._ready()
 
     def note_failed(self, event: RestoreFailed) -> None:
-        """The layers cannot be had."""
-        if self._now is not None and self._now.step is not PreparationStep.COMMIT:
+        """Refuse the attempt: the layers cannot be restored."""
+        if self._current is not None and self._current.step is not PreparationStep.COMMIT:
             self._refuse(event.reason)
 
     def note_undone(self, event: RestoreUndone) -> None:
-        """The memory is as it was before the preparation."""
+        """Restore the capacity: the memory is as it was before the preparation."""
         self._context.change(PoolGrown(event.blocks))
         if not self._context.leads:
             self._context.send(self._context.leader, Capacity(event.blocks))
@@ -239,42 +247,48 @@ class Preparation:
     # --- steps
 
     def _at(self, step: PreparationStep, attempt: str) -> _Attempt | None:
-        now = self._now
-        return now if now is not None and now.attempt == attempt and now.step is step else None
+        current = self._current
+        return (
+            current
+            if current is not None and current.attempt == attempt and current.step is step
+            else None
+        )
 
-    def _advance(self, now: _Attempt) -> None:
+    def _advance(self, current: _Attempt) -> None:
         table = self._context.table
-        if now.step is PreparationStep.CAPACITY and self._context.leads:
-            self._context.change(BatchYielded(0, now.limit))
-            if table.pool.taken_count > now.limit:
+        if current.step is PreparationStep.CAPACITY and self._context.leads:
+            # Preempt batch work first: online work alone may take long to fall below the limit.
+            self._context.change(BatchYielded(0, current.limit))
+            if table.pool.taken_count > current.limit:
                 return
-            now.step = PreparationStep.RELOCATION
-        if now.step is PreparationStep.RELOCATION:
-            if self._context.highest_block(table.request_ids) >= now.limit:
-                self._context.change(BlocksRelocated(now.limit, MOVES_PER_TURN))
+            current.step = PreparationStep.RELOCATION
+        if current.step is PreparationStep.RELOCATION:
+            # Memory can only be unmapped from the end, so used blocks move to lower ids.
+            if self._context.highest_block(table.request_ids) >= current.limit:
+                self._context.change(BlocksRelocated(current.limit, MOVES_PER_TURN))
                 return
-            self._context.change(PoolShrunk(now.limit))
-            self._shrink(now)
+            self._context.change(PoolShrunk(current.limit))
+            self._shrink(current)
 
-    def _shrink(self, now: _Attempt) -> None:
-        now.step = PreparationStep.MEMORY
+    def _shrink(self, current: _Attempt) -> None:
+        current.step = PreparationStep.MEMORY
         used = self._context.highest_block(self._context.table.request_ids) + 1
-        self._context.commands.append(ShrinkKv(now.attempt, now.limit, used))
+        self._context.commands.append(ShrinkKv(current.attempt, current.limit, used))
 
-    def _restore_next(self, now: _Attempt) -> None:
-        if not now.missing:
-            now.step = PreparationStep.KV
-            self._context.commands.append(MapKv(now.returning))
+    def _restore_next(self, current: _Attempt) -> None:
+        if not current.missing:
+            current.step = PreparationStep.KV
+            self._context.commands.append(MapKv(current.returning))
             return
-        slab = now.missing[0]
-        holder = "" if now.from_folder else self._holder(slab, now)
-        now.from_folder = not holder
-        self._context.commands.append(RestoreSlab(now.attempt, slab, holder))
+        slab = current.missing[0]
+        holder = "" if current.from_folder else self._holder(slab, current)
+        current.from_folder = not holder
+        self._context.commands.append(RestoreSlab(current.attempt, slab, holder))
 
-    def _holder(self, slab: str, now: _Attempt) -> str:
-        """A member of the present group that runs the slab and stays connected; "" if none.
+    def _holder(self, slab: str, current: _Attempt) -> str:
+        """A member of the present group that runs the slab and will stay connected; "" if none.
 
-        One that has failed to send `FAILURES_MAX` slabs is not asked again in this attempt.
+        Skips members that failed to send `FAILURES_MAX` slabs in this attempt.
         """
         context = self._context
         for stage in context.stages:
@@ -285,29 +299,29 @@ class Preparation:
                 tied_embeddings=context.tied_embeddings,
             )
             if stage.worker_id != context.worker_id and slab in slabs:
-                is_asked = now.failures[stage.worker_id] < FAILURES_MAX
-                return stage.worker_id if is_asked and stage.worker_id in now.new.members else ""
+                healthy = current.failures[stage.worker_id] < FAILURES_MAX
+                return stage.worker_id if healthy and stage.worker_id in current.new.members else ""
         return ""
 
     # --- ends
 
     def _ready(self) -> None:
-        assert self._now is not None
-        self._now.step = PreparationStep.COMMIT
-        self._context.commands.append(EndPreparation(self._now.attempt))
+        assert self._current is not None
+        self._current.step = PreparationStep.COMMIT
+        self._context.commands.append(EndPreparation(self._current.attempt))
 
     def _refuse(self, reason: str) -> None:
-        assert self._now is not None
-        self._context.commands.append(EndPreparation(self._now.attempt, reason))
+        assert self._current is not None
+        self._context.commands.append(EndPreparation(self._current.attempt, reason))
         self._undo()
 
     def _undo(self) -> None:
-        now = self._now
-        assert now is not None
-        self._now = None
+        current = self._current
+        assert current is not None
+        self._current = None
         self._context.announced_blocks = None
-        self._context.commands.append(NoteAborted(now.attempt))
-        if now.restoring:
+        self._context.commands.append(NoteAborted(current.attempt))
+        if current.restoring:
             # A member that cannot serve until it has its layers needs no memory for KV.
             keep_verified = not serves(self._context.stages, self._context.num_layers)
-            self._context.commands.append(UndoRestore(now.attempt, keep_verified))
+            self._context.commands.append(UndoRestore(current.attempt, keep_verified))

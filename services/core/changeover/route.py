@@ -1,4 +1,4 @@
-"""Which layers' KV has to travel between which workers when layers change hands."""
+"""KV transfers between workers that a change of layer ranges requires."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.core.groups.layer_map import Stage
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """KV of one request in layers `first_layer .. end_layer - 1` goes to another worker."""
+    """One request's KV of layers `first_layer .. end_layer - 1`, from worker to worker."""
 
     source: str
     destination: str
@@ -17,7 +17,7 @@ class Transfer:
 
 
 def transfers_between(old: Sequence[Stage], new: Sequence[Stage]) -> tuple[Transfer, ...]:
-    """What moves for a request that `old` stages held and `new` stages are to run."""
+    """The transfers for a request whose KV is at `old` stages and which `new` stages will run."""
     return tuple(
         Transfer(
             source.worker_id,

@@ -1,20 +1,21 @@
-"""A worker as a member of its group: what it does when the group changes (KunServe §4).
+"""The state machine of a worker as a member of a group that changes (KunServe §4).
 
-Theory of operation. The driver hands every event to `handle` and carries out the commands in order;
-an answer of the memory goes back to `handle` before the next command is carried out. Between events
-it may ask for a microbatch with `plan`. Both change the planner inside, which everybody may read.
+Theory of operation. The driver passes every event to `handle` and executes the commands in order;
+the answer to a memory command is passed to `handle` before the next command is executed. Between
+events the driver may request a microbatch with `plan`. Both mutate the planner inside, which anyone
+may read.
 
 Every change (merge, re-merge, split) has the same steps at every member:
 
-1. DRAINING: the old leader launches nothing more, waits until nothing is in flight, and tells its
-   stages (`Drained`). Results that do not come in time are discarded; their positions run again.
-2. The switch: each member runs its new layers and tells its new leader how many blocks it has
-   (`Joined`). JOINING is a leader that waits for that; it takes nothing else meanwhile.
-3. ADOPTING: old leaders hand their sequences to the new ones (`Adopt`). MIGRATING: KV is on its
-   way; a sequence goes on as soon as its KV is where it runs. New requests run at once.
-4. SERVING: no member waits for this one any more, and another change may be prepared.
+1. DRAINING: the old leader launches nothing more, waits until no microbatch is in flight, and
+   notifies its stages (`Drained`). Results that miss the timeout are discarded and run again.
+2. The switch: each member switches to its new layers and reports its blocks to its new leader
+   (`Joined`). A leader that waits for these reports is JOINING and defers all other frames.
+3. ADOPTING: old leaders hand their sequences to the new leaders (`Adopt`). MIGRATING: KV is in
+   transit; a sequence resumes as soon as its KV is where it runs. New requests run at once.
+4. SERVING: no member waits for this worker, and another change may be prepared.
 
-`TRANSITIONS` has what may follow what; a change can come at any time.
+`TRANSITIONS` lists the allowed transitions; a change can be committed in any phase.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, get_args, get_origin
 
-from services.core.changeover import frames
-from services.core.changeover import vocabulary as words
+from services.core.changeover import frames, vocabulary
+from services.core.changeover.adoption import Adoption
 from services.core.changeover.capacity import MemberCapacity
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.frame_handlers import FrameHandlers
@@ -32,10 +33,10 @@ from services.core.changeover.leader_moves import LeaderMoves
 from services.core.changeover.lost_peers import LostPeers
 from services.core.changeover.member_context import MemberContext
 from services.core.changeover.move_window import LINK_BLOCKS_PER_S
+from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
-from services.core.changeover.takeover import Takeover
-from services.core.changeover.unclaimed import Unclaimed
+from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.groups.layer_map import serves
 from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
@@ -61,18 +62,19 @@ from services.core.planner.sequence_names import SequenceNames, request_of
 from services.core.planner.state import PlannerState
 
 DRAIN_TIMEOUT_S = 5.0
-"""After it, a leader discards the microbatches in flight."""
+"""After this time, a leader discards the microbatches in flight."""
 DRAINED_TIMEOUT_S = 20.0
-"""After it, a stage gives its leader up. A leader that hears of the change in time takes less; what
-a later one says of freed requests comes too late, and `Unclaimed` frees their blocks."""
+"""After this time, a stage stops waiting for its leader. A leader that learns of the change in time
+takes less; the releases of a later leader are missed, and `OrphanedKv` frees their blocks."""
 
 HOLD_MAX_S = 2.0
-"""So long batch work alone does not begin an iteration while a group changes: frames and turns of
-the change would wait for its end. What takes longer waits for others, or for the network."""
+"""Longest time for which batch-only iterations are held back while a group changes: the change's
+frames and turns would wait for the end of each. A change that takes longer waits for other workers
+or the network, not for this member's turns."""
 
 
 class MemberPhase(StrEnum):
-    """How far this member is with the newest change that it knows."""
+    """The progress of the newest change at this member; see the module's docstring."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -88,26 +90,22 @@ TRANSITIONS = {
     *((MemberPhase.JOINING, phase) for phase in _SETTLING),
     *((before, after) for before in _SETTLING for after in _SETTLING if before is not after),
 }
-"""A request that comes after this member stopped leading is handed on: ADOPTING again."""
+"""Back to ADOPTING: a request that arrives after this member stopped leading is handed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """What a member is made with.
-
-    `num_layers` are those of the model. `link_blocks_per_s` is what a link between two members
-    carries at least, in KV blocks of one layer.
-    """
+    """The configuration of a member, as in the header of its event log."""
 
     worker_id: str
-    num_layers: int
+    num_layers: int  # of the model
     tied_embeddings: bool
     planner: IterationConfig
-    link_blocks_per_s: float = LINK_BLOCKS_PER_S
+    link_blocks_per_s: float = LINK_BLOCKS_PER_S  # least bandwidth, in KV blocks of one layer
 
 
 class Changeover:
-    """One member. `handle` and `plan` change it; everything else only reads."""
+    """A member. Only `handle` and `plan` mutate it."""
 
     def __init__(
         self,
@@ -122,35 +120,35 @@ class Changeover:
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
         self._kv = StageKv(self._context)
         self._moves = LeaderMoves(self._context, self._kv, link_blocks_per_s)
-        self._unclaimed = Unclaimed(self._context, self._kv)
+        self._orphaned_kv = OrphanedKv(self._context, self._kv)
         self._handover = Handover(self._context)
-        self._takeover = Takeover(self._context, self._moves, self._handover)
+        self._adoption = Adoption(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
         self._preparation = Preparation(self._context)
         self._lost = LostPeers(
-            self._context, self._handover, self._takeover, self._moves, self._unclaimed
+            self._context, self._handover, self._adoption, self._moves, self._orphaned_kv
         )
         self._frames = FrameHandlers(
             self._context,
             self._kv,
             self._moves,
-            self._unclaimed,
+            self._orphaned_kv,
             self._handover,
-            self._takeover,
+            self._adoption,
             self._capacity,
             self._preparation,
             self._lost,
             self._abort,
         )
-        self._next: Configuration | None = None
-        self._leads_whole = True  # a group that has all layers
-        self._drain_until_s = 0.0
-        self._changes_since_s: float | None = None
-        self._aborted: list[str] = []  # sequences, while a new leader waits for its stages
+        self._next: Configuration | None = None  # committed, not entered yet
+        self._leads_all_layers = True  # this worker leads a group that has all layers
+        self._drain_until_s = 0.0  # deadline of DRAINING
+        self._changing_since_s: float | None = None  # None while the group does not change
+        self._aborted: list[str] = []  # sequences whose abort waits until all stages have joined
 
     @classmethod
     def of(cls, config: MemberConfig) -> "Changeover":
-        """With a planner of its own."""
+        """A member with a new planner."""
         return cls(
             config.worker_id,
             config.num_layers,
@@ -159,95 +157,98 @@ class Changeover:
             link_blocks_per_s=config.link_blocks_per_s,
         )
 
-    # --- what there is
+    # --- queries
 
     @property
     def planner(self) -> PlannerState:
-        """The planner of this worker; to be read only."""
+        """The planner of this worker; read-only for callers."""
         return self._context.planner
 
     @property
     def configuration(self) -> Configuration | None:
-        """The present one; None before the first."""
+        """The present configuration; None before the first."""
         return self._context.configuration
 
     @property
     def leads(self) -> bool:
-        """Whether this worker plans; one without a configuration does so alone."""
+        """Whether this worker leads its group; without a configuration it leads itself."""
         return self._context.leads
 
     @property
     def phase(self) -> MemberPhase:
-        """How far the newest change is here."""
+        """The progress of the newest change here."""
         if self._next is not None:
             return MemberPhase.DRAINING
-        if self._takeover.waiting:
+        if self._adoption.waiting:
             return MemberPhase.JOINING
-        if not (self._takeover.settled and self._handover.settled):
+        if not (self._adoption.settled and self._handover.settled):
             return MemberPhase.ADOPTING
         return MemberPhase.MIGRATING if self._moving else MemberPhase.SERVING
 
     @property
     def _moving(self) -> bool:
-        """Whether requests or KV of the present configuration's change still move."""
-        return not (self._has_all and self._kv.settled and self._unclaimed.settled)
+        """Whether requests or KV of the newest change are still in transit."""
+        return not (self._all_arrived and self._kv.settled and self._orphaned_kv.settled)
 
     @property
-    def _has_all(self) -> bool:
-        """Whether every request has found its leader, and KV that is moved here is here."""
-        return self._takeover.settled and self._handover.settled and self._moves.settled
+    def _all_arrived(self) -> bool:
+        """Whether every request has its leader, and all KV has arrived that moves here."""
+        return self._adoption.settled and self._handover.settled and self._moves.settled
 
     @property
-    def _group_waits(self) -> bool:
-        """Whether the last change is not over in the own group; what is left may be of others."""
+    def _own_group_unsettled(self) -> bool:
+        """Whether the last change is unsettled in this group, apart from other groups' KV here."""
         if self._next is not None or self.settled:
             return False
-        return not (self._has_all and self._unclaimed.leader_is_through)
+        return not (self._all_arrived and self._orphaned_kv.leader_is_finished)
 
     @property
     def settled(self) -> bool:
-        """Whether the last change is wholly over, so that another one may be prepared."""
+        """Whether the last change has settled, so that another change may be prepared."""
         return self.phase is MemberPhase.SERVING
 
     @property
     def busy(self) -> bool:
-        """Whether a change, a preparation or a waiting member needs turns."""
-        waits = self._preparation.running or self._capacity.asked or self._lost.desertion.waiting
+        """Whether a change, a preparation or a waiting peer needs turns."""
+        waits = (
+            self._preparation.running or self._capacity.is_awaited or self._lost.isolation.waiting
+        )
         return waits or not self.settled
 
     @property
-    def shelf_due_s(self) -> float | None:
-        """When the leader gets the batch requests that rest here; None if none does."""
-        return self._handover.shelf.due_s
+    def parked_due_s(self) -> float | None:
+        """When the parked batch requests go to the leader; None if there are none."""
+        return self._handover.parked.due_s
 
     def needs_turn(self, now_s: float) -> bool:
-        """Whether `TurnTaken` can do anything now."""
-        due_s = self.shelf_due_s
+        """Whether a `TurnTaken` has work to do now."""
+        due_s = self.parked_due_s
         return self.busy or (due_s is not None and due_s <= now_s)
 
     @property
     def draining(self) -> bool:
-        """Whether a configuration is committed that it has yet to enter."""
+        """Whether a configuration is committed that this member has yet to enter."""
         return self._next is not None
 
     @property
     def left(self) -> bool:
-        """Whether its group goes on without it: its requests are over here."""
-        return self._lost.desertion.left
+        """Whether its group continues without this member, which has aborted its requests."""
+        return self._lost.isolation.expired
 
     @property
     def may_plan(self) -> bool:
-        """Whether this worker plans now."""
-        if self._lost.desertion.lost_member:
+        """Whether this worker may launch microbatches now."""
+        if self._lost.isolation.lost_member:
             return False
-        return self._leads_whole and self._next is None and not self._takeover.waiting
+        return self._leads_all_layers and self._next is None and not self._adoption.waiting
 
     def holds_batch_work(self, now_s: float) -> bool:
-        """Whether no iteration begins now, since it would have batch work alone.
+        """Whether to hold back an iteration because it would contain only batch work.
 
-        That is while a group of one changes, for `HOLD_MAX_S` at most, where batch work yields.
+        Applies to single-worker groups during a change, for at most `HOLD_MAX_S`, if batch work is
+        preemptible.
         """
-        since_s, planner = self._changes_since_s, self._context.planner
+        since_s, planner = self._changing_since_s, self._context.planner
         if since_s is None or now_s - since_s >= HOLD_MAX_S or planner.stages > 1:
             return False
         yields = planner.sequence_table.precedence.batch_yields
@@ -255,42 +256,44 @@ class Changeover:
 
     @property
     def return_due_s(self) -> float | None:
-        """From when `WaitLooked` gives requests back; None if it gives none back."""
+        """The time from which `WaitLooked` returns requests; None if it returns none."""
         return self._context.planner.return_due(may_start=self.leads)
 
     def name_of(self, request_id: str) -> str:
-        """The sequence that answers a request here; "" if none does."""
+        """The id of the sequence that answers a request here; "" if there is none."""
         return self._context.names.name_of(request_id)
 
     def kv_blocks_for(self, transfer_id: str, request_id: str) -> tuple[int, ...]:
-        """Where KV that arrives is to be stored; () if it is not expected any more."""
+        """Block ids for the KV of an incoming transfer; () if it is not expected any more."""
         return self._kv.blocks_for(transfer_id, request_id)
 
     def check_invariants(self) -> None:
-        """Check the parts, and that they agree; call it after every event in tests."""
+        """Raise AssertionError on inconsistent state; tests call it after every event."""
         self._moves.check_invariants()
         if self.leads and self._next is None:
             self.planner.check_invariants()
         self.planner.table.check_invariants()
         if self.settled and self.leads:
-            assert not self.planner.held, "a sequence is held for nothing"
+            assert not self.planner.held, "a sequence is held although nothing moves"
         assert self._next is None or self._next.epoch > self._epoch
         if (configuration := self.configuration) is not None:
             leads_whole = configuration.leads and self._serves(configuration)
-            assert self._leads_whole == (leads_whole and not self.left)
+            assert self._leads_all_layers == (leads_whole and not self.left)
 
-    # --- what changes it
+    # --- mutation
 
-    def handle(self, event: words.Event) -> list[words.Command]:
-        """Apply one event; return what the driver must do, in order."""
+    def handle(self, event: vocabulary.Event) -> list[vocabulary.Command]:
+        """Apply an event; returns the commands for the driver, in order."""
         context = self._context
-        if isinstance(event, _OF_PLANNER):  # nearly every event: it changes no phase
+        # Two shortcuts for the most frequent events, which cannot change the phase.
+        if isinstance(event, _OF_PLANNER):
             context.change(event)
-        elif isinstance(event, RequestArrived) and self.may_plan:  # a leader stays in its phase
+        elif isinstance(event, RequestArrived) and self.may_plan:
             context.now_s = event.now_s
             self._arrive(event)
         elif isinstance(event, WaitLooked):
-            context.change(replace(event, may_start=self.leads))  # else also what rests here
+            # A worker that does not lead also returns its parked batch requests.
+            context.change(replace(event, may_start=self.leads))
         else:
             before = self.phase
             context.now_s = getattr(event, "now_s", context.now_s)
@@ -302,19 +305,20 @@ class Changeover:
         return commands
 
     def _note_changing(self, now_s: float | None) -> None:
-        """Note since when its group has been changing, by the first event since that has a time."""
+        """Track since when the group has been changing: the first event then that has a time."""
         if not (self.busy or self._preparation.expected):
-            self._changes_since_s = None
-        elif self._changes_since_s is None:
-            self._changes_since_s = now_s
+            self._changing_since_s = None
+        elif self._changing_since_s is None:
+            self._changing_since_s = now_s
 
     def plan(self, now_s: float) -> Microbatch | None:
-        """Start the next microbatch as leader; None when there is nothing to run, or no slot."""
+        """Plan the leader's next microbatch; None without work or without a pipeline slot."""
         planner = self._context.planner
         if not self.may_plan or not planner.has_slot:
             return None
         microbatch = planner.plan(now_s)
         if microbatch is not None:
+            # Their blocks may be in the microbatch already: no transfer may read or write them.
             if microbatch.released:
                 self._kv.forget(microbatch.released)
             self._kv.claim(chunk.request_id for chunk in microbatch.batch.chunks)
@@ -323,186 +327,191 @@ class Changeover:
     # --- requests
 
     def _arrive(self, event: RequestArrived) -> None:
-        """Start a request; one that a sequence answers here already goes on as it is.
+        """Start a request, unless a sequence already answers it here.
 
-        An adopted sequence is replaced: the gateway lost its worker and does not know of it.
+        An adopted sequence is replaced: the gateway lost the worker that led it before, and does
+        not know that it was adopted.
         """
         context = self._context
-        name = event.request.request_id
-        current = context.names.name_of(request_of(name))
+        seq_id = event.request.request_id
+        current = context.names.name_of(request_of(seq_id))
         if current in context.planner.sequences:
             if not context.names.was_adopted(current):
-                context.commands.append(known_already(name))
+                context.commands.append(known_already(seq_id))
                 return
             self._abort(current)
-        context.names.begin(name)
+        context.names.begin(seq_id)
         context.change(event)
-        # Before a switch it waits for the switch, as all others do.
-        if self._next is None and not context.leads and name in context.planner.sequences:
-            # It came after this worker had stopped leading.
-            self._handover.send(name, context.leader)
+        # This worker has stopped leading: hand the request over. While a switch is due, the request
+        # waits for it like all others.
+        if self._next is None and not context.leads and seq_id in context.planner.sequences:
+            self._handover.send(seq_id, context.leader)
 
     def _abort_request(self, event: RequestAborted) -> None:
         self._abort(self._context.names.name_of(event.request_id))
 
-    def _abort(self, name: str) -> None:
-        """Nobody wants a sequence any more, wherever it is; "" and unknown ones are ignored."""
-        self._context.names.end(name)
-        if self._handover.abort(name):
+    def _abort(self, seq_id: str) -> None:
+        """Abort a sequence wherever it is; "" and unknown sequences are ignored."""
+        self._context.names.end(seq_id)
+        if self._handover.abort(seq_id):
             return
-        if self._takeover.waiting:
-            # Its KV may be at stages of the last configuration, which only a move tells to free it.
-            self._aborted.append(name)
+        if self._adoption.waiting:
+            # Its KV may be at stages of the last configuration, which only a move's end frees.
+            self._aborted.append(seq_id)
             return
-        self._context.change(RequestAborted(self._context.now_s, name))
+        self._context.change(RequestAborted(self._context.now_s, seq_id))
 
     # --- changes
 
-    def _commit(self, event: words.ConfigurationCommitted) -> None:
+    def _commit(self, event: vocabulary.ConfigurationCommitted) -> None:
         new = Configuration.of(self._context.worker_id, event.groups)
         newest = self._next or self._context.configuration
         if newest is not None and new.epoch <= newest.epoch:
             return
-        passed = self._next or self._preparation.ready_before(new)
-        if passed is not None:
-            for peer in sorted(passed.members - {new.worker_id}):
-                self._context.commands.append(words.SendFrame(peer, frames.Passed(), passed.own))
+        # Skipped configurations may have been entered by others, who would wait for this member.
+        skipped = self._next or self._preparation.ready_before(new)
+        if skipped is not None:
+            for peer in sorted(skipped.members - {new.worker_id}):
+                self._context.commands.append(
+                    vocabulary.SendFrame(peer, frames.EpochAbandoned(), skipped.own)
+                )
         self._next = new
-        self._preparation.outdate()
+        self._preparation.drop_queued()
         timeout_s = DRAIN_TIMEOUT_S if self._context.leads else DRAINED_TIMEOUT_S
         self._drain_until_s = event.now_s + timeout_s
 
-    def _take_turn(self, event: words.TurnTaken) -> None:
-        if self._next is None and self._lost.desertion.leave(event.now_s):
-            self._leave_group()
-        if self._lost.desertion.ends_no_change(event.now_s) and self._group_waits:
-            self._preparation.refuse_waiting()
+    def _take_turn(self, event: vocabulary.TurnTaken) -> None:
+        if self._next is None and self._lost.isolation.expire(event.now_s):
+            self._abort_all()
+        if self._lost.isolation.cannot_settle(event.now_s) and self._own_group_unsettled:
+            self._preparation.refuse_queued()
         self._preparation.advance(self.settled)
         if self._next is not None and self._is_drained(self._next, event.now_s):
             self._end_configuration(self._next)
             self._preparation.end(self._next)
-            self._context.commands.append(words.SwitchStage(self._next))
-            return  # the answer goes on
+            self._context.commands.append(vocabulary.SwitchStage(self._next))
+            return  # `StageSwitched`, the answer, continues the change
         self._begin_when_joined()
-        if self._next is None and not self._lost.desertion.lost_member:
-            self._handover.clear_shelf()
-        if not self._takeover.waiting:
+        if self._next is None and not self._lost.isolation.lost_member:
+            self._handover.hand_over_parked()
+        if not self._adoption.waiting:
             self._moves.advance()
-            if self._has_all:
-                self._unclaimed.tell(self._lost.left)
+            if self._all_arrived:
+                self._orphaned_kv.announce(self._lost.unreachable)
         self._capacity.answer()
         self._kv.sweep()
 
     def _is_drained(self, new: Configuration, now_s: float) -> bool:
-        """Whether the present configuration can be left: no frame of it is expected any more.
-
-        If a member was lost, nothing in flight comes back to the leader. Its stages wait for its
-        last word if they stay together: a change of the same members has connected them again. A
-        stage that goes another way than a lost leader does as after `DRAINED_TIMEOUT_S`.
-        """
+        """Whether this member may leave the present configuration: it expects no frame of it."""
         if now_s > self._drain_until_s or not self._serves(new):
             return True
-        if self._context.leader in self._lost.told - new.own.workers:
+        # A lost leader that is not in this member's new group will not send `Drained`. If it is, a
+        # change of the same members has reconnected them, and its frames are still to come.
+        if self._context.leader in self._lost.lost_workers - new.own.workers:
             return True
         if not self._context.leads and self._frames.drained:
             if not self._frames.leader_has_left:
                 return self._handover.settled
-            return self._handover.settled_beside(self._context.leader)
-        ended = self._lost.desertion.lost_member or not self.planner.in_flight
+            return self._handover.settled_except(self._context.leader)
+        # After the loss of a member, microbatches in flight do not return to the leader.
+        ended = self._lost.isolation.lost_member or not self.planner.in_flight
         return self._context.leads and self._handover.settled and ended
 
     def _end_configuration(self, new: Configuration) -> None:
-        """Free all that this configuration does not pass on, and tell its other stages.
+        """Free what the next configuration does not keep, and notify the members left behind.
 
-        It comes right before the switch, after which the next leader is told how many blocks are
-        used here. Members of the last change that are not in this one are told not to wait.
+        Called right before the switch: after it, `Joined` reports the blocks in use here.
         """
         context, old = self._context, self._context.configuration
+        # Members of the last change that are not in the new one must not wait for frames or KV.
         if old is not None and self._moving:
             for peer in sorted(old.members - old.own.workers - new.members):
-                context.send(peer, frames.Passed())
+                context.send(peer, frames.EpochAbandoned())
         if old is not None:
             for peer in sorted(old.own.workers - new.members):
-                context.send(peer, frames.Farewell())
+                context.send(peer, frames.MemberRemoved())
         if context.planner.in_flight:
-            context.change(FlightDiscarded())  # they did not come back in time, and run again
+            context.change(FlightDiscarded())  # they missed the timeout, and run again
         self._handover.end_aborted()
         released = context.take_freed(ConfigurationEnded())
         if context.leads:
             context.send_along(frames.Drained(released))
-            for stage in context.stages[1:]:  # behind every `Adopted` that goes to them
+            for stage in context.stages[1:]:  # in order behind every `Adopted` to them
                 context.send(stage.worker_id, frames.AllAdopted())
 
-    def _switched(self, answer: words.StageSwitched) -> None:
-        """This worker runs other layers from here on."""
+    def _switched(self, answer: vocabulary.StageSwitched) -> None:
+        """Enter the new configuration: the memory runs its layers now."""
         context, new = self._context, self._next
         assert new is not None
         old = context.configuration
         if not self._serves(new) or (old is not None and old.own.workers - new.members):
-            self._start_over()
-            self._share_out(old)
+            self._recompute_all()
+            self._note_division(old)
         if answer.blocks >= context.table.pool.num_blocks:
             context.change(PoolGrown(answer.blocks))
+        # From here on the old stages are known only to the hand-over; all parts start afresh.
         self._handover.begin()
         context.configuration, self._next = new, None
-        self._leads_whole = new.leads and self._serves(new)
+        self._leads_all_layers = new.leads and self._serves(new)
         self._frames.enter()
         self._lost.enter()
         self._kv.enter(answer)
-        self._unclaimed.enter()
+        self._orphaned_kv.enter()
         self._moves.enter()
         self._capacity.enter()
         context.names.keep_only(context.planner.sequences)
-        self._takeover.enter()
+        self._adoption.enter()
         if not new.leads:
+            # Before the hand-over: the leader counts blocks first, then adopts sequences.
             table = context.table
             context.send(new.leader, frames.Joined(table.pool.usable, table.block_count))
-        self._handover.deal(new)
+        self._handover.distribute(new)
         if not new.leads:
-            # The new leader counts what other stages have.
+            # The ledger of the other stages' blocks is the new leader's.
             context.change(StagesConfigured())
         for leader in sorted(new.leaders - {context.worker_id}):
             context.send(leader, frames.AllAdopted())
         self._begin_when_joined()
 
-    def _start_over(self) -> None:
-        """A member is not in the change, and with it KV of every request is lost.
+    def _recompute_all(self) -> None:
+        """Preempt all requests: a former member is not in the change, and its KV is lost.
 
-        It has died, or this member has missed a change that parted them. The requests that this
-        member leads wait until it has all layers, and are computed again: their tokens are here.
-        Those that the lost member led are its gateways' to ask for anew.
+        It has died, or this member missed a change that separated them. The requests that this
+        member leads wait until its group has all layers, and are recomputed from their tokens. The
+        gateways retry those that the lost member led.
         """
         context = self._context
-        for name in tuple(context.planner.sequences):
-            context.change(SequencePreempted(name))
+        for seq_id in tuple(context.planner.sequences):
+            context.change(SequencePreempted(seq_id))
         self._kv.release_everything()
-        context.take_freed(ReleasedTaken())  # nobody is left to hear of them
+        context.take_freed(ReleasedTaken())  # no stage is left to notify
 
-    def _share_out(self, old: Configuration | None) -> None:
-        """Former members may compute some requests of this leader again; their gateways see to it.
+    def _note_division(self, old: Configuration | None) -> None:
+        """Note in the planner that former members may recompute some of this leader's requests.
 
-        A member whose loss nobody has told counts as one that lives.
+        Their gateways retry them there. Members count as alive unless reported lost.
         """
         if old is not None and old.leads:
-            living = old.own.workers - self._lost.told
+            living = old.own.workers - self._lost.lost_workers
             self._context.change(GroupDivided(len(living)))
 
-    def _leave_group(self) -> None:
-        """Its group goes on without this member: whoever wants its requests asks elsewhere."""
-        self._leads_whole = False
-        for name in tuple(self._context.planner.sequences):
-            self._abort(name)
+    def _abort_all(self) -> None:
+        """Abort all requests: the group continues without this member, and clients retry there."""
+        self._leads_all_layers = False
+        for seq_id in tuple(self._context.planner.sequences):
+            self._abort(seq_id)
 
     def _begin_when_joined(self) -> None:
-        for peer, frame in self._takeover.begin_when_joined():
+        """Start to lead once all stages have joined, and handle deferred frames and aborts."""
+        for peer, frame in self._adoption.begin_when_joined():
             self._frames.take(peer, frame)
-        self._lost.leave_told()
-        if self._aborted and not self._takeover.waiting:
+        self._lost.give_up_lost()
+        if self._aborted and not self._adoption.waiting:
             aborted, self._aborted = self._aborted, []
-            for name in aborted:
-                self._abort(name)
+            for seq_id in aborted:
+                self._abort(seq_id)
 
-    # --- small things of the table below
+    # --- helpers
 
     @property
     def _epoch(self) -> int:
@@ -517,24 +526,22 @@ _OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,
-    words.ConfigurationCommitted: Changeover._commit,
-    words.TurnTaken: Changeover._take_turn,
-    words.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
-    words.PeersLost: lambda self, event: self._lost.note_lost(event),
-    words.StageSwitched: Changeover._switched,
-    words.DepartedReleased: lambda self, event: self._kv.note_released(event),
-    words.KvArrived: lambda self, event: self._kv.note_arrived(event.transfer_id),
-    words.KvSent: lambda self, event: self._kv.note_sent(event.transfer_id),
-    words.KvFailed: lambda self, event: self._kv.note_failed(event.transfer_id),
-    words.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
-    words.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
-    words.MembersConnected: lambda self, event: self._preparation.note_connected(event),
-    words.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),
-    words.KvShrunk: lambda self, event: self._preparation.note_shrunk(event),
-    words.SlabVerified: lambda self, event: self._preparation.note_verified(event),
-    words.KvMapped: lambda self, _event: self._preparation.note_mapped(),
-    words.RestoreFailed: lambda self, event: self._preparation.note_failed(event),
-    words.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
+    vocabulary.ConfigurationCommitted: Changeover._commit,
+    vocabulary.TurnTaken: Changeover._take_turn,
+    vocabulary.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
+    vocabulary.PeersLost: lambda self, event: self._lost.note_lost(event),
+    vocabulary.StageSwitched: Changeover._switched,
+    vocabulary.DepartedReleased: lambda self, event: self._kv.note_released(event),
+    TransferOutcome: lambda self, event: self._kv.note_outcome(event),
+    vocabulary.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
+    vocabulary.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
+    vocabulary.MembersConnected: lambda self, event: self._preparation.note_connected(event),
+    vocabulary.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),
+    vocabulary.KvShrunk: lambda self, event: self._preparation.note_shrunk(event),
+    vocabulary.SlabVerified: lambda self, event: self._preparation.note_verified(event),
+    vocabulary.KvMapped: lambda self, _event: self._preparation.note_mapped(),
+    vocabulary.RestoreFailed: lambda self, event: self._preparation.note_failed(event),
+    vocabulary.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
-_known = {get_origin(kind) or kind for kind in get_args(words.Event)}
-assert _EVENTS.keys() | {*_OF_PLANNER, WaitLooked} == _known, "each event has one handler"
+_known = {get_origin(kind) or kind for kind in get_args(vocabulary.Event)}
+assert _EVENTS.keys() | {*_OF_PLANNER, WaitLooked} == _known, "each event has a handler"

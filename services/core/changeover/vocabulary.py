@@ -1,7 +1,7 @@
-"""Events and commands of a member's change-over.
+"""Events and commands of the change-over state machine of a group member.
 
-Slow work is a command with an event for its end, so that a turn stays bounded. The answer to a
-command of the memory comes at once, before the next event of another kind.
+Slow work is a command whose completion is an event of its own, so that each turn stays bounded. A
+`MemoryCommand` is answered synchronously, before any other event is handled.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, get_args
 from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.frames import Activations, MemberFrame
 from services.core.changeover.route import Transfer
+from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.planner.events import (
     ClientCommand,
     IterationEvent,
@@ -28,9 +29,9 @@ FrameT = TypeVar("FrameT")
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationCommitted:
-    """The groups of a change are committed, one of which has this worker as a member.
+    """A change of groups is committed, and one of its `groups` has this worker as a member.
 
-    A configuration that is not newer than the present one has no effect.
+    Ignored unless its epoch is newer than the present configuration's.
     """
 
     now_s: float
@@ -39,14 +40,14 @@ class ConfigurationCommitted:
 
 @dataclass(frozen=True, slots=True)
 class TurnTaken:
-    """Time has passed: go on with what is under way. Called between iterations."""
+    """The clock tick between iterations: continue whatever is in progress."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class FrameReceived(Generic[FrameT]):
-    """A frame of the present epoch has come from `peer`, in the order of its sending."""
+    """A frame of the present epoch from `peer`, in sending order."""
 
     now_s: float
     peer: str
@@ -55,7 +56,7 @@ class FrameReceived(Generic[FrameT]):
 
 @dataclass(frozen=True, slots=True)
 class PeersLost:
-    """Every member of the present change that was lost since this worker entered it."""
+    """All members of the present change that were lost since this worker entered it."""
 
     now_s: float
     workers: frozenset[str]
@@ -63,7 +64,11 @@ class PeersLost:
 
 @dataclass(frozen=True, slots=True)
 class StageSwitched:
-    """Answer to `SwitchStage`: every layer has `blocks`; `departed`: KV of other layers is here."""
+    """Answer to `SwitchStage`.
+
+    Each layer of the new stage has `blocks` blocks. `departed`: KV of layers that left the stage is
+    still stored here.
+    """
 
     blocks: int
     departed: bool
@@ -71,38 +76,17 @@ class StageSwitched:
 
 @dataclass(frozen=True, slots=True)
 class DepartedReleased:
-    """Answer to `ReleaseDeparted`, with the same meaning as in `StageSwitched`."""
+    """Answer to `ReleaseDeparted`; the fields are those of `StageSwitched`."""
 
     blocks: int
     departed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class KvArrived:
-    """A transfer of KV to this member is complete and verified."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvSent:
-    """A transfer of KV from this member is complete; its receiver says so to the leader."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class KvFailed:
-    """A transfer of KV from or to this member has failed."""
-
-    transfer_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class PreparationAsked:
-    """Get ready for groups that may be committed; answered by `EndPreparation`.
+    """Prepare for `groups`, which may be committed later; answered by `EndPreparation`.
 
-    It begins once the last change is over here, however long the asker waits for that.
+    The preparation starts once the last change has settled here, with no time limit.
     """
 
     attempt: str
@@ -111,14 +95,14 @@ class PreparationAsked:
 
 @dataclass(frozen=True, slots=True)
 class PreparationAborted:
-    """The attempt will never be committed; unknown ones are ignored."""
+    """The attempt will never be committed. Unknown attempts are ignored."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class MembersConnected:
-    """End of `ConnectMembers`; `unreachable` names a member that did not answer in time."""
+    """End of `ConnectMembers`; `unreachable` is a member that did not connect in time, or ""."""
 
     attempt: str
     unreachable: str = ""
@@ -126,9 +110,9 @@ class MembersConnected:
 
 @dataclass(frozen=True, slots=True)
 class RestoreMeasured:
-    """Answer to `MeasureRestore`: `blocks` remain beside what returns.
+    """Answer to `MeasureRestore`: room for `blocks` KV blocks remains beside the parameters.
 
-    `missing` are the slabs whose parameters are not here, `returning` the layers that come back.
+    `missing`: slabs whose parameters must be fetched; `returning`: layers to be restored.
     """
 
     blocks: int
@@ -138,14 +122,14 @@ class RestoreMeasured:
 
 @dataclass(frozen=True, slots=True)
 class KvShrunk:
-    """End of `ShrinkKv`: the memory of the blocks that went is free."""
+    """End of `ShrinkKv`: the memory of the removed blocks is unmapped."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class SlabVerified:
-    """End of `RestoreSlab`: the slab may run, or (not `intact`) its holder sent it not whole."""
+    """End of `RestoreSlab`: the slab is verified, or its transfer failed (not `intact`)."""
 
     attempt: str
     slab: str
@@ -154,19 +138,19 @@ class SlabVerified:
 
 @dataclass(frozen=True, slots=True)
 class KvMapped:
-    """Answer to `MapKv`."""
+    """Answer to `MapKv`: the returning layers have KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFailed:
-    """Instead of another answer: this member cannot have the layers, with one sentence of cause."""
+    """Replaces any answer of a preparation: the layers cannot be restored, for `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreUndone:
-    """Answer to `UndoRestore`: every layer of the present stage has `blocks`."""
+    """Answer to `UndoRestore`: each layer of the present stage has `blocks` blocks."""
 
     blocks: int
 
@@ -180,9 +164,7 @@ Event = (
     | PeersLost
     | StageSwitched
     | DepartedReleased
-    | KvArrived
-    | KvSent
-    | KvFailed
+    | TransferOutcome
     | PreparationAsked
     | PreparationAborted
     | MembersConnected
@@ -199,9 +181,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendFrame(Generic[FrameT]):
-    """Send a frame to a member, perhaps this one itself; to one that is lost it is dropped.
+    """Send a frame to a member, which may be this worker; frames to lost members are dropped.
 
-    It goes out with the epoch of the present configuration, or with that of `group`.
+    The frame carries the epoch of the present configuration, or of `group`.
     """
 
     peer: str
@@ -211,16 +193,16 @@ class SendFrame(Generic[FrameT]):
 
 @dataclass(frozen=True, slots=True)
 class RunStage:
-    """Run this stage of a microbatch, and pass the result on."""
+    """Run this stage of a microbatch and forward the result to the next stage or the leader."""
 
     frame: Activations
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchStage:
-    """Run the layers of this configuration from now on, and send frames of its epoch.
+    """Run the layers of this configuration from now on, and send frames with its epoch.
 
-    The only pause that a change makes. Answered by `StageSwitched`.
+    This is the only pause of a change. Answered by `StageSwitched`.
     """
 
     configuration: Configuration
@@ -228,7 +210,7 @@ class SwitchStage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseDeparted:
-    """Free KV of departed layers from block `blocks` on; only lower blocks are needed.
+    """Free KV of departed layers from block id `blocks` on; only lower ids are still needed.
 
     Answered by `DepartedReleased`.
     """
@@ -238,7 +220,7 @@ class ReleaseDeparted:
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """Send KV of a request's first `blocks` blocks; ends with a transfer event."""
+    """Send the KV of a request's first `blocks` blocks; ends with a `TransferOutcome`."""
 
     transfer_id: str
     request_id: str
@@ -248,21 +230,24 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfer:
-    """Nobody needs what this member sends any more."""
+    """Cancel an outgoing transfer: its KV is obsolete, or its blocks are about to be freed."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectMembers:
-    """Have lanes to every other member of the change; ends with `MembersConnected`."""
+    """Connect both lanes to every other member of the change; ends with `MembersConnected`."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureRestore:
-    """What a stage of these layers lacks, and what room it leaves: `RestoreMeasured`."""
+    """Measure missing parameters and remaining KV room of a stage with these layers.
+
+    Answered by `RestoreMeasured`.
+    """
 
     first_layer: int
     end_layer: int
@@ -270,7 +255,7 @@ class MeasureRestore:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkKv:
-    """Keep only blocks below `blocks`, of which those below `used` have owners.
+    """Unmap the KV of block ids from `blocks` on; only ids below `used` are in use.
 
     Ends with `KvShrunk`.
     """
@@ -282,9 +267,10 @@ class ShrinkKv:
 
 @dataclass(frozen=True, slots=True)
 class RestoreSlab:
-    """Fetch a slab from the member `holder`, "": from the model folder, and verify it.
+    """Fetch a slab from the member `holder`, or from the model folder if it is "", and verify it.
 
-    Ends with `SlabVerified`, or with `RestoreFailed` if the folder has not what was loaded.
+    Ends with `SlabVerified`, or with `RestoreFailed` if the folder's parameters differ from those
+    that were loaded at the start.
     """
 
     attempt: str
@@ -294,16 +280,17 @@ class RestoreSlab:
 
 @dataclass(frozen=True, slots=True)
 class MapKv:
-    """Give layers that come back as many blocks as the stage has. Answered by `KvMapped`."""
+    """Map as many KV blocks for the returning layers as the stage has. Answered by `KvMapped`."""
 
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UndoRestore:
-    """Take back what a preparation did to the memory. Answered by `RestoreUndone`.
+    """Roll back the memory changes of a preparation. Answered by `RestoreUndone`.
 
-    `keep_verified`: slabs that came whole stay, so that the next attempt goes on where this ended.
+    `keep_verified`: keep slabs that were restored and verified, so that the next attempt need not
+    fetch them again.
     """
 
     attempt: str
@@ -312,7 +299,7 @@ class UndoRestore:
 
 @dataclass(frozen=True, slots=True)
 class EndPreparation:
-    """Tell the asker that this member is ready, or why it is not (`refusal`)."""
+    """Report to the coordinator that this member is ready, or why it is not (`refusal`)."""
 
     attempt: str
     refusal: str | None = None
@@ -320,21 +307,21 @@ class EndPreparation:
 
 @dataclass(frozen=True, slots=True)
 class NoteAborted:
-    """A preparation was aborted; an audit holds it against later commits."""
+    """A preparation was aborted; audits check that it is never committed."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoteAdopted:
-    """This member leads a sequence from now on that another one began."""
+    """This member now leads a sequence that another leader started."""
 
     sequence: SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class NoteMoved:
-    """The member `worker_id` of `group` has adopted a sequence, from token `next_index` on."""
+    """Leader `worker_id` of `group` has adopted a sequence; it emits tokens from `next_index`."""
 
     request_id: str
     worker_id: str
@@ -362,7 +349,11 @@ Command = (
 
 
 def log_name(value: Any) -> str:
-    """What an event or command is called in a log: a frame's name is part of its carrier's."""
+    """The type name of an event or command in an event log.
+
+    Events and commands that carry a frame are logged as "FrameReceived[Adopt]": the frame is a
+    union, so a reader needs its type to decode it.
+    """
     name = type(value).__name__
     if isinstance(value, FrameReceived | SendFrame):
         return f"{name}[{type(value.frame).__name__}]"
@@ -379,4 +370,4 @@ def _logged() -> dict[str, Any]:
 
 
 LOGGED: dict[str, Any] = _logged()
-"""What a member's log holds beside facts, by `log_name`."""
+"""Types in a member's event log besides facts, by `log_name`."""

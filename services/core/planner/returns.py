@@ -4,7 +4,7 @@ The capacity that the scheduler saw may be gone when a request arrives, since ru
 The request would then wait for them, even if another group has capacity. So a `returnable` request
 that has not started within `RETURN_AFTER_S` returns to the scheduler, keeps its place in the queue
 by its arrival time, and runs wherever capacity is free first. The same holds for requests parked at
-a worker that no longer leads a group and thus plans nothing (`Shelf`).
+a worker that no longer leads a group and thus plans nothing (`ParkedBatch`).
 
 While the first request could start, none returns: it only waits for the end of an iteration or for
 its turn. Batch requests are an exception: blocks may be free while deadlines leave no slack, for an

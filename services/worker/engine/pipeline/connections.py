@@ -1,4 +1,4 @@
-"""Which members this engine is connected to, on both lanes."""
+"""The connections of this engine to other members, on both lanes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,57 +8,55 @@ from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 
 RETRY_S = 0.05
-"""A peer in the middle of an iteration refuses a connection until the iteration has ended."""
+"""Pause before a refused connection is retried: a busy peer refuses until its iteration ends."""
 
 
 @dataclass(slots=True)
 class _Peers:
-    """The connections of one lane: the process behind each name, and the names that are awaited.
-
-    `awaited`: with the nonce of the connection. `retry_s`: when a peer that refused may be asked
-    again. `lost`: processes that were connected and lost, even if they are connected again: frames
-    between the two are missing until the next configuration.
-    """
+    """The connections of a lane, by worker id."""
 
     lane: Lane
-    connected: dict[str, Identity] = field(default_factory=dict)
-    awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)
-    retry_s: dict[str, float] = field(default_factory=dict)
+    connected: dict[str, Identity] = field(default_factory=dict)  # the connected process
+    awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)  # process and nonce
+    retry_s: dict[str, float] = field(default_factory=dict)  # when to dial a refusing peer again
+    # Processes that were connected and lost. They stay in here after a reconnect until the next
+    # configuration, since the frames in between are missing.
     lost: set[Identity] = field(default_factory=set)
 
     def note(self, event: LaneEvent, now_s: float) -> None:
-        name = event.peer.worker_id
+        worker_id = event.peer.worker_id
         match event:
             case PeerConnected(peer=peer):
-                self.connected[name] = peer
-                self.awaited.pop(name, None)
-                self.retry_s.pop(name, None)
+                self.connected[worker_id] = peer
+                self.awaited.pop(worker_id, None)
+                self.retry_s.pop(worker_id, None)
             case PeerLost(peer=peer):
-                # A refusal does not name the process, and a lost one may have a successor.
+                # A refusal does not name the process, and a lost process may have a successor: only
+                # an event of the awaited process ends the attempt.
                 self.lose(peer)
-                awaited, _ = self.awaited.get(name, (None, ""))
+                awaited, _ = self.awaited.get(worker_id, (None, ""))
                 if awaited is not None and peer.incarnation in ("", awaited.incarnation):
-                    del self.awaited[name]
-                    self.retry_s[name] = now_s + RETRY_S
+                    del self.awaited[worker_id]
+                    self.retry_s[worker_id] = now_s + RETRY_S
 
     def has(self, peer: Identity) -> bool:
-        """Whether there is a connection to this very process."""
+        """Whether the lane is connected to exactly this process."""
         return self.connected.get(peer.worker_id) == peer and self.lane.has(peer.worker_id)
 
-    def look(self) -> None:
-        """Lose what has ended without an event for this end."""
-        for peer in [one for one in self.connected.values() if not self.has(one)]:
+    def detect_lost(self) -> None:
+        """Mark connections as lost that ended without an event at this end."""
+        for peer in [peer for peer in self.connected.values() if not self.has(peer)]:
             self.lose(peer)
 
     def lose(self, peer: Identity) -> None:
-        """A connection to this process is gone, if there was one."""
+        """Mark the connection to this process as lost, if there was one."""
         if self.connected.get(peer.worker_id) == peer:
             del self.connected[peer.worker_id]
             self.lost.add(peer)
 
 
 class Connections:
-    """Connects pairs of workers: the one with the smaller id dials, the other one expects it."""
+    """Connects pairs of workers: the smaller worker id dials, the other side expects it."""
 
     def __init__(self, activations: Lane, bulk: Lane, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -66,10 +64,12 @@ class Connections:
         self._bulk = _Peers(bulk)
 
     def open(self, own: MemberPlan, peer: MemberPlan) -> None:
-        """Connect to a peer, or expect it, on each lane that has no connection to it.
+        """Dial or expect a peer on each lane that is not connected to it.
 
-        To be repeated until `has`: a peer that connects before it is expected is refused. Raises
-        LaneFull if too many are expected.
+        Repeat it until `has`: a peer that dials before it is expected is refused.
+
+        Raises:
+            LaneFull: if too many peers are expected.
         """
         identity = Identity(peer.worker_id, peer.incarnation)
         for peers, theirs, ours in (
@@ -78,65 +78,67 @@ class Connections:
         ):
             if peers.has(identity):
                 continue
-            peers.lose(identity)  # this end may have got no event of that
+            peers.lose(identity)  # the connection may have ended without an event here
             if own.worker_id < peer.worker_id:
                 self._dial(peers, identity, theirs)
             else:
                 self._expect(peers, identity, ours)
 
     def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
-        """Connect, unless an attempt to do so is under way, the end of which is an event."""
-        name = peer.worker_id
-        waiting, _ = peers.awaited.get(name, (None, ""))
-        if waiting != peer and self._now_s() >= peers.retry_s.get(name, 0.0):
-            peers.awaited[name] = (peer, theirs.nonce)
-            peers.lane.connect(name, theirs.address, theirs.nonce.encode())
+        """Dial a peer, unless an attempt is in progress; an event reports the end of an attempt."""
+        worker_id = peer.worker_id
+        waiting, _ = peers.awaited.get(worker_id, (None, ""))
+        if waiting != peer and self._now_s() >= peers.retry_s.get(worker_id, 0.0):
+            peers.awaited[worker_id] = (peer, theirs.nonce)
+            peers.lane.connect(worker_id, theirs.address, theirs.nonce.encode())
 
     def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
-        """Let a peer in; one that never came in an earlier attempt has another nonce now."""
+        """Expect a peer; replaces the nonce of an earlier attempt in which it did not connect."""
         if peers.awaited.get(peer.worker_id) != (peer, ours.nonce):
             peers.lane.expect(peer, ours.nonce.encode())
             peers.awaited[peer.worker_id] = (peer, ours.nonce)
 
     def has(self, peer: MemberPlan) -> bool:
-        """Whether frames flow to and from a peer on both lanes."""
+        """Whether both lanes are connected to a peer."""
         identity = Identity(peer.worker_id, peer.incarnation)
         return all(peers.has(identity) for peers in (self._activations, self._bulk))
 
     def end_all(self, activations: bool, bulk: bool) -> None:
-        """End all connections of these lanes; this end gets no event of that."""
+        """End all connections of these lanes, without events at this end."""
         for peers, ends in ((self._activations, activations), (self._bulk, bulk)):
-            for name in peers.connected if ends else ():
-                peers.lane.disconnect(name)
+            for worker_id in peers.connected if ends else ():
+                peers.lane.disconnect(worker_id)
 
     def enter(self, members: Iterable[MemberPlan]) -> None:
-        """A configuration begins; a peer that is connected now was never lost in it."""
-        processes = {Identity(one.worker_id, one.incarnation) for one in members}
+        """Start a configuration: members that are connected now no longer count as lost."""
+        processes = {Identity(member.worker_id, member.incarnation) for member in members}
         for peers in (self._activations, self._bulk):
             gone = processes.difference(peers.connected.values())
             peers.lost &= gone
 
-    def look(self) -> None:
-        """Note connections that have ended without an event for this end."""
-        self._activations.look()
-        self._bulk.look()
+    def detect_lost(self) -> None:
+        """Mark connections as lost that ended without an event at this end."""
+        self._activations.detect_lost()
+        self._bulk.detect_lost()
 
     @property
     def any_lost(self) -> bool:
-        """Whether there is anything to look after."""
+        """Whether any connection was lost."""
         return bool(self._activations.lost or self._bulk.lost)
 
     def lost(self, members: Iterable[MemberPlan]) -> list[str]:
-        """Which of the members were lost, on either lane."""
+        """The ids of the members that were lost on either lane."""
         gone = self._activations.lost | self._bulk.lost
         return [
-            one.worker_id for one in members if Identity(one.worker_id, one.incarnation) in gone
+            member.worker_id
+            for member in members
+            if Identity(member.worker_id, member.incarnation) in gone
         ]
 
     def note_activations(self, event: LaneEvent) -> None:
-        """A peer came or went on the activation lane."""
+        """Note a connect or loss on the activation lane."""
         self._activations.note(event, self._now_s())
 
     def note_bulk(self, event: LaneEvent) -> None:
-        """A peer came or went on the bulk lane."""
+        """Note a connect or loss on the bulk lane."""
         self._bulk.note(event, self._now_s())

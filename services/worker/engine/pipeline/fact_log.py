@@ -1,4 +1,4 @@
-"""The event log of an engine: what its machine did, and facts for audits beside it."""
+"""The event log of an engine: events and commands of its state machine, and facts for audits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from services.worker.engine.transfer.lane import Identity
 
 @dataclass(slots=True)
 class FactLog:
-    """Without a log nothing is noted, and nothing looked at."""
+    """Writes to `log`; with `log` None every method returns at once."""
 
     log: EventLog | None
     state: PlannerState
     memory: StageMemory
     now_s: Callable[[], float]
-    _noted: tuple[object, ...] = ()
+    _noted: tuple[object, ...] = ()  # the users of memory in the newest `MemoryHeld`
 
     def start(self, identity: Identity, budget_bytes: int, exact: bool) -> None:
-        """The model is loaded; `exact` as in `EngineStarted`."""
+        """Log the start, once the model is loaded; `exact` as in `EngineStarted`."""
         if self.log is None:
             return
         self._note(
@@ -44,21 +44,21 @@ class FactLog:
                 exact,
             )
         )
-        self.look(0, settled=True)
+        self.note_memory(0, settled=True)
 
     def switch(self, configuration: Configuration) -> None:
-        """Another configuration is run from now on."""
+        """Log the switch to a configuration."""
         group_id, epoch = configuration.own.group_id, configuration.epoch
         self._note(EngineSwitched(self.now_s(), group_id, epoch, configuration.stages))
-        self.look(epoch, settled=False)
+        self.note_memory(epoch, settled=False)
 
     def record(self, kind: str, value: Any) -> None:
-        """Write an event, a command or a plan of the member's machine."""
+        """Log an event, a command or a plan of the member's state machine."""
         if self.log is not None:
             self.log.append(kind, [value], log_name)
 
-    def look(self, epoch: int, settled: bool) -> None:
-        """Note the use of memory if its users have changed; call it in each turn."""
+    def note_memory(self, epoch: int, settled: bool) -> None:
+        """Log the use of memory if its users have changed; call it in each turn."""
         if self.log is None:
             return
         memory, pool = self.memory, self.state.pool
@@ -68,7 +68,7 @@ class FactLog:
         )
         seen = (epoch, settled, bool(sequences), bool(owners), resident)
         if seen == self._noted:
-            return
+            return  # block counts change in each iteration: only the kinds of users matter
         self._noted = seen
         chunks = sum(kv_range.mapped_chunks for kv_range in memory.kv_ranges)
         self._note(

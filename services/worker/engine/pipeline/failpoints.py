@@ -1,7 +1,7 @@
 """The failpoints of an engine in a change-over, named by the change and by this engine's role.
 
-A name is `engine.CHANGE.PLACE.ROLE`. CHANGE: `merge` if the group gets larger, `split` if it gets
-smaller, else `alone`. ROLE, in the larger one of the two groups: `leader` or `follower`.
+A name is `engine.CHANGE.PLACE.ROLE`. CHANGE is `merge` if the group grows, `split` if it shrinks,
+else `alone`. ROLE is `leader` or `follower`, taken from the larger of the two groups.
 """
 
 from collections.abc import Sequence
@@ -27,41 +27,41 @@ _FRAMES = {
 }
 
 
-class ChangePoints:
-    """Knows which change is prepared, and which one came last."""
+class ChangeFailpoints:
+    """Hits failpoints with the names of the change being prepared and of the last change."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._present: Configuration | None = None
-        self._asked = self._changed = ("alone", "leader")
+        self._asked = self._changed = ("alone", "leader")  # change and role: prepared, and last
 
     def asked(self, groups: Sequence[GroupStages], place: str) -> None:
-        """Pass a place at which a change to `groups` is asked for, or committed."""
+        """Hit a failpoint where a change to `groups` is requested or committed."""
         self._asked = self._scope(Configuration.of(self._worker_id, groups))
         self.preparing(place)
 
     def switching(self, new: Configuration) -> None:
-        """The switch to `new` is about to begin."""
+        """Hit the failpoint right before the switch to `new`."""
         self._changed = self._scope(new)
         self._present = new
         self.changing("switch")
 
     def preparing(self, place: str) -> None:
-        """Pass a place of the preparation."""
+        """Hit a failpoint of the change that is being prepared."""
         self._hit(place, self._asked)
 
     def changing(self, place: str) -> None:
-        """Pass a place of the change that came last."""
+        """Hit a failpoint of the last change."""
         self._hit(place, self._changed)
 
     def sending(self, frame: object) -> None:
-        """A frame is about to be sent."""
+        """Hit the failpoint of a frame that is about to be sent, if its type has any."""
         place = _FRAMES.get(type(frame))
         if place is not None:
             self.changing(place)
 
     def running(self) -> None:
-        """A microbatch is about to run in a configuration that has settled."""
+        """Hit the failpoint before a microbatch in a settled configuration."""
         present = self._present
         if failpoint.any_armed() and present is not None and len(present.stages) > 1:
             role = "leader" if present.leads else "follower"
@@ -69,12 +69,12 @@ class ChangePoints:
 
     @staticmethod
     def resting() -> None:
-        """A microbatch is about to run while batch requests rest at this follower."""
+        """Hit the failpoint before a microbatch while batch requests are parked here."""
         failpoint.hit("engine.shelf.microbatch.follower")
 
     @staticmethod
     def suspended() -> None:
-        """An iteration of a group of one was interrupted, and is to go on."""
+        """Hit the failpoint after an iteration was suspended, before it resumes."""
         failpoint.hit("engine.suspended.iteration.leader")
 
     def _scope(self, new: Configuration) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The frames of the activation lane: those of `core.changeover`, and two that fetch slabs."""
+"""The frames of the activation lane: those of `core.changeover`, and two to fetch slabs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from services.core.changeover import frames as core
 
 @dataclass(frozen=True, slots=True)
 class SlabWanted:
-    """Send the parameters of `slab` as transfer `transfer_id`; the sender's digest must match."""
+    """Request: send the parameters of `slab` as transfer `transfer_id` if their digest matches."""
 
     slab: str
     transfer_id: str
@@ -17,7 +17,7 @@ class SlabWanted:
 
 @dataclass(frozen=True, slots=True)
 class SlabRefused:
-    """This member lacks the slab, or has other parameters under its name."""
+    """The sender lacks the requested slab, or its parameters have another digest."""
 
     slab: str
     transfer_id: str
@@ -31,7 +31,7 @@ KINDS: dict[int, type[Any]] = {
     0x203: core.Joined,
     0x204: core.Capacity,
     0x205: core.CapacityKept,
-    0x206: core.Credit,
+    0x206: core.ForeignBlocksFreed,
     0x207: core.Adopt,
     0x208: core.Adopted,
     0x209: core.AllAdopted,
@@ -44,8 +44,8 @@ KINDS: dict[int, type[Any]] = {
     0x210: SlabWanted,
     0x211: SlabRefused,
     0x212: core.RequestDropped,
-    0x213: core.Passed,
+    0x213: core.EpochAbandoned,
     0x214: core.AllMoved,
-    0x215: core.Farewell,
+    0x215: core.MemberRemoved,
 }
-"""By the number that stands for them on the wire."""
+"""Frame types by their number on the wire."""

@@ -1,4 +1,4 @@
-"""Whether a group can go on: its members are connected and join, its microbatches come back."""
+"""Group health: members stay connected and join, and microbatches return in time."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,53 +10,55 @@ from services.core.stall import StallLimit
 
 @dataclass(slots=True)
 class GroupHealth:
-    """One engine's view of its group, for the memory manager."""
+    """An engine's view of its group's health, reported to the memory manager."""
 
-    lost: tuple[str, ...] = ()
-    _entered_s: float = 0.0
-    _launched_s: deque[float] = field(default_factory=deque)  # of those in flight, oldest first
+    lost: tuple[str, ...] = ()  # lost members of the group
+    _entered_s: float = 0.0  # start of the configuration
+    _launched_s: deque[float] = field(default_factory=deque)  # launches in flight, oldest first
     _stall: StallLimit = field(default_factory=StallLimit)
-    _alarm: str = ""  # what has been waited for too long, and still is
+    _alarm: str = ""  # the overdue condition that was reported and still holds
 
     def enter(self, now_s: float) -> None:
-        """A configuration begins: nothing is in flight."""
+        """Reset at the start of a configuration."""
         self.lost = ()
         self._entered_s = now_s
         self._launched_s.clear()
         self._alarm = ""
 
     def note_lost(self, worker_ids: Iterable[str]) -> None:
-        """Members of the group to which the connection was lost in this configuration."""
+        """Set the members of the group that were lost in this configuration."""
         self.lost = tuple(sorted(worker_ids))
 
     def launched(self, now_s: float) -> None:
-        """This leader has launched a microbatch."""
+        """Note that this leader launched a microbatch."""
         self._launched_s.append(now_s)
 
     def finished(self, now_s: float) -> None:
-        """The oldest one has come back."""
+        """Note that the oldest microbatch in flight returned."""
         if self._launched_s:
             self._stall.came(now_s - self._launched_s.popleft())
             self._alarm = ""
 
     def trouble(self, now_s: float, joining: bool = False) -> str:
-        """Why the group cannot go on, for people; "" if it can, as far as is known here.
+        """A human-readable reason why the group cannot continue; "" while it can.
 
         `joining`: this leader waits for stages to join.
         """
         if self.lost:
             return f"the connection to {', '.join(self.lost)} is lost"
         if joining:
-            # Its stages may wait for their last leader themselves.
+            # The stages may themselves wait for their last leader, up to the drain timeout.
             waited_s, limit_s = now_s - self._entered_s, DRAINED_TIMEOUT_S + self._stall.limit_s
             return self._overdue("not every stage has joined", waited_s, limit_s)
         if not self._launched_s:
             return ""
         waited_s, limit_s = now_s - self._launched_s[0], self._stall.limit_s
-        return self._overdue("a microbatch has not come back", waited_s, limit_s)
+        return self._overdue("a microbatch has not returned", waited_s, limit_s)
 
     def _overdue(self, what: str, waited_s: float, limit_s: float) -> str:
-        """A sentence, once it has been waited for too long."""
+        """The condition `what` with its duration once the limit is exceeded, else ""."""
+        # Keep the alarm until the condition ends: it raises the stall limit, which may exceed the
+        # wait again.
         if self._alarm != what and waited_s > limit_s:
             self._alarm = what
             self._stall.alarmed()

@@ -1,7 +1,8 @@
-"""KV of requests on the bulk lane: what `core.changeover` has sent, and what arrives.
+"""KV transfers on the bulk lane: sends what `core.changeover` commands, and stores what arrives.
 
-Transfers run on the mover's thread; tables and mappings change under the stage's lock, so a piece
-of a request that is gone is refused, and never written to blocks of another request.
+Pieces are packed and stored on the mover's thread. Block tables and mappings change only under the
+stage's lock, so a piece of a released request is refused and never touches another request's
+blocks.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from functools import partial
 import torch
 
 from services.core.changeover.state import Changeover
-from services.core.changeover.vocabulary import KvFailed, SendBlocks
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
+from services.core.changeover.vocabulary import SendBlocks
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -22,16 +24,16 @@ from services.worker.engine.transfer.pieces import KvCut, KvPiece, PackBlocks, k
 
 @dataclass(slots=True)
 class KvTransfers:
-    """The KV transfers of one engine."""
+    """The KV transfers of an engine."""
 
     changeover: Changeover
     links: Links
     stage: StageRunner
     mover: Mover
-    points: ChangePoints
+    failpoints: ChangeFailpoints
 
-    def send(self, command: SendBlocks) -> KvFailed | None:
-        """Begin a transfer in the background; its failure if there is no place for it."""
+    def send(self, command: SendBlocks) -> TransferOutcome | None:
+        """Start a transfer in the background; returns its failure if the mover is full."""
         memory = self.stage.runner.stage_memory
         cut = KvCut(
             command.transfer_id,
@@ -50,13 +52,18 @@ class KvTransfers:
                 self.links.epoch,
                 pieces,
             )
-        except MoverFull:
-            return KvFailed(command.transfer_id)
+        except MoverFull as error:
+            transfer_id, peer = command.transfer_id, command.transfer.destination
+            return TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=str(error))
         return None
 
     def take(self, piece: KvPiece, payload: Bytes) -> None:
-        """Store a piece that arrived; on the mover's thread. Raises TransferRefused."""
-        self.points.changing("kv_arrived")
+        """Store a received piece; called on the mover's thread.
+
+        Raises:
+            TransferRefused: if the transfer is not expected any more.
+        """
+        self.failpoints.changing("kv_arrived")
         with self.stage.lock:
             ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.request_id)
             end = piece.first_block + piece.num_blocks
@@ -67,11 +74,12 @@ class KvTransfers:
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
     def _packer(self, request_id: str) -> PackBlocks:
-        """Reads the blocks that the request has now; refuses once it has others, or none."""
+        """A packer of the request's present blocks; it raises once the request has others."""
         had = self.stage.table.block_ids(request_id)
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:
-            self.points.changing("kv_piece")
+            self.failpoints.changing("kv_piece")
+            # The request may have been released, or preempted and readmitted with other blocks.
             with self.stage.lock:
                 ids = self.stage.table.block_ids(request_id)[first : first + count]
                 if len(ids) < count or ids != had[first : first + count]:

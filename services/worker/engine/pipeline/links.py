@@ -1,12 +1,12 @@
-"""Frames between members, fenced: only those of the present configuration have an effect.
+"""Fenced frames between members: only frames of the present configuration take effect.
 
 Frames that a member sends to itself are delivered like others, so that a leader can treat its own
 stage as any other.
 
-Back-pressure: frames that a peer cannot accept are queued at the sender, so no frame is lost to a
-full queue. A member that is far behind takes no more frames from peers that are ahead, which then
-find the lane full in their turn. A peer that is ahead sends nothing of the old epoch any more, so
-no frame that this member waits for is behind such frames.
+Back-pressure: frames that a peer cannot accept are queued at the sender, so none are lost to a full
+queue. A member that is far behind stops taking frames from peers whose epoch is ahead, and these
+then find the lane full. Such a peer sends nothing of the old epoch any more, so the frames left on
+the lane contain none that this member waits for.
 """
 
 import logging
@@ -24,19 +24,19 @@ from services.worker.engine.transfer.lane import Lane, LaneEvent
 
 EARLY_MAX = 4096
 EARLY_BYTES_MAX = 64 << 20
-"""With so many frames of newer epochs, or bytes, no more are taken; a few may exceed it."""
+"""Soft limits: with as many early frames (of newer epochs), or bytes, no more are taken."""
 UNSENT_MAX = 65_536
-"""Frames for one peer: several times those of all the requests that an engine may have."""
+"""Frames that may wait for one peer: several times those of all requests of an engine."""
 
 log = logging.getLogger(__name__)
 
 _UNFENCED = (SlabWanted, SlabRefused)
-"""Parameters are known by their digest, whatever group asks for them."""
+"""Slab requests of any epoch are valid: the digest identifies the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A frame for this member."""
+    """A received frame."""
 
     peer: str
     frame: LaneFrame
@@ -44,21 +44,21 @@ class Received:
 
 
 class Links:
-    """The activation lane of one engine."""
+    """The activation lane of an engine, fenced by epoch."""
 
     def __init__(self, lane: Lane, worker_id: str, gate: ActivationGate) -> None:
-        """`gate` is what bulk transfers stand aside for."""
+        """`gate`: makes bulk transfers yield to activations."""
         self.lane = lane
         self._gate = gate
         self.worker_id = worker_id
         self.group_id = ""
-        self._own: deque[Received] = deque()
+        self._to_self: deque[Received] = deque()  # frames from this member to itself
         self._fence: EpochFence[tuple[str, Frame]] = EpochFence()
         self._early_bytes = 0
         self._ahead: set[str] = set()  # peers with early frames
-        self._said_early = False
-        self._ripe: deque[tuple[str, Frame]] = deque()
-        self._unsent: dict[str, deque[Frame]] = {}
+        self._early_logged = False  # in this epoch
+        self._admitted: deque[tuple[str, Frame]] = deque()  # early frames whose epoch has begun
+        self._unsent: dict[str, deque[Frame]] = {}  # frames that found the lane full, by peer
 
     @property
     def epoch(self) -> int:
@@ -66,28 +66,31 @@ class Links:
         return self._fence.epoch
 
     def enter(self, group_id: str, epoch: int) -> None:
-        """Send and take frames of this configuration from now on."""
+        """Move to a configuration: send and admit frames of its epoch from now on."""
         self.group_id = group_id
-        self._own.clear()
-        self._ripe.extend(self._fence.enter(epoch))
+        self._to_self.clear()
+        self._admitted.extend(self._fence.enter(epoch))
         self._early_bytes = sum(frame.size_bytes for _, (_, frame) in self._fence.early)
         self._ahead = {peer for _, (peer, _) in self._fence.early}
-        self._said_early = False
+        self._early_logged = False
 
     def send(
         self, peer: str, body: LaneFrame, payload: Any = b"", group: GroupStages | None = None
     ) -> None:
-        """Send a frame; to a peer that is lost it is dropped, since a change of group follows.
+        """Send a frame with the present epoch, or with that of `group`.
 
-        It goes out with the present epoch, or with that of `group`. Frames that find no room in the
-        lane wait here. Raises LaneFull if `UNSENT_MAX` wait already.
+        Frames to a lost peer are dropped: a change of the group follows anyway. Frames that find
+        the lane full wait here.
+
+        Raises:
+            LaneFull: if `UNSENT_MAX` frames wait for the peer already.
         """
         if peer == self.worker_id:
-            self._own.append(Received(peer, body, payload))
+            self._to_self.append(Received(peer, body, payload))
             return
         sender = (group.group_id, group.epoch) if group else (self.group_id, self.epoch)
         frame = Frame(*sender, body, payload)
-        if peer in self._unsent:
+        if peer in self._unsent:  # keep the order
             self._keep(peer, frame)
             return
         try:
@@ -95,16 +98,16 @@ class Links:
         except PeerUnknown:
             log.warning("%s is not connected: %s not sent", peer, type(body).__name__)
         except LaneFull as error:
-            log.warning("%s; frames for it wait here until it takes more", error)
+            log.warning("%s; frames for it are queued here until it accepts more", error)
             self._keep(peer, frame)
 
     def receive(self) -> list[Received]:
-        """The frames that came since the last call, in the order of each sender."""
+        """The frames received since the last call, in sending order for each peer."""
         self._send_what_waits()
-        taken = list(self._own)
-        self._own.clear()
-        arrived = [*self._ripe, *self.lane.receive(self._peers_to_leave())]
-        self._ripe.clear()
+        taken = list(self._to_self)
+        self._to_self.clear()
+        arrived = [*self._admitted, *self.lane.receive(self._peers_to_leave())]
+        self._admitted.clear()
         for peer, frame in arrived:
             body = cast(LaneFrame, frame.header)
             if isinstance(body, _UNFENCED) or self._fence.admits(frame.epoch, (peer, frame)):
@@ -115,17 +118,17 @@ class Links:
         return taken
 
     def events(self) -> list[LaneEvent]:
-        """Peers that came and went since the last call."""
+        """Connects and losses on the lane since the last call."""
         return self.lane.events()
 
     def _peers_to_leave(self) -> set[str]:
-        """Peers whose frames stay with the lane for now."""
+        """Peers whose frames stay on the lane for now (back-pressure)."""
         if len(self._fence.early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
             return set()
-        if not self._said_early:
-            self._said_early = True
+        if not self._early_logged:
+            self._early_logged = True
             log.warning(
-                "%d frames of %s are of a newer epoch than %d of %s; the others wait at their"
+                "%d frames of %s are of a newer epoch than %d of %s; further frames stay at their"
                 " senders until this member has switched, too",
                 len(self._fence.early),
                 ", ".join(sorted(self._ahead)),
@@ -135,11 +138,11 @@ class Links:
         return self._ahead
 
     def _keep(self, peer: str, frame: Frame) -> None:
-        """Keep a frame until the lane has room. Raises LaneFull."""
+        """Queue a frame until the lane has room. Raises LaneFull."""
         waiting = self._unsent.setdefault(peer, deque())
         if len(waiting) >= UNSENT_MAX:
-            raise LaneFull(f"{peer} takes nothing: {UNSENT_MAX} frames wait for it; see its log")
-        # The lane copies a frame that it takes: then the sender may reuse the memory.
+            raise LaneFull(f"{peer} accepts no frames: {UNSENT_MAX} are queued for it; see its log")
+        # Copy the payload, as the lane would: the caller may reuse its memory after `send`.
         waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
 
     def _send_what_waits(self) -> None:

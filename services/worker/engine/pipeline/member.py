@@ -1,9 +1,9 @@
 """A worker's engine as a member of its group: drives `core.changeover` and the model.
 
-Each event goes to the machine, and its commands are carried out in order; an answer of the memory
-goes back before the next command. The stage's lock is held meanwhile: for each piece of a transfer,
-the mover's thread takes it too. A stage runs without the lock, since that takes long, and before
-the next event.
+Each event goes to the state machine, whose commands are executed in order; the answer to a memory
+command is handled before the next command. The stage's lock is held meanwhile, because the mover's
+thread takes it for each piece of a transfer. Stages run without the lock, since that takes long,
+and before the next event.
 """
 
 import logging
@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from services.core.audit.record import BATCH, COMMAND, EVENT
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import Configuration
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
 from services.core.changeover.frames import Samples
 from services.core.changeover.state import Changeover, MemberPhase
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
@@ -34,36 +35,34 @@ from services.core.planner.events import (
 from services.core.planner.sequence_names import NameSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
 from services.worker.engine.pipeline.plans import members_of, stages_of
 from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
-from services.worker.engine.pipeline.serving import Interrupts, News, Serving
+from services.worker.engine.pipeline.serving import EngineOutbox, Interrupts, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, PeerLost
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
-from services.worker.engine.transfer.receiver import IsCurrent, Unpack
-from services.worker.engine.transfer.transfer_event import (
-    TransferFailed,
-    TransferReceived,
-    TransferSent,
-)
+from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from services.worker.errors import InvalidBlocks, WorkerError
 from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 
 log = logging.getLogger(__name__)
 
-_MAY_FAIL = (words.MeasureRestore, words.ShrinkKv, words.MapKv)
-"""What the memory may be unable to do: nothing has changed then, and only the attempt ends."""
+_MAY_FAIL = (vocabulary.MeasureRestore, vocabulary.ShrinkKv, vocabulary.MapKv)
+"""Memory commands that may fail: the memory is unchanged then, and only the attempt ends."""
 
 
 class Member:
-    """One engine. `take` and `launch` last no longer than an iteration; one thread calls all."""
+    """The group member of an engine. All methods are called from the engine's thread.
+
+    `take` and `launch` last no longer than an iteration.
+    """
 
     def __init__(
         self,
@@ -72,190 +71,192 @@ class Member:
         stage: StageRunner,
         links: Links,
         bulk: Lane,
-        mover_of: Callable[[IsCurrent, Unpack], Mover],
+        mover_of: Callable[[EpochStatusOf, Unpack], Mover],
         now_s: Callable[[], float],
         facts: FactLog | None = None,
     ) -> None:
-        """`bulk` is the lane of the mover that `mover_of` makes."""
+        """`bulk` is the lane of the mover that `mover_of` creates."""
         self.changeover = changeover
         self.state = state = changeover.planner
         self.stage = stage
         self.links = links
-        self.mover = mover = mover_of(self._standing_of, self._unpack)
+        self.mover = mover = mover_of(self._epoch_status_of, self._unpack)
         self._now_s = now_s
         self._names = NameSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
-        self._points = ChangePoints(identity.worker_id)
+        self._failpoints = ChangeFailpoints(identity.worker_id)
         self._serving = Serving(state, stage, links, now_s)
         self._connections = Connections(links.lane, bulk, now_s)
-        self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._points)
-        self._transfers = KvTransfers(self.changeover, links, stage, mover, self._points)
-        self._parameters = ParameterSource(links, stage, mover, self._points)
-        self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and to come
-        self._asked: dict[str, list[GroupPlan]] = {}  # by attempt
-        self._lost: frozenset[str] = frozenset()  # told to the machine in this configuration
-        self._payload: Any = b""  # of the frame that is handled now
-        self._to_run: list[words.RunStage] = []
-        self._swept = True
-        self._carriers: dict[type, Callable[[Any], words.Event | None]] = {
-            words.SendFrame: self._send,
-            words.RunStage: self._to_run.append,
-            words.SendBlocks: self._transfers.send,
-            words.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
-            words.SwitchStage: self._switch,
-            words.ReleaseDeparted: self._release_departed,
-            words.MeasureRestore: self._restoring.measure,
-            words.ShrinkKv: self._restoring.shrink,
-            words.MapKv: self._restoring.map_kv,
-            words.UndoRestore: self._restoring.undo,
+        self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
+        self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
+        self._parameters = ParameterSource(links, stage, mover, self._failpoints)
+        self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and future
+        self._asked: dict[str, list[GroupPlan]] = {}  # by attempt: preparations in progress
+        self._lost: frozenset[str] = frozenset()  # reported to the machine in this configuration
+        self._payload: Any = b""  # of the frame that is being handled
+        self._to_run: list[vocabulary.RunStage] = []
+        self._swept = True  # all memory of the last drop is unmapped
+        self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
+            vocabulary.SendFrame: self._send,
+            vocabulary.RunStage: self._to_run.append,
+            vocabulary.SendBlocks: self._transfers.send,
+            vocabulary.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
+            vocabulary.SwitchStage: self._switch,
+            vocabulary.ReleaseDeparted: self._release_departed,
+            vocabulary.MeasureRestore: self._restoring.measure,
+            vocabulary.ShrinkKv: self._restoring.shrink,
+            vocabulary.MapKv: self._restoring.map_kv,
+            vocabulary.UndoRestore: self._restoring.undo,
             MoveBlocks: self._move_blocks,
-            words.ConnectMembers: self._connect,
-            words.RestoreSlab: self._restoring.restore,
-            words.EndPreparation: self._end_preparation,
-            words.NoteAborted: self._note_aborted,
-            words.NoteAdopted: self._serving.note_adopted,
-            words.NoteMoved: self._note_moved,
-            EmitToken: self._serving.tell,
-            RefuseRequest: self._serving.tell,
+            vocabulary.ConnectMembers: self._connect,
+            vocabulary.RestoreSlab: self._restoring.restore,
+            vocabulary.EndPreparation: self._end_preparation,
+            vocabulary.NoteAborted: self._note_aborted,
+            vocabulary.NoteAdopted: self._serving.note_adopted,
+            vocabulary.NoteMoved: self._note_moved,
+            EmitToken: self._serving.deliver,
+            RefuseRequest: self._serving.deliver,
         }
 
-    # --- what the servicer says
+    # --- commands of the servicer
 
     def handle(self, event: RequestArrived | RequestAborted | WaitLooked) -> None:
-        """Apply an event of a request, which has the id that its gateway knows."""
+        """Apply an event of a request, named by the id that its gateway knows."""
+        # Each start of a request gets a sequence id of its own: a retry is another sequence.
         if isinstance(event, RequestArrived):
-            name = self._names.name(event.request.request_id)
-            event = replace(event, request=replace(event.request, request_id=name))
-            self._serving.begin(name, event.request)
+            seq_id = self._names.name(event.request.request_id)
+            event = replace(event, request=replace(event.request, request_id=seq_id))
+            self._serving.begin(seq_id, event.request)
         elif isinstance(event, RequestAborted):
             self._serving.abort(self.changeover.name_of(event.request_id))
         self._apply(event)
 
     def refuse(self, refusal: RefuseRequest) -> None:
-        """Refuse a request that the planner never saw."""
-        self._serving.news.refusals.append(refusal)
+        """Refuse a request before it reaches the planner."""
+        self._serving.outbox.refusals.append(refusal)
 
     def apply(self, command: ApplyConfiguration) -> None:
-        """Change to a committed configuration, unless it is not newer."""
+        """Change to a committed configuration; older ones are ignored."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
-        self._points.asked(groups, "commit")
-        self._apply(words.ConfigurationCommitted(self._now_s(), groups))
+        self._failpoints.asked(groups, "commit")
+        self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Get ready for groups that may be committed; `News.prepared` has the one answer."""
-        if command.attempt not in self._asked:  # else the answer is yet to come
+        """Prepare for groups that may be committed; the answer is in `EngineOutbox.prepared`."""
+        if command.attempt not in self._asked:  # a repetition gets the same answer later
             self._asked[command.attempt] = command.groups
             groups = stages_of(command.groups)
-            self._points.asked(groups, "prepare")
-            self._apply(words.PreparationAsked(command.attempt, groups))
+            self._failpoints.asked(groups, "prepare")
+            self._apply(vocabulary.PreparationAsked(command.attempt, groups))
 
     def abort(self, attempt: str) -> None:
-        """Abort a preparation; unknown ones are ignored."""
+        """Abort a preparation; unknown attempts are ignored."""
         self._asked.pop(attempt, None)
-        self._apply(words.PreparationAborted(attempt))
+        self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
-        """End all connections of these lanes to other members; they alone notice."""
+        """End all connections of these lanes; only the peers get events. A fault injection."""
         self._connections.end_all(activations, bulk)
 
-    # --- what there is
+    # --- state
 
     @property
     def configuration(self) -> Configuration | None:
-        """The present one; None before the first."""
+        """The present configuration; None before the first."""
         return self.changeover.configuration
 
     @property
     def settled(self) -> bool:
-        """Whether the last change is wholly over, so that another one may be prepared."""
+        """Whether the last change has settled, so that another change may be prepared."""
         return self.changeover.settled
 
     @property
     def alone(self) -> bool:
-        """Whether this is a group of one in which nothing changes."""
+        """Whether this is a single-worker group without a change or preparation."""
         configuration = self.configuration
         stages = configuration.stages if configuration is not None else ()
         return len(stages) <= 1 and not self.busy_changing
 
     @property
     def busy_changing(self) -> bool:
-        """Whether a change or a preparation needs turns even when nothing arrives."""
+        """Whether a change or a preparation needs turns even without new frames."""
         return self.changeover.busy or self._restoring.running or not self._swept
 
     @property
     def trouble(self) -> str:
-        """Why its group cannot go on as it is, for people; "" if it can."""
+        """A human-readable reason why its group cannot continue; "" while it can."""
         joining = self.changeover.phase is MemberPhase.JOINING
         return self._health.trouble(self._now_s(), joining)
 
     @property
     def pipeline_time(self) -> StageTime:
-        """Time that this engine has spent as a stage of pipelines."""
+        """Total time of this engine as a pipeline stage."""
         return self._serving.meter.total
 
     @property
     def iteration_time(self) -> IterationTime:
-        """Time of its iterations, measured and as the cost model predicts."""
+        """Total time of its iterations, measured and predicted by the cost model."""
         return self._serving.iterations.total
 
     @property
     def slowest_iteration_s(self) -> float:
-        """Time of its slowest iteration lately."""
+        """Time of its slowest recent iteration."""
         return self._serving.iterations.slowest_s
 
     @property
     def iteration_tokens(self) -> IterationTokens:
-        """The tokens of all iterations that it has planned."""
+        """Token counts of all iterations that it has planned."""
         return self._serving.iteration_tokens.total
 
-    def take_news(self) -> News:
-        """Everything to report since the last call."""
-        news, self._serving.news = self._serving.news, News()
-        return news
+    def take_news(self) -> EngineOutbox:
+        """The outbox since the last call, for the servicer."""
+        outbox, self._serving.outbox = self._serving.outbox, EngineOutbox()
+        return outbox
 
-    # --- one turn
+    # --- a turn
 
     def take(self) -> bool:
-        """Take frames of other members, and go on with a change; False if idle.
+        """Handle received frames and events, and continue a change; False if idle.
 
-        A microbatch of which this is a later stage runs here.
+        Runs the microbatches of which this worker is a later stage.
         """
         received = self.links.receive()
-        for one in received:
-            self._take(one)
+        for message in received:
+            self._take(message)
         moved = self._take_events()
-        if self.changeover.busy:  # else the other end tells the memory manager
-            self._connections.look()
+        # Outside of changes the peer's own report to the memory manager is enough.
+        if self.changeover.busy:
+            self._connections.detect_lost()
         if self.configuration is not None and self._connections.any_lost:
-            self._look_after_lost(self.configuration)
+            self._handle_lost_peers(self.configuration)
         if (end := self._restoring.step()) is not None:
             self._apply(end)
         if self.changeover.needs_turn(now_s := self._now_s()):
-            self._apply(words.TurnTaken(now_s))
+            self._apply(vocabulary.TurnTaken(now_s))
         with self.stage.lock:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         return bool(received) or moved
 
     def launch(self, interrupts: Interrupts | None = None) -> bool:
-        """Run at most one microbatch as its first stage; False if there is none to run now.
+        """Plan and run at most one microbatch as the leader's stage; False if none was planned.
 
-        `interrupts` gives, for an iteration of a group of one, a function that is called before
-        each layer and says whether to interrupt the iteration.
+        `interrupts` returns, for an iteration of a single-worker group, a predicate that is called
+        before each layer and is True if the iteration must stop there.
         """
         microbatch = self._plan()
         if microbatch is None:
             self._serving.pause()
         else:
             if self.settled:
-                self._points.running()
+                self._failpoints.running()
             ended = self._serving.run_first(microbatch, self.configuration, interrupts)
             if ended is not None:
                 self._apply(ended)
             if isinstance(ended, IterationSuspended):
-                self._points.suspended()
-        self._facts.look(self.links.epoch, self.settled)
+                self._failpoints.suspended()
+        self._facts.note_memory(self.links.epoch, self.settled)
         return microbatch is not None
 
     def _plan(self) -> Microbatch | None:
@@ -268,7 +269,7 @@ class Member:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))
         if microbatch is not None and self.state.stages > 1:
-            self._health.launched(now_s)
+            self._health.launched(now_s)  # a single worker gets its result at once
         self._serving.note_planned(microbatch, now_s)
         return microbatch
 
@@ -283,7 +284,7 @@ class Member:
                 self._serving.meter.finished(frame.number, self._now_s())
                 self._health.finished(self._now_s())
             self._payload = received.payload
-            self._apply(words.FrameReceived(self._now_s(), received.peer, frame))
+            self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
 
     def _take_events(self) -> bool:
         for lane_event in self.links.events():
@@ -293,21 +294,24 @@ class Member:
             match event:
                 case PeerConnected() | PeerLost():
                     self._connections.note_bulk(event)
-                case TransferReceived(transfer_id=transfer_id):
-                    if not self._restoring.note_transfer(transfer_id, intact=True):
-                        self._apply(words.KvArrived(transfer_id))
-                case TransferSent(transfer_id=transfer_id):
-                    self._apply(words.KvSent(transfer_id))
-                case TransferFailed(transfer_id=transfer_id, peer=peer, reason=reason):
-                    log.warning(
-                        "transfer %s with %s failed: %s", transfer_id, peer or "nobody", reason
-                    )
-                    if not self._restoring.note_transfer(transfer_id, intact=False):
-                        self._apply(words.KvFailed(transfer_id))
+                case TransferOutcome():
+                    self._note_outcome(event)
         return bool(events)
 
-    def _look_after_lost(self, configuration: Configuration) -> None:
-        """Give up work that only lost peers could do, and note whether the group can go on."""
+    def _note_outcome(self, outcome: TransferOutcome) -> None:
+        """Pass the end of a transfer to the preparation or, for KV, to the state machine."""
+        transfer_id, status = outcome.transfer_id, outcome.status
+        if status is TransferStatus.FAILED:
+            peer, reason = outcome.peer or "no peer", outcome.reason
+            log.warning("transfer %s with %s failed: %s", transfer_id, peer, reason)
+        if status is not TransferStatus.SENT:
+            intact = status is TransferStatus.RECEIVED
+            if self._restoring.note_transfer(transfer_id, intact=intact):
+                return  # parameters that a preparation fetches; all other transfers are KV
+        self._apply(outcome)
+
+    def _handle_lost_peers(self, configuration: Configuration) -> None:
+        """Report newly lost members to the state machine and to the group's health."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
         if lost != self._lost:
@@ -316,44 +320,46 @@ class Member:
                 log.warning("%s at epoch %d has lost %s", group_id, epoch, ", ".join(new))
             self._lost = lost
             self._health.note_lost(lost & configuration.own.workers)
-            self._apply(words.PeersLost(self._now_s(), lost))
+            self._apply(vocabulary.PeersLost(self._now_s(), lost))
 
     # --- events and commands
 
-    def _apply(self, event: words.Event) -> None:
-        """Have the machine handle an event, and carry its commands out."""
+    def _apply(self, event: vocabulary.Event) -> None:
+        """Pass an event to the state machine and execute its commands; then run due stages."""
         with self.stage.lock:
             self._handle(event)
+        # Without the lock: transfers proceed while the model runs.
         while self._to_run:
             assert self.configuration is not None
             if self.settled:
-                self._points.running()
-            if self.changeover.shelf_due_s is not None:
-                self._points.resting()
+                self._failpoints.running()
+            if self.changeover.parked_due_s is not None:
+                self._failpoints.resting()
             self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
 
-    def _handle(self, event: words.Event) -> None:
+    def _handle(self, event: vocabulary.Event) -> None:
         self._facts.record(EVENT, event)
         commands = self.changeover.handle(event)
         for command in commands:
             self._facts.record(COMMAND, command)
         for command in commands:
             try:
-                answer = self._carriers[type(command)](command)
+                answer = self._handlers[type(command)](command)
             except WorkerError as error:
                 if not isinstance(command, _MAY_FAIL):
                     raise
-                answer = words.RestoreFailed(str(error))
+                answer = vocabulary.RestoreFailed(str(error))
+            # Before the next command, which may rely on what the answer changes.
             if answer is not None:
                 self._handle(answer)
 
-    def _send(self, command: words.SendFrame[Any]) -> None:
-        self._points.sending(command.frame)
+    def _send(self, command: vocabulary.SendFrame[Any]) -> None:
+        self._failpoints.sending(command.frame)
         self.links.send(command.peer, command.frame, group=command.group)
 
-    def _switch(self, command: words.SwitchStage) -> words.StageSwitched:
+    def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
-        self._points.switching(new)
+        self._failpoints.switching(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         if report.dropped_bytes:
             place = (new.own.group_id, new.epoch)
@@ -361,7 +367,7 @@ class Member:
             log.info("%s at epoch %d: layers dropped, %d bytes in %.0f us", *place, *dropped)
         self._restoring.stop()
         self.links.enter(new.own.group_id, new.epoch)
-        self._plans = {epoch: one for epoch, one in self._plans.items() if epoch >= new.epoch}
+        self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= new.epoch}
         self._asked = {
             name: groups for name, groups in self._asked.items() if groups[0].epoch > new.epoch
         }
@@ -370,52 +376,57 @@ class Member:
         self._health.enter(self._now_s())
         self._serving.meter.enter()
         self._facts.switch(new)
-        self._points.changing("mapped")
-        return words.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
+        self._failpoints.changing("mapped")
+        return vocabulary.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
 
-    def _release_departed(self, command: words.ReleaseDeparted) -> words.DepartedReleased:
+    def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
         memory = self.stage.runner.stage_memory
         blocks = memory.release_departed(command.blocks)
-        return words.DepartedReleased(blocks, bool(memory.departed_layers))
+        return vocabulary.DepartedReleased(blocks, bool(memory.departed_layers))
 
     def _move_blocks(self, command: MoveBlocks) -> None:
-        """Raises InvalidBlocks, after which only a new engine helps: the table has changed."""
+        """Copy KV to relocated blocks.
+
+        Raises:
+            InvalidBlocks: if the memory refuses. The block table has changed already, so the engine
+                must be restarted.
+        """
         moves = [(move.source, move.target) for move in command.moves]
         try:
             self.stage.runner.stage_memory.relocate(moves)
         except InvalidBlocks as error:
             raise InvalidBlocks(
-                f"KV cannot follow the block table: {error}. This engine ends, since requests would"
-                " read KV of others; report it, with the event log if there is one"
+                f"KV cannot be moved as the block table requires: {error}. This engine stops, or"
+                " requests would read each other's KV; report it, with the event log if any"
             ) from error
 
-    def _connect(self, command: words.ConnectMembers) -> None:
+    def _connect(self, command: vocabulary.ConnectMembers) -> None:
         self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
 
-    def _end_preparation(self, command: words.EndPreparation) -> None:
-        self._points.preparing("ready")
+    def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
+        self._failpoints.preparing("ready")
         self._asked.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
-        self._serving.news.prepared.append(answer)
+        self._serving.outbox.prepared.append(answer)
 
-    def _note_aborted(self, command: words.NoteAborted) -> None:
+    def _note_aborted(self, command: vocabulary.NoteAborted) -> None:
         self._asked.pop(command.attempt, None)
         self._restoring.stop()
         self.stage.runner.stage_memory.cancel_drop()
         log.info("the preparation %s was aborted", command.attempt)
 
-    def _note_moved(self, command: words.NoteMoved) -> None:
+    def _note_moved(self, command: vocabulary.NoteMoved) -> None:
         members = members_of(self._plans[command.group.epoch])
         self._serving.note_moved(command, members[command.worker_id].grpc_address)
 
     # --- on the mover's thread
 
-    def _standing_of(self, group_id: str, epoch: int) -> Standing:
-        """Whether a piece of this epoch is current; parameters, which have no group, always are."""
-        return Standing.of(epoch, self.links.epoch) if group_id else Standing.CURRENT
+    def _epoch_status_of(self, group_id: str, epoch: int) -> EpochStatus:
+        """The status of a piece's epoch; parameters, which have no group, are always current."""
+        return EpochStatus.of(epoch, self.links.epoch) if group_id else EpochStatus.CURRENT
 
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
-        """Store a piece."""
+        """Store a received piece of KV or parameters. Raises WorkerError to refuse it."""
         if isinstance(piece, KvPiece):
             self._transfers.take(piece, payload)
         else:

@@ -1,4 +1,4 @@
-"""The servicer's plans of groups, in the words of `core.changeover`."""
+"""Converts the servicer's group plans to the types of `core.changeover`."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from services.worker.ipc import GroupPlan, MemberPlan
 
 
 def stages_of(groups: Sequence[GroupPlan]) -> tuple[GroupStages, ...]:
-    """The groups without addresses."""
+    """The stages of the groups, without network addresses."""
     return tuple(
         GroupStages(
             group.group_id,
             group.epoch,
-            tuple(Stage(one.worker_id, one.first_layer, one.end_layer) for one in group.members),
-            frozenset(one.worker_id for one in group.members if one.draining),
+            tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members),
+            frozenset(member.worker_id for member in group.members if member.draining),
         )
         for group in groups
     )

@@ -1,4 +1,4 @@
-"""Carries out what a preparation needs: connections, memory, parameters (KunServe §4.4)."""
+"""Executes the commands of a preparation: connections, memory, parameters (KunServe §4.4)."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from services.core.changeover.vocabulary import (
 )
 from services.worker.engine.memory.layer_slab import SlabState
 from services.worker.engine.pipeline.connections import Connections
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -34,7 +34,7 @@ from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, para
 from services.worker.errors import WorkerError
 from services.worker.ipc import MemberPlan
 
-CHECKED_BYTES_PER_TURN = 64 << 20
+CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed
 CONNECT_TIMEOUT_S = 10.0
 
 End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Fetching:
+class _SlabFetch:
     transfer_id: str
     until_s: float
     arrived: bool = False
@@ -51,24 +51,27 @@ class _Fetching:
 
 @dataclass(slots=True)
 class Restoring:
-    """One attempt at a time; `step` is called between iterations and never takes long."""
+    """The preparation's slow work, as a coroutine that `step` resumes between iterations.
+
+    A single piece of work is in progress at a time, and a step never takes long.
+    """
 
     links: Links
     connections: Connections
     stage: StageRunner
     mover: Mover
     now_s: Callable[[], float]
-    points: ChangePoints
-    _steps: Iterator[End | None] | None = None
-    _fetching: _Fetching | None = field(default=None)
+    failpoints: ChangeFailpoints
+    _steps: Iterator[End | None] | None = None  # the work in progress
+    _fetching: _SlabFetch | None = field(default=None)  # the slab transfer in progress
 
     @property
     def running(self) -> bool:
-        """Whether it needs turns."""
+        """Whether work is in progress, so that it needs turns."""
         return self._steps is not None
 
     def step(self) -> End | None:
-        """Do a little; returns the event of slow work that has ended."""
+        """Continue the work; returns its event when it has ended."""
         if self._steps is None:
             return None
         try:
@@ -82,12 +85,13 @@ class Restoring:
     # --- slow work
 
     def connect(self, attempt: str, members: dict[str, MemberPlan]) -> None:
-        """Begin to have both lanes to every other member."""
+        """Start to connect both lanes to every other member."""
         self._steps = self._connect(attempt, members)
 
     def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
+        # Dial or expect again in each turn: a peer refuses until it expects this worker.
         me = members[self.links.worker_id]
-        peers = [member for name, member in members.items() if name != me.worker_id]
+        peers = [member for worker_id, member in members.items() if worker_id != me.worker_id]
         until_s = self.now_s() + CONNECT_TIMEOUT_S
         while waiting := [member for member in peers if not self.connections.has(member)]:
             if self.now_s() > until_s:
@@ -98,8 +102,8 @@ class Restoring:
         yield MembersConnected(attempt)
 
     def shrink(self, command: ShrinkKv) -> None:
-        """Unmap KV tails; what they leave is swept slice by slice."""
-        self.points.preparing("room")
+        """Unmap KV tails; their memory is released slice by slice."""
+        self.failpoints.preparing("room")
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = self._sweep(command.attempt)
 
@@ -110,12 +114,12 @@ class Restoring:
             yield KvShrunk(attempt) if swept else None
 
     def restore(self, command: RestoreSlab) -> None:
-        """Begin to fetch a slab, and to verify it."""
+        """Start to fetch and verify a slab."""
         self._steps = self._restore(command)
 
     def _restore(self, command: RestoreSlab) -> Iterator[End | None]:
         memory, slab = self.stage.runner.stage_memory, command.slab
-        self.points.preparing("fetch")
+        self.failpoints.preparing("fetch")
         try:
             with self.stage.lock:
                 if memory.slabs[slab].state is SlabState.ABSENT:
@@ -125,22 +129,24 @@ class Restoring:
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
+            # Verified by digest: a slab with any other byte must never run.
             while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
                 yield None
-            self.points.preparing("verify")
+            self.failpoints.preparing("verify")
             yield SlabVerified(command.attempt, slab, intact=True)
         except WorkerError as error:
+            # The model folder is the last resort; after a failed holder, it comes next.
             if not command.holder:
                 yield RestoreFailed(str(error))
-            log.warning("%s, as %s sent it", error, command.holder)
+            log.warning("%s; its holder is %s", error, command.holder)
             yield SlabVerified(command.attempt, slab, intact=False)
 
     def _fetch(self, command: RestoreSlab) -> Iterator[None]:
-        """Have a member send a slab. Raises _NotFetched."""
+        """Fetch a slab from a member. Raises _NotFetched."""
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
         memory = self.stage.runner.stage_memory
         patience_s = self.mover.patience_s(memory.slabs[command.slab].layout.size_bytes)
-        fetching = _Fetching(transfer_id, self.now_s() + patience_s)
+        fetching = _SlabFetch(transfer_id, self.now_s() + patience_s)
         self._fetching = fetching
         digest = memory.slab_digest(command.slab).hex()
         self.links.send(command.holder, SlabWanted(command.slab, transfer_id, digest))
@@ -151,25 +157,24 @@ class Restoring:
             yield None
         self._fetching = None
         if fetching.failed:
-            raise _NotFetched(f"{command.slab} did not come")
+            raise _NotFetched(f"{command.slab} did not arrive")
 
     def note_transfer(self, transfer_id: str, intact: bool) -> bool:
-        """Hear of a transfer; whether it was a slab's."""
+        """Note the end of a transfer; returns whether it was the slab that is being fetched."""
         fetching = self._fetching
         if fetching is None or fetching.transfer_id != transfer_id:
             return False
         fetching.arrived, fetching.failed = intact, not intact
         return True
 
-    # --- quick work, with the stage's lock held
+    # --- quick work, called with the stage's lock held
 
     def measure(self, command: MeasureRestore) -> RestoreMeasured:
-        """What is missing for these layers, and the blocks beside it.
-
-        If layers only leave, what KV will gain is mapped now, so that the change need not wait.
-        """
+        """Measure missing parameters and the room for KV of a stage with these layers."""
         memory = self.stage.runner.stage_memory
         first, end = command.first_layer, command.end_layer
+        # If layers are only dropped, map the KV memory that the drop gains now: the switch itself
+        # must not wait for it.
         memory.prepare_drop(first, end)
         return RestoreMeasured(
             memory.blocks_beside(first, end),
@@ -178,19 +183,19 @@ class Restoring:
         )
 
     def map_kv(self, command: MapKv) -> KvMapped:
-        """Give layers that come back as many blocks as the stage has."""
-        self.points.preparing("map_kv")
+        """Map as many KV blocks for the returning layers as the stage has."""
+        self.failpoints.preparing("map_kv")
         self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
     def undo(self, command: UndoRestore) -> RestoreUndone:
-        """Take back every step; slow work that was begun ends without an event."""
+        """Roll back every step; work in progress ends without an event."""
         self.stop()
         memory = self.stage.runner.stage_memory
         return RestoreUndone(memory.abandon_restore(keep_verified=command.keep_verified))
 
     def stop(self) -> None:
-        """Nobody waits for what was begun any more."""
+        """Stop the work in progress, without an event."""
         self._steps = None
         if self._fetching is not None:
             self.mover.cancel(self._fetching.transfer_id)
@@ -198,20 +203,20 @@ class Restoring:
 
 
 class _NotFetched(WorkerError):
-    """A slab did not come from its holder."""
+    """A holder did not send a slab in time, or refused."""
 
 
 @dataclass(slots=True)
 class ParameterSource:
-    """Sends slabs to members that restore them, and stores those that arrive."""
+    """Sends slabs to members that restore them, and stores received pieces of slabs."""
 
     links: Links
     stage: StageRunner
     mover: Mover
-    points: ChangePoints
+    failpoints: ChangeFailpoints
 
     def send(self, peer: str, wanted: SlabWanted) -> None:
-        """Begin the transfer of a slab, if these are the parameters that are wanted."""
+        """Start the transfer of a slab, or refuse if this member lacks the wanted parameters."""
         memory = self.stage.runner.stage_memory
         slab = memory.slabs.get(wanted.slab)
         if slab is None or not slab.resident or slab.digest.hex() != wanted.digest:
@@ -226,13 +231,17 @@ class ParameterSource:
             self.links.send(peer, SlabRefused(wanted.slab, wanted.transfer_id))
 
     def take(self, piece: ParameterPiece, payload: Bytes) -> None:
-        """Store a piece; on the mover's thread. Raises InvalidStage if it is not wanted."""
+        """Store a received piece; called on the mover's thread.
+
+        Raises:
+            InvalidStage: if the slab is not being restored.
+        """
         with self.stage.lock:
             memory = self.stage.runner.stage_memory
             memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
 
     def _pack(self, slab: str, offset_bytes: int, target: Bytes) -> None:
-        self.points.preparing("slab_piece")
+        self.failpoints.preparing("slab_piece")
         with self.stage.lock:
             memory = self.stage.runner.stage_memory
             memory.pack_slab(slab, offset_bytes, torch.from_numpy(target))

@@ -1,4 +1,4 @@
-"""Runs what the machine planned, passes it on, and collects what clients are told."""
+"""Runs planned microbatches, forwards their results, and collects output for clients."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,12 +28,12 @@ from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
-PREEMPTIONS_TOLD = 32
-# Requests that never ended are forgotten once so many more are known than run.
+PREEMPTIONS_REPORTED = 32  # per request; times of later preemptions are dropped
+# Entries of requests that never ended are pruned once as many more are known than run.
 SLACK = 64
 
 
-class _Doing(Enum):
+class _Activity(Enum):
     WAIT = auto()
     PREFILL = auto()
     DECODE = auto()
@@ -42,88 +42,88 @@ class _Doing(Enum):
 @dataclass(slots=True)
 class _Entry:
     began_s: float
-    since_s: float
-    doing: _Doing = _Doing.WAIT
-    decodes: bool = False  # its first token is out, here or elsewhere
-    spent_s: dict[_Doing, float] = field(default_factory=lambda: dict.fromkeys(_Doing, 0.0))
+    since_s: float  # start of the present activity
+    activity: _Activity = _Activity.WAIT
+    decodes: bool = False  # its first token was emitted, here or at another engine
+    spent_s: dict[_Activity, float] = field(default_factory=lambda: dict.fromkeys(_Activity, 0.0))
     preempted_s: list[float] = field(default_factory=list)
 
-    def turn(self, doing: _Doing, now_s: float) -> None:
-        self.spent_s[self.doing] += max(0.0, now_s - self.since_s)
-        self.doing, self.since_s = doing, now_s
+    def switch_to(self, activity: _Activity, now_s: float) -> None:
+        self.spent_s[self.activity] += max(0.0, now_s - self.since_s)
+        self.activity, self.since_s = activity, now_s
 
 
 class RequestClock:
-    """Follows requests from the engine's taking them to their end here; reads no time itself."""
+    """Measures how long each request waits, prefills and decodes in this engine."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        # Requests that wait to run (again): usually none, so that an iteration costs nothing.
+        # Requests that wait to run: usually none, so an iteration costs nothing.
         self._waiting: set[str] = set()
 
     def begin(self, request_id: str, now_s: float, decodes: bool = False) -> None:
-        """The engine has the request from now on; `decodes`: with output from another engine."""
+        """Start the clock of a request; `decodes`: it already has output from another engine."""
         self._entries[request_id] = _Entry(now_s, now_s, decodes=decodes)
         self._waiting.add(request_id)
 
     def launched(self, request_ids: Callable[[], Iterable[str]], now_s: float) -> None:
-        """These are in the microbatch that runs next; asked for only while somebody waits."""
+        """Note the requests of the next microbatch; `request_ids` is called only if any wait."""
         if not self._waiting:
             return
         for request_id in self._waiting.intersection(request_ids()):
             entry = self._entries[request_id]
-            entry.turn(_Doing.DECODE if entry.decodes else _Doing.PREFILL, now_s)
+            entry.switch_to(_Activity.DECODE if entry.decodes else _Activity.PREFILL, now_s)
             self._waiting.discard(request_id)
 
     def emitted(self, request_id: str, now_s: float) -> None:
-        """An output token of the request came."""
+        """Note an output token of the request."""
         entry = self._entries.get(request_id)
         if entry is not None and not entry.decodes:
             entry.decodes = True
-            if entry.doing is _Doing.PREFILL:
-                entry.turn(_Doing.DECODE, now_s)
+            if entry.activity is _Activity.PREFILL:
+                entry.switch_to(_Activity.DECODE, now_s)
 
     def preempted(self, request_ids: Iterable[str], now_s: float) -> None:
-        """These wait; those of them that ran before have lost their KV."""
+        """Note waiting requests: those that were running have been preempted."""
         for request_id in request_ids:
             entry = self._entries.get(request_id)
             if entry is None or request_id in self._waiting:
                 continue
-            entry.turn(_Doing.WAIT, now_s)
+            entry.switch_to(_Activity.WAIT, now_s)
             self._waiting.add(request_id)
-            if len(entry.preempted_s) < PREEMPTIONS_TOLD:
+            if len(entry.preempted_s) < PREEMPTIONS_REPORTED:
                 entry.preempted_s.append(now_s - entry.began_s)
 
     def end(self, request_id: str, now_s: float) -> RequestTimes | None:
-        """The request is over here; None if it is not known."""
+        """Stop the clock of a request; returns its times, None if it is unknown."""
         self._waiting.discard(request_id)
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        entry.turn(entry.doing, now_s)
+        entry.switch_to(entry.activity, now_s)
         spent_s = entry.spent_s
         return RequestTimes(
-            spent_s[_Doing.WAIT],
-            spent_s[_Doing.PREFILL],
-            spent_s[_Doing.DECODE],
+            spent_s[_Activity.WAIT],
+            spent_s[_Activity.PREFILL],
+            spent_s[_Activity.DECODE],
             entry.preempted_s,
         )
 
     def prune(self, known: Container[str], count: int) -> None:
-        """Forget requests that are not in `known`, which has `count`, once there are many."""
+        """Once there are many entries, remove those not in `known`, which has `count` requests."""
         if len(self._entries) > 2 * count + SLACK:
-            for request_id in [name for name in self._entries if name not in known]:
+            for request_id in [seq_id for seq_id in self._entries if seq_id not in known]:
                 self.end(request_id, 0.0)
 
     def check_invariants(self, running: Mapping[str, object]) -> None:
-        """Raise AssertionError if a waiting request or one of `running` is not known."""
+        """Raise AssertionError unless all waiting and `running` requests have entries."""
         assert self._waiting <= self._entries.keys()
         assert running.keys() <= self._entries.keys()
 
 
 @dataclass(slots=True)
-class News:
-    """Results since the last frame to the servicer; see `ipc.Progress`."""
+class EngineOutbox:
+    """Results for the servicer since the last `ipc.Progress`."""
 
     tokens: list[EmitToken] = field(default_factory=list)
     refusals: list[RefuseRequest] = field(default_factory=list)
@@ -140,61 +140,59 @@ Interrupts = Callable[[Microbatch], Callable[[], bool] | None]
 
 
 class Serving:
-    """The model's part in a turn. Commands use names of sequences, `news` ids of requests.
+    """Runs microbatches for the member and collects the outbox.
 
-    `meter` counts this stage's time in pipelines, with paced iterations as long as they are padded;
-    `iterations` compares the iterations that it runs with the cost model, `iteration_tokens` counts
-    the tokens of those that it plans.
+    Commands of the planner name sequences; the outbox names requests by the gateway's ids.
     """
 
     def __init__(
         self, state: PlannerState, stage: StageRunner, links: Links, now_s: Callable[[], float]
     ) -> None:
-        self.news = News()
-        self.meter = BubbleMeter()
-        self.iterations = IterationMeter(state.config.cost_model)
-        self.iteration_tokens = IterationTokenMeter()
+        self.outbox = EngineOutbox()
+        self.meter = BubbleMeter()  # this stage's time in pipelines, pacing included
+        self.iterations = IterationMeter(state.config.cost_model)  # measured against predicted
+        self.iteration_tokens = IterationTokenMeter()  # tokens of iterations planned here
         self._clock = RequestClock()
-        self._preemptions_seen = 0
+        self._preemptions_seen = 0  # of the planner's total
         self._state = state
         self._resumes_work = state.config.preempted_work is PreemptedWork.RESUME
         self._stage = stage
         self._links = links
         self._now_s = now_s
-        self._ended_s: float | None = None  # of an iteration that another follows at once
+        self._ended_s: float | None = None  # end of the last iteration; None after a pause
 
-    # --- what clients are told
+    # --- output for clients
 
-    def begin(self, name: str, request: Request) -> None:
-        """A sequence is about to begin."""
+    def begin(self, seq_id: str, request: Request) -> None:
+        """Start the clock of a sequence that is about to reach the planner."""
         self._clock.prune(self._state.sequences, len(self._state.sequences))
-        self._clock.begin(name, request.arrival_s, decodes=bool(request.output_ids))
+        self._clock.begin(seq_id, request.arrival_s, decodes=bool(request.output_ids))
 
-    def abort(self, name: str) -> None:
-        """Nobody wants a sequence any more."""
-        self._clock.end(name, self._now_s())
+    def abort(self, seq_id: str) -> None:
+        """Stop the clock of an aborted sequence."""
+        self._clock.end(seq_id, self._now_s())
 
-    def tell(self, command: EmitToken | RefuseRequest) -> None:
-        """Note what the planner has for a client."""
-        name = command.request_id
+    def deliver(self, command: EmitToken | RefuseRequest) -> None:
+        """Put a token or a refusal of the planner into the outbox."""
+        seq_id = command.request_id
         if isinstance(command, RefuseRequest):
-            self._clock.end(name, self._now_s())
-            self.news.refusals.append(replace(command, request_id=request_of(name)))
+            self._clock.end(seq_id, self._now_s())
+            self.outbox.refusals.append(replace(command, request_id=request_of(seq_id)))
             return
         if command.index == 0:
-            self._clock.emitted(name, self._now_s())
-        self.news.tokens.append(command._replace(request_id=request_of(name)))
+            self._clock.emitted(seq_id, self._now_s())
+        self.outbox.tokens.append(command._replace(request_id=request_of(seq_id)))
         if command.finish_reason is not None:
-            self._note_end(name)
+            self._note_end(seq_id)
 
     def note_adopted(self, command: NoteAdopted) -> None:
-        """This engine leads a sequence from now on that another one began."""
+        """Report a sequence that this engine has adopted from another engine."""
         state = command.sequence
-        name = state.request.request_id
-        self._clock.begin(name, self._now_s(), decodes=bool(state.output_ids))
-        self.news.adopted.append(
+        seq_id = state.request.request_id
+        self._clock.begin(seq_id, self._now_s(), decodes=bool(state.output_ids))
+        self.outbox.adopted.append(
             AdoptedRequest(
-                request_of(name),
+                request_of(seq_id),
                 self._links.group_id,
                 self._links.epoch,
                 list(state.output_ids),
@@ -205,9 +203,9 @@ class Serving:
         )
 
     def note_moved(self, command: NoteMoved, address: str) -> None:
-        """Another engine, at `address`, leads a sequence from now on."""
+        """Report a sequence that another engine, at `address`, has adopted."""
         self._note_end(command.request_id)
-        self.news.moved.append(
+        self.outbox.moved.append(
             MovedRequest(
                 request_of(command.request_id),
                 command.worker_id,
@@ -218,20 +216,20 @@ class Serving:
             )
         )
 
-    def _note_end(self, name: str) -> None:
-        """A sequence has ended or moved away: its last event tells its times."""
-        times = self._clock.end(name, self._now_s())
+    def _note_end(self, seq_id: str) -> None:
+        """Report the times of a sequence that has ended or moved away."""
+        times = self._clock.end(seq_id, self._now_s())
         if times is not None:
-            self.news.times[request_of(name)] = times
+            self.outbox.times[request_of(seq_id)] = times
 
-    # --- what runs
+    # --- microbatches
 
     def note_planned(self, microbatch: Microbatch | None, now_s: float) -> None:
-        """Note a call of the planner and its answer."""
+        """Update the clocks after a call of the planner, which may have preempted requests."""
         state = self._state
         if state.preemptions_total != self._preemptions_seen:
             self._preemptions_seen = state.preemptions_total
-            self._clock.preempted((one.request_id for one in state.waiting), now_s)
+            self._clock.preempted((sequence.request_id for sequence in state.waiting), now_s)
         if microbatch is not None:
             chunks = microbatch.batch.chunks
             self._clock.launched(lambda: (chunk.request_id for chunk in chunks), now_s)
@@ -242,7 +240,7 @@ class Serving:
         configuration: Configuration | None,
         interrupts: Interrupts | None,
     ) -> IterationEvent | None:
-        """Run the leader's stage of a microbatch; its end, unless other stages follow."""
+        """Run the leader's stage of a microbatch; returns its end if there are no other stages."""
         if self._state.stages == 1:
             return self._run_alone(microbatch, interrupts)
         assert configuration is not None
@@ -261,11 +259,11 @@ class Serving:
         return None
 
     def pause(self) -> None:
-        """Nothing may be launched now: the time until the next launch belongs to no iteration."""
+        """Note that nothing was launched: the time until the next launch is idle time."""
         self._ended_s = None
 
     def follow(self, configuration: Configuration, frame: Activations, payload: Any) -> None:
-        """Run a later stage, and pass its result to the next stage, or to the leader."""
+        """Run a later stage, and send its result to the next stage or to the leader."""
         started_s = self._now_s()
         output = self._stage.run_next(frame, payload)
         if frame.chunks:
@@ -283,7 +281,7 @@ class Serving:
     def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> IterationEvent:
         interrupted = interrupts(microbatch) if interrupts is not None else None
         suspends = microbatch.preemptible and self._resumes_work
-        # Work of the loop between two iterations is part of the second.
+        # Charge the loop's work between two iterations to the second.
         started_s = self._now_s() if self._ended_s is None else self._ended_s
         output = self._stage.run_first(microbatch, interrupted, suspends=suspends)
         now_s = self._ended_s = self._now_s()
@@ -291,7 +289,7 @@ class Serving:
             return IterationSuspended(now_s) if suspends else IterationDropped(now_s)
         if microbatch.resumes is None:
             self._compare(microbatch.batch, now_s - started_s)
-        else:  # a part of it has run before
+        else:  # resumed: its time is only a part of the iteration's, so do not compare it
             self.iteration_tokens.ran(microbatch.batch.tokens)
         assert output.sampled is not None
         return IterationFinished(now_s, output.sampled, microbatch.number, output.notes)

@@ -1,4 +1,4 @@
-"""Runs this worker's stage of microbatches: what it computes, not what is planned.
+"""Runs this worker's stage of microbatches.
 
 KunServe §4.1: after a drop the group runs as a pipeline. The first stage embeds, the last samples.
 """
@@ -20,17 +20,17 @@ from services.worker.engine.compute.runner import ModelRunner, StageOutput
 
 @dataclass(frozen=True, slots=True)
 class _Paused:
-    """A suspended microbatch: how long it ran, and its result if only its pacing is not over."""
+    """A suspended microbatch."""
 
-    output: StageOutput | None
-    ran_s: float
+    output: StageOutput | None  # its result, if only its padding by the pacer was interrupted
+    ran_s: float  # how long it ran
 
 
 class StageRunner:
-    """One stage over one worker's memory.
+    """A pipeline stage over a worker's memory.
 
     `lock` is held while block tables or mappings change, so that transfers, which run on another
-    thread, never touch a block that is not theirs any more.
+    thread, never touch blocks that were reallocated.
     """
 
     def __init__(self, runner: ModelRunner, table: StageTable, pacer: Pacer | None = None) -> None:
@@ -42,7 +42,7 @@ class StageRunner:
 
     @property
     def share(self) -> float:
-        """The layers that run here, of all."""
+        """The fraction of the model's layers that run here."""
         memory = self.runner.stage_memory
         return len(memory.layers) / memory.num_layers
 
@@ -55,7 +55,8 @@ class StageRunner:
     ) -> StageOutput | None:
         """Run the leader's stage; None if it was interrupted.
 
-        One that `suspends` goes on where it was once a microbatch resumes it.
+        With `suspends`, an interrupted microbatch keeps its state and resumes at the same layer
+        when a later microbatch `resumes` it.
         """
         if not microbatch.preemptible:
             return self._run(microbatch.batch, None, interrupted)
@@ -64,7 +65,7 @@ class StageRunner:
         return self._run_preemptible(microbatch, interrupted, suspends=suspends)
 
     def run_next(self, body: Activations, payload: Any) -> StageOutput:
-        """Run a later stage; its table has been brought up to date. Empty without chunks."""
+        """Run a later stage, whose block table is up to date; an empty output without chunks."""
         if not body.chunks:
             return StageOutput(sampled={})
         batch = Batch(
@@ -92,12 +93,16 @@ class StageRunner:
         *,
         suspends: bool,
     ) -> StageOutput | None:
-        """Run what may be interrupted also while it is padded; its results wait then."""
+        """Run a microbatch that may be interrupted, also while the pacer pads its time.
+
+        A result that is ready by then is kept for the resumption.
+        """
         batch, paused = microbatch.batch, self._paused
         self._paused = None
         started_s = monotonic_s() - (paused.ran_s if paused is not None else 0.0)
         output = paused.output if paused is not None else None
         self.runner.sampler.keep_only(self.table.tables.keys())
+        # Without a kept result, compute: from the start, or from the layer of the suspension.
         if output is None:
             if microbatch.resumes is None:
                 output = self.runner.run_stage(batch, None, interrupted, suspends=suspends)
@@ -116,7 +121,7 @@ class StageRunner:
         hidden: torch.Tensor | None,
         interrupted: Callable[[], bool] | None,
     ) -> StageOutput | None:
-        # A request without blocks here is over, or comes with its terms again.
+        # A request without blocks here has ended, or its next chunk brings its terms again.
         self.runner.sampler.keep_only(self.table.tables.keys())
         started_s = monotonic_s()
         output = self.runner.run_stage(batch, hidden, interrupted)
@@ -126,7 +131,7 @@ class StageRunner:
 
 
 def hidden_bytes(output: StageOutput) -> Any:
-    """The payload of `Activations`: hidden states as bytes, without a copy."""
+    """The payload of `Activations`: hidden states as bytes; no copy if they are in host memory."""
     if output.hidden is None:
         return b""
     return output.hidden.contiguous().view(torch.uint8).cpu().numpy().reshape(-1)

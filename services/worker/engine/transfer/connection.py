@@ -1,6 +1,7 @@
-"""One connection of a UCX lane: the frames on their way to and from one peer.
+"""A connection of a UCX lane: the frames in transit to and from a peer.
 
-The engine's threads call `queue`; the thread that drives the lane calls everything else.
+`queue` may be called from any of the engine's threads; everything else belongs to the thread that
+drives the lane.
 """
 
 from collections import deque
@@ -23,15 +24,15 @@ from services.worker.engine.transfer.ucx_transport import (
 )
 
 OPENING = np.zeros(1, np.uint8)
-"""The first message of either end: it shows that the transport carries something there."""
+"""The first message of either end: its arrival proves that UCX works in that direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much may wait for one peer, in the sender's queue and between the two engines."""
+    """Limits of a connection."""
 
-    queue_bytes: int
-    frames_in_flight: int
+    queue_bytes: int  # encoded frames at the sender that UCX has not sent yet
+    frames_in_flight: int  # frames that the peer's engine has not taken yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +40,39 @@ class _Sending:
     request: UcxRequest
     size_bytes: int
     sent: Sent
-    until_s: float
-    awaited: bool
+    until_s: float  # deadline
+    awaited: bool  # its payload is in a `PayloadRoom` that the sender wants to reuse
 
 
 class Connection:
-    """A connection begins with its handshake; frames flow after `open`, until `lose`.
-
-    `crossed`: the peer's first message has come.
-    """
+    """A connection, from its handshake on; frames flow from `open` to `lose`."""
 
     def __init__(self, link: ControlLink, facts: Facts, codec: FrameCodec, bounds: Bounds) -> None:
-        """`facts` describe this end. Before the handshake the peer has no id or incarnation."""
+        """`facts` describe this end. The peer's identity is empty before the handshake."""
         self.link = link
         self.facts = facts
         self.peer = Identity("", "")
-        self.nonce: bytes | None = None  # of a connection that this end makes, until it is open
-        self.heard_s = 0.0
+        self.nonce: bytes | None = None  # set while this end dials
+        self.heard_s = 0.0  # time of the peer's newest control message
         self.deadline_s: float | None = None  # of the handshake and the peer's first message
-        self.crossed = False
-        self.lost: str | None = None
-        self.shares_memory = False  # whether the peer writes into memory of this process
+        self.confirmed = False  # the peer's first message has arrived through UCX
+        self.lost: str | None = None  # the reason, once lost
+        self.shares_memory = False  # the peer writes into memory of this process
         self.taken = 0  # frames that this engine has taken
-        self._taken_told = 0  # the same number as the peer knows it
+        self._taken_reported = 0  # `taken` in the newest beat to the peer
         self._codec = codec
         self._bounds = bounds
         self._lock = Lock()
-        self._outbox: deque[tuple[Bytes, Sent, bool]] = deque()
-        self._queued_bytes = 0
-        self._refused = False  # a frame for want of room, since when there has been none
-        self._queued_frames = 0
-        self._acknowledged = 0
+        self._outbox: deque[tuple[Bytes, Sent, bool]] = deque()  # not handed to UCX yet
+        self._queued_bytes = 0  # queued and not sent
+        self._refused = False  # a frame was refused as the queue was full, and it still is
+        self._queued_frames = 0  # frames queued since the start: the next sequence number
+        self._acknowledged = 0  # frames that the peer's engine has taken
         self._endpoint: Endpoint | None = None
-        self._send_tag = 0
-        self._sending: deque[_Sending] = deque()
-        self._fetching: deque[tuple[UcxRequest, Bytes]] = deque()
-        self._expected = 0
+        self._send_tag = 0  # the peer's tag
+        self._sending: deque[_Sending] = deque()  # handed to UCX, oldest first
+        self._fetching: deque[tuple[UcxRequest, Bytes]] = deque()  # being received, oldest first
+        self._expected = 0  # sequence number of the next frame of the peer
 
     @property
     def is_open(self) -> bool:
@@ -83,12 +81,12 @@ class Connection:
 
     @property
     def has_queued(self) -> bool:
-        """Whether frames wait to be handed to UCX."""
+        """Whether frames are queued for UCX."""
         return bool(self._outbox)
 
     @property
     def has_completed(self) -> bool:
-        """Whether UCX has completed something that `reap_sends` or `reap_fetches` would take."""
+        """Whether `reap_sends` or `reap_fetches` has a completed request to handle."""
         sending, fetching = self._sending, self._fetching
         return bool(
             (sending and sending[0].request.completed) or (fetching and fetching[0][0].completed)
@@ -96,18 +94,18 @@ class Connection:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether UCX uses no memory of the connection any more."""
+        """Whether UCX no longer uses memory of the connection."""
         return not self._sending and not self._fetching
 
     @property
     def fetching_bytes(self) -> int:
-        """Bytes of the frames that are being received."""
+        """Total bytes of the frames being received."""
         return sum(memory.size for _, memory in self._fetching)
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """Whether a beat is due, because without it the peer would soon have to stop sending."""
-        return self.taken - self._taken_told >= self._bounds.frames_in_flight // 4
+        """Whether an acknowledging beat is due before the peer reaches its in-flight limit."""
+        return self.taken - self._taken_reported >= self._bounds.frames_in_flight // 4
 
     def queue(self, frame: Frame) -> Sent:
         """Encode a frame and queue it. Raises LaneFull, PeerUnknown, ValueError."""
@@ -115,11 +113,14 @@ class Connection:
         with self._lock:
             if self.lost is not None:
                 raise PeerUnknown(f"the connection to {self.peer.worker_id} is lost: {self.lost}")
+            # Flow control: a slow engine at the peer limits the frames, a slow link the bytes.
             if self._queued_frames - self._acknowledged >= bounds.frames_in_flight:
-                raise LaneFull(f"{self.peer.worker_id} has yet to take {bounds.frames_in_flight}")
+                raise LaneFull(
+                    f"{self.peer.worker_id} has {bounds.frames_in_flight} frames left to take"
+                )
             if self._queued_bytes >= bounds.queue_bytes:
                 self._refused = True
-                raise LaneFull(f"{self._queued_bytes} bytes wait for {self.peer.worker_id}")
+                raise LaneFull(f"{self._queued_bytes} bytes are queued for {self.peer.worker_id}")
             facts = self.facts
             encoded = self._codec.encode(
                 frame.stamped(facts.worker_id, facts.incarnation, self._queued_frames)
@@ -133,9 +134,9 @@ class Connection:
     def open(
         self, transport: UcxTransport, peer: Facts, now_s: float, until_s: float
     ) -> Sequence[str]:
-        """Open the endpoint to `peer`, and let frames flow; returns the routes that UCX names.
+        """Open the endpoint to `peer` and start the flow of frames; returns UCX's routes.
 
-        The peer's first message must come until `until_s`. Raises ConnectionError.
+        The peer's first message must arrive by `until_s`. Raises ConnectionError.
         """
         self.peer = peer.identity
         self._endpoint = transport.open(peer.endpoint)
@@ -163,13 +164,14 @@ class Connection:
             self._sending.append(_Sending(request, encoded.size, sent, until_s, awaited))
 
     def fetch(self, transport: UcxTransport, arrival: IncomingMessage, memory: Bytes) -> None:
-        """Begin to receive a frame into `memory`, of its size."""
+        """Start to receive a frame into `memory`, which has the frame's size."""
         self._fetching.append((transport.fetch(arrival, memory), memory))
 
     def reap_sends(self) -> bool:
-        """Finish the sends that UCX has completed; whether somebody waits for one of them.
+        """Finish the sends that UCX has completed; returns whether a caller waits for them.
 
-        A caller whose frame was refused waits for room. Raises ConnectionError if one failed.
+        Callers wait for the reuse of a `PayloadRoom`, or for queue room after a refused frame.
+        Raises ConnectionError if a send failed.
         """
         awaited = False
         while self._sending and self._sending[0].request.completed:
@@ -186,9 +188,9 @@ class Connection:
         return awaited
 
     def reap_fetches(self, verify: bool) -> list[Frame]:
-        """The frames whose bytes are all here, in order. Raises ConnectionError, FrameError.
+        """The completely received frames, in order. Raises ConnectionError, FrameError.
 
-        What came before the end of the handshake waits for that.
+        Frames that arrive before the end of the handshake are kept until then.
         """
         frames: list[Frame] = []
         if self._endpoint is None and self.lost is None:
@@ -200,8 +202,8 @@ class Connection:
                 continue
             if problem is not None:
                 raise ConnectionError(problem)
-            if not self.crossed:
-                self.crossed = True  # nothing is in the first message
+            if not self.confirmed:
+                self.confirmed = True  # the first message has no content
                 continue
             frames.append(self._checked(self._codec.decode(memory), verify))
         return frames
@@ -214,16 +216,16 @@ class Connection:
             self._acknowledged = taken
 
     def beat(self) -> None:
-        """Tell the peer that this process lives and what it has taken. Raises OSError."""
-        self._taken_told = self.taken
-        self.link.send(Beat(self._taken_told))
+        """Send a heartbeat that acknowledges the frames taken so far. Raises OSError."""
+        self._taken_reported = self.taken
+        self.link.send(Beat(self._taken_reported))
 
     def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
-        """Why the connection must be lost now; None if it need not."""
+        """The reason why the connection counts as lost now; None while it is healthy."""
         if self.deadline_s is not None:
             return self._missing if now_s >= self.deadline_s else None
         if now_s - self.heard_s >= silence_timeout_s:
-            return f"nothing was heard of the peer for {silence_timeout_s:g} s"
+            return f"the peer sent no heartbeat for {silence_timeout_s:g} s"
         if self._sending and now_s >= self._sending[0].until_s:
             return "a frame could not be sent in time"
         if self._endpoint is not None and not self._endpoint.alive:
@@ -232,16 +234,16 @@ class Connection:
 
     @property
     def _missing(self) -> str:
-        """What must have come by the deadline."""
+        """The error text for the missed deadline of a new connection."""
         if self._endpoint is None:
             return "no valid handshake in time"
         return (
-            "nothing has come from the peer through UCX, although it has connected; check that the"
-            " hosts let UCX through to each other (ucx_transports, ucx_devices, ucx_ports)"
+            "the peer has connected, but no data arrived from it through UCX; check that the hosts"
+            " can reach each other through UCX (ucx_transports, ucx_devices, ucx_ports)"
         )
 
     def lose(self, reason: str) -> None:
-        """Stop everything; the requests that UCX holds complete soon by themselves."""
+        """Stop all traffic for `reason`; outstanding UCX requests soon complete by themselves."""
         with self._lock:
             self.lost = reason
             waiting = list(self._outbox)
@@ -256,9 +258,9 @@ class Connection:
     def _checked(self, frame: Frame, verify: bool) -> Frame:
         peer = self.peer
         if frame.sender != peer.worker_id or frame.incarnation != peer.incarnation:
-            raise FrameError("a frame names another sender")
+            raise FrameError("the sender in a frame is not the connected peer")
         if frame.sequence != self._expected:
-            raise FrameError(f"frame {frame.sequence} came instead of {self._expected}")
+            raise FrameError(f"received frame {frame.sequence} instead of {self._expected}")
         self._expected += 1
         if verify:
             frame.verify()

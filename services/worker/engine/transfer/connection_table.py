@@ -1,9 +1,9 @@
-"""The connections of a UCX lane: how each begins, and how it ends.
+"""The life cycle of the connections of a UCX lane.
 
-A connection begins with a handshake over TCP: the end that dials says Hello, the end that was told
-to expect it says Welcome. It is *open* from then on. Each end reports it once the first message of
-the other one has come through UCX. It is *lost* once; a lost connection lingers until UCX has let
-go of its memory.
+A connection starts with a handshake over TCP: the dialling end sends Hello, the end that expects it
+answers Welcome. It is *open* from then on. Each end reports `PeerConnected` once the peer's first
+message has arrived through UCX. A connection is *lost* at most once; it lingers until UCX has
+released its memory.
 """
 
 import logging
@@ -33,8 +33,8 @@ from services.worker.engine.transfer.lane import Identity, LaneEvent, PeerConnec
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import TAG_MAX, UcxTransport
 
-UNPROVEN_MAX = 64  # connections whose handshake is not over
-REASON_MAX = 300  # characters of a peer's reason to end a connection
+UNPROVEN_MAX = 64  # connections in the handshake
+REASON_MAX = 300  # characters of a peer's reason for closing
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +53,16 @@ class ConnectionTable:
         config: UcxLaneConfig,
         transport: UcxTransport,
         poll: select.epoll,
-        happened: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
-        """`poll` watches the sockets of the handshakes. `happened` is called after an event."""
+        """`poll` watches the control sockets. `notify` is called after each new event."""
         self._identity = identity
         self._codec = codec
         self._config = config
         self._bounds = Bounds(config.queue_bytes_max, config.frames_in_flight_max)
         self._transport = transport
         self._poll = poll
-        self._happened = happened
+        self._happened = notify
         self._expected = ExpectedPeers()
         self._lock = Lock()  # guards the next two
         self._peers: dict[str, Connection] = {}
@@ -70,19 +70,20 @@ class ConnectionTable:
         self.by_descriptor: dict[int, Connection] = {}
         self.by_tag: dict[int, Connection] = {}
         self.lingering: list[Connection] = []
-        self.lost_in_memory = False  # whether a peer may have left a write unfinished
+        self.lost_in_memory = False  # a lost peer may have left a write in shared memory unfinished
 
     # --- any thread
 
     def expect(self, peer: Identity, nonce: bytes) -> None:
-        """Accept `peer` once if it proves to hold `nonce`. Raises LaneFull."""
+        """Accept `peer` once if it proves that it holds `nonce`. Raises LaneFull."""
         now_s = monotonic_s()
         self._expected.expect(peer, nonce, now_s, now_s + self._config.nonce_lifetime_s)
 
     def dial(self, peer: str, address: str, nonce: bytes) -> Callable[[], None]:
-        """Make a connection to which frames can be queued; the driver must call the result.
+        """Create a connection to which frames can be queued at once.
 
-        Raises OSError, ValueError as `ControlLink.dial` does.
+        Returns the start of its handshake, which the driving thread must call. Raises OSError,
+        ValueError as `ControlLink.dial` does.
         """
         connection = self._new(ControlLink.dial(address))
         connection.peer = Identity(peer, "")
@@ -97,7 +98,7 @@ class ConnectionTable:
             return self._peers.get(peer)
 
     def forget(self, peer: str) -> Connection | None:
-        """Remove the connection to a peer, so that no more frames are queued; `part` ends it."""
+        """Remove the connection to a peer, so that nothing more is queued; `disconnect` ends it."""
         with self._lock:
             return self._peers.pop(peer, None)
 
@@ -111,7 +112,7 @@ class ConnectionTable:
     # --- the driver
 
     def accept(self, link: ControlLink) -> None:
-        """Begin the handshake of a connection that a peer has made; closes it if it is too many."""
+        """Start the handshake of an incoming connection; closes it if there are too many."""
         unproven = sum(not connection.is_open for connection in self.by_descriptor.values())
         if unproven >= UNPROVEN_MAX:
             link.close()
@@ -125,22 +126,22 @@ class ConnectionTable:
         connection = self.by_descriptor.get(descriptor)
         if connection is None:
             return
-        with self.losing(connection):
+        with self.lose_on_error(connection):
             connection.link.flush()
             for message in connection.link.receive():
                 self._handle(connection, message)
         self._watch(connection)
 
-    def part(self, connection: Connection) -> None:
-        """End a connection because this engine wants to; the peer alone gets an event."""
-        with self.losing(connection):
+    def disconnect(self, connection: Connection) -> None:
+        """Close a connection on this engine's request; only the peer gets an event."""
+        with self.lose_on_error(connection):
             if connection.is_open:
                 connection.link.send(Bye())
-        self._drop(connection, "this engine has ended the connection")
+        self._drop(connection, "this engine has closed the connection")
 
     @contextmanager
-    def losing(self, connection: Connection) -> Iterator[None]:
-        """Lose the connection on errors that its peer or the network can cause."""
+    def lose_on_error(self, connection: Connection) -> Iterator[None]:
+        """A context that loses the connection on errors that the peer or network can cause."""
         try:
             yield
         except VersionMismatch as error:
@@ -152,16 +153,16 @@ class ConnectionTable:
             self.lose(connection, str(error))
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """End a connection. PeerLost follows unless a peer dialled and never proved itself."""
+        """End a connection; reports `PeerLost` except for unproven incoming connections."""
         if connection.lost is not None:
             return
         was_open = connection.is_open
         announced = was_open or connection.nonce is not None or bool(connection.peer.incarnation)
         self._drop(connection, reason)
         if announced:
-            # A peer that is dialled before it expects us refuses, and is dialled again.
+            # A failed dial is normal, as a peer refuses until it expects this worker: no warning.
             level, what = (
-                (logging.WARNING, "is lost") if was_open else (logging.DEBUG, "did not come about")
+                (logging.WARNING, "is lost") if was_open else (logging.DEBUG, "was not established")
             )
             lane, peer = self._config.name, connection.peer.worker_id
             log.log(level, "the %s to worker %s %s: %s", lane, peer, what, reason)
@@ -172,15 +173,15 @@ class ConnectionTable:
         for connection in list(self.by_descriptor.values()):
             self.lose(connection, reason)
 
-    def note_crossed(self, connection: Connection) -> None:
-        """Report a connection whose peer's first message has come, unless that was done."""
+    def note_confirmed(self, connection: Connection) -> None:
+        """Report `PeerConnected` after the peer's first message, once per connection."""
         if connection.deadline_s is not None and connection.lost is None:
             connection.deadline_s = None
             self._tell(PeerConnected(connection.peer))
 
     def forget_quiet(self) -> None:
-        """Forget lost connections whose memory UCX does not use any more."""
-        self.lingering = [one for one in self.lingering if not one.is_quiet]
+        """Forget lost connections whose memory UCX no longer uses."""
+        self.lingering = [lost for lost in self.lingering if not lost.is_quiet]
 
     def _new(self, link: ControlLink) -> Connection:
         return Connection(link, self._facts(), self._codec, self._bounds)
@@ -190,56 +191,56 @@ class ConnectionTable:
         return Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
 
     def _register(self, peer: str, connection: Connection) -> Connection | None:
-        """Make it the connection to `peer`; returns the older one, which the driver must lose."""
+        """Make it the connection to `peer`; returns the previous, which the driver must lose."""
         with self._lock:
             older = self._peers.get(peer)
             self._peers[peer] = connection
         return older
 
     def _greet(self, connection: Connection, nonce: bytes, older: Connection | None) -> None:
-        """Begin the handshake of a connection that this engine makes."""
+        """Start the handshake of a dialled connection."""
         self._replace(older)
         if connection.lost is not None:
             return
         connection.facts = self._facts()  # the transport may have been renewed since `dial`
         self._adopt(connection)
         proof = proof_of(Hello, connection.facts, nonce)
-        with self.losing(connection):
+        with self.lose_on_error(connection):
             connection.link.send(Hello(connection.facts, proof))
         self._watch(connection)
 
     def _handle(self, connection: Connection, message: Control) -> None:
-        """Act on a control message. Raises FrameError, OSError."""
+        """Handle a control message. Raises FrameError, OSError."""
         connection.heard_s = monotonic_s()
         match message:
             case Hello(facts) if not connection.is_open and connection.nonce is None:
                 nonce = self._expected.redeem(message, monotonic_s())
                 self._open(connection, facts)
-                # A broken connection to the same peer may not have been noticed yet.
+                # The failure of an earlier connection to the peer may not have been noticed yet.
                 self._replace(self._register(facts.worker_id, connection))
-                # Welcome is last: the peer's first frame must find the connection registered.
+                # Welcome comes last: the peer's first frame must find the connection registered.
                 proof = proof_of(Welcome, connection.facts, nonce)
                 connection.link.send(Welcome(connection.facts, proof))
             case Welcome(facts) if connection.nonce is not None:
                 check_version(facts)
-                named = facts.worker_id == connection.peer.worker_id
-                if not named or not is_proven(message, connection.nonce):
-                    raise FrameError("the peer is not the one that was dialled")
+                matches = facts.worker_id == connection.peer.worker_id
+                if not matches or not is_proven(message, connection.nonce):
+                    raise FrameError("another worker than the dialled peer answered")
                 self._open(connection, facts)
             case Beat(taken) if connection.is_open:
                 connection.acknowledge(taken)
             case Bye(reason):
                 raise ConnectionError(reason[:REASON_MAX] or "the peer ended the connection")
             case _:
-                raise FrameError("the peer sent a control message out of turn")
+                raise FrameError("the peer sent an unexpected control message")
 
     def _open(self, connection: Connection, peer: Facts) -> None:
-        """Let frames flow. Raises ConnectionError."""
+        """Start the flow of frames, and log UCX's routes. Raises ConnectionError."""
         now_s = monotonic_s()
         until_s = now_s + self._config.connect_timeout_s
-        named = connection.open(self._transport, peer, now_s, until_s)
-        routes = ", ".join(named) or "routes that UCX does not name"
-        log.info("the %s to worker %s goes over %s", self._config.name, peer.worker_id, routes)
+        names = connection.open(self._transport, peer, now_s, until_s)
+        routes = ", ".join(names) or "routes that UCX does not name"
+        log.info("the %s to worker %s uses %s", self._config.name, peer.worker_id, routes)
 
     def _replace(self, older: Connection | None) -> None:
         if older is not None:
@@ -251,13 +252,13 @@ class ConnectionTable:
         self._poll.register(connection.link.fileno(), select.EPOLLIN)
 
     def _watch(self, connection: Connection) -> None:
-        """Poll for room to write only while something is unsent."""
+        """Poll for writability only while control messages are unsent."""
         if connection.lost is None:
             unsent = select.EPOLLOUT if connection.link.has_unsent else 0
             self._poll.modify(connection.link.fileno(), select.EPOLLIN | unsent)
 
     def _drop(self, connection: Connection, reason: str) -> None:
-        """Remove and close a connection; it lingers while UCX may use its memory."""
+        """Remove and close a connection; it lingers while UCX uses its memory."""
         if connection.lost is not None:
             return
         with self._lock:

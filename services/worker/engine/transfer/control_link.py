@@ -1,7 +1,7 @@
-"""The TCP connection beside the UCX endpoint: handshake, heartbeats, and the end of a peer.
+"""The TCP connection beside a UCX endpoint: handshake, heartbeats and failure detection.
 
-The kernel closes it as soon as a peer dies; UCX does not notice that over shared memory. A message
-is msgpack behind its length in four bytes.
+The kernel closes it as soon as the peer process dies, which UCX does not notice over shared memory.
+A message is a four-byte length and msgpack.
 """
 
 import socket
@@ -18,13 +18,13 @@ UNSENT_BYTES_MAX = 65_536
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """The sender lives, and its engine has taken this many frames of the receiver."""
+    """A heartbeat that acknowledges frames."""
 
-    taken: int
+    taken: int  # frames of the receiver that the sender's engine has taken
 
 
 class Bye(msgspec.Struct, tag="bye", frozen=True):
-    """The sender ends the connection on purpose; `reason` is a sentence or empty."""
+    """The sender closes the connection on purpose; `reason` is a sentence or empty."""
 
     reason: str = ""
 
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class ControlLink:
-    """Whole messages over a non-blocking socket, which the link owns."""
+    """Complete messages over a non-blocking socket, which the link owns."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -49,28 +49,28 @@ class ControlLink:
 
     @classmethod
     def dial(cls, address: str) -> "ControlLink":
-        """Begin to connect. Raises OSError, ValueError (the host must be numeric)."""
+        """Start to connect. Raises OSError, ValueError (the host must be numeric)."""
         host, port = split_address(address)
-        found = socket.getaddrinfo(
+        infos = socket.getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )
-        family, kind, protocol, _, place = found[0]
+        family, kind, protocol, _, sockaddr = infos[0]
         connection = socket.socket(family, kind, protocol)
         link = cls(connection)
-        connection.connect_ex(place)
+        connection.connect_ex(sockaddr)
         return link
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` is to be called when the descriptor is writable."""
+        """Whether to call `flush` when the descriptor is writable."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
-        """The socket's descriptor, also after `close`."""
+        """The socket's descriptor; valid as a key after `close` as well."""
         return self._descriptor
 
     def send(self, message: Control) -> None:
-        """Send a message; the part that the socket does not accept waits. Raises OSError."""
+        """Send a message; bytes that the socket does not accept are buffered. Raises OSError."""
         encoded = _encoder.encode(message)
         if len(self._unsent) + len(encoded) > UNSENT_BYTES_MAX:
             raise ConnectionError("the peer does not read its control messages")
@@ -78,7 +78,7 @@ class ControlLink:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits; nothing while the socket still connects. Raises OSError."""
+        """Send buffered bytes; no effect while the socket is connecting. Raises OSError."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -86,7 +86,7 @@ class ControlLink:
             pass
 
     def receive(self) -> list[Control]:
-        """The messages that have arrived. Raises FrameError, and OSError also at the end."""
+        """The messages received so far. Raises FrameError, OSError (also at end of stream)."""
         try:
             data = self._socket.recv(MESSAGE_BYTES_MAX)
         except BlockingIOError:
@@ -107,7 +107,7 @@ class ControlLink:
         return messages
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         self._socket.close()
 
     @staticmethod

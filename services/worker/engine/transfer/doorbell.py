@@ -5,7 +5,10 @@ from contextlib import suppress
 
 
 class Doorbell:
-    """Any thread may ring. A reader calls `clear` before it looks for work, or it loses a ring."""
+    """An eventfd; any thread may ring. Readers call `clear` before they check for work.
+
+    In the other order a ring between the two would be lost.
+    """
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -4,11 +4,11 @@ from services.worker.errors import WorkerError
 
 
 class FrameError(WorkerError):
-    """Bytes that are no valid frame; the connection to their sender is ended."""
+    """Invalid bytes instead of a frame; the connection to their sender is closed."""
 
 
 class ChecksumMismatch(FrameError):
-    """The frame was damaged on its way."""
+    """The frame was damaged in transit."""
 
 
 class VersionMismatch(FrameError):
@@ -20,11 +20,11 @@ class LaneError(WorkerError):
 
 
 class LaneFull(LaneError):
-    """The bound on what waits for a peer is reached; nothing was queued."""
+    """The queue for a peer is full; nothing was queued."""
 
 
 class PeerUnknown(LaneError):
-    """No connection to the peer exists or is being made."""
+    """No connection to the peer exists or is being established."""
 
 
 class LaneClosed(LaneError):
@@ -32,12 +32,12 @@ class LaneClosed(LaneError):
 
 
 class TransferRefused(WorkerError):
-    """Raised by the receiver's `unpack` for a piece that it has no place for."""
+    """Raised by `pack` and `unpack` for a piece whose memory is not available (any more)."""
 
 
 class MoverFull(WorkerError):
-    """Too many transfers wait; nothing was begun."""
+    """Too many transfers are queued; none was started."""
 
 
 class UcxUnavailable(WorkerError):
-    """UCX cannot be loaded: the worker serves on, without the capability to merge."""
+    """UCX cannot be loaded; the worker serves alone and cannot merge."""

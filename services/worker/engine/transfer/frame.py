@@ -1,13 +1,13 @@
 """Frames between engines: a fixed envelope, a msgspec header, raw bytes.
 
-    envelope  fixed size, little-endian: see `_ENVELOPE`; has the lengths of all parts that follow
+    envelope  fixed size, little-endian: see `_ENVELOPE`; contains the lengths of all other parts
     ids       group id, sender's worker id, sender's incarnation, in UTF-8
-    header    a registered type in msgpack; the kind in the envelope says which
-    padding   to a multiple of `ALIGNMENT_BYTES`, so that a payload can be viewed as any dtype
-    payload   bytes, perhaps none
+    header    a registered type in msgpack, identified by the kind in the envelope
+    padding   to a multiple of `ALIGNMENT_BYTES`, so that the payload can be viewed as any dtype
+    payload   bytes, possibly none
 
 The checksum is XXH3-64 over everything but itself. It takes 0.05 ms per MiB (zlib's crc32: 0.46),
-so there is no switch to leave it out. It detects accidents; it does not authenticate the sender.
+so it cannot be disabled. It detects accidental damage; it does not authenticate the sender.
 """
 
 import struct
@@ -28,7 +28,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 ALIGNMENT_BYTES = 64
 HEADER_BYTES_MAX = 16 << 20
 ROOM_BYTES = 4096
-"""Before a payload in a `PayloadRoom`; few frames have more there."""
+"""Space for envelope and header before a payload in a `PayloadRoom`; enough for most frames."""
 KIND_MAX = 0xFFFF
 
 _MAGIC = b"TSF1"
@@ -42,30 +42,30 @@ _NO_BYTES.flags.writeable = False
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadRoom:
-    """Memory for a payload that is sent as it is: the codec writes the rest of the frame before it.
+    """Memory for a payload that is sent without a copy.
 
-    `memory` is of one frame. It has `ROOM_BYTES` more than the payload.
+    The codec writes the envelope and the header right before the payload.
     """
 
-    memory: Bytes
+    memory: Bytes  # of a single frame: `ROOM_BYTES`, then the payload
 
     @property
     def payload(self) -> Bytes:
-        """Where the payload is to be written, a view."""
+        """The view to write the payload to."""
         return self.memory[ROOM_BYTES:]
 
     def with_front(self, size_bytes: int) -> Bytes | None:
-        """The payload and so many bytes before it, a view; None if there is no room for them."""
+        """A view of the payload and `size_bytes` before it; None if the room is too small."""
         return self.memory[ROOM_BYTES - size_bytes :] if size_bytes <= ROOM_BYTES else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """One message. The sending lane fills in `sender`, `incarnation` and `sequence`.
+    """A message. The sending lane fills in `sender`, `incarnation` and `sequence`.
 
-    `payload` is a contiguous buffer of bytes (uint8 tensor or array, bytes), of which the codec
-    makes a copy, or a `PayloadRoom`. The payload of a received frame is a writable uint8 array that
-    belongs to the receiver.
+    `payload` is a contiguous buffer of bytes (uint8 tensor or array, bytes), which the codec
+    copies, or a `PayloadRoom`. The payload of a received frame is a writable uint8 array that
+    belongs to the receiver; `encoded` is the memory of the whole frame.
     """
 
     group_id: str
@@ -78,29 +78,29 @@ class Frame:
     encoded: Bytes | None = field(default=None, repr=False)
 
     def stamped(self, sender: str, incarnation: str, sequence: int) -> "Frame":
-        """This frame with the fields that the sending lane fills in."""
+        """A copy with the fields that the sending lane fills in."""
         return Frame(
             self.group_id, self.epoch, self.header, self.payload, sender, incarnation, sequence
         )
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of a received frame with its envelope; 0 for a frame that was never sent."""
+        """Size of a received frame with its envelope; 0 for a frame that was not received."""
         return 0 if self.encoded is None else int(self.encoded.size)
 
     def verify(self) -> None:
-        """Raise ChecksumMismatch if a received frame was damaged on its way."""
+        """Raise ChecksumMismatch if a received frame was damaged in transit."""
         if self.encoded is None:
             return
         (expected,) = _CHECKSUM.unpack_from(self.encoded.data, _ENVELOPE.size)
         if _checksum(self.encoded) != expected:
             raise ChecksumMismatch(
-                f"frame {self.sequence} from {self.sender or 'a peer'} was damaged on its way"
+                f"frame {self.sequence} from {self.sender or 'a peer'} was damaged in transit"
             )
 
 
 class FrameCodec:
-    """Frames to bytes and back, for a fixed set of header types.
+    """Encodes and decodes frames with a fixed set of header types.
 
     A header type is a dataclass or a msgspec Struct; its number is the frame's kind.
     """
@@ -116,9 +116,10 @@ class FrameCodec:
             self._decoders[number] = msgspec.msgpack.Decoder(kind)
 
     def encode(self, frame: Frame) -> Bytes:
-        """The frame as bytes; of a payload in a `PayloadRoom` no copy is made.
+        """Encode a frame; a payload in a `PayloadRoom` is not copied.
 
-        Raises ValueError on a value that does not fit.
+        Raises:
+            ValueError: for unknown header types and for values that exceed the format's limits.
         """
         number = self._numbers.get(type(frame.header))
         if number is None:
@@ -127,6 +128,7 @@ class FrameCodec:
         if len(header) > HEADER_BYTES_MAX:
             raise ValueError(f"a header of {len(header)} bytes is too large")
         ids = [name.encode() for name in (frame.group_id, frame.sender, frame.incarnation)]
+        # Write in place before the payload if it is in a room with space; else into new memory.
         room = frame.payload if isinstance(frame.payload, PayloadRoom) else None
         payload = as_bytes(frame.payload if room is None else room.payload)
         header_start = _IDS_START + sum(map(len, ids))
@@ -148,20 +150,21 @@ class FrameCodec:
         return encoded
 
     def decode(self, encoded: Bytes) -> Frame:
-        """The frame in `encoded`, which the frame keeps. Raises FrameError.
+        """Decode the frame in `encoded`, which the frame keeps as its memory. Raises FrameError.
 
         Checks the lengths, but not the checksum: call `verify` before the payload is used.
         """
         if encoded.size < _IDS_START:
             raise FrameError(f"{encoded.size} bytes are too few for a frame")
+        # The bytes come from a peer: check every length before it is used.
         magic, number, *rest = _ENVELOPE.unpack_from(encoded.data)
         group_length, sender_length, incarnation_length, header_length, *rest = rest
         epoch, sequence, payload_length = rest
         if magic != _MAGIC:
-            raise FrameError("these bytes are no frame")
+            raise FrameError("the bytes do not start like a frame")
         decoder = self._decoders.get(number)
         if decoder is None:
-            raise FrameError(f"frames of kind {number} are not known here")
+            raise FrameError(f"frames of kind {number} are unknown")
         if header_length > HEADER_BYTES_MAX:
             raise FrameError(f"a header of {header_length} bytes is too large")
         sender_start = _IDS_START + group_length
@@ -170,7 +173,7 @@ class FrameCodec:
         header_end = header_start + header_length
         payload_start = _aligned(header_end)
         if payload_start + payload_length != encoded.size:
-            raise FrameError(f"a frame of {encoded.size} bytes disagrees with its lengths")
+            raise FrameError(f"a frame of {encoded.size} bytes does not match its lengths")
         front = encoded[:header_end].tobytes()
         try:
             return Frame(
@@ -188,7 +191,7 @@ class FrameCodec:
 
 
 def as_bytes(payload: Any) -> Bytes:
-    """A payload (uint8 tensor or array, bytes) as a flat array of the same memory.
+    """A payload (uint8 tensor or array, bytes) as a flat array over the same memory.
 
     Raises ValueError unless it is contiguous and of bytes.
     """
@@ -211,11 +214,11 @@ def _aligned(size_bytes: int) -> int:
 
 
 KEPT_BYTES_MAX = 16 << 20
-LARGE_BYTES = 256 << 10  # smaller memory is not worth keeping
+LARGE_BYTES = 256 << 10  # smaller buffers are not worth keeping
 
 
 class FrameMemory:
-    """Keeps up to `bytes_max` for later frames, the latest; any thread may use it."""
+    """A pool of frame buffers, thread-safe; keeps the latest `bytes_max`."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -224,17 +227,17 @@ class FrameMemory:
         self._free_bytes = 0
 
     def take(self, size_bytes: int) -> Bytes:
-        """Memory of that size, with anything in it. Less than twice as much is kept busy by it."""
+        """An uninitialized buffer of that size, backed by less than twice as much memory."""
         with self._lock:
             for number in reversed(range(len(self._free))):
                 if size_bytes <= self._free[number].size < 2 * size_bytes:
-                    found = self._free.pop(number)
-                    self._free_bytes -= found.size
-                    return found[:size_bytes]
+                    buffer = self._free.pop(number)
+                    self._free_bytes -= buffer.size
+                    return buffer[:size_bytes]
         return np.empty(size_bytes, np.uint8)
 
     def give_back(self, memory: Bytes) -> None:
-        """Let memory that `take` gave be used again."""
+        """Return a buffer of `take` to the pool."""
         whole = memory.base if isinstance(memory.base, np.ndarray) else memory
         if whole.size < LARGE_BYTES:
             return

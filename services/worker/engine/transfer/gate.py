@@ -1,4 +1,4 @@
-"""Tells bulk transfers that activations wait, so that they pause."""
+"""Makes bulk transfers pause while activations are being sent."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -9,9 +9,9 @@ from services.worker.engine.transfer.lane import Lane
 
 
 class ActivationGate:
-    """Counts the activations that wait or are being sent; any thread may use it.
+    """Counts the activation frames being sent; thread-safe.
 
-    A thread enters before it sends activations, and leaves when they are sent.
+    A thread enters before it sends activations and leaves when they are sent.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class ActivationGate:
         return self._inside > 0
 
     def enter(self) -> None:
-        """Make activations urgent from now on; needs one `leave` for each call."""
+        """Make bulk transfers pause from now on; each call needs a `leave`."""
         with self._lock:
             self._inside += 1
 
     def leave(self) -> None:
-        """The counterpart of `enter`. Raises ValueError without one."""
+        """End an `enter`. Raises ValueError without a preceding `enter`."""
         with self._lock:
             if self._inside == 0:
                 raise ValueError("left the activation gate without having entered it")
@@ -54,8 +54,8 @@ class ActivationGate:
         sent.when_done(self.leave)
 
     def on_clear(self, callback: Callable[[], None]) -> None:
-        """Have the last thread that leaves call `callback`, each time that the gate clears.
+        """Register a callback for each time that the gate clears, before the first `enter`.
 
-        The callback must return at once. Register it before the first `enter`.
+        The last thread to leave calls it, so it must return at once.
         """
         self._on_clear.append(callback)

@@ -1,8 +1,8 @@
-"""How both ends of a connection prove that the control plane wanted it.
+"""Mutual authentication of a connection's two ends by a nonce of the control plane.
 
 The control plane gives both ends the same single-use nonce over its authenticated channel. Neither
-end sends the nonce: each sends its facts and an HMAC of them under the nonce. An eavesdropper
-learns nothing to use, and the listening end proves itself, too.
+end sends the nonce: each sends its facts with their HMAC under the nonce. An eavesdropper learns
+nothing that it could use, and the listening end is authenticated, too.
 """
 
 import hashlib
@@ -21,17 +21,13 @@ EXPECTED_MAX = 1024
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What one end tells the other about itself.
-
-    `endpoint`: the transport's own address; `tag`: the tag of frames to this end. `version`: the
-    version of the protocol between workers; 0 for releases from before there was one.
-    """
+    """The data that either end sends about itself."""
 
     worker_id: str
     incarnation: str
-    endpoint: bytes
-    tag: int
-    version: int = 0
+    endpoint: bytes  # UCX worker address
+    tag: int  # of frames to this end
+    version: int = 0  # of the protocol between workers; 0 in releases before versions existed
 
     @property
     def identity(self) -> Identity:
@@ -40,14 +36,14 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """The first message, from the connecting end."""
+    """The first message, from the dialling end."""
 
     facts: Facts
     proof: bytes
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The answer of the listening end."""
+    """The listening end's answer to `Hello`."""
 
     facts: Facts
     proof: bytes
@@ -57,7 +53,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def proof_of(kind: type[Hello] | type[Welcome], facts: Facts, nonce: bytes) -> bytes:
-    """The HMAC of `facts`. It covers the kind, so that an echoed Hello is no valid Welcome."""
+    """The HMAC of `facts` and the message kind under `nonce`."""
+    # The kind is covered, or an attacker could echo a Hello as a valid Welcome.
     message = kind.__name__.encode() + _encoder.encode(facts)
     return hmac.digest(nonce, message, hashlib.sha256)
 
@@ -93,7 +90,12 @@ class ExpectedPeers:
         self._lock = Lock()
 
     def expect(self, peer: Identity, nonce: bytes, now_s: float, until_s: float) -> None:
-        """Accept `peer` once until `until_s`; replaces an older nonce. Raises LaneFull."""
+        """Accept `peer` once until `until_s`; replaces an older nonce.
+
+        Raises:
+            LaneFull: if too many peers are expected.
+            ValueError: if the nonce is too short.
+        """
         if len(nonce) < NONCE_BYTES_MIN:
             raise ValueError(f"a nonce has at least {NONCE_BYTES_MIN} bytes")
         with self._lock:
@@ -105,15 +107,13 @@ class ExpectedPeers:
             self._expected[peer] = _Expectation(nonce, until_s)
 
     def redeem(self, hello: Hello, now_s: float) -> bytes:
-        """The nonce that `hello` proves to hold; it cannot be used again. Raises FrameError.
-
-        A wrong proof leaves the nonce valid: otherwise an attacker could keep the peer out.
-        """
+        """Verify `hello` and consume its nonce, which is returned. Raises FrameError."""
         with self._lock:
             expectation = self._expected.get(hello.facts.identity)
             if expectation is None or expectation.until_s <= now_s:
                 raise FrameError("the peer is not expected")
             check_version(hello.facts)
+            # A wrong proof does not consume the nonce, or an attacker could lock the peer out.
             if not is_proven(hello, expectation.nonce):
                 raise FrameError("the peer does not hold the nonce")
             del self._expected[hello.facts.identity]

@@ -1,8 +1,8 @@
-"""The contract of a lane: frames between this engine and its peers, none of them blocking.
+"""The interface of a lane: non-blocking exchange of frames with peers.
 
-A worker has two: one for activations (small, urgent), one for bulk (KV blocks, parameters). Frames
-of one peer arrive in order, each once, or the peer is reported lost. Exactly one end of a pair
-connects; the other end has called `expect` before.
+A worker has two lanes, for activations (small, urgent) and for bulk data (KV blocks, parameters).
+Frames of a peer arrive in order and exactly once, or the peer is reported lost. Exactly one end of
+a pair connects; the other end must have called `expect` before.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class PeerConnected:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection has ended; frames that were not received are lost. Once per connection.
+    """The connection has ended, and frames in transit are lost. Reported once per connection.
 
     The incarnation of a peer that was never reached is empty.
     """
@@ -46,19 +46,18 @@ LaneEvent = PeerConnected | PeerLost
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """The fate of a frame; any thread may read it.
+    """The future of a sent frame; thread-safe.
 
-    `done`: the payload may be reused. `error`: why the frame was not sent, set before `done`.
-    Done without error means that the transport has sent it, not that the peer has read it.
+    Done without an error means that the transport has sent the frame, not that the peer read it.
     """
 
-    done: bool = False
-    error: LaneError | None = None
+    done: bool = False  # the payload may be reused
+    error: LaneError | None = None  # why the frame was not sent; set before `done`
     _then: Callable[[], None] | None = None
     _lock: Lock = field(default_factory=Lock)
 
     def finish(self, error: LaneError | None = None) -> None:
-        """Mark the frame as done. The lane calls this once."""
+        """Complete the future. Called once, by the lane."""
         with self._lock:
             self.error = error
             self.done = True
@@ -67,9 +66,9 @@ class Sent:
             then()
 
     def when_done(self, then: Callable[[], None]) -> None:
-        """Call `then` once the frame is done: now, or later by the lane's thread.
+        """Call `then` once the frame is done: at once, or later on the lane's thread.
 
-        `then` must return at once.
+        `then` must not block.
         """
         with self._lock:
             if not self.done:
@@ -79,28 +78,28 @@ class Sent:
 
 
 class Lane(ABC):
-    """Every method may be called from any thread and returns at once."""
+    """All methods are thread-safe and do not block."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where peers connect to."""
+        """The address that peers connect to."""
 
     @abstractmethod
     def expect(self, peer: Identity, nonce: bytes) -> None:
-        """Accept `peer` once if it proves in time to hold `nonce`. Raises LaneFull."""
+        """Accept `peer` once if it proves in time that it holds `nonce`. Raises LaneFull."""
 
     @abstractmethod
     def connect(self, peer: str, address: str, nonce: bytes) -> None:
         """Connect to a peer that expects this worker; PeerConnected or PeerLost follows.
 
-        Frames may be sent at once; they wait for the connection. An older connection to the peer
-        is lost.
+        Frames may be sent at once and are queued until the connection is open. An older connection
+        to the peer is lost.
         """
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """End the connection, if there is one; queued frames may be lost.
+        """Close the connection, if any; queued frames may be lost.
 
         The peer gets PeerLost; this end gets no event.
         """
@@ -118,17 +117,17 @@ class Lane(ABC):
 
     @abstractmethod
     def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
-        """The frames that arrived, with the worker id of their sender; clears `fileno`.
+        """The received frames with their senders' worker ids; clears `fileno`.
 
-        Frames of the peers in `leave` stay, and count as in flight. Raises LaneClosed if the lane's
-        thread has died.
+        Frames of the peers in `leave` are kept and count as in flight. Raises LaneClosed if the
+        lane's thread has died.
         """
 
     @abstractmethod
     def give_back(self, frame: Frame) -> None:
-        """Let the memory of a received frame be used again: nobody reads its payload any more.
+        """Recycle the memory of a received frame, whose payload must not be read any more.
 
-        Memory that is not given back is freed with its frame.
+        Optional: otherwise the memory is freed with the frame.
         """
 
     @abstractmethod
@@ -137,17 +136,17 @@ class Lane(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that is readable when a frame or an event waits, or a send has completed.
+        """A descriptor that is readable when there are frames or events, or a send has completed.
 
-        The latter only if its payload lay in a `PayloadRoom`, since of any other there is a copy,
-        or if frames were refused for want of room, and there is some again.
+        Sends count only if their payload is in a `PayloadRoom`, since others are copied, or if
+        frames were refused with LaneFull and there is room again.
         """
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """A context in which the caller waits for `fileno`: the transport wakes it directly."""
+        """A context for waiting on `fileno`, in which the transport wakes the caller directly."""
         yield
 
     @abstractmethod
     def close(self) -> None:
-        """End all connections and give everything back. Idempotent."""
+        """Close all connections and release all resources. Idempotent."""

@@ -1,4 +1,4 @@
-"""Opens the two lanes of an engine: over UCX, or without UCX lanes that reach no peer."""
+"""Opens the two lanes of an engine: over UCX, or dummy lanes that reach no peer without UCX."""
 
 import logging
 from collections import deque
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class NoLane(Lane):
-    """The lane of a worker that cannot load UCX: every peer that is dialled is lost at once."""
+    """The lane of a worker that cannot load UCX: dialled peers are lost at once."""
 
     def __init__(self) -> None:
         self._bell = Doorbell()
@@ -64,7 +64,7 @@ class NoLane(Lane):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lane for activations and the lane for bulk. Unless `reachable`, they reach no peer."""
+    """The activation lane and the bulk lane; they reach no peer unless `reachable`."""
 
     activations: Lane
     bulk: Lane
@@ -73,23 +73,19 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class LanesConfig:
-    """Where lanes listen, and how peers reach them.
+    """Addresses of the lanes."""
 
-    The lanes listen on `host`; peers dial `advertise`; port 0 is any free port. `ucx` without
-    devices means the loopback device if `host` is a loopback address, else all devices.
-    """
-
-    host: str
-    advertise: str
-    activation_port: int
-    bulk_port: int
-    ucx: UcxConfig
+    host: str  # to listen on
+    advertise: str  # host that peers dial
+    activation_port: int  # 0: any free port
+    bulk_port: int  # 0: any free port
+    ucx: UcxConfig  # without devices: the loopback device for a loopback host, else all devices
 
 
 def open_lanes(identity: Identity, config: LanesConfig, kinds: Mapping[int, type[Any]]) -> Lanes:
-    """Open lanes that listen; without UCX the worker serves, but cannot merge.
+    """Open both lanes; without UCX the worker serves alone and cannot merge.
 
-    `kinds` are the headers of frames on the activation lane.
+    `kinds`: header types of the activation lane by their number.
 
     Raises:
         ConfigError: if a lane cannot listen at its address.
@@ -104,7 +100,7 @@ def open_lanes(identity: Identity, config: LanesConfig, kinds: Mapping[int, type
         advertise=config.advertise,
         ucx=ucx,
     )
-    # A damaged piece fails its transfer, not the lane: so the mover verifies, not the lane.
+    # The mover verifies bulk frames itself: a damaged piece fails its transfer, not the connection.
     bulk_settings = replace(settings, name="bulk lane", port=config.bulk_port, verify=False)
     try:
         return Lanes(

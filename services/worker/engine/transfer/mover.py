@@ -1,10 +1,10 @@
 """Moves KV blocks and parameters between engines in the background.
 
-It moves one piece at a time, so that activations and a cancel wait for one piece at most. It runs
-on its own thread (`start`), or its owner steps it (`step`): the code is the same.
+It moves a piece at a time, so that activations and cancels wait for a single piece at most. It runs
+on a thread of its own (`start`), or its owner steps it (`step`), with the same code.
 
-Every transfer that `send` has accepted, that a peer has begun or that is cancelled ends with
-exactly one TransferSent, TransferReceived or TransferFailed; until then its memory is in use.
+Every transfer that `send` has accepted, that a peer has started, or that was cancelled ends with
+exactly one TransferOutcome; until then its memory is in use.
 """
 
 import logging
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from services.common.clock import monotonic_s
+from services.core.changeover.transfer_outcome import TransferOutcome
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import FrameError, LaneClosed, MoverFull
 from services.worker.engine.transfer.frame import Frame
@@ -28,53 +29,53 @@ from services.worker.engine.transfer.pieces import (
     OutgoingPiece,
     ParameterPiece,
     PieceTaken,
-    TransferEnded,
+    TransferAborted,
 )
-from services.worker.engine.transfer.receiver import IsCurrent, Receiver, ReceiverWaits, Unpack
+from services.worker.engine.transfer.receiver import (
+    EpochStatusOf,
+    Receiver,
+    ReceiverTimeouts,
+    Unpack,
+)
 from services.worker.engine.transfer.sender import Sender, SenderBounds
-from services.worker.engine.transfer.transfer_event import TransferEvent
 
 CHUNK_BYTES_MAX = 1 << 20
-FAST_LINK_TIMES = 4  # how much larger pieces become where a link carries them in a millisecond
-PATIENCE = 4.0  # times what the link takes: it has other transfers, and yields to activations
+FAST_LINK_TIMES = 4  # growth of pieces over a link that carries them within a millisecond
+PATIENCE = 4.0  # times the link's time: it has other transfers, and yields to activations
 PATIENCE_MIN_S = 2.0
 REST_S = 1.0  # the longest sleep of the thread
 CLOSE_TIMEOUT_S = 10.0
 
-MoverEvent = TransferEvent | PeerConnected | PeerLost
+MoverEvent = TransferOutcome | PeerConnected | PeerLost
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MoverConfig:
-    """`yield_s`: how long at most a piece waits for activations.
+    """Limits and timeouts of a mover.
 
-    `chunk_bytes` is the size of pieces; over a fast link they are up to `FAST_LINK_TIMES` as large.
-    `frames_in_flight_max` and `bytes_in_flight_max` bound, per peer, the pieces that the receiver
-    has not answered; as many as `PieceWindow` allows are under way.
-    `link_bytes_per_s` is what a link carries at least.
     `answer_timeout_s` must be longer than `future_wait_s`, for which a receiver may hold a piece.
     """
 
-    chunk_bytes: int = CHUNK_BYTES_MAX
-    link_bytes_per_s: float = 1e9
-    coordinated: bool = True
-    frames_in_flight_max: int = 48
-    bytes_in_flight_max: int = 48 << 20
-    active_max: int = 8
-    transfers_max: int = 4096
-    yield_s: float = 0.005
-    answer_timeout_s: float = 30.0
-    idle_timeout_s: float = 60.0
-    future_wait_s: float = 10.0
+    chunk_bytes: int = CHUNK_BYTES_MAX  # of a piece; up to `FAST_LINK_TIMES` as much on fast links
+    link_bytes_per_s: float = 1e9  # least bandwidth of a link
+    coordinated: bool = True  # pieces yield to activations (KunServe §4.2)
+    frames_in_flight_max: int = 48  # unanswered pieces per peer, within `PieceWindow`
+    bytes_in_flight_max: int = 48 << 20  # the same in bytes
+    active_max: int = 8  # transfers per peer that take turns
+    transfers_max: int = 4096  # outgoing, queued ones included
+    yield_s: float = 0.005  # how long at most a piece waits for activations
+    answer_timeout_s: float = 30.0  # for a piece
+    idle_timeout_s: float = 60.0  # between the pieces of an incoming transfer
+    future_wait_s: float = 10.0  # for the epoch of a piece to begin
 
 
 class Mover:
     """Sends and receives all frames of a bulk lane; it does not close the lane.
 
-    The thread that steps calls `is_current` and `unpack`. `unpack` stores the payload of a piece,
-    or raises TransferRefused (any WorkerError refuses the piece).
+    `epoch_status` and `unpack` are called on the stepping thread. `unpack` stores the payload of a
+    piece, or raises TransferRefused (any WorkerError refuses the piece).
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Mover:
         lane: Lane,
         gate: ActivationGate,
         config: MoverConfig,
-        is_current: IsCurrent,
+        epoch_status: EpochStatusOf,
         unpack: Unpack,
     ) -> None:
         self.coordinated = config.coordinated
@@ -92,7 +93,9 @@ class Mover:
         self._transfers_max = config.transfers_max
         self._link_bytes_per_s = config.link_bytes_per_s
         if not 0 < config.chunk_bytes <= CHUNK_BYTES_MAX:
-            raise ValueError(f"chunks have 1 to {CHUNK_BYTES_MAX} bytes, not {config.chunk_bytes}")
+            raise ValueError(
+                f"chunk_bytes must be between 1 and {CHUNK_BYTES_MAX}, not {config.chunk_bytes}"
+            )
         self._lock = Lock()  # guards the next three
         self._ids: set[str] = set()
         self._commands: deque[OutgoingTransfer | str] = deque()
@@ -107,10 +110,10 @@ class Mover:
             config.bytes_in_flight_max,
         )
         bounds = SenderBounds(config.active_max, window, config.answer_timeout_s)
-        waits = ReceiverWaits(config.idle_timeout_s, config.future_wait_s)
+        timeouts = ReceiverTimeouts(config.idle_timeout_s, config.future_wait_s)
         self._sender = Sender(lane, bounds, self._report)
-        self._receiver = Receiver(lane, waits, is_current, unpack, self._report)
-        self._yield_until_s: float | None = None
+        self._receiver = Receiver(lane, timeouts, epoch_status, unpack, self._report)
+        self._yield_until_s: float | None = None  # deadline of the yield in progress
         self._stopping = False
         self._thread: Thread | None = None
 
@@ -119,7 +122,7 @@ class Mover:
         return self._sender.piece_bytes(peer)
 
     def patience_s(self, size_bytes: int) -> float:
-        """How long to wait for a transfer of that size before it is had from elsewhere."""
+        """How long to wait for a transfer of that size before trying another source."""
         return max(PATIENCE_MIN_S, PATIENCE * size_bytes / self._link_bytes_per_s)
 
     def send(
@@ -130,24 +133,26 @@ class Mover:
         epoch: int,
         pieces: Iterable[OutgoingPiece],
     ) -> None:
-        """Begin a transfer; the memory that `pieces` read is in use until its end is reported.
+        """Queue a transfer; the memory that `pieces` read is in use until its outcome.
 
-        An id is used once; a second attempt needs another. Raises MoverFull, ValueError.
+        Raises:
+            MoverFull: if `transfers_max` transfers are queued or in progress.
+            ValueError: if the id is in use; a second attempt needs another id.
         """
         transfer = OutgoingTransfer(transfer_id, peer, group_id, epoch, iter(pieces))
         with self._lock:
             if transfer_id in self._ids:
-                raise ValueError(f"transfer {transfer_id} is under way")
+                raise ValueError(f"transfer {transfer_id} is already in progress")
             if len(self._ids) >= self._transfers_max:
-                raise MoverFull(f"{self._transfers_max} transfers wait; try again later")
+                raise MoverFull(f"{self._transfers_max} transfers are queued; try again later")
             self._ids.add(transfer_id)
             self._commands.append(transfer)
         self._in_bell.ring()
 
     def cancel(self, transfer_id: str) -> None:
-        """Cancel a transfer, outgoing or incoming, begun or expected.
+        """Cancel a transfer, outgoing or incoming, started or expected.
 
-        TransferFailed follows unless the transfer's end has been reported already.
+        A FAILED outcome follows unless the transfer's end was already reported.
         """
         with self._lock:
             self._commands.append(transfer_id)
@@ -167,16 +172,16 @@ class Mover:
         return taken
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there are events."""
+        """A descriptor that is readable while there are events."""
         return self._out_bell.fileno()
 
     def start(self) -> None:
-        """Step on a new thread until `close`."""
+        """Start a thread that steps until `close`."""
         self._thread = Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; open transfers end without a report. Close the lane after this."""
+        """Stop; open transfers end without an outcome. Close the lane only after this."""
         self._stopping = True
         self._in_bell.ring()
         if self._thread is not None:
@@ -186,10 +191,10 @@ class Mover:
             self._out_bell.close()
 
     def step(self, now_s: float) -> float:
-        """Do all work that does not wait, with at most one piece in each direction.
+        """Do all work that need not wait, with at most a piece in each direction.
 
-        Returns when to step again unless a bell rings before; `now_s` if work is left. Raises
-        LaneClosed.
+        Returns the time of the next step unless a bell rings earlier; `now_s` if work is left.
+        Raises LaneClosed.
         """
         self._take_commands()
         self._take_lane(now_s)
@@ -217,7 +222,7 @@ class Mover:
             self._out_bell.ring()
 
     def _sleep(self, waiting: select.poll, duration_s: float) -> None:
-        """Wait for a command, for a clear gate, and for the lane if there is room for pieces."""
+        """Wait for a command or a clear gate, and for the lane if the receiver has room."""
         duration_ms = math.ceil(duration_s * 1000)
         if not self._receiver.has_room:
             waiting.poll(duration_ms)
@@ -244,7 +249,7 @@ class Mover:
                 self._receiver.cancel(command)
 
     def _take_lane(self, now_s: float) -> None:
-        """Take frames from the lane: answers are handled at once, pieces wait for their turn."""
+        """Read the lane: answers are handled at once, pieces are queued."""
         if self._receiver.has_room:
             for peer, frame in self._lane.receive():
                 self._sort(peer, frame, now_s)
@@ -263,33 +268,33 @@ class Mover:
         try:
             frame.verify()
         except FrameError as error:
-            log.warning("a damaged answer of %s is ignored: %s", peer, error)
+            log.warning("ignored a damaged answer of %s: %s", peer, error)
             return
         match header:
-            case TransferEnded(by_sender=True):
+            case TransferAborted(by_sender=True):
                 self._receiver.handle(peer, header)
-            case PieceTaken() | TransferEnded():
+            case PieceTaken() | TransferAborted():
                 self._sender.handle(peer, header, now_s)
             case _:
-                log.warning("an unknown frame on the bulk lane is ignored; %s sent it", peer)
+                log.warning("ignored an unknown frame on the bulk lane from %s", peer)
 
     def _move_pieces(self, now_s: float) -> None:
         sends = self._sender.has_piece(now_s)
         if not (sends or self._receiver.has_piece):
             self._yield_until_s = None
             return
-        if self._stands_aside(now_s):
+        if self._yields_to_activations(now_s):
             return
         if self._receiver.has_piece:
             self._receiver.receive_piece(now_s)
         if sends:
             self._sender.send_piece(now_s)
 
-    def _stands_aside(self, now_s: float) -> bool:
-        """Whether the next piece waits for activations; it waits for `yield_s` at most."""
+    def _yields_to_activations(self, now_s: float) -> bool:
+        """Whether the next piece waits for activations, for `yield_s` at most (KunServe §4.2)."""
         if not self.coordinated:
             return False
-        # Set before the gate is read: `_gate_cleared` rings only if this is set.
+        # Set before the gate is read, or the ring of `_gate_cleared` in between would be lost.
         if self._yield_until_s is None:
             self._yield_until_s = now_s + self._yield_s
         if self._gate.busy and now_s < self._yield_until_s:
@@ -298,12 +303,12 @@ class Mover:
         return False
 
     def _gate_cleared(self) -> None:
-        """Called by threads that send activations; an unneeded ring would cost them time."""
+        """Ring if a piece waits; needless rings would cost the threads that send activations."""
         if self._yield_until_s is not None:
             self._in_bell.ring()
 
     def _wake_s(self, now_s: float) -> float:
-        """When the next work is due."""
+        """The time at which the next work is due."""
         dues = [now_s + REST_S, *self._sender.dues_s(), *self._receiver.dues_s(now_s)]
         if self._receiver.has_piece or self._sender.has_piece(now_s):
             dues.append(now_s if self._yield_until_s is None else self._yield_until_s)

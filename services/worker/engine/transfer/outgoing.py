@@ -1,4 +1,4 @@
-"""Outgoing transfers: which one sends next, and which pieces the receivers have not answered."""
+"""Outgoing transfers: the turns in which they send, and their unanswered pieces."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,31 +12,28 @@ from services.worker.engine.transfer.pieces import OutgoingPiece
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """The frame of a piece, its number, and the memory that has its payload."""
+    """A piece that is ready to send."""
 
-    number: int
-    room: PayloadRoom
+    number: int  # of the piece
+    room: PayloadRoom  # memory of its payload
     frame: Frame
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One transfer. `unanswered` has the pieces that were sent and not answered.
-
-    `ended`: why the transfer was given up. It is kept until no send reads its memory any more.
-    """
+    """A transfer; it is kept until it is answered or abandoned, and no send reads its memory."""
 
     transfer_id: str
     peer: str
     group_id: str
     epoch: int
     pieces: Iterator[OutgoingPiece]
-    packed: PackedPiece | None = None  # a piece for which the lane had no room
+    packed: PackedPiece | None = None  # a piece that found the lane full
     complete: bool = False  # its last piece is packed
-    ended: str | None = None
-    size_bytes: int = 0
-    unanswered: dict[int, PieceSent] = field(default_factory=dict)
-    sends: deque[tuple[Sent, PayloadRoom]] = field(default_factory=deque)
+    ended: str | None = None  # why it was abandoned
+    size_bytes: int = 0  # sent so far
+    unanswered: dict[int, PieceSent] = field(default_factory=dict)  # by piece number
+    sends: deque[tuple[Sent, PayloadRoom]] = field(default_factory=deque)  # not reaped yet
 
     @property
     def has_more(self) -> bool:
@@ -45,12 +42,12 @@ class OutgoingTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is sent and answered or given up, and no send reads its memory any more."""
-        through = self.complete and self.packed is None and not self.unanswered
-        return not self.sends and (self.ended is not None or through)
+        """Whether it is answered or abandoned, and no send reads its memory any more."""
+        answered = self.complete and self.packed is None and not self.unanswered
+        return not self.sends and (self.ended is not None or answered)
 
     def forget_done_sends(self, memory: FrameMemory) -> str | None:
-        """Give back what done sends have read; returns why one failed, None if none did."""
+        """Recycle the memory of completed sends; returns the first error, None without."""
         problem = None
         while self.sends and self.sends[0][0].done:
             sent, room = self.sends.popleft()
@@ -60,26 +57,26 @@ class OutgoingTransfer:
         return problem
 
     def oldest_s(self) -> float | None:
-        """When the oldest piece without an answer was sent; None if no answer is due."""
+        """When the oldest unanswered piece was sent; None if no answer is due."""
         if self.ended is not None:
             return None
         return min((piece.sent_s for piece in self.unanswered.values()), default=None)
 
 
 class OutgoingTransfers:
-    """Outgoing transfers by peer. A few of each peer are active and take turns; the others wait."""
+    """Outgoing transfers by peer; of each peer, `active_max` transfers take turns."""
 
     def __init__(self, active_max: int, bounds: WindowBounds) -> None:
         self._active_max = active_max
         self._bounds = bounds
         self._windows: dict[str, PieceWindow] = {}  # by peer
-        self._active: dict[str, deque[OutgoingTransfer]] = {}
-        self._waiting: dict[str, deque[OutgoingTransfer]] = {}
+        self._active: dict[str, deque[OutgoingTransfer]] = {}  # by peer, in order of turns
+        self._waiting: dict[str, deque[OutgoingTransfer]] = {}  # by peer, FIFO
         self._by_id: dict[str, OutgoingTransfer] = {}
-        self._turns: deque[str] = deque()
+        self._turns: deque[str] = deque()  # peers in order of turns
 
     def add(self, transfer: OutgoingTransfer) -> None:
-        """Queue a transfer with a new id."""
+        """Queue a transfer, whose id must be new."""
         self._by_id[transfer.transfer_id] = transfer
         if transfer.peer not in self._active:
             self._active[transfer.peer] = deque()
@@ -98,7 +95,7 @@ class OutgoingTransfers:
         return list(self._by_id.values())
 
     def active(self) -> list[OutgoingTransfer]:
-        """The transfers that take turns; no other has sent a piece."""
+        """The transfers that take turns; no others have sent pieces."""
         return [transfer for active in self._active.values() for transfer in active]
 
     def has_turn(self) -> bool:
@@ -109,7 +106,7 @@ class OutgoingTransfers:
         )
 
     def next_turn(self) -> OutgoingTransfer | None:
-        """The transfer that sends next: peers take turns, and so do the transfers of a peer."""
+        """The transfer that sends next: round-robin over peers, and over a peer's transfers."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)
@@ -127,23 +124,23 @@ class OutgoingTransfers:
         return self._bounds.piece_bytes if window is None else window.piece_bytes
 
     def note_sent(self, transfer: OutgoingTransfer, packed: PackedPiece, now_s: float) -> None:
-        """A piece is handed to the lane."""
+        """Note that a piece was handed to the lane."""
         size_bytes = packed.room.payload.size
         transfer.unanswered[packed.number] = self._windows[transfer.peer].depart(size_bytes, now_s)
         transfer.size_bytes += size_bytes
 
     def note_answered(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
-        """A receiver has taken a piece; a second answer changes nothing."""
+        """Note a receiver's answer to a piece; duplicates are ignored."""
         sent = transfer.unanswered.pop(piece, None)
         if sent is not None:
             self._windows[transfer.peer].arrive(sent, now_s)
 
     def remove(self, transfer: OutgoingTransfer) -> None:
-        """Forget a transfer; the next one of its peer becomes active."""
+        """Forget a transfer; the next waiting transfer of its peer becomes active."""
         peer = transfer.peer
         del self._by_id[transfer.transfer_id]
         for sent in transfer.unanswered.values():
-            self._windows[peer].leave(sent)
+            self._windows[peer].forget(sent)
         for queue in (self._active[peer], self._waiting[peer]):
             if transfer in queue:
                 queue.remove(transfer)

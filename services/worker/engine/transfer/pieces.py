@@ -1,7 +1,7 @@
-"""The frames of the bulk lane, and the cuts of KV blocks and parameters into pieces.
+"""The frames of the bulk lane, and the division of KV and parameters into pieces.
 
-A transfer is a series of pieces 0, 1, … of one request's KV or of one parameter slab; each piece
-is one frame. The receiver answers each piece, so that the sender knows when to free the original.
+A transfer is a series of pieces 0, 1, … of a request's KV or of a parameter slab; each piece is a
+frame. The receiver answers each piece, so that the sender knows when to free the original.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ PackBytes = Callable[[int, Bytes], None]  # offset_bytes, target
 
 
 class KvPiece(msgspec.Struct, frozen=True, array_like=True):
-    """KV of consecutive logical blocks of a request in one layer.
+    """KV of consecutive logical blocks of a request in a single layer.
 
     Payload: [block, 2, slot, kv_head, head_dim] in the model's dtype.
     """
@@ -32,7 +32,7 @@ class KvPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParameterPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a parameter slab; `total_bytes` is the size of the whole slab."""
+    """Bytes of a parameter slab, which has `total_bytes` in total."""
 
     transfer_id: str
     piece: int
@@ -43,14 +43,14 @@ class ParameterPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PieceTaken(msgspec.Struct, frozen=True, array_like=True):
-    """The receiver has verified and stored a piece."""
+    """The receiver's answer: it has verified and stored a piece."""
 
     transfer_id: str
     piece: int
 
 
-class TransferEnded(msgspec.Struct, frozen=True, array_like=True):
-    """One side has given a transfer up. `by_sender`: it was the sender of the pieces."""
+class TransferAborted(msgspec.Struct, frozen=True, array_like=True):
+    """A notice that a side has abandoned a transfer. `by_sender`: the sender of the pieces."""
 
     transfer_id: str
     by_sender: bool
@@ -62,14 +62,14 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
     0x100: KvPiece,
     0x101: ParameterPiece,
     0x102: PieceTaken,
-    0x103: TransferEnded,
+    0x103: TransferAborted,
 }
-"""By the number that stands for them on the wire."""
+"""Frame types by their number on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPiece:
-    """A piece to send. `pack` writes its `size_bytes`; it is called when the piece is sent."""
+    """A piece to send; `pack` writes its `size_bytes` bytes right before it is sent."""
 
     header: BulkPiece
     size_bytes: int
@@ -78,7 +78,7 @@ class OutgoingPiece:
 
 @dataclass(frozen=True, slots=True)
 class KvCut:
-    """The KV of a request to move, not empty; `block_bytes` is the size of a block in one layer."""
+    """The non-empty KV of a request to send; `block_bytes` is a block's size in a single layer."""
 
     transfer_id: str
     request_id: str
@@ -88,12 +88,12 @@ class KvCut:
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_blocks < 1 or self.block_bytes < 1:
-            raise ValueError(f"transfer {self.transfer_id} has nothing to move")
+            raise ValueError(f"transfer {self.transfer_id} is empty")
 
 
 @dataclass(frozen=True, slots=True)
 class SlabCut:
-    """A parameter slab to move."""
+    """A parameter slab to send."""
 
     transfer_id: str
     slab: str
@@ -101,15 +101,15 @@ class SlabCut:
 
     def __post_init__(self) -> None:
         if self.total_bytes < 1:
-            raise ValueError(f"transfer {self.transfer_id} has nothing to move")
+            raise ValueError(f"transfer {self.transfer_id} is empty")
 
 
 def kv_pieces(
     cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks
 ) -> Iterator[OutgoingPiece]:
-    """Pieces of at most `chunk_bytes()`, but at least one block, layer by layer.
+    """Divide KV into pieces of at most `chunk_bytes()`, but at least a block, layer by layer.
 
-    `chunk_bytes` is called for each piece, so that the size can follow the load.
+    `chunk_bytes` is called for each piece, so that the size adapts to the link.
     """
     piece = 0
     for layer in cut.layers:
@@ -127,7 +127,7 @@ def kv_pieces(
 def parameter_pieces(
     cut: SlabCut, chunk_bytes: Callable[[], int], pack: PackBytes
 ) -> Iterator[OutgoingPiece]:
-    """The slab in pieces of at most `chunk_bytes()`, which is called for each piece."""
+    """Divide a slab into pieces of at most `chunk_bytes()`, which is called for each piece."""
     piece, offset = 0, 0
     while offset < cut.total_bytes:
         size = min(cut.total_bytes - offset, chunk_bytes())

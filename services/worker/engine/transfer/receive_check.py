@@ -1,8 +1,8 @@
-"""Whether UCX still receives, asked after a process of this machine was lost.
+"""Checks whether UCX still receives, after a process of this machine was lost.
 
-Processes of one machine write what they send into one queue in the receiver's memory, which UCX
-reads in order. A process that dies, or is stopped, in the middle of such a write leaves an entry
-without an end. UCX reads nothing behind that entry, whoever wrote it, and neither end is told.
+Processes of a machine write their messages into a shared queue in the receiver's memory, which UCX
+reads in order. A process that dies or is stopped in the middle of such a write leaves an unfinished
+entry. UCX then reads nothing behind that entry, from any sender, and reports no error.
 """
 
 import logging
@@ -23,17 +23,17 @@ from services.worker.engine.transfer.ucx_transport import (
 )
 
 WAIT_S = 0.25
-"""Longer than a process that lives is off the processor in the middle of a write."""
-LOOKS_MIN = 100
-"""How often the lane has found nothing, too: its own process may have stood still for `WAIT_S`."""
+"""Longer than a live process is descheduled in the middle of a write."""
+POLLS_MIN = 100
+"""Empty polls that are required, too: this process itself may have been paused for `WAIT_S`."""
 PAUSE_S = 0.001
-"""How often it looks."""
+"""Poll interval during a check."""
 
 log = logging.getLogger(__name__)
 
 
 class ReceiveCheck:
-    """A message from this process to its own lane, behind all that the lost process wrote.
+    """Sends a message from this process to its own lane, behind all entries of the lost process.
 
     For the thread that drives the lane.
     """
@@ -41,34 +41,34 @@ class ReceiveCheck:
     def __init__(
         self, transport: UcxTransport, open_sender: Callable[[], UcxTransport], name: str
     ) -> None:
-        """`open_sender` makes another transport over shared memory; `name` is the lane's."""
+        """`open_sender` creates another transport over shared memory; `name` is the lane's."""
         self._transport = transport
         self._open_sender = open_sender
         self._name = name
         self._sender: UcxTransport | None = None
         self._endpoint: Endpoint | None = None
         self._sent: dict[int, UcxRequest] = {}  # by tag, oldest first
-        self._since_s = 0.0
-        self._looks = 0
+        self._since_s = 0.0  # start of the wait for the next message
+        self._polls = 0  # empty polls since then
 
     @property
     def under_way(self) -> bool:
-        """Whether a message has been sent and the newest has not come."""
+        """Whether the newest check message has not arrived yet."""
         return self._sender is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether what was sent does not come any more."""
-        waited = self._looks >= LOOKS_MIN and monotonic_s() - self._since_s >= WAIT_S
+        """Whether the messages no longer arrive."""
+        waited = self._polls >= POLLS_MIN and monotonic_s() - self._since_s >= WAIT_S
         return self.under_way and waited
 
     def begin(self) -> None:
-        """Send a message; one that was sent before tells nothing about what was written since."""
+        """Send a check message; earlier messages prove nothing about later writes."""
         try:
             if self._sender is None:
                 self._sender = self._open_sender()
                 self._endpoint = self._sender.open(self._transport.address)
-                self._wait_anew()
+                self._restart_wait()
             assert self._endpoint is not None
             tag = 1 + secrets.randbelow(TAG_MAX)
             self._sent[tag] = self._endpoint.send(np.zeros(1, np.uint8), tag)
@@ -76,41 +76,41 @@ class ReceiveCheck:
             self._give_up(str(error))
 
     def end(self) -> None:
-        """Forget what is under way."""
+        """Stop the check."""
         if self._endpoint is not None:
             self._endpoint.abort()
         self._sender = self._endpoint = None
         self._sent.clear()
 
-    def came(self, tag: int) -> None:
-        """A message that belongs to no connection has come."""
+    def note_arrived(self, tag: int) -> None:
+        """Note a message that belongs to no connection; it may be a check message."""
         if tag not in self._sent:
             return
         newest = next(reversed(self._sent))
         del self._sent[tag]
-        self._wait_anew()
+        self._restart_wait()
         if tag == newest:
             self.end()
 
-    def nothing_came(self) -> None:
-        """The lane has looked for messages and found no more."""
+    def note_idle_poll(self) -> None:
+        """Note a poll of the lane that found no message."""
         if self._sender is None:
             return
-        self._looks += 1
+        self._polls += 1
         self._sender.progress()
         for request in self._sent.values():
             if request.completed and (problem := request.error()) is not None:
                 self._give_up(problem)
                 return
 
-    def _wait_anew(self) -> None:
+    def _restart_wait(self) -> None:
         self._since_s = monotonic_s()
-        self._looks = 0
+        self._polls = 0
 
     def _give_up(self, reason: str) -> None:
         log.warning(
-            "the %s has lost a peer and cannot check whether UCX receives on (%s); if this worker"
-            " gets no connection any more, start it anew",
+            "the %s has lost a peer and cannot check whether UCX still receives (%s); restart this"
+            " worker if it cannot connect to peers any more",
             self._name,
             reason,
         )
@@ -118,5 +118,5 @@ class ReceiveCheck:
 
 
 def memory_sender(config: UcxConfig) -> Callable[[], UcxTransport]:
-    """Makes transports that reach the processes of this machine alone."""
+    """A factory of transports that reach only processes of this machine."""
     return lambda: UcxTransport(replace(config, transports="sm"))

@@ -1,64 +1,55 @@
-"""The receiving half of the mover: verifies pieces, has them stored, and answers them."""
+"""The receiving half of the mover: verifies, stores and answers pieces."""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.core.changeover.epoch_fence import Standing
+from services.core.changeover.epoch_fence import EpochStatus
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import TransferRefused
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.lane import Lane
-from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferEnded
-from services.worker.engine.transfer.sender import notify
-from services.worker.engine.transfer.transfer_event import (
-    CANCELLED,
-    ENDED_MAX,
-    TransferEvent,
-    TransferFailed,
-    TransferReceived,
-)
+from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferAborted
+from services.worker.engine.transfer.sender import CANCELLED, ENDED_MAX, notify
 from services.worker.errors import WorkerError
 
-TRANSFERS_MAX = 4096
-PIECES_MAX = 1 << 20
+TRANSFERS_MAX = 4096  # in progress
+PIECES_MAX = 1 << 20  # of a transfer
 
 Key = tuple[str, str]  # sender's worker id, transfer id
 
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """One transfer; `last` is the number of its last piece, None until that is known.
-
-    The transfer fails at `until_s` unless another piece comes.
-    """
+    """A transfer in progress."""
 
     group_id: str
     epoch: int
-    until_s: float = 0.0
-    last: int | None = None
-    highest: int = -1
-    size_bytes: int = 0
-    taken: set[int] = field(default_factory=set)
+    until_s: float = 0.0  # it fails then, unless another piece arrives
+    last: int | None = None  # number of its last piece, once known
+    highest: int = -1  # highest piece number so far
+    size_bytes: int = 0  # received so far
+    taken: set[int] = field(default_factory=set)  # numbers of stored pieces
 
     @property
     def is_whole(self) -> bool:
-        """Whether every piece was taken."""
+        """Whether all pieces are stored."""
         return self.last is not None and len(self.taken) == self.last + 1
 
     def check(self, frame: Frame, piece: BulkPiece) -> None:
         """Raise TransferRefused on a piece that cannot belong to the transfer."""
         if (self.group_id, self.epoch) != (frame.group_id, frame.epoch):
-            raise TransferRefused("its pieces are of different epochs")
+            raise TransferRefused("its pieces have different epochs")
         if not 0 <= piece.piece < PIECES_MAX:
-            raise TransferRefused(f"it has a piece {piece.piece}")
+            raise TransferRefused(f"it has a piece number out of range: {piece.piece}")
         last = piece.piece if piece.last else self.last
         if self.last not in (None, last):
             raise TransferRefused("it has two last pieces")
         if last is not None and max(self.highest, piece.piece) > last:
-            raise TransferRefused("it has pieces after its last one")
+            raise TransferRefused("it has pieces after its last piece")
 
     def take(self, piece: BulkPiece, size_bytes: int) -> None:
-        """Note that a piece is stored."""
+        """Note that a piece was stored."""
         self.taken.add(piece.piece)
         self.highest = max(self.highest, piece.piece)
         self.size_bytes += size_bytes
@@ -67,29 +58,29 @@ class IncomingTransfer:
 
 
 class IncomingTransfers:
-    """Incoming transfers by sender and id, bounded; remembers the latest that ended."""
+    """Incoming transfers by sender and id. Bounded; remembers the latest `ENDED_MAX` that ended."""
 
     def __init__(self) -> None:
         self._transfers: dict[Key, IncomingTransfer] = {}
-        self._ended: OrderedDict[Key, bool] = OrderedDict()  # whether all of it had come
-        self._ended_ids: Counter[str] = Counter()
-        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[Key, bool] = OrderedDict()  # value: whether it was complete
+        self._ended_ids: Counter[str] = Counter()  # ids in `_ended`: several senders may share them
+        self._unwanted: OrderedDict[str, None] = OrderedDict()  # cancelled before they began
 
     def under_way(self) -> list[tuple[Key, IncomingTransfer]]:
-        """All transfers that have begun and not ended."""
+        """All transfers in progress."""
         return list(self._transfers.items())
 
     def transfer_of(self, key: Key, frame: Frame) -> IncomingTransfer:
-        """The transfer of a piece, made if it is the first. Raises TransferRefused."""
+        """The transfer of a piece, created for its first. Raises TransferRefused."""
         transfer = self._transfers.get(key)
         if transfer is None:
             if len(self._transfers) >= TRANSFERS_MAX:
-                raise TransferRefused(f"{TRANSFERS_MAX} transfers are under way")
+                raise TransferRefused(f"{TRANSFERS_MAX} transfers are in progress")
             transfer = self._transfers[key] = IncomingTransfer(frame.group_id, frame.epoch)
         return transfer
 
     def end(self, key: Key, whole: bool) -> None:
-        """Forget the pieces of a transfer, but remember that it has ended."""
+        """End a transfer, and remember it so that late pieces are recognized."""
         self._transfers.pop(key, None)
         self._ended[key] = whole
         self._ended_ids[key[1]] += 1
@@ -99,34 +90,34 @@ class IncomingTransfers:
             self._ended_ids += Counter()  # drops zeros
 
     def ending(self, key: Key) -> bool | None:
-        """True if all pieces had come, False if the transfer was given up, None if it goes on."""
+        """True if the transfer is complete, False if it was abandoned, None otherwise."""
         return False if key[1] in self._unwanted else self._ended.get(key)
 
     def is_over(self, transfer_id: str) -> bool:
-        """Whether the end of a transfer of that id, from any peer, has been reported."""
+        """Whether the end of a transfer with that id, from any peer, was reported."""
         return transfer_id in self._ended_ids or transfer_id in self._unwanted
 
     def refuse_later(self, transfer_id: str) -> None:
-        """Refuse a transfer that has not begun yet."""
+        """Refuse a transfer in advance, before its first piece."""
         self._unwanted[transfer_id] = None
         while len(self._unwanted) > ENDED_MAX:
             self._unwanted.popitem(last=False)
 
 
-BACKLOG_BYTES_MAX = 64 << 20  # of pieces that wait to be unpacked; beyond, the lane is not read
-HELD_BYTES_MAX = 256 << 20  # of pieces of a future epoch
-LOOK_AGAIN_S = 0.01  # interval of looking whether an epoch has begun, for which no bell rings
+BACKLOG_BYTES_MAX = 64 << 20  # of pieces that wait to be stored; with more, the lane is not read
+HELD_BYTES_MAX = 256 << 20  # of pieces of future epochs
+EPOCH_POLL_S = 0.01  # poll interval for the start of an epoch, which rings no bell
 
-IsCurrent = Callable[[str, int], Standing]  # group id, epoch
+EpochStatusOf = Callable[[str, int], EpochStatus]  # group id, epoch
 Unpack = Callable[[BulkPiece, Bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiverWaits:
-    """How long to wait for the next piece of a transfer, and for a future epoch to begin."""
+class ReceiverTimeouts:
+    """Timeouts of incoming transfers."""
 
-    idle_timeout_s: float
-    future_wait_s: float
+    idle_timeout_s: float  # between two pieces of a transfer
+    future_wait_s: float  # for a future epoch to begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +125,12 @@ class _Arrived:
     key: Key
     piece: BulkPiece
     frame: Frame
-    until_s: float = 0.0  # deadline of the epoch, for a piece of a future one
+    until_s: float = 0.0  # deadline for its epoch to begin, if that is in the future
 
 
 @dataclass(slots=True)
 class _Pieces:
-    """Pieces in the order in which they came, and how much memory they keep."""
+    """A FIFO of pieces, and the memory that they occupy."""
 
     pieces: deque[_Arrived] = field(default_factory=deque)
     size_bytes: int = 0
@@ -161,19 +152,19 @@ class _Pieces:
 
 
 class Receiver:
-    """For the thread that steps the mover."""
+    """Incoming transfers of a mover; for the thread that steps it."""
 
     def __init__(
         self,
         lane: Lane,
-        waits: ReceiverWaits,
-        is_current: IsCurrent,
+        timeouts: ReceiverTimeouts,
+        epoch_status: EpochStatusOf,
         unpack: Unpack,
-        report: Callable[[TransferEvent], None],
+        report: Callable[[TransferOutcome], None],
     ) -> None:
         self._lane = lane
-        self._waits = waits
-        self._is_current = is_current
+        self._timeouts = timeouts
+        self._epoch_status = epoch_status
         self._unpack = unpack
         self._report = report
         self._inbox = IncomingTransfers()
@@ -182,12 +173,12 @@ class Receiver:
 
     @property
     def has_piece(self) -> bool:
-        """Whether `receive_piece` has a piece."""
+        """Whether `receive_piece` has a piece to handle."""
         return bool(self._arrived.pieces)
 
     @property
     def has_room(self) -> bool:
-        """Whether more pieces may be taken from the lane."""
+        """Whether the backlog allows more pieces from the lane."""
         return self._arrived.size_bytes < BACKLOG_BYTES_MAX
 
     def add(self, peer: str, piece: BulkPiece, frame: Frame) -> None:
@@ -195,40 +186,41 @@ class Receiver:
         self._arrived.add(_Arrived((peer, piece.transfer_id), piece, frame))
 
     def cancel(self, transfer_id: str) -> None:
-        """Give up all transfers of that id, and one that has not begun yet."""
+        """Abandon all transfers with that id, also before their first piece."""
         keys = [key for key, _ in self._inbox.under_way() if key[1] == transfer_id]
         for key in keys:
             self._end(key, CANCELLED)
         if not keys and not self._inbox.is_over(transfer_id):
             self._inbox.refuse_later(transfer_id)
-            self._report(TransferFailed(transfer_id, None, False, CANCELLED))
+            self._report(TransferOutcome(transfer_id, TransferStatus.FAILED, reason=CANCELLED))
 
-    def handle(self, peer: str, ended: TransferEnded) -> None:
-        """Handle that the sender has given a transfer up."""
-        key = (peer, ended.transfer_id)
+    def handle(self, peer: str, aborted: TransferAborted) -> None:
+        """Handle a sender's notice that it has abandoned a transfer."""
+        key = (peer, aborted.transfer_id)
         if self._inbox.ending(key) is None:
-            self._end(key, f"given up by its sender: {ended.reason}", tell=False)
+            self._end(key, f"abandoned by its sender: {aborted.reason}", notify_sender=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
-        """Give up all transfers from a lost peer."""
+        """Abandon all transfers from a lost peer."""
         self._arrived.forget_peer(peer)
         self._held.forget_peer(peer)
         for key, _ in self._inbox.under_way():
             if key[0] == peer:
-                self._end(key, reason, tell=False)
+                self._end(key, reason, notify_sender=False)
 
     def receive_piece(self, now_s: float) -> None:
-        """Verify, store and answer the oldest piece; a late or repeated piece has no effect."""
+        """Verify, store and answer the oldest piece; late and duplicate pieces have no effect."""
         arrived = self._arrived.take()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
         ending = self._inbox.ending(key)
-        standing = self._is_current(frame.group_id, frame.epoch)
+        status = self._epoch_status(frame.group_id, frame.epoch)
         if ending is not None:
             self._answer_late(arrived, whole=ending)
-        elif standing is Standing.CURRENT:
+        elif status is EpochStatus.CURRENT:
             self._store(arrived, now_s)
-        elif standing is Standing.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
-            until_s = now_s + self._waits.future_wait_s
+        elif status is EpochStatus.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
+            # This member has yet to switch: hold the piece until its epoch begins here.
+            until_s = now_s + self._timeouts.future_wait_s
             self._held.add(_Arrived(key, piece, frame, until_s))
             return
         else:
@@ -236,11 +228,11 @@ class Receiver:
         self._lane.give_back(frame)
 
     def take_held(self, now_s: float) -> None:
-        """Queue the held pieces whose epoch has begun; give up those whose epoch is late."""
+        """Queue the held pieces whose epoch has begun; abandon transfers whose epoch is overdue."""
         for _ in range(len(self._held.pieces)):
             held = self._held.take()
             frame = held.frame
-            if self._is_current(frame.group_id, frame.epoch) is not Standing.FUTURE:
+            if self._epoch_status(frame.group_id, frame.epoch) is not EpochStatus.FUTURE:
                 self._arrived.add(held)
             elif now_s < held.until_s:
                 self._held.add(held)
@@ -248,18 +240,19 @@ class Receiver:
                 self._end(held.key, f"epoch {frame.epoch} did not begin in time")
 
     def expire(self, now_s: float) -> None:
-        """Give up transfers whose next piece is overdue."""
+        """Abandon transfers whose next piece is overdue."""
         for key, transfer in self._inbox.under_way():
             if now_s >= transfer.until_s:
-                self._end(key, "the sender sent nothing more")
+                self._end(key, "the sender sent no more pieces")
 
     def dues_s(self, now_s: float) -> list[float]:
-        """The times at which `expire` or `take_held` has work."""
+        """The times at which `expire` or `take_held` is due."""
         dues = [transfer.until_s for _, transfer in self._inbox.under_way()]
-        return [*dues, now_s + LOOK_AGAIN_S] if self._held.pieces else dues
+        return [*dues, now_s + EPOCH_POLL_S] if self._held.pieces else dues
 
     def _store(self, arrived: _Arrived, now_s: float) -> None:
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
+        # Any failure, of the checksum too, fails this transfer only, never the connection.
         try:
             frame.verify()
             transfer = self._inbox.transfer_of(key, frame)
@@ -270,36 +263,33 @@ class Receiver:
         except WorkerError as error:
             self._end(key, str(error))
             return
-        transfer.until_s = now_s + self._waits.idle_timeout_s
+        transfer.until_s = now_s + self._timeouts.idle_timeout_s
         self._answer(arrived)
         if transfer.is_whole:
             self._inbox.end(key, whole=True)
             peer, transfer_id = key
-            self._report(
-                TransferReceived(
-                    transfer_id, peer, frame.group_id, frame.epoch, transfer.size_bytes
-                )
-            )
+            size_bytes, status = transfer.size_bytes, TransferStatus.RECEIVED
+            self._report(TransferOutcome(transfer_id, status, peer, size_bytes))
 
     def _answer_late(self, arrived: _Arrived, whole: bool) -> None:
-        """Answer a piece of a transfer that has ended already."""
+        """Answer a piece of an ended transfer: the first answer may have been lost."""
         peer, transfer_id = arrived.key
         if whole:
             self._answer(arrived)
         else:
             frame = arrived.frame
-            ended = TransferEnded(transfer_id, False, "the transfer has ended")
-            notify(self._lane, peer, frame.group_id, frame.epoch, ended)
+            aborted = TransferAborted(transfer_id, False, "the transfer has ended")
+            notify(self._lane, peer, frame.group_id, frame.epoch, aborted)
 
     def _answer(self, arrived: _Arrived) -> None:
         peer, transfer_id = arrived.key
         taken = PieceTaken(transfer_id, arrived.piece.piece)
         notify(self._lane, peer, arrived.frame.group_id, arrived.frame.epoch, taken)
 
-    def _end(self, key: Key, reason: str, tell: bool = True) -> None:
-        """Give a transfer up, and tell its sender; pieces that still come are ignored."""
+    def _end(self, key: Key, reason: str, notify_sender: bool = True) -> None:
+        """Abandon a transfer, and notify its sender; later pieces are ignored."""
         peer, transfer_id = key
         self._inbox.end(key, whole=False)
-        if tell:
-            notify(self._lane, peer, "", 0, TransferEnded(transfer_id, False, reason))
-        self._report(TransferFailed(transfer_id, peer, False, reason))
+        if notify_sender:
+            notify(self._lane, peer, "", 0, TransferAborted(transfer_id, False, reason))
+        self._report(TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=reason))

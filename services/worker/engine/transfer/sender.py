@@ -1,4 +1,4 @@
-"""The sending half of the mover: packs pieces, sends them, and waits for their answers."""
+"""The sending half of the mover: packs and sends pieces, and tracks their answers."""
 
 import logging
 from collections import OrderedDict
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
 from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Lane
@@ -16,77 +17,72 @@ from services.worker.engine.transfer.outgoing import (
     PackedPiece,
 )
 from services.worker.engine.transfer.piece_window import WindowBounds
-from services.worker.engine.transfer.pieces import PieceTaken, TransferEnded
-from services.worker.engine.transfer.transfer_event import (
-    CANCELLED,
-    ENDED_MAX,
-    TransferEvent,
-    TransferFailed,
-    TransferSent,
-)
+from services.worker.engine.transfer.pieces import PieceTaken, TransferAborted
 from services.worker.errors import WorkerError
 
-RETRY_S = 0.01  # pause after the lane was full
+CANCELLED = "cancelled"
+ENDED_MAX = 16_384  # ended transfers that are remembered
+RETRY_S = 0.01  # pause after LaneFull
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SenderBounds:
-    """The bounds per peer, and how long a receiver may take to answer a piece."""
+    """Limits of outgoing transfers."""
 
-    active_max: int
-    window: WindowBounds
-    answer_timeout_s: float
+    active_max: int  # transfers per peer that take turns
+    window: WindowBounds  # per peer
+    answer_timeout_s: float  # for each piece
 
 
 class Sender:
-    """For the thread that steps the mover."""
+    """Outgoing transfers of a mover; for the thread that steps it."""
 
     def __init__(
-        self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferEvent], None]
+        self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferOutcome], None]
     ) -> None:
         self._lane = lane
         self._answer_timeout_s = bounds.answer_timeout_s
         self._report = report
         self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
         self._memory = FrameMemory()
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self._retry_s: float | None = None
+        self._ended: OrderedDict[str, None] = OrderedDict()  # the latest `ENDED_MAX` ids
+        self._retry_s: float | None = None  # when to send again after LaneFull
 
     def begin(self, transfer: OutgoingTransfer) -> None:
-        """Add a transfer."""
+        """Queue a transfer."""
         self._outbox.add(transfer)
 
     def cancel(self, transfer_id: str) -> bool:
-        """Give a transfer up; returns False if this sender has never had one of that id."""
+        """Abandon a transfer; returns False if this sender has had none with that id."""
         transfer = self._outbox.find(transfer_id)
         if transfer is not None:
-            self._give_up(transfer, CANCELLED)
+            self._abandon(transfer, CANCELLED)
         return transfer is not None or transfer_id in self._ended
 
-    def handle(self, peer: str, header: PieceTaken | TransferEnded, now_s: float) -> None:
-        """Handle an answer of a receiver; one about an unknown transfer is ignored."""
+    def handle(self, peer: str, header: PieceTaken | TransferAborted, now_s: float) -> None:
+        """Handle a receiver's answer; answers about unknown transfers are ignored."""
         transfer = self._outbox.find(header.transfer_id)
         if transfer is None or transfer.peer != peer:
             return
         if isinstance(header, PieceTaken):
             self._outbox.note_answered(transfer, header.piece, now_s)
         else:
-            self._give_up(transfer, f"refused: {header.reason}", tell=False)
+            self._abandon(transfer, f"refused: {header.reason}", notify_receiver=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
-        """Give up all transfers to a lost peer."""
+        """Abandon all transfers to a lost peer."""
         for transfer in self._outbox.all():
             if transfer.peer == peer:
-                self._give_up(transfer, reason, tell=False)
+                self._abandon(transfer, reason, notify_receiver=False)
 
     def piece_bytes(self, peer: str) -> int:
-        """The size of the next piece to a peer, so that it does not occupy the link for long."""
+        """The size of the next piece to a peer: small enough to occupy the link only briefly."""
         return self._outbox.piece_bytes(peer)
 
     def has_piece(self, now_s: float) -> bool:
-        """Whether `send_piece` would send something."""
+        """Whether `send_piece` has a piece to send."""
         return (self._retry_s is None or now_s >= self._retry_s) and self._outbox.has_turn()
 
     def send_piece(self, now_s: float) -> None:
@@ -96,12 +92,13 @@ class Sender:
         if transfer is None:
             return
         try:
+            # A piece that found the lane full stays packed for the next try.
             packed = transfer.packed = transfer.packed or self._pack(transfer)
             sent = self._lane.send(transfer.peer, packed.frame)
         except LaneFull:
             self._retry_s = now_s + RETRY_S
         except (PeerUnknown, _CannotPack) as error:
-            self._give_up(transfer, str(error))
+            self._abandon(transfer, str(error))
         else:
             transfer.packed = None
             transfer.sends.append((sent, packed.room))
@@ -110,13 +107,14 @@ class Sender:
     def finish(self, now_s: float) -> list[str]:
         """Report the transfers that have ended; returns their ids."""
         over = []
+        # A transfer ends only when no send reads its memory: the owner reuses it after the report.
         for transfer in self._outbox.all():
             problem = transfer.forget_done_sends(self._memory)
             oldest_s = transfer.oldest_s()
             if problem is not None:
-                self._give_up(transfer, problem)
+                self._abandon(transfer, problem)
             elif oldest_s is not None and now_s >= oldest_s + self._answer_timeout_s:
-                self._give_up(transfer, "the receiver did not answer in time")
+                self._abandon(transfer, "the receiver did not answer in time")
             if transfer.is_over:
                 self._outbox.remove(transfer)
                 self._remember(transfer.transfer_id)
@@ -125,15 +123,15 @@ class Sender:
         return over
 
     def dues_s(self) -> list[float]:
-        """The times at which `finish` or `send_piece` has work."""
+        """The times at which `finish` or `send_piece` is due."""
         sent = [transfer.oldest_s() for transfer in self._outbox.active()]
-        dues = [one_s + self._answer_timeout_s for one_s in sent if one_s is not None]
+        dues = [oldest_s + self._answer_timeout_s for oldest_s in sent if oldest_s is not None]
         return dues if self._retry_s is None else [*dues, self._retry_s]
 
     def _pack(self, transfer: OutgoingTransfer) -> PackedPiece:
         piece = next(transfer.pieces, None)
         if piece is None:
-            raise _CannotPack("the transfer has no last piece")
+            raise _CannotPack("the pieces ended without a last piece")
         room = PayloadRoom(self._memory.take(ROOM_BYTES + piece.size_bytes))
         try:
             piece.pack(room.payload)
@@ -143,15 +141,17 @@ class Sender:
         frame = Frame(transfer.group_id, transfer.epoch, piece.header, room)
         return PackedPiece(piece.header.piece, room, frame)
 
-    def _give_up(self, transfer: OutgoingTransfer, reason: str, tell: bool = True) -> None:
-        """End a transfer; `finish` reports it when no send reads its memory any more."""
+    def _abandon(
+        self, transfer: OutgoingTransfer, reason: str, notify_receiver: bool = True
+    ) -> None:
+        """Abandon a transfer; `finish` reports it when no send reads its memory any more."""
         if transfer.ended is not None:
             return
         transfer.ended = reason
         transfer.packed = None
-        if tell:
-            ended = TransferEnded(transfer.transfer_id, True, reason)
-            notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, ended)
+        if notify_receiver:
+            aborted = TransferAborted(transfer.transfer_id, True, reason)
+            notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, aborted)
 
     def _remember(self, transfer_id: str) -> None:
         self._ended[transfer_id] = None
@@ -160,18 +160,19 @@ class Sender:
 
 
 class _CannotPack(TransferRefused):
-    """`pack` of a piece has failed."""
+    """Packing a piece failed."""
 
 
 def notify(lane: Lane, peer: str, group_id: str, epoch: int, header: msgspec.Struct) -> None:
-    """Send a small frame; if it is lost, a deadline of the peer ends the transfer."""
+    """Send a small frame, best effort: if it is lost, the peer's timeout ends the transfer."""
     try:
         lane.send(peer, Frame(group_id, epoch, header))
     except (LaneFull, PeerUnknown) as error:
-        log.warning("an answer to %s was lost: %s", peer, error)
+        log.warning("an answer to %s was not sent: %s", peer, error)
 
 
-def _outcome(transfer: OutgoingTransfer) -> TransferSent | TransferFailed:
+def _outcome(transfer: OutgoingTransfer) -> TransferOutcome:
+    transfer_id, peer = transfer.transfer_id, transfer.peer
     if transfer.ended is not None:
-        return TransferFailed(transfer.transfer_id, transfer.peer, True, transfer.ended)
-    return TransferSent(transfer.transfer_id, transfer.peer, transfer.size_bytes)
+        return TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=transfer.ended)
+    return TransferOutcome(transfer_id, TransferStatus.SENT, peer, transfer.size_bytes)

@@ -1,4 +1,4 @@
-"""The frames of a UCX lane: from the queues of connections to UCX, and from UCX to the engine."""
+"""The frames of a UCX lane: from the connections' queues to UCX, and from UCX to the engine."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -14,11 +14,11 @@ from services.worker.engine.transfer.receive_check import ReceiveCheck
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import IncomingMessage, UcxRequest, UcxTransport
 
-STRAY_MAX = 64  # frames of lost connections that are received only to be discarded
+STRAY_MAX = 64  # frames of lost connections that are being received to be discarded
 
 
 class Traffic:
-    """Everything but `take` belongs to the thread that drives the lane.
+    """Sends and receives frames. Only `take` is thread-safe; the rest is for the driving thread.
 
     Bounded: nothing more is received while `received_bytes_max` wait for the engine.
     """
@@ -30,31 +30,33 @@ class Traffic:
         config: UcxLaneConfig,
         memory: FrameMemory,
         check: ReceiveCheck,
-        happened: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
-        """`happened` is called when frames have arrived, or a send has ended that is awaited."""
+        """`notify` is called when frames have arrived, or when an awaited send has ended."""
         self._transport = transport
         self._connections = connections
         self._config = config
         self._memory = memory
         self._check = check
-        self._happened = happened
+        self._happened = notify
         self._lock = Lock()  # guards the next two
         self._arrived: deque[tuple[Connection, Frame]] = deque()
         self._arrived_bytes = 0
-        self._waits_for_room = False  # there may be messages that were not probed for
-        self._stray: deque[UcxRequest] = deque()
+        self._waits_for_room = False  # probing stopped because the memory limit was reached
+        self._stray: deque[UcxRequest] = deque()  # receives whose frames are discarded
 
     def take(self, leave: Collection[str]) -> tuple[list[tuple[Connection, Frame]], bool]:
-        """The frames that arrived, and whether there may be more, for which there was no room.
+        """The received frames, and whether UCX may hold more for which there was no room.
 
-        Frames of the peers in `leave` stay. May be called from any thread.
+        Frames of the peers in `leave` are kept. Thread-safe.
         """
         if not self._arrived:
             return [], False
         with self._lock:
-            taken = [one for one in self._arrived if one[0].peer.worker_id not in leave]
-            self._arrived = deque(one for one in self._arrived if one[0].peer.worker_id in leave)
+            taken = [entry for entry in self._arrived if entry[0].peer.worker_id not in leave]
+            self._arrived = deque(
+                entry for entry in self._arrived if entry[0].peer.worker_id in leave
+            )
             self._arrived_bytes = sum(frame.size_bytes for _, frame in self._arrived)
         was_full = self._waits_for_room
         for connection, _ in taken:
@@ -62,40 +64,41 @@ class Traffic:
         return taken, was_full
 
     def drive(self, until_s: float) -> bool:
-        """Let UCX work, send queued frames, receive frames; returns whether it rang for any.
+        """Progress UCX, send queued frames, receive frames; returns whether it notified.
 
-        `until_s`: the time by which UCX must have sent a frame that is handed to it now.
+        `until_s`: the deadline for UCX to send the frames that it gets now.
         """
         self._transport.progress()
-        for connection in [one for one in self._connections.by_tag.values() if one.has_queued]:
-            with self._connections.losing(connection):
+        # A list, since losing a connection removes it from the table.
+        for connection in [each for each in self._connections.by_tag.values() if each.has_queued]:
+            with self._connections.lose_on_error(connection):
                 connection.submit(until_s)
         self._probe()
         return self.reap()
 
     def send_now(self, connection: Connection, until_s: float) -> None:
-        """Send queued frames of one peer, and take what has come meanwhile."""
-        with self._connections.losing(connection):
+        """Send a peer's queued frames, and receive what arrived meanwhile."""
+        with self._connections.lose_on_error(connection):
             connection.submit(until_s)
             self._transport.progress()
             connection.reap_sends()
-        # UCX does not signal again what it has received in `progress`.
+        # Receive now: UCX does not signal again what `progress` has received.
         self._probe()
         self.reap()
 
     def reap(self) -> bool:
-        """Deliver received frames, finish sent ones; returns whether anybody waits for one."""
+        """Deliver received frames and finish sends; returns whether it notified the engine."""
         frames: list[tuple[Connection, Frame]] = []
         awaited = False
         every = (*self._connections.by_tag.values(), *self._connections.lingering)
-        for connection in [one for one in every if one.has_completed]:
-            with self._connections.losing(connection):
+        for connection in [each for each in every if each.has_completed]:
+            with self._connections.lose_on_error(connection):
                 awaited |= connection.reap_sends()
-            with self._connections.losing(connection):
+            with self._connections.lose_on_error(connection):
                 received = connection.reap_fetches(self._config.verify)
                 frames += [(connection, frame) for frame in received]
-                if connection.crossed:
-                    self._connections.note_crossed(connection)
+                if connection.confirmed:
+                    self._connections.note_confirmed(connection)
         self._connections.forget_quiet()
         if frames:
             with self._lock:
@@ -106,43 +109,43 @@ class Traffic:
         return bool(frames) or awaited
 
     def forget_strays(self) -> None:
-        """The UCX worker that received them is driven no more."""
+        """Forget receives of a UCX worker that is not driven any more."""
         self._stray.clear()
 
     def _probe(self) -> None:
-        """Begin to receive messages while there is room."""
+        """Start to receive messages while there is room."""
         by_tag = self._connections.by_tag
         fetching = sum(connection.fetching_bytes for connection in by_tag.values())
         while self._has_room(fetching):
             arrival = self._transport.probe()
             if arrival is None:
-                self._check.nothing_came()
+                self._check.note_idle_poll()
                 break
             connection = by_tag.get(arrival.tag)
             if connection is None:
-                self._check.came(arrival.tag)
+                self._check.note_arrived(arrival.tag)
                 self._discard(arrival)
             elif arrival.size_bytes > self._config.frame_bytes_max:
                 reason = f"a frame of {arrival.size_bytes} bytes is too large"
                 self._connections.lose(connection, reason)
             else:
                 fetching += arrival.size_bytes
-                with self._connections.losing(connection):
+                with self._connections.lose_on_error(connection):
                     memory = self._memory.take(arrival.size_bytes)
                     connection.fetch(self._transport, arrival, memory)
 
     def _has_room(self, fetching_bytes: int) -> bool:
-        """Whether more may be received beside so much; if not, `take` tells that it makes room."""
+        """Whether there is room beside `fetching_bytes`; if not, `take` reports new room."""
         most = self._config.received_bytes_max - fetching_bytes
         self._waits_for_room = self._arrived_bytes >= most
         if self._waits_for_room and self._arrived_bytes < most:
-            self._waits_for_room = False  # `take` came in between
+            self._waits_for_room = False  # `take` made room in between
         return not self._waits_for_room
 
     def _discard(self, arrival: IncomingMessage) -> None:
-        """Receive a frame without a connection, so that UCX forgets it.
+        """Receive and drop a frame without a connection, so that UCX frees it.
 
-        A frame that is too large stays with UCX.
+        Frames that are too large stay in UCX.
         """
         while self._stray and self._stray[0].completed:
             self._stray.popleft()

@@ -5,25 +5,25 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class UcxConfig:
-    """The transports of UCX that a lane uses.
+    """The UCX transports of a lane.
 
-    `transports`: UCX_TLS; shared memory first, then TCP on `devices` (UCX_NET_DEVICES; empty: all)
-    and `ports` ("from-to", UCX_TCP_PORT_RANGE; empty: any), one port per device. Messages from
-    `rendezvous_bytes` on stay at their sender until they are fetched; no buffers of UCX keep them.
+    `rendezvous_bytes`: messages of at least that size stay at their sender until they are fetched,
+    and occupy no buffers of UCX.
 
-    `segment_bytes`: through shared memory the sender copies in and the receiver copies out, by
-    segments, of which a lane has 256. Where the pieces under way do not fit, their sender has to
-    wait, awake, until the receiver's process runs.
+    `segment_bytes`: through shared memory the sender copies into segments, of which a lane has 256,
+    and the receiver copies out of them. If the pieces in flight do not fit, their sender busy-waits
+    until the receiver's process runs.
     """
 
-    transports: str = "sm,tcp"
-    devices: str = "lo"
-    ports: str = ""
+    transports: str = "sm,tcp"  # UCX_TLS: shared memory first, then TCP
+    devices: str = "lo"  # UCX_NET_DEVICES for TCP; empty: all
+    ports: str = ""  # UCX_TCP_PORT_RANGE, "from-to", one port per device; empty: any
     rendezvous_bytes: int = 65_536
     segment_bytes: int = 32_768
 
     def options(self) -> dict[str, str]:
-        """The options by UCX's names. Without the last two, UCX would not use shared memory."""
+        """The options by UCX's names."""
+        # Without the two *_ERROR_HANDLING options UCX would not use shared memory here.
         options = {
             "TLS": self.transports,
             "RNDV_THRESH": str(self.rendezvous_bytes),
@@ -37,27 +37,25 @@ class UcxConfig:
 
 @dataclass(frozen=True, slots=True)
 class UcxLaneConfig:
-    """`host` and `port` (0: any) are for handshakes; `advertise` is the host that peers dial.
+    """Settings of a lane. Hosts may be names.
 
-    Either may be a name.
-
-    `verify`: the lane verifies frames, and loses the sender of a damaged one. Otherwise the
-    receiver of a frame calls `Frame.verify`. `name`: what logs call the lane.
+    `verify`: the lane verifies frames, and closes the connection to the sender of a damaged frame.
+    Otherwise the receiver of a frame calls `Frame.verify`.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
+    host: str = "127.0.0.1"  # for handshakes
+    port: int = 0  # for handshakes; 0: any
+    advertise: str = ""  # host that peers dial
     ucx: UcxConfig = field(default_factory=UcxConfig)
     verify: bool = True
     frame_bytes_max: int = 64 << 20
-    queue_bytes_max: int = 64 << 20
-    frames_in_flight_max: int = 1024
-    received_bytes_max: int = 64 << 20
+    queue_bytes_max: int = 64 << 20  # per peer, not sent yet
+    frames_in_flight_max: int = 1024  # per peer, not taken by its engine yet
+    received_bytes_max: int = 64 << 20  # of all peers, not taken by this engine yet
     connect_timeout_s: float = 5.0
     hello_timeout_s: float = 1.0
     nonce_lifetime_s: float = 60.0
     heartbeat_s: float = 1.0
-    silence_timeout_s: float = 5.0
+    silence_timeout_s: float = 5.0  # a peer without heartbeats for so long is lost
     send_timeout_s: float = 30.0
-    name: str = "lane"
+    name: str = "lane"  # in logs

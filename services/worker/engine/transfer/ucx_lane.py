@@ -1,15 +1,15 @@
-"""A lane over UCX: one UCX worker and one thread, which sleeps until there is work.
+"""A lane over UCX: a UCX worker and a thread, which sleeps until there is work.
 
-One thread at a time drives UCX. Mostly that is the lane's thread, so that frames arrive while the
-engine computes. To wake another thread may take as long as a processor is busy. So a thread that
-sends tries to drive UCX itself, and so does a thread that waits (`attended`).
+Only one thread at a time drives UCX: usually the lane's thread, so that frames arrive while the
+engine computes. Waking another thread takes long while all processors are busy. A thread that sends
+therefore tries to drive UCX itself, and so does a thread that waits (`attended`).
 
-An engine has two such lanes, one for activations and one for bulk: beside bulk transfers, small
-messages of the same UCX worker wait for milliseconds.
+An engine has two such lanes, for activations and for bulk data: beside bulk transfers, small
+messages of the same UCX worker would wait for milliseconds.
 
-`ConnectionTable` has the handshakes, `Traffic` the frames, `Heartbeats` the silence of peers,
-`ReceiveCheck` what a lost peer may have done to UCX. `UcxLane` decides which thread drives them,
-and when.
+`ConnectionTable` handles handshakes, `Traffic` frames, `Heartbeats` silent peers, and
+`ReceiveCheck` the damage that a lost peer may have done to UCX's shared memory. `UcxLane` decides
+which thread drives them, and when.
 """
 
 import logging
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """Tell a peer that this process lives, and find dead peers; for the thread of the lane."""
+    """Sends heartbeats and detects silent peers; for the thread of the lane."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Heartbeats:
         silence_timeout_s: float,
         now_s: float,
     ) -> None:
-        """A beat goes out every `interval_s`; a peer silent for `silence_timeout_s` is lost."""
+        """A beat is sent every `interval_s`; a peer silent for `silence_timeout_s` is lost."""
         self._connections = connections
         self._interval_s = interval_s
         self._silence_timeout_s = silence_timeout_s
-        self._beat_s = now_s
-        self.ticked_s = now_s
+        self._beat_s = now_s  # time of the last beat to all peers
+        self.ticked_s = now_s  # time of the last `tick`
 
     def tick(self, now_s: float) -> None:
-        """Send the beats that are due, and lose every connection that is overdue."""
+        """Send due beats, and lose connections whose peers are overdue."""
         if now_s - self.ticked_s >= self._silence_timeout_s / 2:
-            # This process stood still: it has yet to read what peers sent meanwhile.
+            # This process was paused: it has not read yet what the peers sent meanwhile.
             for connection in self._connections.by_descriptor.values():
                 connection.heard_s = now_s
         self.ticked_s = now_s
@@ -71,18 +71,18 @@ class Heartbeats:
                 self._connections.lose(connection, reason)
 
     def acknowledge(self) -> None:
-        """Send a beat to each peer that would have to stop sending without one."""
+        """Send a beat to each peer that is about to reach its limit of frames in flight."""
         self._beat(to_all=False)
 
     def _beat(self, *, to_all: bool) -> None:
         for connection in list(self._connections.by_descriptor.values()):
             if connection.is_open and (to_all or connection.owes_acknowledgement):
-                with self._connections.losing(connection):
+                with self._connections.lose_on_error(connection):
                     connection.beat()
 
 
 CLOSE_TIMEOUT_S = 10.0
-CLOSE_TURNS = 100  # calls of `progress` in which UCX completes what it was told to abort
+CLOSE_TURNS = 100  # calls of `progress` in which UCX completes aborted requests
 
 
 class UcxLane(Lane):
@@ -91,12 +91,12 @@ class UcxLane(Lane):
     def __init__(self, identity: Identity, codec: FrameCodec, config: UcxLaneConfig) -> None:
         self._config = config
         self._transport = UcxTransport(config.ucx)
-        self._out_bell = Doorbell()  # rung for the engine
-        self._in_bell = Doorbell()  # rung for the lane's thread
-        self._commands: deque[Callable[[], None]] = deque()
+        self._out_bell = Doorbell()  # wakes the engine
+        self._in_bell = Doorbell()  # wakes the lane's thread
+        self._commands: deque[Callable[[], None]] = deque()  # for the lane's thread
         self._stopping = False
         self._ended = False
-        self._attended = False  # by a thread that waits for `fileno`
+        self._attended = False  # a thread that waits for `fileno` drives UCX
         self._listener = listen(config.host, config.port, UNPROVEN_MAX)
         self._listener.setblocking(False)
         self._poll = select.epoll()
@@ -140,7 +140,7 @@ class UcxLane(Lane):
     def disconnect(self, peer: str) -> None:
         connection = self._connections.forget(peer)
         if connection is not None:
-            self._command(lambda: self._connections.part(connection))
+            self._command(lambda: self._connections.disconnect(connection))
 
     def has(self, peer: str) -> bool:
         return self._connections.find(peer) is not None
@@ -175,12 +175,12 @@ class UcxLane(Lane):
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        attends = self._take_over()
+        attends = self._attend_directly()
         try:
             yield
         finally:
             if attends:
-                self._hand_back()
+                self._stop_attending()
 
     def close(self) -> None:
         self._stopping = True
@@ -197,7 +197,7 @@ class UcxLane(Lane):
             raise LaneClosed("the lane is closed")
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the lane's thread call `command`. Raises LaneClosed."""
+        """Call `command` on the lane's thread. Raises LaneClosed."""
         self._check_running()
         self._commands.append(command)
         self._in_bell.ring()
@@ -211,7 +211,7 @@ class UcxLane(Lane):
             self._end()
 
     def _turn(self) -> None:
-        """Do all work once, then sleep if there was none."""
+        """Do all pending work, then sleep unless UCX has more."""
         with self._driving:
             while self._commands:
                 self._commands.popleft()()
@@ -241,12 +241,12 @@ class UcxLane(Lane):
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:
-            log.warning("a connection could not be accepted: %s", error)
+            log.warning("cannot accept a connection: %s", error)
             return
         self._connections.accept(ControlLink(accepted))
 
     def _look_after_memory(self) -> None:
-        """Check whether UCX receives on after the loss of a peer; make it anew if it does not."""
+        """After the loss of a peer, check that UCX still receives; replace its worker if not."""
         if self._connections.lost_in_memory:
             self._connections.lost_in_memory = False
             self._check.begin()
@@ -255,21 +255,22 @@ class UcxLane(Lane):
             self._renew()
 
     def _renew(self) -> None:
-        """Begin with a new UCX worker and without connections.
+        """Replace the UCX worker; all connections are lost.
 
-        The old one goes first: both may need the same ports, for which UCX waits without end. Where
-        it cannot go, the lane ends, and with it the engine.
+        The old worker is released first: both may need the same ports, for which UCX waits without
+        limit. If that is impossible, the lane ends, and the engine with it.
         """
-        reason = "UCX receives nothing more, since a process was lost while it wrote to this one"
-        log.warning("the %s begins anew: %s", self._config.name, reason)
+        reason = "UCX receives nothing any more: a process was lost while it wrote to this process"
+        log.warning("the %s is restarted: %s", self._config.name, reason)
         self._connections.lose_all(reason)
-        self._connections.lost_in_memory = False  # they wrote to the UCX worker that goes
+        self._connections.lost_in_memory = False  # their writes went to the old UCX worker
         self._let_go()
         if self._connections.lingering and self._config.ucx.ports:
             log.error("the %s ends: UCX still uses memory of a lost connection", self._config.name)
             self._stopping = True
             return
-        # A UCX worker that goes waits without end for the rest of a message whose sender is gone.
+        # Take all messages: a released UCX worker waits without limit for the rest of a message
+        # whose sender is lost.
         while self._transport.probe() is not None:
             pass
         self._traffic.forget_strays()
@@ -286,7 +287,7 @@ class UcxLane(Lane):
         self._watch_transport()
 
     def _watch_transport(self) -> None:
-        """Have UCX wake the threads that wait for `fileno` if they attend, else the lane's own."""
+        """Let UCX wake the thread that waits for `fileno`, or else the lane's thread."""
         own, engine = (0, select.EPOLLIN) if self._attended else (select.EPOLLIN, 0)
         self._poll.modify(self._transport.fileno(), own)
         self._engine_poll.modify(self._transport.fileno(), engine)
@@ -301,21 +302,21 @@ class UcxLane(Lane):
     def _went_out(self, connection: Connection, sent: Sent) -> bool:
         """Send at once unless another thread drives; returns whether the lane's thread may sleep.
 
-        It may if the frame is sent, or if UCX will wake it: a large frame waits for its receiver.
+        It may if the frame was sent, or if UCX will wake it when a large frame is fetched.
         """
         if not self._driving.acquire(blocking=False):
             return False
         try:
             self._traffic.send_now(connection, self._send_until_s)
-            # All that UCX has done is delivered by now, and it wakes a thread when it does more.
+            # Everything that UCX has completed is delivered; `arm` makes it signal further work.
             return sent.done or self._transport.arm()
         finally:
             self._driving.release()
 
-    def _take_over(self) -> bool:
-        """Have UCX wake the threads that wait for `fileno`; returns False if it does not.
+    def _attend_directly(self) -> bool:
+        """Let UCX wake the threads that wait for `fileno`; returns False if that is not possible.
 
-        The lane's own thread then sleeps until `_hand_back`.
+        The lane's own thread then sleeps until `_stop_attending`.
         """
         if not self._driving.acquire(blocking=False):
             return False
@@ -334,8 +335,8 @@ class UcxLane(Lane):
             self._driving.release()
         return True
 
-    def _hand_back(self) -> None:
-        """Receive frames, and have UCX wake the lane's thread again."""
+    def _stop_attending(self) -> None:
+        """Receive frames, and let UCX wake the lane's thread again."""
         with self._driving:
             if self._ended or self._stopping:
                 return
@@ -346,7 +347,7 @@ class UcxLane(Lane):
             self._watch_transport()
 
     def _let_go(self) -> None:
-        """Have UCX complete what lost connections have begun."""
+        """Progress UCX until the requests of lost connections are complete, or `CLOSE_TURNS`."""
         for _ in range(CLOSE_TURNS):
             self._transport.progress()
             self._traffic.reap()
@@ -354,11 +355,11 @@ class UcxLane(Lane):
                 break
 
     def _end(self) -> None:
-        """Close everything; requests that UCX has not completed by then are left to it."""
+        """Close everything; requests that UCX has not completed by then are abandoned to it."""
         with self._driving:
             self._ended = True
             for connection in list(self._connections.by_descriptor.values()):
-                self._connections.part(connection)
+                self._connections.disconnect(connection)
             self._check.end()
             self._let_go()
         self._poll.close()

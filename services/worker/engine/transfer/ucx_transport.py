@@ -1,10 +1,10 @@
 """The part of UCX that a lane uses, through the core API of `ucxx`: tagged messages of any size.
 
-Peers reach each other by worker address. The lanes exchange these addresses in their handshake, so
-UCX opens no listener of its own on every interface. A lane first probes for a message, which gives
-its length, and then fetches it: a large message stays at its sender until it is fetched.
+Endpoints connect to UCX worker addresses. The lanes exchange these in their handshake, so UCX opens
+no listener of its own on all interfaces. A lane first probes for a message, which returns its size,
+and then fetches it: a large message stays at its sender until it is fetched.
 
-For one thread at a time. No other module loads `ucxx`.
+Not thread-safe: a single thread at a time. No other module loads `ucxx`.
 """
 
 import ctypes
@@ -51,41 +51,41 @@ class _Attributes(ctypes.Structure):
 def routes_of(handle: int) -> list[str]:
     """The endpoint's transports with their devices, such as "tcp/eth0" or "sysv/memory".
 
-    `handle` is that of UCP; call this in the thread that uses the endpoint. Empty if UCX does not
-    name any. ucxx has no call for it: the structures are those of UCX's header (`ucp_ep_query`).
+    `handle` is the UCP endpoint; call this on the thread that uses it. Empty if UCX reports none.
     """
+    # ucxx has no binding for `ucp_ep_query`: the structures above are those of UCX's header.
     try:
         query = ctypes.CDLL("libucp.so.0").ucp_ep_query
     except (OSError, AttributeError):
         return []
     routes = (_Route * _ROUTES_MAX)()
-    asked = _Attributes(fields=_TRANSPORTS)
-    asked.routes = _Routes(
+    attributes = _Attributes(fields=_TRANSPORTS)
+    attributes.routes = _Routes(
         ctypes.cast(routes, ctypes.POINTER(_Route)), _ROUTES_MAX, ctypes.sizeof(_Route)
     )
     query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Attributes))
-    if query(handle, ctypes.byref(asked)) != 0:
+    if query(handle, ctypes.byref(attributes)) != 0:
         return []
-    told = routes[: asked.routes.count]
-    return [f"{route.transport.decode()}/{route.device.decode()}" for route in told]
+    reported = routes[: attributes.routes.count]
+    return [f"{route.transport.decode()}/{route.device.decode()}" for route in reported]
 
 
 TAG_MAX = 2**63 - 1
-# Defaults that must be set before the library is loaded; the process's environment overrides them.
+# Defaults that must be set before the library is loaded; environment variables override them.
 _ENVIRONMENT = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_HANDLE_ERRORS": "none",  # or a crash prints a backtrace and may not end the process
+    "UCX_HANDLE_ERRORS": "none",  # else a crash prints a backtrace and may not end the process
     "UCX_LOG_FILE": "stderr",
     "UCXX_LOG_LEVEL": "fatal",  # ucxx logs lost peers as errors; the lane reports them already
 }
 
 
 def load_ucxx() -> Any:
-    """The module of ucxx's core API. Raises UcxUnavailable with cause and remedy."""
+    """Import ucxx's core API. Raises UcxUnavailable with cause and remedy."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        # ucxx loads libucx by itself only where an allocator for CUDA memory is installed.
+        # ucxx loads libucx itself only if an allocator for CUDA memory is installed.
         import libucx
 
         libucx.load_library()
@@ -100,7 +100,7 @@ def load_ucxx() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class IncomingMessage:
-    """A message that has begun to arrive: its tag, its size, and a handle to fetch it."""
+    """A message that has started to arrive, with a handle to fetch it."""
 
     tag: int
     size_bytes: int
@@ -108,7 +108,7 @@ class IncomingMessage:
 
 
 class UcxRequest:
-    """A send or a fetch; keeps its memory alive while UCX uses it."""
+    """A send or receive in progress; keeps its memory alive while UCX uses it."""
 
     def __init__(self, ucxx: Any, request: Any, memory: Any) -> None:
         self._ucxx = ucxx
@@ -117,11 +117,11 @@ class UcxRequest:
 
     @property
     def completed(self) -> bool:
-        """Whether UCX does not use the memory any more."""
+        """Whether UCX no longer uses the memory."""
         return bool(self._request.completed)
 
     def error(self) -> str | None:
-        """Why a completed request has failed; None if it has not."""
+        """The error of a completed request; None on success."""
         try:
             self._request.check_error()
         except self._ucxx.UCXError as error:
@@ -139,16 +139,16 @@ class Endpoint:
 
     @property
     def alive(self) -> bool:
-        """False once UCX has noticed that the peer is gone; over shared memory it never does."""
+        """False once UCX has detected the loss of the peer; over shared memory it never does."""
         return bool(self._endpoint.alive)
 
     @property
     def routes(self) -> list[str]:
-        """The transports and devices that it uses, such as "tcp/eth0"; see `routes_of`."""
+        """Its transports and devices, such as "tcp/eth0"; see `routes_of`."""
         return routes_of(int(self._endpoint.handle))
 
     def send(self, message: Bytes, tag: int) -> UcxRequest:
-        """Begin to send. Raises ConnectionError."""
+        """Start to send. Raises ConnectionError."""
         array = self._array(message)
         try:
             request = self._endpoint.tag_send(array, tag=self._ucxx.UCXXTag(tag))
@@ -157,15 +157,15 @@ class Endpoint:
         return UcxRequest(self._ucxx, request, array)
 
     def abort(self) -> None:
-        """Abort all requests of the endpoint; the peer does not take part."""
+        """Abort all requests of the endpoint, without the peer's cooperation."""
         try:
             self._endpoint.close_blocking()
         except self._ucxx.UCXError as error:
-            log.warning("an endpoint of UCX was not closed: %s", error)
+            log.warning("cannot close a UCX endpoint: %s", error)
 
 
 class UcxTransport:
-    """One UCX context and worker. Raises UcxUnavailable if none of the transports works."""
+    """A UCX context and worker. Raises UcxUnavailable if none of the transports works."""
 
     def __init__(self, config: UcxConfig) -> None:
         self._ucxx = load_ucxx()
@@ -180,14 +180,14 @@ class UcxTransport:
         except self._ucxx.UCXError as error:
             raise UcxUnavailable(
                 f"UCX cannot use {config.transports} on {config.devices or 'any device'} ({error}),"
-                " so this worker cannot merge with others; choose others"
+                " so this worker cannot merge with others; choose other transports or devices"
             ) from error
         self._any_tag = self._ucxx.UCXXTag(0)
         self._no_mask = self._ucxx.UCXXTagMask(0)
 
     @property
     def address(self) -> bytes:
-        """The worker address, to which a peer opens an endpoint; any thread may ask."""
+        """The UCX worker address, to which peers open endpoints; thread-safe."""
         return self._address
 
     def fileno(self) -> int:
@@ -195,16 +195,16 @@ class UcxTransport:
         return int(self._worker.epoll_file_descriptor)
 
     def renew(self) -> None:
-        """Go on with a new UCX worker, of another address; what was under way is lost.
+        """Replace the UCX worker; address and descriptor change, and all requests are lost.
 
-        The descriptor is another one, too. The old worker goes before, unless a request keeps it.
-        Raises UcxUnavailable, after which the transport is of no use.
+        The old worker is released first, unless a request keeps it. Raises UcxUnavailable, after
+        which the transport is unusable.
         """
         self._worker = None
         try:
             self._open_worker()
         except self._ucxx.UCXError as error:
-            raise UcxUnavailable(f"UCX makes no other worker: {error}") from error
+            raise UcxUnavailable(f"UCX cannot create another worker: {error}") from error
 
     def _open_worker(self) -> None:
         self._worker = self._ucxx.UCXWorker(self._context)
@@ -212,16 +212,16 @@ class UcxTransport:
         self._address = bytes(self._worker.address)
 
     def progress(self) -> None:
-        """Let UCX do its work."""
+        """Let UCX make progress on its requests."""
         if self._worker is not None:
             self._worker.progress()
 
     def arm(self) -> bool:
-        """Ask for a wake-up through `fileno`; returns False if there is work already."""
+        """Request a wake-up through `fileno`; returns False if there is work already."""
         return bool(self._worker.arm())
 
     def open(self, address: bytes) -> Endpoint:
-        """An endpoint to the peer with that address. Raises ConnectionError."""
+        """Open an endpoint to the peer with that address. Raises ConnectionError."""
         ucxx = self._ucxx
         try:
             target = ucxx.UCXAddress.create_from_buffer(address)
@@ -233,12 +233,12 @@ class UcxTransport:
         return Endpoint(ucxx, endpoint, self._array)
 
     def probe(self) -> IncomingMessage | None:
-        """Take the oldest message that has begun to arrive; it must be fetched."""
-        found = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
-        return IncomingMessage(found.sender_tag, found.length, found) if found.matched else None
+        """Take the oldest message that has started to arrive; the caller must fetch it."""
+        probed = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
+        return IncomingMessage(probed.sender_tag, probed.length, probed) if probed.matched else None
 
     def fetch(self, arrival: IncomingMessage, memory: Bytes) -> UcxRequest:
-        """Begin to receive into `memory`, as large as the message. Raises ConnectionError."""
+        """Start to receive into `memory`, which has the message's size. Raises ConnectionError."""
         array = self._array(memory)
         try:
             request = self._worker.tag_recv_with_handle(array, arrival.handle)

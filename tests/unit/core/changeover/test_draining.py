@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Activations, Adopt, AllAdopted, Drained, activations
 from services.core.changeover.state import (
@@ -38,19 +38,19 @@ class Member:
         self.machine = Changeover(name, LAYERS, PlannerState(config))
         self.switches = 0
 
-    def do(self, event: words.Event) -> list[words.SendFrame]:
+    def do(self, event: vocabulary.Event) -> list[vocabulary.SendFrame]:
         """Have it handle an event; returns the frames that it sends."""
         sent = []
         for command in self.machine.handle(event):
-            if isinstance(command, words.SendFrame):
+            if isinstance(command, vocabulary.SendFrame):
                 sent.append(command)
-            elif isinstance(command, words.SwitchStage):
+            elif isinstance(command, vocabulary.SwitchStage):
                 self.switches += 1
-                sent += self.do(words.StageSwitched(16, departed=False))
+                sent += self.do(vocabulary.StageSwitched(16, departed=False))
         return sent
 
-    def turn(self, now_s: float = 0.2) -> list[words.SendFrame]:
-        return self.do(words.TurnTaken(now_s))
+    def turn(self, now_s: float = 0.2) -> list[vocabulary.SendFrame]:
+        return self.do(vocabulary.TurnTaken(now_s))
 
     def switched(self) -> int:
         """How often it has switched after its turn."""
@@ -58,7 +58,7 @@ class Member:
         return self.switches
 
     def hear(self, new: tuple[GroupStages, ...]) -> None:
-        self.do(words.ConfigurationCommitted(0.0, new))
+        self.do(vocabulary.ConfigurationCommitted(0.0, new))
 
 
 class Pair:
@@ -75,9 +75,9 @@ class Pair:
         self.arrive("r", 6)
         self.number = self.launch()
 
-    def bring(self, sent: words.SendFrame, peer: str) -> list[words.SendFrame]:
+    def bring(self, sent: vocabulary.SendFrame, peer: str) -> list[vocabulary.SendFrame]:
         to = self.a if sent.peer == "a" else self.b
-        return to.do(words.FrameReceived(0.1, peer, sent.frame))
+        return to.do(vocabulary.FrameReceived(0.1, peer, sent.frame))
 
     def arrive(self, name: str, tokens: int) -> None:
         request = Request(name, (5,) * tokens, Sampling(), Limits(4), 0.0)
@@ -87,7 +87,7 @@ class Pair:
         """Plan a microbatch, which reaches "b"."""
         microbatch = self.a.machine.plan(0.1)
         assert microbatch is not None
-        self.bring(words.SendFrame("b", activations(microbatch, 0.0)), "a")
+        self.bring(vocabulary.SendFrame("b", activations(microbatch, 0.0)), "a")
         return microbatch.number
 
     def part(self) -> None:
@@ -95,7 +95,7 @@ class Pair:
         self.b.hear(APART)
 
 
-def drained(sent: list[words.SendFrame]) -> list[words.SendFrame]:
+def drained(sent: list[vocabulary.SendFrame]) -> list[vocabulary.SendFrame]:
     return [one for one in sent if isinstance(one.frame, Drained)]
 
 
@@ -164,15 +164,15 @@ def test_a_stage_switches_without_its_leader_after_a_deadline(pair: Pair) -> Non
 def test_a_stage_does_not_wait_for_a_lost_leader_that_goes_another_way(pair: Pair) -> None:
     pair.part()
     assert pair.b.switched() == 1
-    pair.b.do(words.PeersLost(0.2, frozenset({"a"})))
+    pair.b.do(vocabulary.PeersLost(0.2, frozenset({"a"})))
     assert pair.b.switched() == 2
 
 
 def test_a_stage_waits_for_a_lost_leader_with_which_it_stays(pair: Pair) -> None:
-    pair.b.do(words.PeersLost(0.2, frozenset({"a"})))
+    pair.b.do(vocabulary.PeersLost(0.2, frozenset({"a"})))
     pair.b.hear(groups(2, TOGETHER))
     assert pair.b.switched() == 1
-    pair.b.do(words.FrameReceived(0.3, "a", Drained(())))
+    pair.b.do(vocabulary.FrameReceived(0.3, "a", Drained(())))
     assert pair.b.switched() == 2
 
 
@@ -184,9 +184,9 @@ def test_a_lost_member_is_not_waited_for(pair: Pair) -> None:
 
 def test_nothing_runs_after_its_leader_has_said_that_it_leaves(pair: Pair) -> None:
     pair.part()
-    pair.bring(words.SendFrame("b", Drained(())), "a")
+    pair.bring(vocabulary.SendFrame("b", Drained(())), "a")
     frame = Activations(pair.number + 1, (), ())
-    assert pair.b.machine.handle(words.FrameReceived(0.1, "a", frame)) == []
+    assert pair.b.machine.handle(vocabulary.FrameReceived(0.1, "a", frame)) == []
 
 
 def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt(pair: Pair) -> None:

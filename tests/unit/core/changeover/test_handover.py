@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Adopt, Adopted, FreeKv
 from services.core.changeover.state import DRAIN_TIMEOUT_S, DRAINED_TIMEOUT_S, MemberPhase
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RefuseRequest, RequestAborted
 from services.core.planner.sequence import Phase
@@ -162,8 +163,8 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
     script.transfers_run = False
     script.change(APART)
     ((transfer_id, _),) = script.sending.items()
-    script.do("a", words.KvFailed(transfer_id))
-    script.do("b", words.KvFailed(transfer_id))
+    script.do("a", TransferOutcome(transfer_id, TransferStatus.FAILED))
+    script.do("b", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.settle()
     assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
     assert script.taken_at("b") == 0
@@ -204,7 +205,7 @@ def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
     script.change(groups(2, "a", "bc"))
     assert script.names_at("b") and all(one.settled for one in script.members.values())
     taken = script.taken_at("c")
-    script.do("a", words.PeersLost(0.0, frozenset({"b"})))
+    script.do("a", vocabulary.PeersLost(0.0, frozenset({"b"})))
     script.settle()
     assert script.taken_at("c") == taken > 0
     assert script.names_at("b")
@@ -219,10 +220,10 @@ def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
     script.turn("a")
     script.now_s = DRAINED_TIMEOUT_S + 0.1
     script.turn("b")
-    script.do("b", words.PeersLost(script.now_s, frozenset({"a"})))
+    script.do("b", vocabulary.PeersLost(script.now_s, frozenset({"a"})))
     script.reconnect()
     assert not script.names_at("b") and script.taken_at("b") == 0
-    script.do("a", words.PeersLost(script.now_s, frozenset({"b"})))
+    script.do("a", vocabulary.PeersLost(script.now_s, frozenset({"b"})))
     script.settle()
     assert script.names_at("a") == ["r", "s"]
     assert all(member.settled for member in script.members.values())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.state import HOLD_MAX_S
 from services.core.line_order import Scheduling
 from services.core.service import Service, ServiceClass
@@ -10,7 +10,7 @@ from tests.support.changeover_script import Script, groups
 
 BATCH = Service(ServiceClass.BATCH)
 APART, MERGED, SPLIT = groups(1, "a", "b"), groups(2, "ab"), groups(3, "a", "b")
-ASKED = words.PreparationAsked("t", MERGED)
+ASKED = vocabulary.PreparationAsked("t", MERGED)
 
 
 def serving(scheduling: Scheduling = Scheduling.SLO) -> Script:
@@ -61,7 +61,7 @@ def test_it_is_held_until_what_a_split_moves_has_arrived() -> None:
 def test_it_goes_on_when_the_attempt_ends() -> None:
     script = serving()
     prepare(script)
-    script.do("a", words.PreparationAborted("t"))
+    script.do("a", vocabulary.PreparationAborted("t"))
     assert not held(script)
 
 

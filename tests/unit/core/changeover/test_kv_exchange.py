@@ -2,30 +2,30 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from services.core.changeover.frames import FreeKv, KvEnded, KvFreed, Reserve, Reserved, SendKv
 from services.core.changeover.kv_exchange import (
-    BlocksReserved,
-    DepartedFreed,
     ExchangeCommand,
     ExchangeState,
-    FreeDeparted,
     Move,
     MoveAdded,
-    MoveEnded,
     RecomputeRequest,
     RequestGone,
-    ReserveBlocks,
     ResumeRequest,
     RoomReported,
     SourceLost,
-    StartTransfer,
+    transfer_id_of,
 )
 from services.core.changeover.move_window import MoveWindow
 from services.core.changeover.route import Transfer, transfers_between
+from services.core.changeover.vocabulary import FrameReceived, SendFrame
 from services.core.groups.layer_map import Stage
 
+EPOCH = 2
+BLOCK_SIZE = 16
 ALONE_A = (Stage("a", 0, 8),)
 ALONE_B = (Stage("b", 0, 8),)
 MERGED = (Stage("a", 0, 4), Stage("b", 4, 8))
@@ -58,11 +58,13 @@ class Cluster:
     exchange: ExchangeState
     failing: float = 0.0
     now_s: float = 0.0
-    todo: list[ExchangeCommand] = field(default_factory=list)
+    todo: list[SendFrame[Any]] = field(default_factory=list)
     holding: dict[tuple[str, str], int] = field(default_factory=dict)
+    lacking: dict[str, frozenset[str]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
 
     def add(self, move: Move, held_by: list[str]) -> None:
+        self.lacking[move.request_id] = move.lacking
         for worker_id in held_by:
             self.holding[move.request_id, worker_id] = move.blocks
         self.carry_out(self.exchange.handle(MoveAdded(move)))
@@ -70,12 +72,13 @@ class Cluster:
     def carry_out(self, commands: list[ExchangeCommand]) -> None:
         for command in commands:
             match command:
-                case ReserveBlocks():
-                    self.free[command.worker_id] -= command.blocks
-                    assert self.free[command.worker_id] >= 0, "a stage is overfull"
-                    self.holding[command.request_id, command.worker_id] = command.blocks
+                case SendFrame(peer=peer, frame=Reserve() as frame):
+                    blocks = frame.blocks if peer in self.lacking[frame.request_id] else 0
+                    self.free[peer] -= blocks
+                    assert self.free[peer] >= 0, "a stage is overfull"
+                    self.holding[frame.request_id, peer] = blocks
                     self.todo.append(command)
-                case StartTransfer() | FreeDeparted():
+                case SendFrame():
                     self.todo.append(command)
                 case ResumeRequest():
                     self.end(command.request_id, "resumed")
@@ -105,20 +108,20 @@ class Cluster:
         if not self.todo:
             return False
         command = self.todo.pop(self.rng.randrange(len(self.todo)))
-        match command:
-            case ReserveBlocks():
-                event = BlocksReserved(self.now_s, command.request_id, command.worker_id)
-                self.carry_out(self.exchange.handle(event))
-            case StartTransfer():
+        match command.frame:
+            case Reserve(request_id=request_id):
+                self.receive(command.peer, Reserved(request_id))
+            case SendKv(request_id=request_id, transfer_id=transfer_id):
                 intact = self.rng.random() >= self.failing
-                ended = MoveEnded(self.now_s, command.request_id, command.transfer, intact)
-                self.carry_out(self.exchange.handle(ended))
-            case FreeDeparted():
+                self.receive(command.peer, KvEnded(request_id, transfer_id, intact))
+            case FreeKv(request_id=request_id):
                 # The chunks of departed layers make room at the tails of those that stay.
-                self.free[command.worker_id] += 1
-                freed = DepartedFreed(command.request_id, command.worker_id)
-                self.carry_out(self.exchange.handle(freed))
+                self.free[command.peer] += 1
+                self.receive(command.peer, KvFreed(request_id, self.free[command.peer]))
         return True
+
+    def receive(self, peer: str, frame: Reserved | KvEnded | KvFreed) -> None:
+        self.carry_out(self.exchange.handle(FrameReceived(self.now_s, peer, frame)))
 
 
 def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> Move:
@@ -128,7 +131,7 @@ def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> Move:
         name,
         origin,
         blocks,
-        blocks * 16,
+        blocks * BLOCK_SIZE,
         transfers_between(old, MERGED),
         frozenset({other}),
         frozenset(),
@@ -137,24 +140,31 @@ def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> Move:
 
 
 def test_a_request_resumes_when_it_is_whole_and_not_before() -> None:
-    exchange = ExchangeState()
+    exchange = ExchangeState(EPOCH, BLOCK_SIZE)
     exchange.handle(RoomReported({"a": 10, "b": 10}))
     move = merge_move("r", "a", 3)
-    assert exchange.handle(MoveAdded(move)) == []
-    assert exchange.start(0.0) == [ReserveBlocks("r", "b", 3)]
     transfer = move.transfers[0]
-    assert exchange.handle(BlocksReserved(0.0, "r", "b")) == [StartTransfer("r", transfer)]
-    assert not exchange.settled
-    assert exchange.handle(MoveEnded(0.0, "r", transfer, intact=True)) == [
-        ResumeRequest("r"),
-        FreeDeparted("r", "a", whole_table=False),
+    transfer_id = transfer_id_of(EPOCH, "r", transfer)
+    assert exchange.handle(MoveAdded(move)) == []
+    assert exchange.start(0.0) == [SendFrame("b", Reserve("b", "r", 3, (transfer_id,)))]
+    assert exchange.handle(FrameReceived(0.0, "b", Reserved("r"))) == [
+        SendFrame("a", SendKv("r", transfer_id, transfer, 3))
     ]
-    exchange.handle(DepartedFreed("r", "a"))
+    assert not exchange.settled
+    assert exchange.handle(FrameReceived(0.0, "b", KvEnded("r", transfer_id, intact=True))) == [
+        ResumeRequest("r"),
+        SendFrame("a", FreeKv("r", whole_table=False)),
+    ]
+    exchange.handle(FrameReceived(0.0, "a", KvFreed("r", 10)))
     assert exchange.settled
 
 
+def started(exchange: ExchangeState) -> list[Any]:
+    return [command.frame for command in exchange.start(0.0) if isinstance(command, SendFrame)]
+
+
 def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -> None:
-    exchange = ExchangeState()
+    exchange = ExchangeState(EPOCH, BLOCK_SIZE)
     exchange.handle(RoomReported({"a": 100, "b": 100}))
     for move in (
         merge_move("a-low", "a", 1, highest=3),
@@ -163,7 +173,7 @@ def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -
         merge_move("b-high", "b", 1, highest=7),
     ):
         exchange.handle(MoveAdded(move))
-    order = [command.request_id for command in exchange.start(0.0)]
+    order = [frame.request_id for frame in started(exchange)]
     assert [name[2:] for name in order] == ["high", "high", "low", "low"]
     assert order[0][0] != order[1][0]
     assert order[2][0] != order[3][0]
@@ -171,7 +181,7 @@ def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -
 
 def test_both_sides_full_is_no_deadlock() -> None:
     """Neither side has a free block: the one with least KV is recomputed, the others move."""
-    exchange = ExchangeState()
+    exchange = ExchangeState(EPOCH, BLOCK_SIZE)
     cluster = Cluster(random.Random(1), {"a": 0, "b": 0}, exchange)
     for index in range(6):
         cluster.add(merge_move(f"a{index}", "a", 4 + index), ["a"])
@@ -192,21 +202,24 @@ def split_move(name: str) -> Move:
 
 
 def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_it() -> None:
-    exchange = ExchangeState(MoveWindow(20.0))
+    exchange = ExchangeState(EPOCH, BLOCK_SIZE, MoveWindow(20.0))
     for name in ("whole", "begun", "reserving", "waiting"):
         exchange.handle(MoveAdded(split_move(name)))
     exchange.handle(RoomReported({"a": 100}))
-    started = {command.request_id for command in exchange.start(0.0)}
-    assert len(started) == 3
-    (whole, begun, _reserving), (waiting,) = sorted(started), set(exchange.waiting)
+    begun_moves = {frame.request_id for frame in started(exchange)}
+    assert len(begun_moves) == 3
+    (whole, begun, _reserving), (waiting,) = sorted(begun_moves), set(exchange.waiting)
     for name in (whole, begun):
-        (send,) = exchange.handle(BlocksReserved(0.0, name, "a"))
-    assert isinstance(send, StartTransfer)
-    ended = exchange.handle(MoveEnded(0.0, whole, send.transfer, intact=True))
-    assert ended == [ResumeRequest(whole), FreeDeparted(whole, "b", whole_table=True)]
+        exchange.handle(FrameReceived(0.0, "a", Reserved(name)))
+    (transfer,) = split_move(whole).transfers
+    ended = KvEnded(whole, transfer_id_of(EPOCH, whole, transfer), intact=True)
+    assert exchange.handle(FrameReceived(0.0, "a", ended)) == [
+        ResumeRequest(whole),
+        SendFrame("b", FreeKv(whole, whole_table=True)),
+    ]
     commands = exchange.handle(SourceLost("b"))
-    assert {command.request_id for command in commands} == {begun, _reserving, waiting}
     assert all(isinstance(command, RecomputeRequest) for command in commands)
+    assert {command.request_id for command in commands} == {begun, _reserving, waiting}
     assert exchange.settled
     exchange.check_invariants()
     assert exchange.handle(SourceLost("b")) == []
@@ -219,9 +232,9 @@ def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_
 def test_every_move_ends_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     free = {"a": rng.randrange(30), "b": rng.randrange(30)}
-    cluster = Cluster(
-        rng, free, ExchangeState(MoveWindow(rng.choice([1.0, 20.0, 200.0]))), rng.choice([0, 0.2])
-    )
+    window = MoveWindow(rng.choice([1.0, 20.0, 200.0]))
+    exchange = ExchangeState(EPOCH, BLOCK_SIZE, window)
+    cluster = Cluster(rng, free, exchange, rng.choice([0, 0.2]))
     names = [f"{rng.choice('ab')}{index}" for index in range(rng.randint(1, 20))]
     for name in names:
         cluster.add(merge_move(name, name[0], rng.randint(1, 12), rng.randrange(50)), [name[0]])

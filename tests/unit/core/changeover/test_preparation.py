@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.core.changeover import preparation
-from services.core.changeover import vocabulary as words
+from services.core.changeover import preparation, vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Capacity
 from services.core.changeover.lost_peers import UNFINISHED_WAIT_S
@@ -15,8 +14,8 @@ from tests.support.changeover_script import LAYERS, Script, groups
 NEXT = groups(3, "a", "b")
 
 
-def refusals(commands: list[words.Command]) -> list[str | None]:
-    return [one.refusal for one in commands if isinstance(one, words.EndPreparation)]
+def refusals(commands: list[vocabulary.Command]) -> list[str | None]:
+    return [one.refusal for one in commands if isinstance(one, vocabulary.EndPreparation)]
 
 
 def capacities(script: Script) -> list[int]:
@@ -25,18 +24,18 @@ def capacities(script: Script) -> list[int]:
     return [frame.blocks for frame in frames if isinstance(frame, Capacity)]
 
 
-def fetching(script: Script) -> words.RestoreSlab:
+def fetching(script: Script) -> vocabulary.RestoreSlab:
     """Have "b" make room for its first slab."""
-    while not isinstance(script.steps["b"], words.RestoreSlab):
+    while not isinstance(script.steps["b"], vocabulary.RestoreSlab):
         script.go_on("b")
         script.settle()
     step = script.steps["b"]
-    assert isinstance(step, words.RestoreSlab)
+    assert isinstance(step, vocabulary.RestoreSlab)
     return step
 
 
-def fetch_all(script: Script, name: str) -> list[words.Command]:
-    found: list[words.Command] = []
+def fetch_all(script: Script, name: str) -> list[vocabulary.Command]:
+    found: list[vocabulary.Command] = []
     while name in script.steps:
         found += script.go_on(name)
         script.settle()
@@ -50,11 +49,11 @@ def test_one_attempt_at_a_time(begun: bool) -> None:
     if begun:
         script.settle()
     for attempt, expected in (("t", []), ("u", [BUSY])):
-        asked = words.PreparationAsked(attempt, groups(2, "ab"))
+        asked = vocabulary.PreparationAsked(attempt, groups(2, "ab"))
         assert refusals(script.do("a", asked)) == expected
     script.settle()
     assert refusals(script.go_on("a")) == [None]
-    assert refusals(script.do("a", words.PreparationAsked("u", groups(2, "ab")))) == [BUSY]
+    assert refusals(script.do("a", vocabulary.PreparationAsked("u", groups(2, "ab")))) == [BUSY]
     assert not script.members["a"].busy, "a member that is ready needs no turns"
 
 
@@ -66,12 +65,12 @@ def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way(members: str, e
     """
     script = Script("abc").change(groups(1, "a", "b"))
     script.hear(groups(2, "ab"))
-    script.do("b", words.PreparationAsked("outdated", groups(epoch, members)))
+    script.do("b", vocabulary.PreparationAsked("outdated", groups(epoch, members)))
     alone = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
     script.hear(alone, "b")
-    assert not refusals(script.do("b", words.PreparationAsked("restored", groups(4, "b"))))
+    assert not refusals(script.do("b", vocabulary.PreparationAsked("restored", groups(4, "b"))))
     script.settle()
-    assert script.steps["b"] == words.ConnectMembers("restored")
+    assert script.steps["b"] == vocabulary.ConnectMembers("restored")
 
 
 def cut_amid_a_merge() -> Script:
@@ -89,11 +88,11 @@ def cut_amid_a_merge() -> Script:
 
 def test_a_change_that_a_loss_keeps_from_ending_holds_no_attempt_up() -> None:
     script = cut_amid_a_merge()
-    script.do("b", words.PreparationAsked("again", groups(3, "abc")))
+    script.do("b", vocabulary.PreparationAsked("again", groups(3, "abc")))
     assert refusals(script.turn("b")) == [], "what the others owe may still come"
     script.now_s += UNFINISHED_WAIT_S + 0.01
     assert refusals(script.turn("b")) == [UNFINISHED]
-    script.do("b", words.PreparationAsked("and again", groups(3, "abc")))
+    script.do("b", vocabulary.PreparationAsked("and again", groups(3, "abc")))
     assert refusals(script.turn("b")) == [UNFINISHED]
 
 
@@ -111,14 +110,14 @@ def test_an_attempt_waits_for_what_another_group_of_the_split_has_to_fetch() -> 
         script.settle()
     script.stopped |= {("a", "b"), ("b", "a")}
     for name, lost in ("ab", "ba"):
-        script.do(name, words.PeersLost(script.now_s, frozenset(lost)))
-        script.do(name, words.PreparationAsked("again", groups(3, "ab")))
+        script.do(name, vocabulary.PeersLost(script.now_s, frozenset(lost)))
+        script.do(name, vocabulary.PreparationAsked("again", groups(3, "ab")))
     script.now_s += UNFINISHED_WAIT_S + 0.01
     assert not [refusal for name in "ab" for refusal in refusals(script.turn(name))]
     assert not script.members["a"].settled, "c has yet to fetch KV from a"
     script.transfers_run = True
     script.settle()
-    assert [script.steps[name] for name in "ab"] == [words.ConnectMembers("again")] * 2
+    assert [script.steps[name] for name in "ab"] == [vocabulary.ConnectMembers("again")] * 2
 
 
 def test_an_attempt_waits_for_a_configuration_that_follows_the_loss() -> None:
@@ -126,25 +125,25 @@ def test_an_attempt_waits_for_a_configuration_that_follows_the_loss() -> None:
     alone = (GroupStages("g-b", 3, (Stage("b", 1, 2),)),)
     script.now_s += UNFINISHED_WAIT_S + 0.01
     script.hear(alone, "b")
-    commands = script.do("b", words.PreparationAsked("restored", groups(4, "b")))
+    commands = script.do("b", vocabulary.PreparationAsked("restored", groups(4, "b")))
     script.settle()
     assert not refusals(commands)
-    assert script.steps["b"] == words.ConnectMembers("restored")
+    assert script.steps["b"] == vocabulary.ConnectMembers("restored")
 
 
 def test_a_member_that_cannot_be_reached_is_named() -> None:
     script = restoring("b")
     commands = script.go_on("b", unreachable="a")
     assert refusals(commands) == ["a cannot be reached for transfers"]
-    assert words.NoteAborted("t") in commands
-    assert words.UndoRestore("t") not in commands, "nothing has been done to the memory"
+    assert vocabulary.NoteAborted("t") in commands
+    assert vocabulary.UndoRestore("t") not in commands, "nothing has been done to the memory"
 
 
 def test_there_must_be_room_beside_what_returns() -> None:
     script = restoring("b")
     machine = script.members["b"]
-    machine.handle(words.MembersConnected("t"))
-    commands = machine.handle(words.RestoreMeasured(0, ("model.layers.0",), (0, 1)))
+    machine.handle(vocabulary.MembersConnected("t"))
+    commands = machine.handle(vocabulary.RestoreMeasured(0, ("model.layers.0",), (0, 1)))
     assert refusals(commands) == [NO_ROOM]
 
 
@@ -153,7 +152,7 @@ def test_a_restore_that_fails_is_taken_back() -> None:
     before = script.memories["b"].num_blocks
     step = fetching(script)
     assert script.members["b"].planner.pool.num_blocks < before
-    commands = script.do("b", words.RestoreFailed("the folder has other parameters"))
+    commands = script.do("b", vocabulary.RestoreFailed("the folder has other parameters"))
     assert refusals(commands) == ["the folder has other parameters"]
     assert not script.memories["b"].filling, f"{step.slab} was begun"
     assert script.members["b"].planner.pool.usable == before
@@ -167,8 +166,8 @@ def test_a_restore_that_fails_is_taken_back() -> None:
 def test_an_abort_ends_the_attempt_of_that_name(attempt: str) -> None:
     script = restoring("b")
     fetching(script)
-    commands = script.do("b", words.PreparationAborted(attempt))
-    assert (words.UndoRestore("t") in commands) is (attempt == "t")
+    commands = script.do("b", vocabulary.PreparationAborted(attempt))
+    assert (vocabulary.UndoRestore("t") in commands) is (attempt == "t")
     assert script.members["b"].busy is (attempt != "t")
     assert not refusals(commands), "whoever aborts it knows"
 
@@ -176,8 +175,8 @@ def test_an_abort_ends_the_attempt_of_that_name(attempt: str) -> None:
 def test_an_attempt_that_waits_for_the_last_change_is_aborted_silently() -> None:
     script = Script("ab")
     script.hear(groups(1, "a", "b"), "b")
-    script.do("b", words.PreparationAsked("t", groups(2, "ab")))
-    assert script.do("b", words.PreparationAborted("t")) == []
+    script.do("b", vocabulary.PreparationAsked("t", groups(2, "ab")))
+    assert script.do("b", vocabulary.PreparationAborted("t")) == []
     script.change(groups(1, "a", "b"), "a")
     assert not script.steps and script.members["b"].settled
 
@@ -186,15 +185,15 @@ def test_what_a_member_sent_not_whole_comes_from_the_folder() -> None:
     script = restoring("b")
     first = fetching(script)
     assert first.holder == "a"
-    assert script.go_on("b", intact=False) == [words.RestoreSlab("t", first.slab, "")]
+    assert script.go_on("b", intact=False) == [vocabulary.RestoreSlab("t", first.slab, "")]
     (second,) = script.go_on("b")
-    assert isinstance(second, words.RestoreSlab)
+    assert isinstance(second, vocabulary.RestoreSlab)
     assert second.slab != first.slab and second.holder == "a"
 
 
 def test_parameters_of_a_member_that_leaves_come_from_the_folder() -> None:
     script = restoring()
-    script.do("b", words.PreparationAsked("t", groups(3, "b")))
+    script.do("b", vocabulary.PreparationAsked("t", groups(3, "b")))
     script.settle()
     assert fetching(script).holder == ""
 
@@ -202,19 +201,19 @@ def test_parameters_of_a_member_that_leaves_come_from_the_folder() -> None:
 def test_late_answers_have_no_effect() -> None:
     script = restoring("b")
     step = fetching(script)
-    late: list[words.Event] = [
-        words.MembersConnected("t"),
-        words.MembersConnected("earlier", "a"),
-        words.RestoreMeasured(1, (), ()),
-        words.KvShrunk("t"),
-        words.SlabVerified("t", "model.layers.3", intact=True),
-        words.SlabVerified("earlier", step.slab, intact=True),
-        words.KvMapped(),
+    late: list[vocabulary.Event] = [
+        vocabulary.MembersConnected("t"),
+        vocabulary.MembersConnected("earlier", "a"),
+        vocabulary.RestoreMeasured(1, (), ()),
+        vocabulary.KvShrunk("t"),
+        vocabulary.SlabVerified("t", "model.layers.3", intact=True),
+        vocabulary.SlabVerified("earlier", step.slab, intact=True),
+        vocabulary.KvMapped(),
     ]
     assert [script.do("b", event) for event in late] == [[]] * len(late)
     assert script.steps["b"] == step
     assert refusals(fetch_all(script, "b")) == [None]
-    assert script.do("b", words.RestoreFailed("too late")) == []
+    assert script.do("b", vocabulary.RestoreFailed("too late")) == []
 
 
 def test_what_was_prepared_is_used() -> None:
@@ -243,7 +242,7 @@ def test_an_attempt_for_a_later_change_waits_on(later: bool) -> None:
     """It was asked for after the commit of the change that this member has yet to enter."""
     script = Script("ab")
     script.hear(groups(1, "a", "b"), "a")
-    asked, commit = words.PreparationAsked("t", groups(3, "ab")), groups(2, "a")
+    asked, commit = vocabulary.PreparationAsked("t", groups(3, "ab")), groups(2, "a")
     if not later:
         script.do("a", asked)
     script.hear(commit, "a")
@@ -257,9 +256,9 @@ def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:
     script = restoring("b")
     machine = script.members["b"]
     blocks = machine.planner.pool.usable
-    machine.handle(words.MembersConnected("t"))
-    commands = machine.handle(words.RestoreMeasured(blocks, ("model.layers.0",), (0, 1)))
-    assert commands == [words.ShrinkKv("t", blocks, 0)]
+    machine.handle(vocabulary.MembersConnected("t"))
+    commands = machine.handle(vocabulary.RestoreMeasured(blocks, ("model.layers.0",), (0, 1)))
+    assert commands == [vocabulary.ShrinkKv("t", blocks, 0)]
     assert machine.planner.pool.usable == blocks
     assert not capacities(script)
 
@@ -273,18 +272,18 @@ def test_a_member_that_fails_again_and_again_is_not_asked_any_more(
     assert first.holder == "a"
     script.go_on("b", intact=False)
     (second,) = script.go_on("b")
-    assert isinstance(second, words.RestoreSlab)
+    assert isinstance(second, vocabulary.RestoreSlab)
     assert second.slab != first.slab and second.holder == ""
 
 
 def test_a_survivor_keeps_what_it_has_verified_for_the_next_attempt() -> None:
     script = restoring()
     survivor = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
-    script.do("b", words.ConfigurationCommitted(script.now_s, survivor))
+    script.do("b", vocabulary.ConfigurationCommitted(script.now_s, survivor))
     script.settle()
-    script.do("b", words.PreparationAsked("t", groups(4, "b")))
+    script.do("b", vocabulary.PreparationAsked("t", groups(4, "b")))
     script.settle()
     fetching(script)
     script.go_on("b")
-    commands = script.do("b", words.PreparationAborted("t"))
-    assert words.UndoRestore("t", keep_verified=True) in commands
+    commands = script.do("b", vocabulary.PreparationAborted("t"))
+    assert vocabulary.UndoRestore("t", keep_verified=True) in commands

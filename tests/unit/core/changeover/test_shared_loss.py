@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
-from services.core.changeover.frames import Passed
+from services.core.changeover.frames import EpochAbandoned
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import RefuseRequest, RequestAborted
 from tests.support.changeover_script import Groups, Script, groups
@@ -28,7 +28,7 @@ def merged(workers: str, requests: int, *, resumable: bool = True) -> Script:
 
 def divided(script: Script, leader: str, end: int, epoch: int = 3) -> list[str]:
     """The requests that a leader gives back when it is alone with its layers."""
-    script.do(leader, words.ConfigurationCommitted(script.now_s, alone(epoch, leader, 0, end)))
+    script.do(leader, vocabulary.ConfigurationCommitted(script.now_s, alone(epoch, leader, 0, end)))
     commands = script.turn(leader)
     found = [one for one in commands if isinstance(one, RefuseRequest)]
     assert all(one.returned for one in found)
@@ -85,7 +85,7 @@ def cut_off(resumable: bool = True) -> tuple[Script, list[str]]:
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.change(groups(3, *"abcd"))
     assert len(script.names_at("a")) == 8, "nobody is known to have taken any"
-    commands = script.do("a", words.PeersLost(script.now_s, frozenset("bcd")))
+    commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset("bcd")))
     refused = [one for one in commands if isinstance(one, RefuseRequest)]
     assert all(one.returned for one in refused)
     return script, [one.request_id for one in refused]
@@ -110,7 +110,7 @@ def test_a_former_leader_that_serves_under_another_hands_on_what_comes_back() ->
     script = merged("abcd", 8)
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.hear(groups(3, "ba", "cd"))
-    commands = script.do("a", words.PeersLost(script.now_s, frozenset("cd")))
+    commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset("cd")))
     assert not any(isinstance(one, RefuseRequest) for one in commands)
 
 
@@ -124,7 +124,7 @@ def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
     script = merged(workers, 8)
     script.stopped = {(peer, "a") for peer in workers[1:]}
     script.change(groups(3, *workers))
-    commands = script.do("a", words.PeersLost(script.now_s, frozenset(lost)))
+    commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset(lost)))
     assert sum(isinstance(one, RefuseRequest) for one in commands) == back
 
 
@@ -132,5 +132,5 @@ def test_what_comes_back_from_leaders_that_have_gone_on_is_shared_with_them() ->
     script = merged("abcd", 8)
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.change(groups(3, *"abcd"))
-    commands = [one for peer in "bcd" for one in script.receive(peer, "a", Passed())]
+    commands = [one for peer in "bcd" for one in script.receive(peer, "a", EpochAbandoned())]
     assert sum(isinstance(one, RefuseRequest) for one in commands) == 3

@@ -22,7 +22,7 @@ from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
-from services.worker.engine.pipeline.serving import News
+from services.worker.engine.pipeline.serving import EngineOutbox
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import (
     AbortRequest,
@@ -37,7 +37,7 @@ def member_that(**does: Any) -> SimpleNamespace:
     """A member of no group, with nothing to tell but what it does."""
     defaults = {
         "take": lambda: True,
-        "take_news": News,
+        "take_news": EngineOutbox,
         "configuration": None,
         "settled": True,
         "trouble": "",
@@ -65,16 +65,16 @@ def readable(watched: Any, wait_s: float = WAIT_MS / 1e3) -> bool:
 
 
 def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(inbox: Inbox) -> None:
-    came = News()
+    came = EngineOutbox()
     told: list[list[str]] = []
 
     def take() -> bool:
         came.tokens.append(EmitToken("a", 0, 5, None))
         return True
 
-    def take_news() -> News:
+    def take_news() -> EngineOutbox:
         nonlocal came
-        news, came = came, News()
+        news, came = came, EngineOutbox()
         return news
 
     def hear() -> None:

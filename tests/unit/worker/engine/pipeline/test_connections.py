@@ -88,12 +88,12 @@ def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair:
     """Both ends of a lost lane must give up what they do for each other."""
     pair.attempt()
     for end in pair.ends.values():
-        end.look()
+        end.detect_lost()
         assert not end.any_lost
     own = pair.ends["w0"]
     own.end_all(activations=True, bulk=False)
     assert not own.any_lost
-    own.look()
+    own.detect_lost()
     assert own.lost([plan("w1", 1)]) == ["w1"]
 
 

@@ -19,7 +19,7 @@ def test_a_microbatch_that_does_not_come_back_is_noticed() -> None:
     health.launched(0.0)
     health.launched(1.0)
     assert health.trouble(STALLED_S) == ""
-    assert health.trouble(STALLED_S + 1) == "a microbatch has not come back for 6 s"
+    assert health.trouble(STALLED_S + 1) == "a microbatch has not returned for 6 s"
     health.enter(0.0)
     assert health.trouble(100.0) == "", "nothing is in flight"
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from services.core.changeover.route import Transfer
-from services.core.changeover.vocabulary import KvFailed, SendBlocks
+from services.core.changeover.transfer_outcome import TransferStatus
+from services.core.changeover.vocabulary import SendBlocks
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
-from services.worker.engine.pipeline.failpoints import ChangePoints
+from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
@@ -39,7 +40,7 @@ class Place:
             cast(
                 Any, SimpleNamespace(send=self._send, piece_bytes=lambda peer: 2 * SHAPE.size_bytes)
             ),
-            ChangePoints("w0"),
+            ChangeFailpoints("w0"),
         )
 
     def _send(self, *command: Any) -> None:
@@ -90,7 +91,9 @@ def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: 
 def test_no_place_for_a_transfer_is_its_failure(place: Place) -> None:
     place.table.adopt("r", 3)
     place.full = True
-    assert place.transfers.send(SENT) == KvFailed("t")
+    outcome = place.transfers.send(SENT)
+    assert outcome is not None
+    assert (outcome.transfer_id, outcome.status) == ("t", TransferStatus.FAILED)
 
 
 @pytest.mark.parametrize("gone", ["released", "released and begun anew", "fewer"])

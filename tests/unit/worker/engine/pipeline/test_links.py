@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from services.core.changeover.frames import AllAdopted, Credit
+from services.core.changeover.frames import AllAdopted, ForeignBlocksFreed
 from services.worker.engine.pipeline import links as links_module
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
@@ -36,13 +36,17 @@ class Ends:
 
     def send(self, sender: str, numbers: range) -> None:
         for number in numbers:
-            self.links[sender].send("a", Credit(number))
+            self.links[sender].send("a", ForeignBlocksFreed(number))
 
     def received(self) -> list[tuple[str, int]]:
         """What "a" takes in one turn: senders and numbers."""
         self.network.pump()
         taken = self.links["a"].receive()
-        return [(one.peer, one.frame.blocks) for one in taken if isinstance(one.frame, Credit)]
+        return [
+            (one.peer, one.frame.blocks)
+            for one in taken
+            if isinstance(one.frame, ForeignBlocksFreed)
+        ]
 
 
 @pytest.fixture
@@ -100,8 +104,8 @@ def test_what_a_lane_has_no_room_for_is_sent_later(
     buffer = np.zeros(1, np.uint8)
     for number in range(count):
         buffer[0] = number % 251
-        ends.links["b"].send("a", Credit(number), buffer)
-    assert len(caplog.records) == 1 and "frames for it wait here" in caplog.text
+        ends.links["b"].send("a", ForeignBlocksFreed(number), buffer)
+    assert len(caplog.records) == 1 and "frames for it are queued here" in caplog.text
     taken = []
     while len(taken) < count:
         ends.network.pump()
@@ -125,7 +129,7 @@ def test_what_waits_for_a_lost_peer_is_dropped_at_once(
     assert [one.getMessage() for one in caplog.records] == ["a is not connected: 7 frames not sent"]
     assert not ends.gates["b"].busy
     ends.send("b", range(1))
-    assert "a is not connected: Credit not sent" in caplog.text
+    assert "a is not connected: ForeignBlocksFreed not sent" in caplog.text
 
 
 def test_a_peer_that_takes_nothing_is_not_waited_for_without_end(
@@ -133,5 +137,5 @@ def test_a_peer_that_takes_nothing_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(links_module, "UNSENT_MAX", 3)
     ends.send("b", range(QUEUED_FRAMES_MAX + 3))
-    with pytest.raises(LaneFull, match="a takes nothing: 3 frames wait for it; see its log"):
+    with pytest.raises(LaneFull, match="a accepts no frames: 3 are queued for it; see its log"):
         ends.send("b", range(1))

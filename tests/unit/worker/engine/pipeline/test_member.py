@@ -9,15 +9,16 @@ import pytest
 
 from services.common.event_log import read_config, read_entries
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
-from services.core.changeover.epoch_fence import Standing
-from services.core.changeover.lost_peers import ALONE_WAIT_S, FAREWELL_WAIT_S
+from services.core.changeover.epoch_fence import EpochStatus
+from services.core.changeover.lost_peers import ALONE_WAIT_S, REMOVED_WAIT_S
 from services.core.changeover.state import (
     DRAINED_TIMEOUT_S,
     Changeover,
     MemberConfig,
     MemberPhase,
 )
-from services.core.changeover.vocabulary import KvFailed, RequestEvent
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
+from services.core.changeover.vocabulary import RequestEvent
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
     IterationDropped,
@@ -183,7 +184,8 @@ def test_kv_that_cannot_be_sent_is_computed_again(
         handle = changeover.handle
 
         def heard(event: Any, handle: Any = handle) -> Any:
-            failed.extend([event] if isinstance(event, KvFailed) else [])
+            if isinstance(event, TransferOutcome) and event.status is TransferStatus.FAILED:
+                failed.append(event)
             return handle(event)
 
         monkeypatch.setattr(changeover, "handle", heard)
@@ -208,13 +210,13 @@ def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mover's thread asks, and the engine's thread switches meanwhile."""
-    standing_of = member(make_group(1), "w0")._standing_of
-    assert standing_of("g", 0) is Standing.STALE and standing_of("g", 1) is Standing.CURRENT
-    assert standing_of("", 0) is Standing.CURRENT, "parameters have no group"
+    standing_of = member(make_group(1), "w0")._epoch_status_of
+    assert standing_of("g", 0) is EpochStatus.STALE and standing_of("g", 1) is EpochStatus.CURRENT
+    assert standing_of("", 0) is EpochStatus.CURRENT, "parameters have no group"
     epochs = iter((1, 2, 2))
     monkeypatch.setattr(Links, "epoch", property(lambda _: next(epochs)))
-    assert standing_of("g", 2) is Standing.FUTURE
-    assert standing_of("g", 2) is Standing.CURRENT
+    assert standing_of("g", 2) is EpochStatus.FUTURE
+    assert standing_of("g", 2) is EpochStatus.CURRENT
 
 
 def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: MakeGroup) -> None:
@@ -284,7 +286,7 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
     leader = member(group, "w0")
     asked_s = group.now_s
     group.run_until(lambda: leader.changeover.left)
-    assert group.now_s - asked_s > (ALONE_WAIT_S if cut else FAREWELL_WAIT_S)
+    assert group.now_s - asked_s > (ALONE_WAIT_S if cut else REMOVED_WAIT_S)
     assert not leader.state.sequences and not leader.changeover.may_plan
     group.epoch += 1
     leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))
@@ -299,7 +301,7 @@ def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
     group.settle()
     deserted(group)
     leader = member(group, "w0")
-    group.run_until(lambda: leader.changeover._lost.desertion.waiting)
+    group.run_until(lambda: leader.changeover._lost.isolation.waiting)
     held = set(leader.state.sequences)
     assert held
     leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))

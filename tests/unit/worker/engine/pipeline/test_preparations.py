@@ -168,7 +168,7 @@ def test_blocks_that_cannot_move_end_the_engine_with_a_sentence(
     wrong = failing(InvalidBlocks("blocks move to lower ids"))
     for name in group.engines:
         monkeypatch.setattr(memory(group, name), "relocate", wrong)
-    with pytest.raises(InvalidBlocks, match="cannot follow the block table: blocks move to low"):
+    with pytest.raises(InvalidBlocks, match="as the block table requires: blocks move to low"):
         group.await_answers(group.prepare(APART), APART)
 
 
@@ -231,7 +231,7 @@ def test_parameters_that_their_holder_cannot_give_come_from_the_folder(
     said = [one.getMessage() for one in caplog.records]
     loaded = [text for text in said if "comes from the model folder" in text]
     assert len(loaded) == 4, said
-    assert len([text for text in said if "did not come, as" in text]) == 3
+    assert len([text for text in said if "did not arrive; its holder" in text]) == 3
     assert len([text for text in said if "do not match their digest" in text]) == 1
     monkeypatch.undo()
     group.commit(APART)
@@ -252,7 +252,7 @@ def test_parameters_that_do_not_come_in_time_are_not_waited_for(
         for _ in range(300):
             group.turn()
     assert (attempt, "w0") in group.prepared, "the folder has the rest: w1 is not asked again"
-    assert caplog.text.count("did not come, as w1 sent it") == FAILURES_MAX
+    assert caplog.text.count("did not arrive; its holder is w1") == FAILURES_MAX
     group.network._bulk.release("w1", "w0")  # type: ignore[attr-defined]
     group.commit(APART)
     group.settle()

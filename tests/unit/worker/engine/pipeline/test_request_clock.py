@@ -2,7 +2,7 @@
 
 import random
 
-from services.worker.engine.pipeline.serving import PREEMPTIONS_TOLD, SLACK, RequestClock
+from services.worker.engine.pipeline.serving import PREEMPTIONS_REPORTED, SLACK, RequestClock
 
 
 def test_wait_prefill_decode() -> None:
@@ -71,7 +71,7 @@ def test_the_parts_are_the_whole_and_nothing_is_kept() -> None:
                 assert times is not None
                 whole_s = now_s - known.pop(name)
                 assert abs(times.wait_s + times.prefill_s + times.decode_s - whole_s) < 1e-6
-                assert len(times.preempted_s) <= PREEMPTIONS_TOLD
+                assert len(times.preempted_s) <= PREEMPTIONS_REPORTED
         clock.check_invariants(known)
     for number in range(SLACK + 10):
         clock.begin(f"lost{number}", now_s)

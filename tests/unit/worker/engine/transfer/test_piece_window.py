@@ -60,7 +60,7 @@ def test_it_is_bounded() -> None:
         assert few.has_room
         sent = few.depart(1, 0.0)
     assert not few.has_room
-    few.leave(sent)
+    few.forget(sent)
     assert few.has_room
 
 

@@ -18,7 +18,7 @@ def test_a_transport_that_does_not_exist_is_one_clear_sentence() -> None:
         load_ucxx()
     except UcxUnavailable as error:
         pytest.skip(str(error))
-    with pytest.raises(UcxUnavailable, match="choose others"):
+    with pytest.raises(UcxUnavailable, match="choose other transports"):
         UcxTransport(UcxConfig("no_such_transport", "no_such_device"))
 
 

@@ -1,4 +1,4 @@
-"""The new leader's side of a change: waits for its stages, then takes sequences over."""
+"""The new leader's side of a change: waits until its stages have joined, then adopts sequences."""
 
 from dataclasses import replace
 
@@ -20,56 +20,61 @@ from services.core.planner.sequence import Phase
 from services.core.planner.sequence_names import request_of
 
 
-class Takeover:
-    """Defers frames until all stages have joined: their blocks are not counted before."""
+class Adoption:
+    """Adopts sequences of old leaders, and defers frames until all stages have joined.
+
+    Before that, the ledger does not know the stages' blocks.
+    """
 
     def __init__(self, context: MemberContext, moves: LeaderMoves, handover: Handover) -> None:
         self._context = context
         self._moves = moves
         self._handover = handover
-        self._joined: dict[str, Joined] | None = None
-        self._deferred: list[tuple[str, MemberFrame]] = []
-        self._not_done: set[str] = set()  # leaders that may still hand over sequences
-        self._senders: dict[str, str] = {}  # of sequences that were taken over
+        self._joined: dict[str, Joined] | None = None  # by stage; None once all have joined
+        self._deferred: list[tuple[str, MemberFrame]] = []  # with their senders, in order
+        self._handing_over: set[str] = set()  # members that may still send `Adopt`
+        self._senders: dict[str, str] = {}  # old leaders of adopted sequences
 
     @property
     def waiting(self) -> bool:
-        """Whether a stage has not joined yet."""
+        """Whether this leader waits for a stage to join."""
         return self._joined is not None
 
     @property
     def settled(self) -> bool:
-        """Whether all stages have joined and no leader hands over sequences any more."""
-        return self._joined is None and not self._not_done
+        """Whether all stages have joined and no old leader can send another `Adopt`."""
+        return self._joined is None and not self._handing_over
 
     def enter(self) -> None:
-        """Begin the present configuration."""
+        """Start the present configuration."""
         new = self._context.configuration
         assert new is not None
         self._deferred.clear()
-        self._not_done = set(new.members) - {new.worker_id} if new.leads else set()
+        self._handing_over = set(new.members) - {new.worker_id} if new.leads else set()
         sequences = self._context.planner.sequences
-        self._senders = {name: one for name, one in self._senders.items() if name in sequences}
+        self._senders = {
+            seq_id: peer for seq_id, peer in self._senders.items() if seq_id in sequences
+        }
         self._joined = {} if new.leads else None
 
     def defers(self, peer: str, frame: MemberFrame) -> bool:
-        """Keep a frame until all stages have joined; False if it can be taken now."""
+        """Keep a frame until all stages have joined; False if it can be handled now."""
         if self._joined is None or isinstance(frame, Joined | AllAdopted):
             return False
         self._deferred.append((peer, frame))
         return True
 
     def note_joined(self, peer: str, frame: Joined) -> None:
-        """A stage has switched."""
+        """Record that a stage has switched."""
         if self._joined is not None:
             self._joined[peer] = frame
 
     def note_all_adopted(self, peer: str) -> None:
-        """An old leader hands over no more sequences."""
-        self._not_done.discard(peer)
+        """Record that an old or lost leader sends no more `Adopt`."""
+        self._handing_over.discard(peer)
 
     def begin_when_joined(self) -> list[tuple[str, MemberFrame]]:
-        """Begin to lead once all stages have joined; returns what was deferred until then."""
+        """Start to lead once all stages have joined; returns the deferred frames."""
         joined, stages = self._joined, self._context.stages
         if joined is None or any(stage.worker_id not in joined for stage in stages[1:]):
             return []
@@ -78,57 +83,53 @@ class Takeover:
         own = [
             s for s in context.planner.sequences.values() if s.request_id not in handover.pending
         ]
-        counts = {name: (frame.capacity, frame.used) for name, frame in joined.items()}
+        counts = {worker_id: (frame.capacity, frame.used) for worker_id, frame in joined.items()}
+        # The ledger first: the moves below reserve blocks in it.
         context.change(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
         for sequence in own:
             if sequence.phase is Phase.HELD:
-                name = sequence.request_id
-                highest = context.highest_block((name,))
-                self._moves.add(name, handover.old_group, handover.old_stages, highest)
+                seq_id = sequence.request_id
+                highest = context.highest_block((seq_id,))
+                self._moves.add(seq_id, handover.old_group, handover.old_stages, highest)
         deferred, self._deferred = self._deferred, []
         return deferred
 
     def adopt(self, peer: str, adopt: Adopt) -> None:
-        """Take a sequence over; a repetition is only acknowledged.
-
-        A member that does not lead keeps silent: the sender saw it lead, and the group has changed
-        again since.
-        """
+        """Adopt a sequence and acknowledge it; a duplicate `Adopt` is only acknowledged."""
         context = self._context
         if not context.leads:
-            return
-        sequences, name = context.planner.sequences, adopt.sequence.request.request_id
-        fresh = name not in sequences
-        if fresh and not self._is_superseded(peer, name):
-            self._take_over(adopt)
-            self._senders[name] = peer
-        context.send(peer, Adopted(name, len(adopt.sequence.output_ids)))
+            return  # the sender saw this worker lead, and the group has changed again since
+        sequences, seq_id = context.planner.sequences, adopt.sequence.request.request_id
+        fresh = seq_id not in sequences
+        if fresh and not self._is_superseded(peer, seq_id):
+            self._adopt(adopt)
+            self._senders[seq_id] = peer
+        context.send(peer, Adopted(seq_id, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
             return
-        if name in sequences:
-            self._moves.add(name, adopt.origin, adopt.stages, adopt.highest_block)
+        if seq_id in sequences:
+            self._moves.add(seq_id, adopt.origin, adopt.stages, adopt.highest_block)
         else:
-            # It was refused as too large for this leader, or nobody wants it any more.
+            # It was refused as too large for this leader, or it was superseded.
             for stage in adopt.stages:
-                context.send(stage.worker_id, FreeKv(name, whole_table=True))
+                context.send(stage.worker_id, FreeKv(seq_id, whole_table=True))
 
-    def _is_superseded(self, peer: str, name: str) -> bool:
-        """Whether another sequence answers the request here: it was asked for again meanwhile.
-
-        Of two that one member handed on, the later one answers it; the earlier one ends.
-        """
+    def _is_superseded(self, peer: str, seq_id: str) -> bool:
+        """Whether another sequence already answers the same request here, after a retry."""
         context = self._context
-        current = context.names.name_of(request_of(name))
-        if current == name or current not in context.planner.sequences:
+        current = context.names.name_of(request_of(seq_id))
+        if current == seq_id or current not in context.planner.sequences:
             return False
         if self._senders.get(current) != peer:
             return True
+        # Frames of a member are ordered, so its later sequence is the retry: end the earlier.
         context.names.end(current)
         context.change(RequestAborted(context.now_s, current))
         return False
 
-    def _take_over(self, adopt: Adopt) -> None:
+    def _adopt(self, adopt: Adopt) -> None:
         context = self._context
+        # Translate the arrival time to this host's clock: ages are comparable, clocks are not.
         state = replace(adopt.sequence, arrival_s=context.now_s - adopt.age_s)
         context.names.adopt(state.request.request_id)
         context.commands.append(NoteAdopted(state))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Adopt
 from services.core.changeover.state import MemberPhase
@@ -76,12 +76,12 @@ def test_it_goes_on_when_its_worker_leads_again() -> None:
     script.change(SPLIT)
     assert sorted(script.names_at("b")) == ["m", "n", "w"]
     script.run("b")
-    assert script.names_at("b") == [] and script.members["b"].shelf_due_s is None
+    assert script.names_at("b") == [] and script.members["b"].parked_due_s is None
 
 
 def test_a_group_that_stays_merged_gets_it() -> None:
     script = merged()
-    due_s = script.members["b"].shelf_due_s
+    due_s = script.members["b"].parked_due_s
     assert due_s == pytest.approx(60.0, abs=1.0)
     script.now_s = due_s - 0.1
     assert not script.members["b"].needs_turn(script.now_s)
@@ -93,7 +93,7 @@ def test_a_group_that_stays_merged_gets_it() -> None:
     sent = [frame for _, frame in script.ways["b", "a"] if isinstance(frame, Adopt)]
     assert [one.sequence.request.request_id for one in sent] == ["m", "n", "w"], "oldest first"
     script.settle()
-    assert script.names_at("b") == [] and script.members["b"].shelf_due_s is None
+    assert script.names_at("b") == [] and script.members["b"].parked_due_s is None
     assert sorted(script.names_at("a")) == ["m", "n", "o", "w"]
     script.run("a")
     assert script.names_at("a") == []
@@ -103,10 +103,10 @@ def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
     script = Script("abc", scheduling=Scheduling.PRIORITY).change(groups(1, "a", "b", "c"))
     script.ask("b", "m", 8, service=BATCH)
     script.change(groups(2, "ab"))
-    due_s = script.members["b"].shelf_due_s
+    due_s = script.members["b"].parked_due_s
     script.now_s = 30.0
     script.change(groups(3, "abc"))
-    assert script.names_at("b") == ["m"] and script.members["b"].shelf_due_s == due_s
+    assert script.names_at("b") == ["m"] and script.members["b"].parked_due_s == due_s
 
 
 def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_split() -> None:
@@ -114,7 +114,7 @@ def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_sp
     for name in "mn":
         script.ask("a", name, 8, service=BATCH)
     script.change(MERGED)
-    assert script.names_at("a") == ["m", "n"] and script.members["a"].shelf_due_s is None
+    assert script.names_at("a") == ["m", "n"] and script.members["a"].parked_due_s is None
     script.change(SPLIT)
     assert (script.names_at("a"), script.names_at("b")) == (["m"], ["n"])
 
@@ -131,7 +131,7 @@ def test_it_can_be_aborted_while_it_rests() -> None:
     assert sorted(script.names_at("b")) == ["n", "w"]
     for name in "nw":
         script.do("b", RequestAborted(1.0, name))
-    assert script.members["b"].shelf_due_s is None
+    assert script.members["b"].parked_due_s is None
 
 
 def rest_returnable() -> Script:
@@ -164,7 +164,7 @@ def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
 
 def test_what_the_leader_has_got_does_not_go_back() -> None:
     script = rest_returnable()
-    script.now_s = script.members["b"].shelf_due_s
+    script.now_s = script.members["b"].parked_due_s
     script.settle()
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "r", "w"]
     for name in "ab":
@@ -184,7 +184,7 @@ def test_it_goes_on_at_its_worker_when_the_leader_is_lost() -> None:
 
 def test_nothing_is_sent_to_a_leader_that_is_lost() -> None:
     script = merged(shelf_max_s=5.0)
-    script.do("b", words.PeersLost(1.0, frozenset("a")))
+    script.do("b", vocabulary.PeersLost(1.0, frozenset("a")))
     script.now_s = 6.0
     script.turn("b")
     assert len(script.names_at("b")) == 3

@@ -2,17 +2,17 @@
 
 import pytest
 
-from services.core.changeover import vocabulary as words
+from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import (
     Activations,
     Adopt,
     AllAdopted,
     Drained,
+    EpochAbandoned,
     FreeKv,
     Joined,
     KvEnded,
-    Passed,
     SendKv,
     StageChunk,
 )
@@ -37,23 +37,23 @@ def member(name: str) -> Changeover:
     return Changeover.of(MemberConfig(name, LAYERS, tied_embeddings=False, planner=planner))
 
 
-def enter(machine: Changeover, groups: tuple[GroupStages, ...]) -> list[words.Command]:
+def enter(machine: Changeover, groups: tuple[GroupStages, ...]) -> list[vocabulary.Command]:
     """Commit, drain and switch; returns all commands."""
-    found = machine.handle(words.ConfigurationCommitted(0.0, groups))
-    found += machine.handle(words.TurnTaken(0.0))
-    assert isinstance(found[-1], words.SwitchStage)
-    return [*found, *machine.handle(words.StageSwitched(16, departed=False))]
+    found = machine.handle(vocabulary.ConfigurationCommitted(0.0, groups))
+    found += machine.handle(vocabulary.TurnTaken(0.0))
+    assert isinstance(found[-1], vocabulary.SwitchStage)
+    return [*found, *machine.handle(vocabulary.StageSwitched(16, departed=False))]
 
 
-def received(machine: Changeover, peer: str, frame: object) -> list[words.Command]:
-    return machine.handle(words.FrameReceived(0.0, peer, frame))  # type: ignore[arg-type]
+def received(machine: Changeover, peer: str, frame: object) -> list[vocabulary.Command]:
+    return machine.handle(vocabulary.FrameReceived(0.0, peer, frame))  # type: ignore[arg-type]
 
 
-def frames_to(peer: str, commands: list[words.Command]) -> list[object]:
-    return [c.frame for c in commands if isinstance(c, words.SendFrame) and c.peer == peer]
+def frames_to(peer: str, commands: list[vocabulary.Command]) -> list[object]:
+    return [c.frame for c in commands if isinstance(c, vocabulary.SendFrame) and c.peer == peer]
 
 
-def take_own(machine: Changeover, commands: list[words.Command]) -> None:
+def take_own(machine: Changeover, commands: list[vocabulary.Command]) -> None:
     """Have "a" take what it sends to itself."""
     for frame in frames_to("a", commands):
         take_own(machine, received(machine, "a", frame))
@@ -63,7 +63,7 @@ def test_a_member_that_still_expects_requests_says_that_it_leaves() -> None:
     b = member("b")
     enter(b, APART)
     assert not b.settled, "a has not said that it hands over no more"
-    assert frames_to("a", enter(b, LOST)) == [Passed()]
+    assert frames_to("a", enter(b, LOST)) == [EpochAbandoned()]
 
 
 def test_a_settled_member_does_not_say_that_it_leaves() -> None:
@@ -72,7 +72,7 @@ def test_a_settled_member_does_not_say_that_it_leaves() -> None:
     received(b, "c", Joined(16, 0))
     for peer in "ac":
         received(b, peer, AllAdopted())
-    b.handle(words.TurnTaken(0.0))
+    b.handle(vocabulary.TurnTaken(0.0))
     assert b.settled
     assert frames_to("a", enter(b, LOST)) == []
 
@@ -92,10 +92,10 @@ def test_requests_handed_to_a_member_that_left_come_back(entered: bool) -> None:
     if entered:
         received(a, "b", AllAdopted())
     received(a, "c", AllAdopted())
-    a.handle(words.TurnTaken(0.0))
+    a.handle(vocabulary.TurnTaken(0.0))
     assert not a.settled
-    take_own(a, received(a, "b", Passed()))
-    a.handle(words.TurnTaken(0.0))
+    take_own(a, received(a, "b", EpochAbandoned()))
+    a.handle(vocabulary.TurnTaken(0.0))
     assert a.settled
     assert adopt.sequence.request.request_id in {one.request_id for one in a.planner.waiting}
     a.check_invariants()
@@ -112,7 +112,7 @@ def test_kv_of_a_stage_that_keeps_its_layers_is_sent() -> None:
     enter(b, apart)
     wanted = SendKv("r", "2/r/b>a", Transfer("b", "a", 2, LAYERS), 1)
     (sent,) = received(b, "a", wanted)
-    assert isinstance(sent, words.SendBlocks)
+    assert isinstance(sent, vocabulary.SendBlocks)
     received(b, "a", FreeKv("r", whole_table=True))
     again = SendKv("r", "2/r/b>a again", Transfer("b", "a", 2, LAYERS), 1)
     assert frames_to("a", received(b, "a", again)) == [
