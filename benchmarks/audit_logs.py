@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
-from services.core.audit.concession_order import ConcessionOrder
+from services.core.audit.escalation_order import EscalationOrder
 from services.core.audit.record import Findings
 from services.core.audit.settled_changes import SettledChange, settled_changes
 from services.core.changeover.state import Changeover, MemberConfig
@@ -116,8 +116,8 @@ def _logs(folder: Path, pattern: str) -> Sequence[Path]:
 
 def _replay_engine(path: Path, findings: Findings) -> Replayed:
     config = read_config(path, MemberConfig)
-    concessions = ConcessionOrder(findings, config.worker_id)
-    return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), concessions)
+    escalations = EscalationOrder(findings, config.worker_id)
+    return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), escalations)
 
 
 def _replay_dispatch(path: Path) -> Replayed:

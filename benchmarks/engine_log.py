@@ -15,7 +15,7 @@ from services.core.audit.record import BATCH, EVENT
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.changeover.vocabulary import LOGGED
 from services.core.planner.events import EmitToken, IterationFinished, Planned, RequestArrived
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 from tideserve.cli.errors import SystemUnavailable
 
 TYPES = LOGGED | {kind.__name__: kind for kind in FACTS}
@@ -73,7 +73,7 @@ def _replay(path: Path, times: EngineTimes) -> None:
         planning_s += monotonic_s() - started_s
         match entry.value:
             case RequestArrived(now_s=now_s, request=request):
-                times.arrived_s[request_of(request.request_id)] = now_s
+                times.arrived_s[request_id_of(request.request_id)] = now_s
                 if len(state.planner.sequences) == 1:
                     idle_until_s = now_s
             case IterationFinished(now_s=now_s):
@@ -89,4 +89,4 @@ def _note_first_tokens(commands: Iterable[object], event: object, times: EngineT
         return
     for command in commands:
         if isinstance(command, EmitToken) and command.index == 0:
-            times.first_token_s[request_of(command.request_id)] = event.now_s
+            times.first_token_s[request_id_of(command.request_id)] = event.now_s

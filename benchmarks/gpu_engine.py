@@ -207,7 +207,7 @@ def drop(runner: ModelRunner) -> dict[str, float]:
         "tokens_after": memory.release_departed(0) * runner.block_size,
     }
     memory.finish_drop(None)
-    limit = memory.blocks_beside(0, half + 1)
+    limit = memory.blocks_after_adding(0, half + 1)
     times["shrink_ms"] = timed_ms(partial(memory.shrink_kv, limit, used_blocks=0))
     name = f"model.layers.{half}"
     times["map_layer_ms"] = timed_ms(partial(memory.map_layer_parameters, name))

@@ -20,7 +20,7 @@ from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import GroupJoined
 from services.core.scheduler.vocabulary import ServingGroup as ServingGroup
-from services.gateway.bounds.line import Line
+from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.records.metrics import Metrics
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector
@@ -81,7 +81,7 @@ def gateway() -> Metrics:
     metrics = Metrics("m", CollectorRegistry())
     metrics.request_done("/v1/completions", 200, 0.0)
     metrics.stream_failed("client_gone")
-    metrics.count_calls({"waiting": Line(1, 1)})
+    metrics.count_calls({"waiting": ConcurrencyLimit(1, 1)})
     metrics.quotas.limit_owners({("owner", limit): 1 for limit in Limit})
     return metrics
 

@@ -19,7 +19,7 @@ from services.worker.engine.model.rope import ROPE_TYPES
 from tideserve.gateway.v1 import gateway_pb2
 from tideserve.kserve.v2 import inference_pb2
 
-Line = Sequence[str]
+ConcurrencyLimit = Sequence[str]
 MODELS = {
     EngineKind.TIDESERVE: f"{len(FAMILIES)} architectures, see below",
     EngineKind.VLLM: "text generation, as vLLM has it",
@@ -47,7 +47,7 @@ INTRODUCTION = (
 )
 
 
-def engines() -> list[Line]:
+def engines() -> list[ConcurrencyLimit]:
     """A line for each engine and device."""
     return [
         (
@@ -71,9 +71,9 @@ def _dtypes(kind: EngineKind) -> Iterator[str]:
         yield f"`{dtype}`"
 
 
-def families() -> list[Line]:
+def families() -> list[ConcurrencyLimit]:
     """A line for each architecture of tideserve's own engine."""
-    lines: list[Line] = []
+    lines: list[ConcurrencyLimit] = []
     for name, family in sorted(FAMILIES.items()):
         windows = "per layer" if family.windows_by_layer else "all layers"
         biases = family.biases
@@ -89,7 +89,7 @@ def families() -> list[Line]:
     return lines
 
 
-def parts() -> list[Line]:
+def parts() -> list[ConcurrencyLimit]:
     """What else a model's files may name."""
     return [
         ("activations", _listed(ACTIVATIONS)),
@@ -103,7 +103,7 @@ def _listed(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def http_routes() -> list[Line]:
+def http_routes() -> list[ConcurrencyLimit]:
     """A line for each route of the gateway's public port, with the first sentence on it."""
     part = cast(Any, SimpleNamespace(tokenizer=SimpleNamespace(texts=None)))
     part.metrics, part.refuse_unknown = None, False
@@ -125,7 +125,7 @@ def _first_sentence(route: APIRoute) -> str:
     return " ".join(route.description.split()).partition(". ")[0].rstrip(".") + "."
 
 
-def grpc_methods() -> list[Line]:
+def grpc_methods() -> list[ConcurrencyLimit]:
     """A line for each gRPC service of the gateway for clients."""
     services = (
         ("tideserve", gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"]),

@@ -24,7 +24,7 @@ from benchmarks.stats import (
 from tideserve.load.client import UNFINISHED
 from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import BATCH_CLASS
-from tideserve.sim.token_times import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
+from tideserve.sim.token_times import NO_TARGETS_MET, TargetsMet, TokenGroups, attainment, goodput
 
 Span = tuple[float, float]
 Count = Callable[[TokenSample], float | None]
@@ -58,7 +58,7 @@ def co_serving_figures(
     online = found["classes"].pop(records[0].slo_class if records else "", {}) | _class_figures(
         records, waited
     )
-    kept = [kept_of(record, promised) for record in records]
+    kept = [targets_met(record, promised) for record in records]
     online["slo_attainment"] = online.get("slo_attainment", {}) | attainment(kept)
     batch_rounds = [[r for r in one.records if r.slo_class == BATCH_CLASS] for one in rounds]
     batch = [record for of_round in batch_rounds for record in of_round]
@@ -87,7 +87,7 @@ def window(records: Sequence[SentRequest], from_s: float = WINDOW_FROM_S) -> Spa
     return min(due_s) + from_s, max(due_s)
 
 
-def kept_of(record: SentRequest, promised: OnlineTargets) -> Kept:
+def targets_met(record: SentRequest, promised: OnlineTargets) -> TargetsMet:
     """What an online request was given of what was promised to it.
 
     One that was cut off at the end of a round counts by what it had got and by how long nothing had
@@ -95,7 +95,7 @@ def kept_of(record: SentRequest, promised: OnlineTargets) -> Kept:
     """
     cut_off = record.error == UNFINISHED
     if not record.token_times_s or not (cut_off or record.outcome is RequestOutcome.COMPLETED):
-        return NOTHING_KEPT
+        return NO_TARGETS_MET
     first_s, *later_s = record.token_times_s
     groups = TokenGroups(promised.token_group, promised.tpot_s, first_s)
     for time_s in later_s:
@@ -104,7 +104,7 @@ def kept_of(record: SentRequest, promised: OnlineTargets) -> Kept:
     if cut_off:
         groups.give_up(record.end_s)
         tpot_s = (record.end_s - first_s) / len(record.token_times_s)
-    return Kept(record.ttft_s <= promised.ttft_s, tpot_s <= promised.tpot_s, groups.share)
+    return TargetsMet(record.ttft_s <= promised.ttft_s, tpot_s <= promised.tpot_s, groups.share)
 
 
 def ttft_s(record: SentRequest, round_end_s: float) -> float:

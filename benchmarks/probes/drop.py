@@ -183,7 +183,7 @@ def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
 def _restore(memory: StageMemory) -> dict[str, Any]:
     """Restore all layers; the paused step (`set_stage`) and the longest of the others."""
     layers = memory.num_layers
-    shrink = _once(lambda: memory.shrink_kv(memory.blocks_beside(0, layers), used_blocks=0))
+    shrink = _once(lambda: memory.shrink_kv(memory.blocks_after_adding(0, layers), used_blocks=0))
     background = _repeat(memory.finish_drop)
     missing = memory.missing_slabs(0, layers)
     names = iter(missing)

@@ -17,12 +17,12 @@ from benchmarks.client_process import run_job
 from benchmarks.scenarios.scenario import Case, LoadChoice, Scenario
 from benchmarks.stats import LatencyTarget
 from benchmarks.systems.catalog import (
+    class_fields_of,
     dtype_of,
     is_reference,
     is_tideserve,
     is_vllm,
     make_system,
-    marks_of,
 )
 from benchmarks.systems.processor import read_bytes_per_s, read_gpus, read_processor
 from benchmarks.systems.schedulings import serves_batch
@@ -256,7 +256,7 @@ class Runner:
             lead_in=workload.lead_in,
             api_key=system.api_key,
             backlog=None if backlog is None else backlog(turn),
-            marks=marks_of(system.name),
+            class_fields=class_fields_of(system.name),
         )
         return run_job(job, lambda line: self._progress(f"{label}: {line} requests"))
 

@@ -153,7 +153,7 @@ def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progr
         for turn in range(rounds):
             progress(f"{lengths}: round {turn + 1} of {rounds}")
             seed = first_seed + 1 + turn
-            load = from_trace(recorded.at_random(rate, seed), scale, seed, lengths)
+            load = from_trace(recorded.with_poisson_arrivals(rate, seed), scale, seed, lengths)
             for name in sorted(by, reverse=bool(turn % 2)):
                 by[name].append(_ttfts(sides.send(name, load, None)))
 

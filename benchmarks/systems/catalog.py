@@ -16,7 +16,7 @@ from benchmarks.systems.system import AMPLE, Deployment, System
 from benchmarks.systems.tideserve import MECHANISMS, POLICIES, Tideserve
 from benchmarks.systems.url import Url
 from benchmarks.systems.vllm import PRIORITY, Vllm
-from tideserve.load.event_stream import Marks
+from tideserve.load.event_stream import ClassFields
 
 PACED_MARK = "@"
 VLLM = "vllm"
@@ -68,11 +68,11 @@ def is_vllm(name: str) -> bool:
     return "=" not in name and name.split("-")[0] == VLLM
 
 
-def marks_of(name: str) -> Marks:
+def class_fields_of(name: str) -> ClassFields:
     """How requests tell this system their class."""
     if not is_vllm(name):
-        return Marks.CLASSES
-    return Marks.PRIORITY if PRIORITY in name.split("-") else Marks.NONE
+        return ClassFields.CLASSES
+    return ClassFields.PRIORITY if PRIORITY in name.split("-") else ClassFields.NONE
 
 
 def dtype_of(name: str) -> str | None:

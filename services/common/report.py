@@ -145,7 +145,7 @@ def to_memory_report(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
     return report
 
 
-def shown_memory(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
+def unchecked_memory_report(message: memmgr_pb2.WorkerMemory) -> MemoryReport:
     """A worker's memory from the memory manager, which has validated it already."""
     return _MEMORY.report(message)
 

@@ -12,7 +12,7 @@ def numbers(values: Iterable[E], wire: Any, prefix: str) -> dict[E, Any]:
     return {value: wire.Value(f"{prefix}_{value.name}") for value in values}
 
 
-def words(wire: Any, prefix: str) -> dict[Any, str]:
+def value_names(wire: Any, prefix: str) -> dict[Any, str]:
     """The lower-case name of each number of `wire`; 0 (unspecified) is omitted."""
     # 0 is proto3's "unspecified", which no value of ours stands for.
     names = {number: name.removeprefix(f"{prefix}_") for name, number in wire.items() if number}

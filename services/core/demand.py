@@ -34,7 +34,7 @@ class ModelDemand:
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-def is_news(reported: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
+def is_urgent_change(reported: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
     """Whether `demands` differ so much from the last `reported` ones that they must go out now."""
     before, now = ({demand.model: demand for demand in report} for report in (reported, demands))
     for model in before.keys() | now.keys():

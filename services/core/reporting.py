@@ -19,7 +19,7 @@ TIGHT_SHARE = 0.25
 """Below this share of free blocks, any change of their number may affect a decision."""
 
 
-class ReportNews(IntEnum):
+class ReportUrgency(IntEnum):
     """Urgency of the changes since the last report; the higher, the earlier the next report."""
 
     NONE = 0
@@ -28,7 +28,7 @@ class ReportNews(IntEnum):
 
 
 @dataclass(slots=True)
-class ReportRhythm:
+class ReportSchedule:
     """Times of the reports of a stream; the first is due at once.
 
     The interval between reports is at least `pause_s` (`minor_pause_s` if all changes are minor)
@@ -38,15 +38,15 @@ class ReportRhythm:
     pause_s: float
     heartbeat_s: float
     minor_pause_s: float = 0.0
-    _news: ReportNews = ReportNews.NONE  # urgency of the changes since the last report
+    _news: ReportUrgency = ReportUrgency.NONE  # urgency of the changes since the last report
     _last_s: float = -math.inf  # time of the last report
 
     @property
     def due_s(self) -> float:
         """When the next report is due, without further changes."""
-        if self._news is ReportNews.NONE:
+        if self._news is ReportUrgency.NONE:
             return self.heartbeat_due_s
-        minor = self._news is ReportNews.MINOR
+        minor = self._news is ReportUrgency.MINOR
         return self._last_s + (max(self.pause_s, self.minor_pause_s) if minor else self.pause_s)
 
     @property
@@ -54,18 +54,18 @@ class ReportRhythm:
         """When the next heartbeat is due."""
         return self._last_s + self.heartbeat_s
 
-    def note_change(self, news: ReportNews = ReportNews.MAJOR) -> bool:
+    def note_change(self, news: ReportUrgency = ReportUrgency.MAJOR) -> bool:
         """Note a change of the reported state; returns whether `due_s` may have moved."""
         before, self._news = self._news, max(self._news, news)
         return self._news is not before
 
-    def passed(self, now_s: float) -> None:
+    def note_sent(self, now_s: float) -> None:
         """Note that a report was sent, or suppressed because the engine is unresponsive."""
-        self._news, self._last_s = ReportNews.NONE, now_s
+        self._news, self._last_s = ReportUrgency.NONE, now_s
 
     def unchanged(self) -> None:
         """Note that the state equals the last report; the heartbeat stays due as before."""
-        self._news = ReportNews.NONE
+        self._news = ReportUrgency.NONE
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class LoadReporting:
 
     worker_id: str
     incarnation: str
-    rhythm: ReportRhythm
+    schedule: ReportSchedule
     _number: int = 0  # of the newest report
     _received: list[str] = field(default_factory=list)  # since the last report of the stream
     _reported: list[str] = field(default_factory=list)  # received before, in the last report
@@ -101,7 +101,7 @@ class LoadReporting:
         self._dropped_total += len(self._dropped) - have
         del self._dropped[:-DROPPED_MAX]
 
-    def told_beside(self, epoch: int, load: Load) -> LoadReport:
+    def out_of_band(self, epoch: int, load: Load) -> LoadReport:
         """An out-of-band report, numbered after all earlier reports."""
         self._number += 1
         if self._known != (epoch, load):
@@ -123,48 +123,48 @@ class LoadReporting:
         """Treat the next report as the first: the reader may be new or have lost its state."""
         self._known = None
 
-    def news(self, epoch: int, load: Load) -> ReportNews:
+    def urgency(self, epoch: int, load: Load) -> ReportUrgency:
         """Urgency of the changes since the last report."""
         known = self._known
         if self._received or known is None or known[0] != epoch:
-            return ReportNews.MAJOR
+            return ReportUrgency.MAJOR
         before = known[1]
         if _DISPATCHED_BY(before) != _DISPATCHED_BY(load):
-            return ReportNews.MAJOR
+            return ReportUrgency.MAJOR
         # The use of blocks changes with every iteration: report it at once only if blocks became
         # free, which may let a queued request start, or if they are scarce.
         if _BLOCKS(before) != _BLOCKS(load):
             more = load.kv_blocks_free > before.kv_blocks_free
-            return ReportNews.MAJOR if more or _is_tight(load) else ReportNews.MINOR
-        return ReportNews.MINOR if self._dropped else ReportNews.NONE
+            return ReportUrgency.MAJOR if more or _is_tight(load) else ReportUrgency.MINOR
+        return ReportUrgency.MINOR if self._dropped else ReportUrgency.NONE
 
     def due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
         """The next report of the stream; None if there is no change and no heartbeat is due."""
-        if self.news(epoch, load) or now_s >= self.rhythm.heartbeat_due_s:
+        if self.urgency(epoch, load) or now_s >= self.schedule.heartbeat_due_s:
             return self.next(epoch, load, now_s)
-        self.rhythm.unchanged()
+        self.schedule.unchanged()
         return None
 
     def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
         """The next report of the stream, changed or not."""
-        report = self.told_beside(epoch, load)
+        report = self.out_of_band(epoch, load)
         self._known = (epoch, load)
         self._reported, self._received = self._received, []
         self._dropped_reported, self._dropped = self._dropped, []
-        self.rhythm.passed(now_s)
+        self.schedule.note_sent(now_s)
         return report
 
 
-def memory_news(before: MemoryReport | None, report: MemoryReport) -> ReportNews:
+def memory_report_urgency(before: MemoryReport | None, report: MemoryReport) -> ReportUrgency:
     """Urgency of a memory report after the report `before`, if any."""
     if before is None or _DECIDED_BY(before) != _DECIDED_BY(report):
-        return ReportNews.MAJOR
+        return ReportUrgency.MAJOR
     if before == report:
-        return ReportNews.NONE
+        return ReportUrgency.NONE
     engine = report.engine
     # Overload handling reads the exact use of blocks once memory is short.
     urgent = engine.trouble or engine.load.waiting_demand > 0 or _is_tight(engine.load)
-    return ReportNews.MAJOR if urgent else ReportNews.MINOR
+    return ReportUrgency.MAJOR if urgent else ReportUrgency.MINOR
 
 
 def _is_tight(load: Load) -> bool:

@@ -21,7 +21,7 @@ from services.core.service import ServiceClass
 from services.gateway.admin.port import AdminPort
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.drain import Drain
-from services.gateway.bounds.kept_answers import KeptAnswers
+from services.gateway.bounds.idempotency_cache import IdempotencyCache
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.cluster_view import ClusterView
@@ -41,8 +41,8 @@ from services.gateway.keys.quotas import Quotas
 from services.gateway.model.sampling import PLAIN_DEFAULTS
 from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import StreamRecord
+from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.prepare import Preparer
@@ -138,7 +138,7 @@ class _Gateway:
             self._view.worker_addresses,
             config.attach_timeout_s,
             self._metrics.stream_moved,
-            self._admission.pass_on,
+            self._admission.forward_load,
             self._transport.dial,
         )
         self._probe = ReadinessProbe(
@@ -150,10 +150,10 @@ class _Gateway:
         )
         serving = self._request_serving(model, record)
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
-        reception = Reception(self._metrics, tracer, incarnation, quotas)
+        recorder = RequestRecorder(self._metrics, tracer, incarnation, quotas)
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
-        self._http = self._http_server(model, serving, canceller, reception)
-        self._grpc = self._grpc_port(model, serving, canceller, reception)
+        self._http = self._http_server(model, serving, canceller, recorder)
+        self._grpc = self._grpc_port(model, serving, canceller, recorder)
         self._expose()
 
     async def run(
@@ -224,8 +224,8 @@ class _Gateway:
 
     def _request_serving(self, model: ServedModel, record: StreamRecord) -> RequestServing:
         config = self._config
-        answers = _kept_answers(config)
-        self._metrics.answer_bytes.set_function(lambda: answers.bytes_held)
+        idempotency_cache = _kept_answers(config)
+        self._metrics.answer_bytes.set_function(lambda: idempotency_cache.bytes_held)
         return RequestServing(
             preparer=Preparer(
                 model,
@@ -247,7 +247,7 @@ class _Gateway:
             drain=self._drain,
             bodies=self._bodies,
             running=self._running,
-            answers=answers,
+            idempotency_cache=idempotency_cache,
             metrics=self._metrics,
             request_timeout_s=config.request_timeout_s,
             batch_timeout_s=config.batch_timeout_s,
@@ -266,7 +266,7 @@ class _Gateway:
         model: ServedModel,
         serving: RequestServing,
         canceller: Canceller,
-        reception: Reception,
+        recorder: RequestRecorder,
     ) -> HttpServer:
         app = build(
             model,
@@ -275,7 +275,7 @@ class _Gateway:
             self._pool,
             self._probe,
             self._keys,
-            reception,
+            recorder,
             self._config.public_metrics,
             origins_of(self._config.cors_origins),
         )
@@ -286,7 +286,7 @@ class _Gateway:
         model: ServedModel,
         serving: RequestServing,
         canceller: Canceller,
-        reception: Reception,
+        recorder: RequestRecorder,
     ) -> GrpcPort | None:
         config = self._config
         if config.public_grpc_port is None:
@@ -294,12 +294,12 @@ class _Gateway:
         return GrpcPort(
             (
                 GatewayService(model, serving, canceller, self._pool),
-                KserveService(model, serving, self._pool, self._probe, reception),
+                KserveService(model, serving, self._pool, self._probe, recorder),
             ),
             serving,
             self._probe,
             self._keys,
-            reception,
+            recorder,
             host=config.public_grpc_host,
             port=config.public_grpc_port,
             tls=front_certificates(
@@ -361,15 +361,15 @@ class _Gateway:
         self._metrics.keys_digest.set_function(lambda: self._keys.digest)
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
         self._metrics.ready.set_function(self._probe.ready)
-        self._metrics.groups_serving.set_function(lambda: self._probe.look().groups_serving)
+        self._metrics.groups_serving.set_function(lambda: self._probe.evaluate().groups_serving)
 
     def _members_changed(self) -> None:
         self._admission.scheduler_changed()
         self._workers.workers_changed()
 
 
-def _kept_answers(config: GatewayConfig) -> KeptAnswers[Any]:
-    return KeptAnswers(
+def _kept_answers(config: GatewayConfig) -> IdempotencyCache[Any]:
+    return IdempotencyCache(
         config.idempotency_keep_s,
         config.idempotency_grace_s,
         KEPT_ANSWERS_MAX,

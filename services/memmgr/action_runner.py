@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from services.common.clock import monotonic_s
-from services.common.collector import collector_paused
 from services.common.event_log import EventLog
+from services.common.garbage_collection import gc_paused
 from services.core.audit.facts import ChangePlanned
 from services.core.audit.record import FACT
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
@@ -64,15 +64,15 @@ class ActionRunner:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
-                self.see()
+                self.note_workers()
                 await asyncio.sleep(SEE_S)
 
-    def see(self) -> None:
+    def note_workers(self) -> None:
         """Record which workers report now, for flap damping."""
         now_s = monotonic_s()
         reports = self._memory.fresh(now_s)
         incarnations = {name: report.incarnation for name, report in reports.items()}
-        self._state.see(incarnations, now_s)
+        self._state.note_workers(incarnations, now_s)
 
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
         """Start the changes of a decision, and record their outcomes in `logged`.
@@ -88,7 +88,7 @@ class ActionRunner:
             return None
         now_s = monotonic_s()
         # A GC pass over the objects of a large cluster takes longer than the plan itself.
-        with collector_paused():
+        with gc_paused():
             plan = self._state.begin(
                 decision, driver.stable_groups, driver.facts, self._memory.engines(now_s), now_s
             )

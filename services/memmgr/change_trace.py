@@ -25,28 +25,28 @@ class ChangeCause:
 
 def decided(decision: Decision, change: Change) -> ChangeCause:
     """The cause of a change that carries out a decision of the monitor, decided now."""
-    why, numbers = decision.why, decision.why.numbers
+    reason, load = decision.reason, decision.reason.load
     values: dict[str, Value] = {
         "model": decision.model,
         "needed_tokens": decision.needed_tokens,
         "gained_tokens": change.gain_tokens,
-        "threshold_tokens": why.threshold_tokens,
-        "held_s": why.held_s,
-        "dwell_s": why.dwell_s,
-        "demand_tokens": numbers.demand_tokens,
-        "forecast_tokens": numbers.forecast_tokens,
-        "capacity_tokens": numbers.capacity_tokens,
-        "undropped_tokens": numbers.undropped_tokens,
-        "used_tokens": numbers.used_tokens,
-        "waiting_tokens": numbers.waiting_tokens,
-        "queued_tokens": numbers.queued_tokens,
-        "refused_tokens": numbers.refused_tokens,
-        "stuck_tokens": numbers.stuck_tokens,
-        "waiting_requests": numbers.waiting,
+        "threshold_tokens": reason.threshold_tokens,
+        "held_s": reason.held_s,
+        "dwell_s": reason.dwell_s,
+        "demand_tokens": load.demand_tokens,
+        "forecast_tokens": load.forecast_tokens,
+        "capacity_tokens": load.capacity_tokens,
+        "undropped_tokens": load.undropped_tokens,
+        "used_tokens": load.used_tokens,
+        "waiting_tokens": load.waiting_tokens,
+        "queued_tokens": load.queued_tokens,
+        "refused_tokens": load.refused_tokens,
+        "stuck_tokens": load.stuck_tokens,
+        "waiting_requests": load.waiting,
     }
     named = {genai.CHANGE_NUMBER + name: value for name, value in values.items()}
     return ChangeCause(
-        monotonic_s(), named | _attributes(str(why.cause), str(decision.action), change)
+        monotonic_s(), named | _attributes(str(reason.cause), str(decision.action), change)
     )
 
 

@@ -97,7 +97,7 @@ def _deletes(command: Transact) -> list[str]:
             (ASSIGNMENTS, command.assignment_revisions),
         )
         for key, revision in revisions.items()
-        if command.forgotten and revision
+        if command.removed_workers and revision
     ]
 
 
@@ -109,13 +109,13 @@ def _writes(command: Transact) -> dict[str, bytes]:
     for assignment in command.assignments:
         value = encode_record(to_assignment_record(assignment))
         writes[f"{ASSIGNMENTS}{assignment.worker_id}"] = value
-    if command.forgotten:
+    if command.removed_workers:
         writes[EPOCH_FLOOR] = encode_record(to_floor_record(command.epoch_floor))
     return writes
 
 
 def _conditions(command: Transact) -> list[Unchanged]:
-    floor = [Unchanged(EPOCH_FLOOR, command.floor_revision)] if command.forgotten else []
+    floor = [Unchanged(EPOCH_FLOOR, command.floor_revision)] if command.removed_workers else []
     return floor + [
         Unchanged(f"{prefix}{key}", revision)
         for prefix, revisions in (

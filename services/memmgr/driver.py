@@ -16,16 +16,16 @@ from services.common.tracing import Tracer
 from services.core.audit.record import COMMAND, EVENT
 from services.core.groups.coordinator import (
     ENDED,
-    ChangeAsked,
     ChangeCalledOff,
     ChangePhase,
+    ChangeRequested,
     ChangeStepped,
     Command,
     CoordinatorState,
     Event,
-    LookAtMembers,
-    MemberSeen,
-    MembersSeen,
+    MembersPolled,
+    MemberStatus,
+    PollMembers,
 )
 from services.core.groups.vocabulary import (
     AbortMember,
@@ -193,7 +193,7 @@ class Driver:
         if self._tracer is not None:
             trace = self._traces[change_id] = ChangeTrace(self._tracer, cause)
             traceparent = trace.context.traceparent
-        self._apply(ChangeAsked(monotonic_s(), change_id, targets, urgent, traceparent))
+        self._apply(ChangeRequested(monotonic_s(), change_id, targets, urgent, traceparent))
         while True:
             step = await waited.steps.get()
             yield step
@@ -226,16 +226,16 @@ class Driver:
             failed = step.phase is ChangePhase.FAILED
             trace.end(step.message if failed else "", self._memory)
 
-    def _poll_members(self, command: LookAtMembers) -> None:
+    def _poll_members(self, command: PollMembers) -> None:
         members = []
         for worker_id in command.worker_ids:
             latest = self._memory.latest(worker_id)
             if latest is not None:
                 settled = latest.settled_s is not None
-                members.append(MemberSeen(worker_id, latest.epoch, settled))
-        self._apply(MembersSeen(monotonic_s(), command.change_id, tuple(members)))
+                members.append(MemberStatus(worker_id, latest.epoch, settled))
+        self._apply(MembersPolled(monotonic_s(), command.change_id, tuple(members)))
 
-    async def _poll_members_later(self, command: LookAtMembers) -> None:
+    async def _poll_members_later(self, command: PollMembers) -> None:
         await asyncio.sleep(command.after_s)
         self._poll_members(command)
 
@@ -306,9 +306,9 @@ class Driver:
             case AbortMember():
                 log.info("attempt %s: sending Abort to %s", command.attempt, command.worker_id)
                 self._start(self._members.abort(command, self._places))
-            case LookAtMembers() if command.after_s:
+            case PollMembers() if command.after_s:
                 self._start(self._poll_members_later(command))
-            case LookAtMembers():
+            case PollMembers():
                 self._poll_members(command)
             case ChangeStepped():
                 self._note_step(command)
@@ -334,8 +334,8 @@ class Driver:
                 f", attempt {group.attempt}" if group.attempt else "",
                 "committed" if revision is not None else "not committed, reading the records again",
             )
-        if command.forgotten:
-            names = ", ".join(command.forgotten)
+        if command.removed_workers:
+            names = ", ".join(command.removed_workers)
             done = "done" if revision is not None else "not committed"
             log.info("removal of the records of departed workers %s: %s", names, done)
         finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)

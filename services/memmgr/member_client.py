@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from services.common.grpc_client import Dial
-from services.core.groups.fence import asked_of
+from services.core.groups.fence import prepare_calls
 from services.core.groups.vocabulary import AbortMember, PrepareMembers
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
 from services.memmgr.translate_record import WorkerPlace
@@ -103,5 +103,5 @@ def prepare_requests(
         worker_id: to_prepare_request(
             asked, peers, [group for group in formed if group != asked.target]
         )
-        for worker_id, asked in asked_of(command).items()
+        for worker_id, asked in prepare_calls(command).items()
     }

@@ -146,9 +146,9 @@ class OverloadWatch:
 
 def text_of(decision: Decision) -> str:
     """The decision with its reason, as a log line."""
-    why, numbers = decision.why, decision.why.numbers
+    reason, load = decision.reason, decision.reason.load
     names = ", ".join(decision.group_ids)
-    merged = names if why.cause is Cause.MANUAL else f"full groups {names} with others"
+    merged = names if reason.cause is Cause.MANUAL else f"full groups {names} with others"
     change = {
         Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
         Action.SPLIT: f"split {names}",
@@ -156,10 +156,10 @@ def text_of(decision: Decision) -> str:
         Action.EXHAUSTED: f"{decision.needed_tokens} tokens short after all merges",
     }[decision.action]
     return (
-        f"{decision.model}: {change} ({why.cause}): demand {numbers.demand_tokens}"
-        f" (used {numbers.used_tokens}, waiting {numbers.waiting_tokens},"
-        f" queued {numbers.queued_tokens}, refused {numbers.refused_tokens};"
-        f" {numbers.waiting} requests) and forecast {numbers.forecast_tokens} against"
-        f" {why.threshold_tokens} tokens for {why.held_s:.2f} of {why.dwell_s:g} s;"
-        f" capacity {numbers.capacity_tokens}, undropped {numbers.undropped_tokens}"
+        f"{decision.model}: {change} ({reason.cause}): demand {load.demand_tokens}"
+        f" (used {load.used_tokens}, waiting {load.waiting_tokens},"
+        f" queued {load.queued_tokens}, refused {load.refused_tokens};"
+        f" {load.waiting} requests) and forecast {load.forecast_tokens} against"
+        f" {reason.threshold_tokens} tokens for {reason.held_s:.2f} of {reason.dwell_s:g} s;"
+        f" capacity {load.capacity_tokens}, undropped {load.undropped_tokens}"
     )

@@ -10,7 +10,7 @@ from services.common.records import to_group_record
 from services.common.report import InvalidReport, memory_message, to_model_demand
 from services.core.demand import ModelDemand
 from services.core.groups.coordinator import ChangePhase, ChangeStepped
-from services.core.groups.fence import PrepareAsked
+from services.core.groups.fence import PrepareCall
 from services.core.groups.vocabulary import AbortMember, Group, Member
 from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
@@ -45,7 +45,7 @@ _STEPS = {
 
 
 def to_prepare_request(
-    asked: PrepareAsked, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
+    asked: PrepareCall, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
 ) -> worker_pb2.PrepareRequest:
     """The Prepare for a member; `others` are the other target groups of the change."""
     return worker_pb2.PrepareRequest(
@@ -147,17 +147,17 @@ def to_shortfalls(shortfalls: Mapping[str, int]) -> list[memmgr_pb2.Shortfall]:
 
 def _to_decision(logged: LoggedDecision) -> memmgr_pb2.Decision:
     decision = logged.decision
-    why, numbers = decision.why, decision.why.numbers
+    reason, load = decision.reason, decision.reason.load
     return memmgr_pb2.Decision(
         decided_unix_s=logged.unix_s,
         model=decision.model,
         action=_ACTIONS[decision.action],
-        cause=_CAUSES[why.cause],
+        cause=_CAUSES[reason.cause],
         needed_tokens=decision.needed_tokens,
         group_ids=decision.group_ids,
-        threshold_tokens=why.threshold_tokens,
-        held_s=why.held_s,
-        dwell_s=why.dwell_s,
-        **asdict(numbers),
+        threshold_tokens=reason.threshold_tokens,
+        held_s=reason.held_s,
+        dwell_s=reason.dwell_s,
+        **asdict(load),
         outcome=logged.outcome,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.common.clock import monotonic_s
 from services.core.report import EngineReport, MemoryReport
-from services.core.reporting import ReportNews, memory_news
+from services.core.reporting import ReportUrgency, memory_report_urgency
 
 REPORT_FRESH_S = 3.0
 """A worker without a report for so long is silent and may hang; reports come every second."""
@@ -59,7 +59,7 @@ class MemoryView:
             settled_s = now_s
         self._heard[report.worker_id] = LatestReport(report, now_s, served_s, settled_s)
         last = before.report if before is not None else None
-        if memory_news(last, report) is ReportNews.MAJOR:
+        if memory_report_urgency(last, report) is ReportUrgency.MAJOR:
             self._updated.set()
 
     def fresh(self, now_s: float) -> dict[str, MemoryReport]:

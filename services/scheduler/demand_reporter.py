@@ -10,7 +10,7 @@ from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing
 from services.common.timeouts import wait_set
-from services.core.demand import ModelDemand, is_news
+from services.core.demand import ModelDemand, is_urgent_change
 from services.scheduler.translate import to_demand_report
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -48,7 +48,7 @@ class DemandReporter:
         due_s, reported = 0.0, tuple[ModelDemand, ...]()
         while True:
             demands, now_s = self._demands(), monotonic_s()
-            if now_s >= due_s or is_news(reported, demands):
+            if now_s >= due_s or is_urgent_change(reported, demands):
                 yield to_demand_report(demands)
                 due_s, reported = monotonic_s() + INTERVAL_S, demands
             await wait_set(self._changed, due_s - monotonic_s())

@@ -12,7 +12,7 @@ from services.common.grpc_client import Dial
 from services.common.membership import Directory
 from services.common.push import keep_pushing
 from services.common.timeouts import timeout
-from services.core.scheduler.vocabulary import ShortfallsTold
+from services.core.scheduler.vocabulary import ShortfallsReported
 from services.scheduler.translate import to_shortfalls
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
@@ -31,7 +31,7 @@ class ShortfallWatch:
     def __init__(
         self,
         services: Directory[record_pb2.ServiceRecord],
-        apply: Callable[[ShortfallsTold], None],
+        apply: Callable[[ShortfallsReported], None],
         dial: Dial,
     ) -> None:
         self._services = services
@@ -68,4 +68,4 @@ class ShortfallWatch:
     def _report(self, shortfalls: dict[str, int]) -> None:
         if shortfalls != self._reported:
             self._reported = shortfalls
-            self._apply(ShortfallsTold(monotonic_s(), shortfalls))
+            self._apply(ShortfallsReported(monotonic_s(), shortfalls))

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from services.common import records
-from services.common.promise import to_service
 from services.common.report import demand_message, to_load_report
+from services.common.slo import to_service
 from services.common.wire_enum import numbers
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand

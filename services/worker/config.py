@@ -9,9 +9,9 @@ from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.setting import PAGE_BYTES
 from services.core.engine_kind import EngineKind
-from services.core.line_order import Scheduling
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.planner.victims import VictimRule
+from services.core.queue_order import Scheduling
 from services.core.setting import choice, device_name, nested, number, option, size, tcp_port
 
 # Kinds of device that a worker has a memory backend for.
@@ -25,7 +25,7 @@ VLLM_DEFAULTS: Mapping[str, int] = {
 }
 
 
-def only_cpus(torch_version: str) -> str:
+def cpu_only_torch_error(torch_version: str) -> str:
     """Error text for a CPU-only torch when a GPU was requested."""
     return (
         f"torch {torch_version} is a CPU-only build; install the CUDA build (`make clean`, then"

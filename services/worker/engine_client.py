@@ -20,12 +20,12 @@ from services.common.vllm_environment import vllm_environment
 from services.core.engine_kind import EngineKind
 from services.core.report import EngineReport, Load
 from services.core.request import Request
-from services.core.stall import StallLimit
+from services.core.stall_limit import StallLimit
 from services.worker.config import WorkerConfig
 from services.worker.frame_socket import FrameSocket
 from services.worker.ipc import (
     FRAMES_MAX,
-    PULSE_S,
+    HEARTBEAT_INTERVAL_S,
     AbortAttempt,
     AbortRequest,
     ApplyConfiguration,
@@ -38,7 +38,7 @@ from services.worker.ipc import (
     ToEngine,
     encode,
     from_engine_decoder,
-    pulse_address,
+    heartbeat_address,
 )
 
 VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
@@ -158,7 +158,7 @@ class EngineClient:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         address = f"ipc://{self._path}"
         self._socket.bind(address)
-        self._heartbeats.bind(pulse_address(address))
+        self._heartbeats.bind(heartbeat_address(address))
         command = engine_command(config)
         command += ["--socket", address, "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
@@ -247,7 +247,7 @@ class EngineClient:
             await self._process.wait()
         self._socket.close()
         self._heartbeats.close()
-        for path in (self._path, self._path.with_name(pulse_address(self._path.name))):
+        for path in (self._path, self._path.with_name(heartbeat_address(self._path.name))):
             path.unlink(missing_ok=True)
 
     async def _send(self, frame: ToEngine) -> None:
@@ -259,7 +259,7 @@ class EngineClient:
     async def _receive(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
             frame = from_engine_decoder.decode(await self._socket.recv())
-            self._stall.came(self.silent_s)
+            self._stall.note_completed(self.silent_s)
             self._heard_s = monotonic_s()
             self._hung = False
             if isinstance(frame, Prepared):
@@ -294,7 +294,7 @@ class EngineClient:
     def _exceeds_limit(self) -> bool:
         if self._heartbeat_s:
             return self.heartbeat_age_s > max(
-                self._config.engine_unready_s / 2, HEARTBEATS_MISSED * PULSE_S
+                self._config.engine_unready_s / 2, HEARTBEATS_MISSED * HEARTBEAT_INTERVAL_S
             )
         return self.silent_s > self._stall.limit_s
 

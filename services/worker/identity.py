@@ -34,7 +34,7 @@ async def registration_conditions(
     """Conditions in etcd under which the process may register.
 
     A process that was in a group, last at `epoch`, may register again only while its assignment
-    record exists; see `services.core.groups.settlement`.
+    record exists; see `services.core.groups.singleton_groups`.
 
     Raises:
         Forgotten: if the assignment is gone, or belongs to another process.

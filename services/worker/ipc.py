@@ -195,11 +195,11 @@ to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(T
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-PULSE_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 """Interval of an engine's heartbeats."""
 
 
-def pulse_address(address: str) -> str:
+def heartbeat_address(address: str) -> str:
     """The address of an engine's heartbeat socket, derived from that of its main socket."""
     return f"{address}.pulse"
 

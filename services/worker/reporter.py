@@ -12,7 +12,12 @@ from services.common.push import keep_pushing
 from services.common.report import load_message, memory_message
 from services.common.timeouts import wait_set
 from services.core.report import MemoryReport
-from services.core.reporting import LoadReporting, ReportNews, ReportRhythm, memory_news
+from services.core.reporting import (
+    LoadReporting,
+    ReportSchedule,
+    ReportUrgency,
+    memory_report_urgency,
+)
 from services.worker.engine_client import EngineClient
 from services.worker.ipc import EngineReady
 from tideserve.common.v1 import load_pb2, record_pb2
@@ -46,11 +51,11 @@ class ReportSender:
         self._epoch = epoch
         self._pids = pids
         self._dial = dial
-        load_rhythm = ReportRhythm(LOAD_PAUSE_S, LOAD_INTERVAL_S, LOAD_MINOR_PAUSE_S)
-        self._loads = LoadReporting(worker_id, incarnation, load_rhythm)
-        self._load_due = _Due(load_rhythm)
-        memory_rhythm = ReportRhythm(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
-        self._memory_due = _Due(memory_rhythm)
+        load_schedule = ReportSchedule(LOAD_PAUSE_S, LOAD_INTERVAL_S, LOAD_MINOR_PAUSE_S)
+        self._loads = LoadReporting(worker_id, incarnation, load_schedule)
+        self._load_due = _Due(load_schedule)
+        memory_schedule = ReportSchedule(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
+        self._memory_due = _Due(memory_schedule)
         self._memory_sent: MemoryReport | None = None
         # Identifies the current stream: gRPC may still read from the generator of an ended stream,
         # and reports taken there would be lost.
@@ -64,13 +69,13 @@ class ReportSender:
 
     def note_change(self) -> None:
         """Schedule reports if their content has changed."""
-        self._load_due.note(self._loads.news(self._epoch(), self._engine.report.load))
-        self._memory_due.note(memory_news(self._memory_sent, self._memory()))
+        self._load_due.note(self._loads.urgency(self._epoch(), self._engine.report.load))
+        self._memory_due.note(memory_report_urgency(self._memory_sent, self._memory()))
 
     def note_received(self, request_id: str) -> None:
         """Note that a request has arrived, so that the scheduler drops its reservation."""
         self._loads.note_received(request_id)
-        self._load_due.note(ReportNews.MAJOR)
+        self._load_due.note(ReportUrgency.MAJOR)
 
     def note_dropped(self, thin_hashes: tuple[int, ...]) -> None:
         """Note block hashes that the engine has dropped from its prefix cache."""
@@ -78,7 +83,7 @@ class ReportSender:
 
     def load_for_gateways(self) -> load_pb2.WorkerLoad:
         """The current load, for gateways to forward besides the reports to the scheduler."""
-        return load_message(self._loads.told_beside(self._epoch(), self._engine.report.load))
+        return load_message(self._loads.out_of_band(self._epoch(), self._engine.report.load))
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
         """Yield load reports on changes and as heartbeats, until another stream begins."""
@@ -89,7 +94,7 @@ class ReportSender:
             # Send no reports for a hung engine, so that the scheduler assigns it no requests.
             if self._engine.hung or not self._engine.responsive:
                 self._loads.forget()
-                self._load_due.rhythm.passed(now_s)
+                self._load_due.schedule.note_sent(now_s)
             elif report := self._loads.due(self._epoch(), self._engine.report.load, now_s):
                 yield scheduler_pb2.ReportLoadRequest(load=load_message(report))
             await self._load_due.wait()
@@ -98,7 +103,7 @@ class ReportSender:
         """Yield memory reports on changes and as heartbeats, until another stream begins."""
         stream = self._memory_stream = object()
         while stream is self._memory_stream:
-            self._memory_due.rhythm.passed(monotonic_s())
+            self._memory_due.schedule.note_sent(monotonic_s())
             # The numbers of a hung engine are stale; the memory manager notices the silence.
             self._memory_sent = report = self._memory() if self._engine.responsive else None
             if report is not None:
@@ -128,16 +133,16 @@ class ReportSender:
 class _Due:
     """Waits until a stream's next report is due."""
 
-    def __init__(self, rhythm: ReportRhythm) -> None:
-        self.rhythm = rhythm
+    def __init__(self, schedule: ReportSchedule) -> None:
+        self.schedule = schedule
         self._rescheduled = asyncio.Event()
 
-    def note(self, news: ReportNews) -> None:
+    def note(self, news: ReportUrgency) -> None:
         """Note how urgent the change of the report is."""
-        if self.rhythm.note_change(news):
+        if self.schedule.note_change(news):
             self._rescheduled.set()
 
     async def wait(self) -> None:
         """Return when the next report is due."""
-        while (wait_s := self.rhythm.due_s - monotonic_s()) > 0:
+        while (wait_s := self.schedule.due_s - monotonic_s()) > 0:
             await wait_set(self._rescheduled, wait_s)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 
-from services.common.promise import to_service
+from services.common.slo import to_service
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
     BAD_WORDS_MAX,

@@ -14,7 +14,7 @@ from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.client import LEAD_S, Job, LoadClient
-from tideserve.load.event_stream import Marks, OpenAIServer
+from tideserve.load.event_stream import ClassFields, OpenAIServer
 from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
 
@@ -155,9 +155,9 @@ async def test_the_class_is_told_as_a_server_has_it() -> None:
     asked = replace(request(), slo_class="interactive", ttft_s=0.4, tpot_s=0.05)
     batch = replace(request(), slo_class="batch")
     told: list[dict[str, Any]] = []
-    for marks in Marks:
+    for class_fields in ClassFields:
         with fake_openai() as server:
-            await run(job([server.url], [asked, batch], concurrency=1, marks=marks))
+            await run(job([server.url], [asked, batch], concurrency=1, class_fields=class_fields))
             names = ("slo_class", "slo", "priority")
             told += [{n: body[n] for n in names if n in body} for body in server.received]
     assert told == [

@@ -119,7 +119,7 @@ async def test_workers_that_have_gone_are_forgotten_above_a_floor(
         group_revisions={"group-w0": written},
         assignment_revisions={"w0": written},
         worker_revisions={"w0": 0},
-        forgotten=("w0",),
+        removed_workers=("w0",),
         epoch_floor=7,
     )
     stale = replace(removal, floor_revision=written)

@@ -18,8 +18,8 @@ from services.core.changeover.vocabulary import (
     RunStage,
 )
 from services.core.groups.layer_map import Stage
-from services.core.line_order import Scheduling
 from services.core.planner.events import EmitToken
+from services.core.queue_order import Scheduling
 from services.core.request import (
     NO_LOGPROBS,
     Grammar,

@@ -19,7 +19,7 @@ from services.core.planner import sequence
 from services.core.planner.budget import Spent
 from services.core.planner.events import RequestAborted, RequestArrived
 from services.core.planner.packing import Replaceable
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 from services.core.request import (
     Limits,
     Request,
@@ -611,12 +611,12 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         group.start(request, "w1")
         group.settle()
         group.reconfigure([split_in(["w0", "w1"], [1])])
-        group.run_until(lambda: "r" in map(request_of, old.changeover._handover.pending))
+        group.run_until(lambda: "r" in map(request_id_of, old.changeover._handover.pending))
         if moment == "adopted":
             group.run_until(lambda: old.settled)
         old.handle(RequestAborted(group.now_s, "r"))
         if moment == "asked for anew":
-            group.run_until(lambda: "r" in map(request_of, new.state.sequences))
+            group.run_until(lambda: "r" in map(request_id_of, new.state.sequences))
             new.handle(RequestAborted(group.now_s, "r"))
             new.handle(RequestArrived(group.now_s, request))
             group.streams["r"].tokens.clear()

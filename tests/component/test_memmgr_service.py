@@ -11,7 +11,7 @@ from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
-from services.core.scheduler.vocabulary import ShortfallsTold
+from services.core.scheduler.vocabulary import ShortfallsReported
 from services.memmgr.app import serve
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.app import serve as serve_scheduler
@@ -326,7 +326,7 @@ async def test_the_scheduler_tells_what_waits_there(store: Store) -> None:
 
 async def test_a_shortfall_is_told_until_the_memory_manager_ends(store: Store) -> None:
     """One full worker and a queue: there is nothing to merge it with."""
-    heard: list[ShortfallsTold] = []
+    heard: list[ShortfallsReported] = []
     services = Directory(store, SERVICES, record_pb2.ServiceRecord)
     watch = ShortfallWatch(services, heard.append, lambda address, _: open_channel(address))
     async with asyncio.TaskGroup() as tasks:

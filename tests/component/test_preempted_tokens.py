@@ -231,11 +231,11 @@ def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> N
         }
         member.handle(RequestArrived(0.0, request["batch"]))
         assert member.launch(lambda _: at_layer(2))
-        assert state.sequence_table.suspended is not None and not member.take_news()
+        assert state.sequence_table.suspended is not None and not member.take_outbox()
         member.handle(RequestArrived(0.0, request["online"]))
         told: list[tuple[str, int]] = []
         while member.launch():
-            told += [(one.request_id, one.token_id) for one in member.take_news().tokens]
+            told += [(one.request_id, one.token_id) for one in member.take_outbox().tokens]
         assert told == [(name, token) for name in ("online", "batch") for token in alone[name]]
         assert state.resumed_iterations_total == 1
         assert member.iteration_tokens.tokens == 40 + 1 + 3 + 1

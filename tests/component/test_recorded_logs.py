@@ -16,8 +16,8 @@ from services.common.event_log import read_config, read_entries
 from services.core.changeover.frames import Adopt
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
-from services.core.line_order import Scheduling
 from services.core.planner.sequence import SequenceState
+from services.core.queue_order import Scheduling
 from services.core.scheduler.state_config import StateConfig
 from tideserve.sim.replay import MEMMGR_TYPES, SCHEDULER_TYPES, WORKER_TYPES, Replayed, replay
 

@@ -367,10 +367,10 @@ async def test_a_load_that_a_gateway_passes_on_counts_for_its_next_ask(store: St
     newer.number, newer.kv_blocks_free = 1_000_000, 100
     impossible = load_pb2.WorkerLoad(worker_id="w0", incarnation="w0-a", running=-1)
     async with serving_worker(store, worker) as gateway:
-        await gateway.pass_on(impossible)
+        await gateway.forward_load(impossible)
         await gateway.ask("r1")
         await queued(gateway, 1)
-        await gateway.pass_on(newer)
+        await gateway.forward_load(newer)
         await gateway.assignment("r1")
         await gateway.ask("r2")
         await gateway.assignment("r2")

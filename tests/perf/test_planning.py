@@ -17,12 +17,12 @@ from statistics import median
 from typing import NamedTuple
 
 from services.core.cost.model import Coefficients, CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.harvester import BATCH_CHUNK_MIN_TOKENS
 from services.core.planner.state import PlannerState
 from services.core.planner.victims import VictimRule
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from tests.perf.measuring import show

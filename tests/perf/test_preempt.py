@@ -28,12 +28,12 @@ from services.common.clock import monotonic_s
 from services.common.event_log import read_entries
 from services.core.audit.record import BATCH as PLANNED
 from services.core.groups.layer_map import Stage
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationDropped, IterationFinished, IterationSuspended
 from services.core.planner.preemption import Preempt
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling, blocks_for
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
@@ -164,7 +164,7 @@ def read_parts(folder: Path, engine: str) -> list[Part]:
             value, IterationFinished | IterationSuspended | IterationDropped
         ):
             chunks = running[1].batch.chunks
-            names = frozenset(request_of(chunk.request_id) for chunk in chunks)
+            names = frozenset(request_id_of(chunk.request_id) for chunk in chunks)
             parts.append(Part(running[0], value.now_s, names))
             running = None
     return parts

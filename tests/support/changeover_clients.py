@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.core.changeover.vocabulary import NoteAdopted, NoteMoved
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service
 from tests.support.fake_stage import require
@@ -76,7 +76,7 @@ class Clients:
 
     def begin(self, worker_id: str, name: str) -> None:
         """A sequence begins at a worker."""
-        self.sources[worker_id, request_of(name)] = Source(name, [])
+        self.sources[worker_id, request_id_of(name)] = Source(name, [])
 
     def start(
         self,
@@ -104,11 +104,11 @@ class Clients:
 
     def truth(self, name: str) -> tuple[int, ...]:
         """All tokens of the undisturbed run of a sequence's request."""
-        return self.streams[request_of(name)].truth
+        return self.streams[request_id_of(name)].truth
 
     def kv(self, name: str) -> tuple[int, ...]:
         """The KV of each token of `truth`: it depends on all tokens before, and on the tenant."""
-        return self.streams[request_of(name)].kv
+        return self.streams[request_id_of(name)].kv
 
     def open(self) -> list[str]:
         """Requests that are not over."""
@@ -116,7 +116,7 @@ class Clients:
 
     def tell(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
         """A worker has something for the reader of a request."""
-        request_id = request_of(command.request_id)
+        request_id = request_id_of(command.request_id)
         source = self.sources[worker_id, request_id]
         require(source.name == command.request_id, f"{worker_id} tells of {command.request_id}")
         if isinstance(command, RefuseRequest):
@@ -132,11 +132,11 @@ class Clients:
         """A worker has taken a sequence over."""
         name = command.sequence.request.request_id
         tokens = list(command.sequence.output_ids)
-        self.sources[worker_id, request_of(name)] = Source(name, tokens, adopted=True)
+        self.sources[worker_id, request_id_of(name)] = Source(name, tokens, adopted=True)
 
     def move(self, worker_id: str, command: NoteMoved) -> None:
         """A worker sends the readers of a request on."""
-        request_id = request_of(command.request_id)
+        request_id = request_id_of(command.request_id)
         self.sources[worker_id, request_id].moved_to = command.worker_id
         self._read(request_id)
 

@@ -21,7 +21,7 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.planner.sequence_names import NameSource, request_of
+from services.core.planner.sequence_ids import SequenceIdSource, request_id_of
 from services.core.planner.state import PlannerState
 from services.core.request import Request
 from tests.support.changeover_clients import next_token
@@ -76,7 +76,7 @@ class WorldMember:
     def __post_init__(self) -> None:
         self.planner = PlannerState(self.config)
         self.machine = Changeover(self.worker_id, self.memory.num_layers, self.planner)
-        self._names = NameSource(f"{self.worker_id}-1")
+        self._names = SequenceIdSource(f"{self.worker_id}-1")
         self._told_lost: frozenset[str] = frozenset()
         self._payload: Payload = {}
         self._later: list[vocabulary.Command] = []
@@ -115,8 +115,8 @@ class WorldMember:
 
     def start(self, request: Request) -> None:
         """A request is handed to it."""
-        name = self._names.name(request.request_id)
-        if self.machine.name_of(request.request_id) not in self.planner.sequences or (
+        name = self._names.new_id(request.request_id)
+        if self.machine.seq_id_of(request.request_id) not in self.planner.sequences or (
             self.world.clients.sources[self.worker_id, request.request_id].adopted
         ):
             self.world.clients.begin(self.worker_id, name)
@@ -326,7 +326,7 @@ class WorldMember:
         self.known = {one for one in self.known if one in self.planner.table}
         require(sample.terms is not None or name in self.known, f"{name} has no terms")
         self.known.add(name)
-        prompt = self.world.clients.streams[request_of(name)].request.prompt_ids
+        prompt = self.world.clients.streams[request_id_of(name)].request.prompt_ids
         require(sample.index == len(tokens) - len(prompt), f"{name} samples {sample.index}")
         return next_token(tokens)
 

@@ -16,9 +16,9 @@ from services.core.changeover.frames import Activations, MemberFrame, Samples, a
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, MoveBlocks, RequestArrived
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service
 from tests.support.fake_stage import FakeMemory

@@ -18,8 +18,8 @@ from services.core.changeover import vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import Stage
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
+from services.core.queue_order import Scheduling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.support.changeover_clients import Clients, Stream
 from tests.support.changeover_member import Packet, Sending, WorldMember

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.core.cost.model import Coefficients, CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.victims import VictimRule
+from services.core.queue_order import Scheduling
 from services.core.request import Request
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from services.worker.engine.compute.runner_config import RunnerConfig

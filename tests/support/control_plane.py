@@ -200,7 +200,7 @@ class FakeGateway:
                 reading.cancel()
                 await asyncio.wait([reading])
 
-    async def pass_on(self, load: load_pb2.WorkerLoad) -> None:
+    async def forward_load(self, load: load_pb2.WorkerLoad) -> None:
         """Tell of a worker's load."""
         await self._call.write(scheduler_pb2.AdmitRequest(load=load))
 

@@ -378,7 +378,7 @@ class EngineGroup:
         return took or ran
 
     def _hear(self, engine: Engine) -> None:
-        news = engine.member.take_news()
+        news = engine.member.take_outbox()
         worker_id = engine.identity.worker_id
         for answer in news.prepared:
             self.prepared[answer.attempt, worker_id] = answer

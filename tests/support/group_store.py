@@ -31,7 +31,7 @@ class FakeStore:
     configurations: dict[tuple[str, int], Group] = field(default_factory=dict)
     epoch_floor: int = 0
     floor_revision: int = 0
-    forgotten: int = 0
+    removed_workers: int = 0
     # The highest epoch of each group name and worker, whatever the records say now.
     highest: dict[str, int] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class FakeStore:
             self._check_epoch(assignment.worker_id, assignment.epoch)
             stored = StoredAssignment(assignment, self.revision)
             self.assignments[assignment.worker_id] = stored
-        if command.forgotten:
+        if command.removed_workers:
             self._forget(command)
         return self.revision
 
@@ -81,8 +81,8 @@ class FakeStore:
         return stored is not None and stored.assignment.incarnation == incarnation
 
     def _forget(self, command: Transact) -> None:
-        for name in command.forgotten:
-            self.forgotten += 1
+        for name in command.removed_workers:
+            self.removed_workers += 1
             self.assignments.pop(name, None)
             self.groups.pop(group_id_of(name), None)
         if "floor" not in self.removed:
@@ -99,7 +99,7 @@ class FakeStore:
             return False
         if "cas" in self.removed:
             return True
-        if command.forgotten and command.floor_revision != self.floor_revision:
+        if command.removed_workers and command.floor_revision != self.floor_revision:
             return False
         groups = {key: stored.mod_revision for key, stored in self.groups.items()}
         assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}

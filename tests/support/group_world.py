@@ -12,27 +12,27 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.core.groups.coordinator import (
-    ChangeAsked,
     ChangeCalledOff,
     ChangePhase,
+    ChangeRequested,
     ChangeStepped,
     Command,
     CoordinatorConfig,
     CoordinatorState,
     Event,
-    LookAtMembers,
-    MemberSeen,
-    MembersSeen,
+    MembersPolled,
+    MemberStatus,
+    PollMembers,
 )
 from services.core.groups.fence import (
-    AbortAsked,
+    AbortCall,
     AbortPreparation,
     Answer,
     Apply,
     MemberState,
-    PrepareAsked,
+    PrepareCall,
     Verdict,
-    asked_of,
+    prepare_calls,
 )
 from services.core.groups.layer_map import Stage
 from services.core.groups.state import GroupState, ProtocolConfig
@@ -70,17 +70,17 @@ class EpochlessMember(MemberState):
     def _is_newer(self, group: Group) -> bool:
         return self._place_in(group) is not None and group.epoch != self.epoch
 
-    def _epoch_refusal(self, asked: PrepareAsked) -> Answer | None:
+    def _epoch_refusal(self, asked: PrepareCall) -> Answer | None:
         return None
 
 
 class NamelessMember(MemberState):
     """Takes what was meant for an earlier process of its name."""
 
-    def ask(self, asked: PrepareAsked) -> Answer:
-        return super().ask(replace(asked, incarnation=self.incarnation, target=self._mine(asked)))
+    def judge(self, asked: PrepareCall) -> Answer:
+        return super().judge(replace(asked, incarnation=self.incarnation, target=self._mine(asked)))
 
-    def _mine(self, asked: PrepareAsked) -> Group:
+    def _mine(self, asked: PrepareCall) -> Group:
         members = tuple(
             replace(one, incarnation=self.incarnation) if one.worker_id == self.worker_id else one
             for one in asked.target.members
@@ -177,7 +177,7 @@ class World:
         self.crashed = False
         self.mail: list[tuple[int, str, object]] = []
         self.transactions: list[tuple[int, Transact, bool]] = []
-        self.looks: list[tuple[int, LookAtMembers]] = []
+        self.looks: list[tuple[int, PollMembers]] = []
         self.listings: list[ClusterListed] = []
         self.incarnations = 0
         self.requests = 0
@@ -280,12 +280,12 @@ class World:
                 case Transact():
                     self.transactions.append((which, command, False))
                 case PrepareMembers():
-                    for name, asked in asked_of(command).items():
+                    for name, asked in prepare_calls(command).items():
                         self.mail.append((which, name, asked))
                 case AbortMember():
-                    asked = AbortAsked(command.token, command.attempt, command.incarnation)
+                    asked = AbortCall(command.token, command.attempt, command.incarnation)
                     self.mail.append((which, command.worker_id, asked))
-                case LookAtMembers():
+                case PollMembers():
                     self.looks.append((which, command))
                 case ChangeStepped():
                     self.committed += command.phase is ChangePhase.COMMITTED
@@ -306,11 +306,11 @@ class World:
         which, command = self.looks.pop(at)
         known = [self.processes[name] for name in command.worker_ids if name in self.processes]
         seen = tuple(
-            MemberSeen(one.name, one.state.epoch, not faulty or self.rng.random() < 0.7)
+            MemberStatus(one.name, one.state.epoch, not faulty or self.rng.random() < 0.7)
             for one in known
             if not faulty or self.rng.random() < 0.9
         )
-        self._feed(which, MembersSeen(self.now_s, command.change_id, seen))
+        self._feed(which, MembersPolled(self.now_s, command.change_id, seen))
 
     def _pass_time(self) -> None:
         self.now_s += self.rng.random() * 0.6
@@ -334,7 +334,7 @@ class World:
         leads = self.tokens.index(self.store.token)
         which = leads if self.rng.random() < 0.8 else 1 - leads
         targets = self._some_targets()
-        self._feed(which, ChangeAsked(self.now_s, request_id, targets))
+        self._feed(which, ChangeRequested(self.now_s, request_id, targets))
         if self.rng.random() < 0.1:
             self._feed(which, ChangeCalledOff(self.now_s, targets, "not wanted"))
 
@@ -406,13 +406,13 @@ class World:
     # --- members
 
     def _receive(self, which: int, process: Process, message: object) -> None:
-        if isinstance(message, AbortAsked):
+        if isinstance(message, AbortCall):
             over = process.state.abort(message)
             if over is not None:
                 process.carry_out(over)
             return
-        assert isinstance(message, PrepareAsked)
-        answer = process.state.ask(message)
+        assert isinstance(message, PrepareCall)
+        answer = process.state.judge(message)
         if answer.aborted is not None:
             process.carry_out(answer.aborted)
         if answer.verdict is Verdict.ACCEPTED:
@@ -456,7 +456,7 @@ class World:
             process.staged[asked.attempt] = set(missing)
             self._acknowledge(process, asked)
 
-    def _acknowledge(self, process: Process, asked: PrepareAsked) -> None:
+    def _acknowledge(self, process: Process, asked: PrepareCall) -> None:
         which = process.coordinator[asked.attempt]
         self._answer(which, process, asked.attempt, True, "")
         answer = self.mail[-1][2]

@@ -10,18 +10,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.core.groups.coordinator import (
-    ChangeAsked,
     ChangePhase,
+    ChangeRequested,
     ChangeStepped,
     Command,
     CoordinatorConfig,
     CoordinatorState,
     Event,
-    LookAtMembers,
-    MemberSeen,
-    MembersSeen,
+    MembersPolled,
+    MemberStatus,
+    PollMembers,
 )
-from services.core.groups.fence import AbortAsked
+from services.core.groups.fence import AbortCall
 from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import (
     AbortMember,
@@ -195,7 +195,7 @@ class ControlPlane:
         if self.leader is not None:
             self._asked += 1
             name = f"change-{self._asked}"
-            self._feed(self.leader, ChangeAsked(self._world.now_s, name, targets, urgent=True))
+            self._feed(self.leader, ChangeRequested(self._world.now_s, name, targets, urgent=True))
 
     def report(self, process: WorkerProcess) -> None:
         """A worker reports to the leader."""
@@ -232,21 +232,21 @@ class ControlPlane:
             case PrepareMembers():
                 self._prepare(one, command)
             case AbortMember(worker_id=name, incarnation=incarnation):
-                asked = AbortAsked(command.token, command.attempt, incarnation)
+                asked = AbortCall(command.token, command.attempt, incarnation)
                 world.mail(partial(self._abort, name, asked))
-            case LookAtMembers(after_s=after_s):
+            case PollMembers(after_s=after_s):
                 world.later(after_s, partial(self._look, one, command))
             case ChangeStepped(phase=phase):
                 world.note(f"{command.change_id} is {phase}: {command.message}")
                 self.committed += phase is ChangePhase.COMMITTED
 
-    def _look(self, one: Coordinator, command: LookAtMembers) -> None:
+    def _look(self, one: Coordinator, command: PollMembers) -> None:
         seen = tuple(
-            MemberSeen(name, one.heard[name][1].epoch, not one.heard[name][1].unsettled)
+            MemberStatus(name, one.heard[name][1].epoch, not one.heard[name][1].unsettled)
             for name in command.worker_ids
             if name in one.heard
         )
-        self._feed(one, MembersSeen(self._world.now_s, command.change_id, seen))
+        self._feed(one, MembersPolled(self._world.now_s, command.change_id, seen))
 
     def _prepare(self, one: Coordinator, command: PrepareMembers) -> None:
         world = self._world
@@ -292,7 +292,7 @@ class ControlPlane:
         elif world.now_s <= deadline_s:
             process.ask(Call(asked, to_preparation(asked, request), deadline_s, answer))
 
-    def _abort(self, name: str, asked: AbortAsked) -> None:
+    def _abort(self, name: str, asked: AbortCall) -> None:
         process = self._world.processes.get(name)
         if process is not None and not process.stands:
             process.abort(asked)

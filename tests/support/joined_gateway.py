@@ -23,7 +23,7 @@ from services.gateway.cluster.translate_worker import (
 from services.gateway.records.request_record import ChoiceRecord, WorkerSegment
 from services.gateway.serving.retry import Failure, RetryState, resumed
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
-from services.gateway.vocabulary.message import Finish, Fresh, Moved, TokenEvent
+from services.gateway.vocabulary.message import Finish, Moved, TokenEvent, UnreadTokens
 from services.worker.gateway_stream import GatewayStream
 from tests.support.engine_group import Stream
 from tests.support.group_store import Violated
@@ -297,7 +297,7 @@ class JoinedGateway:
                 self._drop(client)
                 return
 
-    def _note(self, client: Client, fresh: Fresh) -> None:
+    def _note(self, client: Client, fresh: UnreadTokens) -> None:
         stream = client.stream
         if fresh.prompt_logprobs and not stream.tokens:
             stream.prompt_logprobs = list(fresh.prompt_logprobs)

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from services.core.groups.fence import (
-    AbortAsked,
+    AbortCall,
     AbortPreparation,
     Apply,
     MemberState,
-    PrepareAsked,
+    PrepareCall,
     Verdict,
 )
 from services.core.groups.vocabulary import StoredGroup
-from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
+from services.core.planner.events import RequestAborted, RequestArrived, RequeueChecked
 from services.core.report import EngineReport, Load
 from services.worker.engine.model.catalog import shape_of
 from services.worker.engine_participant import EngineParticipant
@@ -109,7 +109,7 @@ class EnginePipe:
 class Call:
     """A coordinator asks to prepare; it hears an answer until `deadline_s`."""
 
-    asked: PrepareAsked
+    asked: PrepareCall
     change: ProposedChange
     deadline_s: float
     answer: Answered
@@ -221,7 +221,7 @@ class WorkerProcess:
     def ask(self, call: Call) -> None:
         """A coordinator asks to prepare; a call for a later epoch waits for the records."""
         now_s = self.now_s()
-        answer = self.fence.ask(call.asked)
+        answer = self.fence.judge(call.asked)
         if answer.aborted is not None:
             self._carry_out(answer.aborted)
         match answer.verdict:
@@ -242,7 +242,7 @@ class WorkerProcess:
             case _:
                 call.answer(False, answer.reason)
 
-    def abort(self, asked: AbortAsked) -> None:
+    def abort(self, asked: AbortCall) -> None:
         """A coordinator aborts an attempt."""
         action = self.fence.abort(asked)
         if action is not None:
@@ -299,9 +299,9 @@ class WorkerProcess:
         self._drain_inbox()
         member = self.engine.member
         took = member.take()
-        due_s, now_s = member.state.return_due_s, self.now_s()
+        due_s, now_s = member.state.requeue_due_s, self.now_s()
         if due_s is not None and due_s <= now_s:
-            member.handle(WaitLooked(now_s))
+            member.handle(RequeueChecked(now_s))
         told = self._publish()
         ran = member.launch()
         return self._publish() or told or took or ran
@@ -330,10 +330,10 @@ class WorkerProcess:
     def _publish(self) -> bool:
         """Tell the servicer the results, as the engine's loop does."""
         member = self.engine.member
-        news, now_s = member.take_news(), self.now_s()
+        news, now_s = member.take_outbox(), self.now_s()
         configuration = member.configuration
         epoch = configuration.epoch if configuration else 0
-        standing = (epoch, not member.settled, member.trouble, member.changeover.left)
+        standing = (epoch, not member.settled, member.trouble, member.changeover.isolated)
         happened = bool(news or self._received or standing != self._standing)
         if not happened and now_s - self._published_s < HEARTBEAT_S:
             return False

@@ -9,7 +9,7 @@ from random import Random
 
 from services.core.quota.limits import Exceeded, QuotaLimits
 from services.core.quota.owner_use import OwnerUse, Reservation
-from services.core.quota.state import QuotaState, Told
+from services.core.quota.state import QuotaReport, QuotaState
 
 OWNER = "alice"
 EXCHANGE_INTERVAL_S = 1.0
@@ -28,7 +28,7 @@ class Fleet:
     rng: Random
     sizes: Callable[[Random], int] | None = None
     states: dict[str, QuotaState] = field(default_factory=dict)
-    table: dict[str, Told] = field(default_factory=dict)
+    table: dict[str, QuotaReport] = field(default_factory=dict)
     etcd_down: bool = False
     used: list[tuple[float, int]] = field(default_factory=list)
     now_s: float = 0.0
@@ -42,7 +42,7 @@ class Fleet:
     def join(self, name: str, rates: Rates) -> None:
         """A gateway begins; it is asked as `rates` say."""
         self.states[name] = QuotaState()
-        self.table[name] = Told(0, {})
+        self.table[name] = QuotaReport(0, {})
         self._exchange(name)
         self.at(self.now_s + self.rng.random() * EXCHANGE_INTERVAL_S, lambda: self._tick(name))
         self._next_request(name, rates)
@@ -71,8 +71,8 @@ class Fleet:
         state.hold(self.etcd_down, now_s)
         if self.etcd_down:
             return
-        self.table[name] = Told(self.table[name].revision + 1, state.tell(now_s))
-        state.hear({other: told for other, told in self.table.items() if other != name}, now_s)
+        self.table[name] = QuotaReport(self.table[name].revision + 1, state.report(now_s))
+        state.receive({other: told for other, told in self.table.items() if other != name}, now_s)
 
     def _next_request(self, name: str, rates: Rates) -> None:
         per_s = rates(name, self.now_s)

@@ -30,7 +30,7 @@ from services.core.setting import mapping, number, option
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
-from services.worker.config import WorkerConfig, only_cpus
+from services.worker.config import WorkerConfig, cpu_only_torch_error
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.option_types import (
     API_KEY_HELP,
@@ -282,7 +282,7 @@ def _check_device(device: str, engine: str) -> None:
         return
     installed = version("torch")
     if installed.endswith("+cpu"):
-        raise ConfigError(only_cpus(installed))
+        raise ConfigError(cpu_only_torch_error(installed))
 
 
 def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:

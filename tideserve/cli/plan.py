@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.common.clock import cpu_s
-from services.common.collector import collector_paused
 from services.common.errors import ConfigError
+from services.common.garbage_collection import gc_paused
 from services.common.size import parse_size_bytes
 from services.core.groups.layer_map import ModelShape, SplitError
 from services.core.overload.drop_plan import DropPlan, MergeKey, PlanGroup, PlanMember, plan_drop
@@ -119,7 +119,7 @@ def cluster_of(status: Mapping[str, Any]) -> PlanInput:
 
 def plan_for(cluster: PlanInput, needed_bytes: int) -> PlannedMerges:
     """Plan merges and split their layers among the members. Raises CommandError."""
-    with collector_paused():
+    with gc_paused():
         started_s = cpu_s()
         plan = plan_drop(cluster.groups, cluster.shapes, needed_bytes)
         planned_s = cpu_s()

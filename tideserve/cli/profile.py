@@ -42,7 +42,7 @@ def run_profile(flags: Mapping[str, Any], quick: bool, as_json: bool) -> None:
         "load_format": options.load_format,
         "threads": options.threads_per_worker,
         "quick": quick,
-        "companions": options.workers - 1 if on_cpu else 0,
+        "co_runners": options.workers - 1 if on_cpu else 0,
         **({} if on_cpu else GPU_BATCHES),
     }
     others = f", {options.workers} engines at once" if on_cpu else ""

@@ -16,7 +16,7 @@ import msgspec
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from tideserve.load.event_stream import Marks, OpenAIServer, StreamedAnswer, StreamFailed
+from tideserve.load.event_stream import ClassFields, OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
 
@@ -49,7 +49,7 @@ class Job(msgspec.Struct, frozen=True):
     lead_in: int = 0
     api_key: str | None = None
     backlog: Backlog | None = None
-    marks: Marks = Marks.CLASSES
+    class_fields: ClassFields = ClassFields.CLASSES
 
 
 class LoadClient:
@@ -63,7 +63,7 @@ class LoadClient:
         """`progress` is called about once a second with the number of ended requests."""
         self._job = job
         self._progress = progress
-        self._servers = [OpenAIServer(url, job.api_key, job.marks) for url in job.urls]
+        self._servers = [OpenAIServer(url, job.api_key, job.class_fields) for url in job.urls]
         self._turn = itertools.cycle(range(len(self._servers)))
         self._slowest_s = 0.0
         self._of_backlog = 0

@@ -23,7 +23,7 @@ IDLE_MAX_S = 3.0  # uvicorn hangs up after 5
 CONNECT_TIMEOUT_S = 10.0
 
 
-class Marks(StrEnum):
+class ClassFields(StrEnum):
     """Fields that carry a request's class: tideserve's, vLLM's priority, or none."""
 
     CLASSES = "classes"
@@ -182,9 +182,11 @@ class HttpConnection(asyncio.Protocol):
 class OpenAIServer:
     """An OpenAI-compatible server and the idle connections to it."""
 
-    def __init__(self, url: str, api_key: str | None, marks: Marks = Marks.CLASSES) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, class_fields: ClassFields = ClassFields.CLASSES
+    ) -> None:
         parts = urlsplit(url)
-        self._marks = marks
+        self._class_fields = class_fields
         self._host = parts.hostname or "127.0.0.1"
         self._secure = parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
@@ -207,7 +209,7 @@ class OpenAIServer:
         Raises:
             StreamFailed, OSError: if the response fails or is incomplete.
         """
-        body = completion_body(model, request, self._marks)
+        body = completion_body(model, request, self._class_fields)
         connection = await self._connection()
         head = f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
         on_sent()
@@ -242,7 +244,9 @@ class OpenAIServer:
         return connection
 
 
-def completion_body(model: str, request: PlannedRequest, marks: Marks = Marks.CLASSES) -> bytes:
+def completion_body(
+    model: str, request: PlannedRequest, class_fields: ClassFields = ClassFields.CLASSES
+) -> bytes:
     """Encode a request; `min_tokens` and `ignore_eos` force the planned output length."""
     fields = {
         "model": model,
@@ -255,7 +259,7 @@ def completion_body(model: str, request: PlannedRequest, marks: Marks = Marks.CL
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    fields |= MARKS[marks](request)
+    fields |= CLASS_ENCODERS[class_fields](request)
     if request.cache_salt is not None:
         fields |= {"return_token_ids": True, "cache_salt": request.cache_salt}
     return orjson.dumps(fields)
@@ -276,8 +280,8 @@ def _priority_field(request: PlannedRequest) -> dict[str, Any]:
     return {"priority": int(request.slo_class == BATCH_CLASS)}
 
 
-MARKS: Mapping[Marks, Callable[[PlannedRequest], dict[str, Any]]] = {
-    Marks.CLASSES: _class_fields,
-    Marks.PRIORITY: _priority_field,
-    Marks.NONE: lambda request: {},
+CLASS_ENCODERS: Mapping[ClassFields, Callable[[PlannedRequest], dict[str, Any]]] = {
+    ClassFields.CLASSES: _class_fields,
+    ClassFields.PRIORITY: _priority_field,
+    ClassFields.NONE: lambda request: {},
 }

@@ -84,7 +84,7 @@ class Trace:
             return self
         return self.scale_time((len(self.rows) - 1) / rate_per_s / self.span_s)
 
-    def at_random(self, rate_per_s: float, seed: int) -> "Trace":
+    def with_poisson_arrivals(self, rate_per_s: float, seed: int) -> "Trace":
         """Replace the arrival times by a Poisson process; the order of requests is the same."""
         draw = random.Random(seed).expovariate
         times_s = accumulate(draw(rate_per_s) for _ in self.rows)

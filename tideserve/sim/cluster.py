@@ -22,7 +22,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     ServingGroup,
-    ShortfallsTold,
+    ShortfallsReported,
     Ticked,
 )
 from tideserve.sim.change_spec import ChangeSpec
@@ -283,7 +283,7 @@ class Cluster:
                 self.scheduler.handle(GroupLeft(self._simulation.now_s, group.group_id))
 
     def _note_shortfalls(self, shortfalls: dict[str, int]) -> None:
-        self._apply(ShortfallsTold(self._simulation.now_s, shortfalls))
+        self._apply(ShortfallsReported(self._simulation.now_s, shortfalls))
 
     def _submit(self, request_id: str) -> None:
         client = self._active[request_id]

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from services.core.demand import ModelDemand
 from services.core.groups.coordinator import (
-    ChangeAsked,
     ChangeCalledOff,
     ChangePhase,
+    ChangeRequested,
     ChangeStepped,
     Command,
     CoordinatorConfig,
     CoordinatorState,
     Event,
-    LookAtMembers,
-    MemberSeen,
-    MembersSeen,
+    MembersPolled,
+    MemberStatus,
+    PollMembers,
 )
-from services.core.groups.fence import AbortAsked, asked_of
+from services.core.groups.fence import AbortCall, prepare_calls
 from services.core.groups.records import assignment_of
 from services.core.groups.vocabulary import (
     AbortMember,
@@ -188,7 +188,7 @@ class Coordinator:
         if self.state.attempts:
             self._apply(TimePassed(now_s))
         reports = self._reports()
-        self._actions.see({name: name for name in reports}, now_s)
+        self._actions.note_workers({name: name for name in reports}, now_s)
         groups = self.stable_groups
         decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
         decisions += self.monitor.handle(
@@ -232,7 +232,7 @@ class Coordinator:
             self._changes_total += 1
             change_id = f"change-{self._changes_total}"
             self._running[change_id] = _RunningChange(change, decision.now_s)
-            self._apply(ChangeAsked(decision.now_s, change_id, change.targets))
+            self._apply(ChangeRequested(decision.now_s, change_id, change.targets))
 
     def _note_step(self, step: ChangeStepped) -> None:
         if step.phase not in (ChangePhase.STABLE, ChangePhase.FAILED):
@@ -256,12 +256,12 @@ class Coordinator:
             case PrepareMembers():
                 self._prepare(command)
             case AbortMember():
-                asked = AbortAsked(command.token, command.attempt, command.incarnation)
+                asked = AbortCall(command.token, command.attempt, command.incarnation)
                 member = self._world.members[command.worker_id]
                 simulation.after(spec.costs.call_s, member.abort, asked)
-            case LookAtMembers() if command.after_s:
+            case PollMembers() if command.after_s:
                 simulation.after(command.after_s, self._poll_members, command)
-            case LookAtMembers():
+            case PollMembers():
                 self._poll_members(command)
             case ChangeStepped():
                 self._note_step(command)
@@ -312,7 +312,7 @@ class Coordinator:
         def answered(attempt: str, worker_id: str, ready: bool, reason: str) -> None:
             simulation.after(spec.costs.call_s, self._answered, attempt, worker_id, ready, reason)
 
-        for worker_id, asked in asked_of(command).items():
+        for worker_id, asked in prepare_calls(command).items():
             member = self._world.members[worker_id]
             simulation.after(spec.costs.call_s, member.ask, asked, command.targets, answered)
 
@@ -320,13 +320,13 @@ class Coordinator:
         now_s = self._now_s
         self._apply(MemberAnswered(now_s, attempt, worker_id, worker_id, ready, reason))
 
-    def _poll_members(self, command: LookAtMembers) -> None:
+    def _poll_members(self, command: PollMembers) -> None:
         members, log = self._world.members, self._world.log
         seen = tuple(
-            MemberSeen(name, members[name].instance.reporter.epoch, log.has_settled(name))
+            MemberStatus(name, members[name].instance.reporter.epoch, log.has_settled(name))
             for name in command.worker_ids
         )
-        self._apply(MembersSeen(self._now_s, command.change_id, seen))
+        self._apply(MembersPolled(self._now_s, command.change_id, seen))
 
 
 def workers_of(names: list[str], model: str, num_layers: int) -> list[Worker]:

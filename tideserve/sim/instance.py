@@ -14,7 +14,7 @@ from services.core.planner.events import (
     IterationSuspended,
     RefuseRequest,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
 from services.core.planner.fast_forward import (
     advance_decodes,
@@ -77,7 +77,7 @@ class GroupMember(Protocol):
 
     changeover: Changeover
 
-    def apply(self, event: RequestArrived | WaitLooked) -> Busy | None:
+    def apply(self, event: RequestArrived | RequeueChecked) -> Busy | None:
         """Apply an event to the change-over's state machine."""
         ...
 
@@ -219,21 +219,21 @@ class Instance:
     def _return_waiting(self) -> None:
         """Return requests that have waited too long; before planning, as the engine does."""
         now_s, member = self._simulation.now_s, self.member
-        due_s = (self.state if member is None else member.changeover).return_due_s
+        due_s = (self.state if member is None else member.changeover).requeue_due_s
         if due_s is None or now_s < due_s:
             return
-        self._apply(WaitLooked(now_s))
+        self._apply(RequeueChecked(now_s))
 
-    def _apply(self, event: RequestArrived | WaitLooked) -> None:
+    def _apply(self, event: RequestArrived | RequeueChecked) -> None:
         if self.member is not None:
             busy = self.member.apply(event)
             assert busy is None, "the arrival of a request must not occupy the device"
             return
         for command in self.state.handle(event):
             assert isinstance(command, RefuseRequest)
-            self.tell(command)
+            self.emit(command)
 
-    def tell(self, command: EmitToken | RefuseRequest) -> None:
+    def emit(self, command: EmitToken | RefuseRequest) -> None:
         """Pass a planner's command on to the listener."""
         if isinstance(command, RefuseRequest):
             self._listener.note_refused(command)
@@ -320,7 +320,7 @@ class Instance:
             OnlineRequest.of(request, now_s) for request in self._inbox if request.service.online
         ]
         batch = iteration.microbatch.batch
-        if not (self._posted or self.state.gives_way(batch, elapsed_s, online)):
+        if not (self._posted or self.state.should_preempt(batch, elapsed_s, online)):
             self._schedule_safepoint(iteration)
             return
         self._preemptible = None
@@ -351,7 +351,7 @@ class Instance:
         # Never skip a heartbeat.
         if self._run_s(run, ahead) > self._longest_run_s:
             run.count = max(1, self._iterations_within(run, self._longest_run_s))
-        due_s = self.state.return_due_s
+        due_s = self.state.requeue_due_s
         if due_s is not None:
             # Stop at the first iteration after which a waiting request must be returned.
             before = self._iterations_within(run, max(0.0, due_s - run.start_s))

@@ -16,10 +16,10 @@ from services.core.changeover.frames import MemberFrame, Samples
 from services.core.changeover.state import Changeover
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.fence import (
-    AbortAsked,
+    AbortCall,
     AbortPreparation,
     MemberState,
-    PrepareAsked,
+    PrepareCall,
     Verdict,
 )
 from services.core.groups.layer_map import Stage
@@ -104,8 +104,8 @@ class SimulatedMember:
             vocabulary.MapKv: lambda _command: vocabulary.KvMapped(),
             vocabulary.UndoRestore: self._undo_restore,
             vocabulary.EndPreparation: self._end_preparation,
-            EmitToken: instance.tell,
-            RefuseRequest: instance.tell,
+            EmitToken: instance.emit,
+            RefuseRequest: instance.emit,
         }
         self._handlers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
         self._handle(vocabulary.ConfigurationCommitted(self._now_s, _stages_of((group,))))
@@ -131,9 +131,9 @@ class SimulatedMember:
 
     # --- coordinator and store
 
-    def ask(self, asked: PrepareAsked, groups: tuple[Group, ...], answered: Answered) -> None:
+    def ask(self, asked: PrepareCall, groups: tuple[Group, ...], answered: Answered) -> None:
         """Prepare for `asked.target`, one of `groups`, on a coordinator's request."""
-        answer = self.fence.ask(asked)
+        answer = self.fence.judge(asked)
         if answer.aborted is not None:
             self._abort(answer.aborted.attempt)
         if answer.verdict is not Verdict.ACCEPTED:
@@ -144,7 +144,7 @@ class SimulatedMember:
             self.apply, vocabulary.PreparationAsked(asked.attempt, _stages_of(groups))
         )
 
-    def abort(self, asked: AbortAsked) -> None:
+    def abort(self, asked: AbortCall) -> None:
         """Abort an attempt on a coordinator's request."""
         aborted = self.fence.abort(asked)
         if aborted is not None:
@@ -311,7 +311,7 @@ class SimulatedMember:
         memory, layers = self.memory, range(command.first_layer, command.end_layer)
         held = memory.slabs_of(memory.layers)
         return vocabulary.RestoreMeasured(
-            memory.blocks_beside(layers),
+            memory.blocks_after_adding(layers),
             tuple(slab for slab in memory.slabs_of(layers) if slab not in held),
             tuple(sorted(set(layers) - set(memory.layers))),
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from services.core.audit.concession_order import ConcessionOrder
+from services.core.audit.escalation_order import EscalationOrder
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
 from services.core.changeover.state import Changeover
@@ -24,14 +24,14 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
-    ShortfallsTold,
+    ShortfallsReported,
     Ticked,
     Withdrawn,
 )
 
 _SCHEDULER = (
     *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost),
-    *(ShortfallsTold, Ticked),
+    *(ShortfallsReported, Ticked),
     *(SendTicket, SendAssignment, SendRefusal),
 )
 
@@ -58,11 +58,11 @@ class Replayed:
 def replay(
     state: SchedulerState | Changeover | CoordinatorState,
     entries: Iterable[Recorded],
-    concessions: ConcessionOrder | None = None,
+    escalations: EscalationOrder | None = None,
 ) -> Replayed:
     """Apply the events of `entries` to a new `state` and compare its commands and batches.
 
-    Decisions after the end of the log are not compared. `concessions` checks each plan.
+    Decisions after the end of the log are not compared. `escalations` checks each plan.
     """
     events = decisions = 0
     expected: list[Any] = []
@@ -77,7 +77,7 @@ def replay(
             return Replayed(events, decisions, f"not recorded after event {events}: {expected[0]}")
         elif entry.kind == BATCH:
             assert isinstance(state, Changeover)
-            decided = _plan(state, entry.value, concessions)
+            decided = _plan(state, entry.value, escalations)
         else:
             events += 1
             expected = list(state.handle(entry.value))
@@ -89,11 +89,11 @@ def replay(
     return Replayed(events, decisions)
 
 
-def _plan(state: Changeover, planned: Planned, concessions: ConcessionOrder | None) -> Planned:
+def _plan(state: Changeover, planned: Planned, escalations: EscalationOrder | None) -> Planned:
     """Plan at the recorded time and return the result in the form of the record."""
-    if concessions is not None:
-        concessions.before(state.planner)
+    if escalations is not None:
+        escalations.before(state.planner)
     microbatch = state.plan(planned.now_s)
-    if concessions is not None:
-        concessions.after(state.planner)
+    if escalations is not None:
+        escalations.after(state.planner)
     return replace(planned, microbatch=microbatch)

@@ -10,9 +10,9 @@ from services.core.report import ClassTokens
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tideserve.sim.pipeline import ChangeLog, ChangeRecord
 from tideserve.sim.token_times import (
-    NOTHING_KEPT,
+    NO_TARGETS_MET,
     Gaps,
-    Kept,
+    TargetsMet,
     TokenGroups,
     attainment,
     goodput,
@@ -205,7 +205,7 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
     }
 
 
-def kept_of(record: Record, now_s: float) -> Kept:
+def targets_met(record: Record, now_s: float) -> TargetsMet:
     """Return which targets an online request met.
 
     A request that still runs at the end, `now_s`, is judged by its tokens so far and by the time
@@ -213,20 +213,20 @@ def kept_of(record: Record, now_s: float) -> Kept:
     """
     service = record.service
     if math.isnan(record.first_s) or record.outcome is Outcome.REJECTED:
-        return Kept(
-            None if service.ttft_s is None else NOTHING_KEPT.ttft,
-            None if service.tpot_s is None else NOTHING_KEPT.tpot,
-            None if service.tpot_s is None else NOTHING_KEPT.token_group,
+        return TargetsMet(
+            None if service.ttft_s is None else NO_TARGETS_MET.ttft,
+            None if service.tpot_s is None else NO_TARGETS_MET.tpot,
+            None if service.tpot_s is None else NO_TARGETS_MET.token_group,
         )
     first = None if service.ttft_s is None else record.ttft_s <= service.ttft_s
     groups, tpot_s = record.groups, record.tpot_s or 0.0
     if service.tpot_s is None or groups is None:
-        return Kept(first, None, None)
+        return TargetsMet(first, None, None)
     if record.outcome is Outcome.RUNNING:
         groups = replace(groups)
         groups.give_up(now_s)
         tpot_s = (now_s - record.first_s) / (groups.tokens + 1)
-    return Kept(first, tpot_s <= service.tpot_s, groups.share)
+    return TargetsMet(first, tpot_s <= service.tpot_s, groups.share)
 
 
 def _target_figures(rounds: Sequence[Outcomes], seconds: float) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _target_figures(rounds: Sequence[Outcomes], seconds: float) -> dict[str, Any
     for outcomes in rounds:
         begin_s, end_s = _window_s(outcomes)
         kept += [
-            kept_of(record, outcomes.simulated_s)
+            targets_met(record, outcomes.simulated_s)
             for record in outcomes.records
             if record.service.online and begin_s <= record.sent_s <= end_s
         ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from services.core.report import Load, LoadReport
-from services.core.reporting import LoadReporting, ReportRhythm
+from services.core.reporting import LoadReporting, ReportSchedule
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 
@@ -20,10 +20,10 @@ class LoadSender:
         self.epoch = 1
         self._simulation = simulation
         self._report = report
-        self._rhythm = ReportRhythm(
+        self._schedule = ReportSchedule(
             delays.report_pause_s, delays.heartbeat_s, delays.report_minor_pause_s
         )
-        self._reporting = LoadReporting(name, name, self._rhythm)
+        self._reporting = LoadReporting(name, name, self._schedule)
 
     def start(self, offset_s: float) -> None:
         """Send the first report `offset_s` from now, and heartbeats after it."""
@@ -38,20 +38,22 @@ class LoadSender:
         self.load = load
         self._reporting.note_received(*received)
         self._reporting.note_dropped(dropped)
-        if self._rhythm.note_change(self._reporting.news(self.epoch, load)):
-            self._simulation.at(max(self._rhythm.due_s, self._simulation.now_s), self._send_if_due)
+        if self._schedule.note_change(self._reporting.urgency(self.epoch, load)):
+            self._simulation.at(
+                max(self._schedule.due_s, self._simulation.now_s), self._send_if_due
+            )
 
     def snapshot(self) -> LoadReport:
         """Return a report of the current load outside the stream of reports."""
-        return self._reporting.told_beside(self.epoch, self.load)
+        return self._reporting.out_of_band(self.epoch, self.load)
 
     def _heartbeat(self) -> None:
         self._send_if_due()
-        self._simulation.at(self._rhythm.heartbeat_due_s, self._heartbeat)
+        self._simulation.at(self._schedule.heartbeat_due_s, self._heartbeat)
 
     def _send_if_due(self) -> None:
         now_s = self._simulation.now_s
-        if self._rhythm.due_s > now_s:
+        if self._schedule.due_s > now_s:
             return
         if report := self._reporting.due(self.epoch, self.load, now_s):
             self._report(report)

@@ -37,7 +37,7 @@ class MemoryModel:
             self.departed_layers = 0
         self.blocks = max(self.blocks, self._room(self.layers))
 
-    def blocks_beside(self, layers: range) -> int:
+    def blocks_after_adding(self, layers: range) -> int:
         """Return the blocks per layer if these layers join the current stage."""
         return self._room({*self.layers, *layers})
 

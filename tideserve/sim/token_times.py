@@ -11,7 +11,7 @@ from services.core.request import Request
 from services.core.service import ServiceClass
 
 
-class Kept(NamedTuple):
+class TargetsMet(NamedTuple):
     """Whether a request met its TTFT target, and its TPOT target on average.
 
     `token_group` is the share of its token groups that met their deadline. None: no such target.
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
         return self.ttft is not False and self.tpot is not False
 
 
-NOTHING_KEPT = Kept(False, False, 0.0)
+NO_TARGETS_MET = TargetsMet(False, False, 0.0)
 """For a request without any token."""
 
 
@@ -70,7 +70,7 @@ class TokenGroups:
         return self.in_time / self.ended if self.ended else 1.0
 
 
-def attainment(kept: Sequence[Kept]) -> dict[str, float | None]:
+def attainment(kept: Sequence[TargetsMet]) -> dict[str, float | None]:
     """Return the mean over requests of each target's attainment; None if no request has the target.
 
     For token groups, this is the mean of the requests' shares, as in BROS §7.1.
@@ -82,7 +82,7 @@ def attainment(kept: Sequence[Kept]) -> dict[str, float | None]:
     }
 
 
-def goodput(kept: Sequence[Kept], seconds: float) -> dict[str, Any]:
+def goodput(kept: Sequence[TargetsMet], seconds: float) -> dict[str, Any]:
     """Return the rate of requests that met their TTFT and TPOT targets."""
     good = sum(request.both for request in kept)
     return {"goodput_requests_per_s": good / seconds if seconds else None}

@@ -26,7 +26,7 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 
 Key = tuple[str, int]
 """A request id, and the output index of a token."""
@@ -148,7 +148,7 @@ class EngineHistory:
                 self._take_samples(number)
             case NoteAdopted():
                 name = value.sequence.request.request_id
-                self.adopted[request_of(name)] += 1
+                self.adopted[request_id_of(name)] += 1
                 self._enter(name)
             case PeersLost(workers=workers):
                 self.lost_peers = self.lost_peers or bool(workers)
@@ -189,12 +189,12 @@ class EngineHistory:
         self._sampled = False
         match event:
             case RequestArrived(request=request):
-                self.arrived[request_of(request.request_id)] += 1
+                self.arrived[request_id_of(request.request_id)] += 1
                 self._enter(request.request_id)
                 self._unanswered.add(request.request_id)
             case RequestAborted(request_id=request_id):
                 self.open_sequences = {
-                    name for name in self.open_sequences if request_of(name) != request_id
+                    name for name in self.open_sequences if request_id_of(name) != request_id
                 }
             case IterationFinished(number=number):
                 self._take_samples(number or 0)
@@ -210,7 +210,7 @@ class EngineHistory:
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
         name = command.request_id
-        request_id = request_of(name)
+        request_id = request_id_of(name)
         if isinstance(command, RefuseRequest):
             # The refusal of a duplicate id leaves the first request open. A refusal after a sample
             # (no valid token) or a return to the scheduler ends the request.
@@ -231,7 +231,7 @@ class EngineHistory:
             self.open_sequences = {
                 other
                 for other in self.open_sequences
-                if other == name or request_of(other) != request_id
+                if other == name or request_id_of(other) != request_id
             }
         key = (request_id, command.index)
         self.findings.check(

@@ -163,13 +163,13 @@ class GroupHistory:
 
     def _check_demand(self, decision: Decision) -> None:
         """I11: a merge needs waiting online requests and demand that exceeds the capacity."""
-        if decision.action is Action.MERGE and decision.why.cause is Cause.OVERLOAD:
-            numbers = decision.why.numbers
+        if decision.action is Action.MERGE and decision.reason.cause is Cause.OVERLOAD:
+            load = decision.reason.load
             self.findings.check(
                 "I11",
-                numbers.waiting > 0 and numbers.short_tokens > 0,
+                load.waiting > 0 and load.short_tokens > 0,
                 "a merge (DROP) was decided for {}, whose demand of {} tokens fits into {}",
-                *(decision.model, numbers.expected_tokens, numbers.capacity_tokens),
+                *(decision.model, load.expected_tokens, load.capacity_tokens),
             )
 
     def _attempts_in(

@@ -17,7 +17,7 @@ from services.core.changeover.vocabulary import NoteAdopted
 from services.core.planner.configuration_events import SequenceAdopted, StagesConfigured
 from services.core.planner.events import RequestAborted
 from services.core.planner.sequence import Phase
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 
 
 class Adoption:
@@ -117,7 +117,7 @@ class Adoption:
     def _is_superseded(self, peer: str, seq_id: str) -> bool:
         """Whether another sequence already answers the same request here, after a retry."""
         context = self._context
-        current = context.names.name_of(request_of(seq_id))
+        current = context.names.seq_id_of(request_id_of(seq_id))
         if current == seq_id or current not in context.planner.sequences:
             return False
         if self._senders.get(current) != peer:

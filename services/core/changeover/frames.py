@@ -16,7 +16,7 @@ from services.core.changeover.route import Transfer
 from services.core.groups.layer_map import Stage
 from services.core.planner.batch import Microbatch, PromptScore, SampleNotes, SampleSpec
 from services.core.planner.sequence import SequenceState
-from services.core.prefix.news import PrefixNews
+from services.core.prefix.cache_update import PrefixCacheUpdate
 
 
 class StageChunk(NamedTuple):
@@ -48,7 +48,7 @@ class Activations:
     released: tuple[str, ...]
     chunks: tuple[StageChunk, ...]
     vacant_s: float = 0.0
-    prefixes: PrefixNews | None = None
+    prefixes: PrefixCacheUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from services.core.changeover.vocabulary import Command, SendFrame
 from services.core.groups.layer_map import Stage
 from services.core.planner.block_table import StageTable
 from services.core.planner.events import BlocksFreed, Event
-from services.core.planner.sequence_names import SequenceNames
+from services.core.planner.sequence_ids import AnsweringSequences
 from services.core.planner.state import PlannerState
 
 
@@ -21,7 +21,7 @@ class MemberContext:
     num_layers: int  # of the model
     tied_embeddings: bool  # the first and the last stage share a slab
     planner: PlannerState  # plans while this worker leads; its block table is used at every stage
-    names: SequenceNames  # which sequence answers a request here
+    names: AnsweringSequences  # which sequence answers a request here
     configuration: Configuration | None = None  # None before the first: the worker serves alone
     now_s: float = 0.0  # time of the newest event with a time
     commands: list[Command] = field(default_factory=list)  # for the driver, in order

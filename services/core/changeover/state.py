@@ -55,10 +55,10 @@ from services.core.planner.events import (
     IterationSuspended,
     RequestAborted,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
-from services.core.planner.refusal import known_already
-from services.core.planner.sequence_names import SequenceNames, request_of
+from services.core.planner.refusal import duplicate_id
+from services.core.planner.sequence_ids import AnsweringSequences, request_id_of
 from services.core.planner.state import PlannerState
 
 DRAIN_TIMEOUT_S = 5.0
@@ -116,7 +116,7 @@ class Changeover:
         tied_embeddings: bool = False,
         link_blocks_per_s: float = LINK_BLOCKS_PER_S,
     ) -> None:
-        names = SequenceNames()
+        names = AnsweringSequences()
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
         self._kv = StageKv(self._context)
         self._moves = LeaderMoves(self._context, self._kv, link_blocks_per_s)
@@ -231,7 +231,7 @@ class Changeover:
         return self._next is not None
 
     @property
-    def left(self) -> bool:
+    def isolated(self) -> bool:
         """Whether its group continues without this member, which has aborted its requests."""
         return self._lost.isolation.expired
 
@@ -255,13 +255,13 @@ class Changeover:
         return yields and not planner.online_can_run
 
     @property
-    def return_due_s(self) -> float | None:
-        """The time from which `WaitLooked` returns requests; None if it returns none."""
-        return self._context.planner.return_due(may_start=self.leads)
+    def requeue_due_s(self) -> float | None:
+        """The time from which `RequeueChecked` returns requests; None if it returns none."""
+        return self._context.planner.requeue_due(may_start=self.leads)
 
-    def name_of(self, request_id: str) -> str:
+    def seq_id_of(self, request_id: str) -> str:
         """The id of the sequence that answers a request here; "" if there is none."""
-        return self._context.names.name_of(request_id)
+        return self._context.names.seq_id_of(request_id)
 
     def kv_blocks_for(self, transfer_id: str, request_id: str) -> tuple[int, ...]:
         """Block ids for the KV of an incoming transfer; () if it is not expected any more."""
@@ -278,7 +278,7 @@ class Changeover:
         assert self._next is None or self._next.epoch > self._epoch
         if (configuration := self.configuration) is not None:
             leads_whole = configuration.leads and self._serves(configuration)
-            assert self._leads_all_layers == (leads_whole and not self.left)
+            assert self._leads_all_layers == (leads_whole and not self.isolated)
 
     # --- mutation
 
@@ -291,7 +291,7 @@ class Changeover:
         elif isinstance(event, RequestArrived) and self.may_plan:
             context.now_s = event.now_s
             self._arrive(event)
-        elif isinstance(event, WaitLooked):
+        elif isinstance(event, RequeueChecked):
             # A worker that does not lead also returns its parked batch requests.
             context.change(replace(event, may_start=self.leads))
         else:
@@ -334,10 +334,10 @@ class Changeover:
         """
         context = self._context
         seq_id = event.request.request_id
-        current = context.names.name_of(request_of(seq_id))
+        current = context.names.seq_id_of(request_id_of(seq_id))
         if current in context.planner.sequences:
             if not context.names.was_adopted(current):
-                context.commands.append(known_already(seq_id))
+                context.commands.append(duplicate_id(seq_id))
                 return
             self._abort(current)
         context.names.begin(seq_id)
@@ -348,7 +348,7 @@ class Changeover:
             self._handover.send(seq_id, context.leader)
 
     def _abort_request(self, event: RequestAborted) -> None:
-        self._abort(self._context.names.name_of(event.request_id))
+        self._abort(self._context.names.seq_id_of(event.request_id))
 
     def _abort(self, seq_id: str) -> None:
         """Abort a sequence wherever it is; "" and unknown sequences are ignored."""
@@ -544,4 +544,4 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     vocabulary.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
 _known = {get_origin(kind) or kind for kind in get_args(vocabulary.Event)}
-assert _EVENTS.keys() | {*_OF_PLANNER, WaitLooked} == _known, "each event has a handler"
+assert _EVENTS.keys() | {*_OF_PLANNER, RequeueChecked} == _known, "each event has a handler"

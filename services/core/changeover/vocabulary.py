@@ -18,7 +18,7 @@ from services.core.planner.events import (
     Planned,
     RequestAborted,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
 from services.core.planner.sequence import SequenceState
 
@@ -155,7 +155,7 @@ class RestoreUndone:
     blocks: int
 
 
-RequestEvent = RequestArrived | RequestAborted | WaitLooked | IterationEvent
+RequestEvent = RequestArrived | RequestAborted | RequeueChecked | IterationEvent
 Event = (
     RequestEvent
     | ConfigurationCommitted

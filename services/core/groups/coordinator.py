@@ -8,7 +8,7 @@ simulator's driver writes to a table and schedules delays.
 
 Phases of a change:
 QUEUED     waits, since `running_max` changes run; urgent (manual) changes skip the queue.
-BLOCKED    another write to its records is in flight; retried every `look_s`, for
+BLOCKED    another write to its records is in flight; retried every `poll_interval_s`, for
            `blocked_max_s` at most.
 PREPARING  the attempt runs. If it aborts or is called off, the change has FAILED, and the requester
            decides whether to retry.
@@ -22,7 +22,7 @@ LEFT       tracking ended after `change_over_timeout_s`; the members still excha
 Attempts that the protocol starts itself (survivors of a lost member restore their layers) are
 tracked under the attempt's id, from the Prepare on.
 
-The machine has no clock: `LookAtMembers` schedules the driver's next report of the members' epochs,
+The machine has no clock: `PollMembers` schedules the driver's next report of the members' epochs,
 and `TimePassed` lets deadlines expire.
 """
 
@@ -36,11 +36,11 @@ from services.core.groups.records import Records
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
-    CalledOff,
     PrepareMembers,
     ReconfigurationCommitted,
     ReconfigurationFailed,
     Reconfigure,
+    ReconfigureCalledOff,
     Targets,
     TimePassed,
     Transact,
@@ -88,7 +88,7 @@ class CoordinatorConfig:
 
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     running_max: int = 32  # concurrent changes, urgent changes aside
-    look_s: float = 0.2  # interval of polling members, and of retrying a blocked change
+    poll_interval_s: float = 0.2  # interval of polling members, and of retrying a blocked change
     blocked_max_s: float = 5.0  # how long a blocked change is retried
     # Time of an attempt beyond the preparation: its two transactions, whose outcome may have to be
     # read back.
@@ -97,7 +97,7 @@ class CoordinatorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeAsked:
+class ChangeRequested:
     """Request to regroup the workers of `targets` into the groups `targets`.
 
     An `urgent` change skips the queue. `traceparent` is written into the new groups' records.
@@ -120,7 +120,7 @@ class ChangeCalledOff:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSeen:
+class MemberStatus:
     """The epoch that a worker reports, and whether its last change has settled."""
 
     worker_id: str
@@ -129,21 +129,21 @@ class MemberSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class MembersSeen:
-    """Reply to `LookAtMembers`: the latest reports; workers without a report are missing."""
+class MembersPolled:
+    """Reply to `PollMembers`: the latest reports; workers without a report are missing."""
 
     now_s: float
     change_id: str
-    members: tuple[MemberSeen, ...]
+    members: tuple[MemberStatus, ...]
 
 
-Event = GroupEvent | ChangeAsked | ChangeCalledOff | MembersSeen
-"""Drivers send `ChangeAsked` and `ChangeCalledOff`, not `Reconfigure` and `CalledOff`."""
+Event = GroupEvent | ChangeRequested | ChangeCalledOff | MembersPolled
+"""Drivers send `ChangeRequested` and `ChangeCalledOff`, not `Reconfigure` and `ReconfigureCalledOff`."""
 
 
 @dataclass(frozen=True, slots=True)
-class LookAtMembers:
-    """Send `MembersSeen` for these workers after `after_s`; immediately if that is 0."""
+class PollMembers:
+    """Send `MembersPolled` for these workers after `after_s`; immediately if that is 0."""
 
     change_id: str
     worker_ids: tuple[str, ...]
@@ -160,7 +160,7 @@ class ChangeStepped:
     epoch: int | None = None
 
 
-Command = Transact | PrepareMembers | AbortMember | LookAtMembers | ChangeStepped
+Command = Transact | PrepareMembers | AbortMember | PollMembers | ChangeStepped
 
 
 @dataclass(slots=True)
@@ -195,8 +195,8 @@ class _Change:
         assert (self.phase, phase) in TRANSITIONS, f"a change went from {self.phase} to {phase}"
         self.phase = phase
 
-    def look(self, after_s: float) -> LookAtMembers:
-        return LookAtMembers(self.change_id, self.worker_ids, after_s)
+    def look(self, after_s: float) -> PollMembers:
+        return PollMembers(self.change_id, self.worker_ids, after_s)
 
 
 @dataclass(slots=True)
@@ -213,14 +213,14 @@ class CoordinatorState:
     def handle(self, event: Event) -> list[Command]:
         """Apply an event; returns the commands for the driver, in order."""
         match event:
-            case ChangeAsked():
+            case ChangeRequested():
                 self._changes[event.change_id] = _Change(
                     event.change_id, event.targets, event.urgent, event.traceparent
                 )
                 commands: list[Command] = []
             case ChangeCalledOff():
                 commands = self._call_off(event)
-            case MembersSeen():
+            case MembersPolled():
                 commands = self._see(event)
             case _:
                 commands = self._advance(event)
@@ -283,7 +283,7 @@ class CoordinatorState:
             if change.targets != event.targets:
                 continue
             if change.phase is ChangePhase.PREPARING:
-                cancel = CalledOff(event.now_s, change.change_id, event.reason)
+                cancel = ReconfigureCalledOff(event.now_s, change.change_id, event.reason)
                 commands += self._advance(cancel)
             elif change.phase in (ChangePhase.QUEUED, ChangePhase.BLOCKED):
                 commands += self._end(change, ChangePhase.FAILED, event.reason)
@@ -343,7 +343,7 @@ class CoordinatorState:
         # Another write has locked the records: retry, since such a write ends within moments.
         if ended.busy and now_s <= change.blocked_until_s:
             change.move(ChangePhase.BLOCKED)
-            return [change.look(self.config.look_s)]
+            return [change.look(self.config.poll_interval_s)]
         return self._end(change, ChangePhase.FAILED, ended.reason)
 
     def _fail_overdue(self, now_s: float) -> list[Command]:
@@ -361,7 +361,7 @@ class CoordinatorState:
 
     # --- members
 
-    def _see(self, seen: MembersSeen) -> list[Command]:
+    def _see(self, seen: MembersPolled) -> list[Command]:
         change = self._changes.get(seen.change_id)
         if change is None:
             return []
@@ -374,7 +374,7 @@ class CoordinatorState:
                 return self._await_settled(change, seen)
         return []
 
-    def _await_epoch(self, change: _Change, seen: MembersSeen) -> list[Command]:
+    def _await_epoch(self, change: _Change, seen: MembersPolled) -> list[Command]:
         """Wait until all members report the epoch or a later epoch."""
         late = _late(change, seen.members)
         if not late:
@@ -382,23 +382,23 @@ class CoordinatorState:
             stable = change.step(ChangePhase.STABLE, f"all members serve epoch {change.epoch}")
             return [stable, *self._await_settled(change, seen)]
         if seen.now_s <= change.deadline_s:
-            return [change.look(self.config.look_s)]
+            return [change.look(self.config.poll_interval_s)]
         reason = (
             f"epoch {change.epoch} is committed, but {', '.join(late)} did not change over within "
             f"{self.config.change_over_timeout_s:g} s; see `tideserve logs`"
         )
         return self._end(change, ChangePhase.FAILED, reason)
 
-    def _await_settled(self, change: _Change, seen: MembersSeen) -> list[Command]:
+    def _await_settled(self, change: _Change, seen: MembersPolled) -> list[Command]:
         late = _late(change, [member for member in seen.members if member.settled])
         if not late:
             return self._end(change, ChangePhase.SETTLED, "all members have settled")
         if seen.now_s <= change.deadline_s:
-            return [change.look(self.config.look_s)]
+            return [change.look(self.config.poll_interval_s)]
         return self._end(change, ChangePhase.LEFT, f"{', '.join(late)} have not settled yet")
 
 
-def _late(change: _Change, members: Sequence[MemberSeen]) -> list[str]:
+def _late(change: _Change, members: Sequence[MemberStatus]) -> list[str]:
     """The workers of a committed change that `members` lacks at the change's epoch."""
     assert change.epoch is not None
     current = [member.worker_id for member in members if member.epoch >= change.epoch]

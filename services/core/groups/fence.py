@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareAsked:
+class PrepareCall:
     """A coordinator's Prepare; see PrepareRequest in worker.proto."""
 
     token: int
@@ -46,11 +46,11 @@ class PrepareAsked:
     target: Group
 
 
-def asked_of(command: PrepareMembers) -> dict[str, PrepareAsked]:
+def prepare_calls(command: PrepareMembers) -> dict[str, PrepareCall]:
     """The Prepare for each member, by worker id."""
     targets = {m.worker_id: target for target in command.targets for m in target.members}
     return {
-        member.worker_id: PrepareAsked(
+        member.worker_id: PrepareCall(
             command.token,
             command.attempt,
             member.incarnation,
@@ -65,7 +65,7 @@ def asked_of(command: PrepareMembers) -> dict[str, PrepareAsked]:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortAsked:
+class AbortCall:
     """A coordinator's Abort: the attempt will never be committed."""
 
     token: int
@@ -112,10 +112,10 @@ class MemberState:
     token: int = 0  # highest fencing token seen
     group_id: str | None = None  # of the current configuration
     epoch: int = 0  # of the current configuration
-    preparing: PrepareAsked | None = None  # the accepted Prepare, until commit or abort
+    preparing: PrepareCall | None = None  # the accepted Prepare, until commit or abort
     _revision: int = 0  # of the source record; attempts at or below it are over
 
-    def ask(self, asked: PrepareAsked) -> Answer:
+    def judge(self, asked: PrepareCall) -> Answer:
         """Judge a Prepare; if accepted, it becomes `preparing`."""
         refused = self._refusal(asked)
         if refused is not None:
@@ -131,7 +131,7 @@ class MemberState:
         self._revision = asked.mod_revision
         return Answer(Verdict.ACCEPTED, aborted=aborted)
 
-    def abort(self, asked: AbortAsked) -> AbortPreparation | None:
+    def abort(self, asked: AbortCall) -> AbortPreparation | None:
         """Apply a coordinator's Abort; a stale Abort is ignored."""
         if asked.incarnation != self.incarnation or asked.token < self.token:
             return None
@@ -180,7 +180,7 @@ class MemberState:
             assert self.preparing.token <= self.token
             assert self.preparing.target.epoch > self.epoch
 
-    def _refusal(self, asked: PrepareAsked) -> Answer | None:
+    def _refusal(self, asked: PrepareCall) -> Answer | None:
         if asked.incarnation != self.incarnation:
             reason = f"this is incarnation {self.incarnation} of {self.worker_id}"
             return Answer(Verdict.FOREIGN, reason)
@@ -191,7 +191,7 @@ class MemberState:
             return Answer(Verdict.FOREIGN, reason)
         return self._epoch_refusal(asked)
 
-    def _epoch_refusal(self, asked: PrepareAsked) -> Answer | None:
+    def _epoch_refusal(self, asked: PrepareCall) -> Answer | None:
         if (asked.group_id, asked.epoch) == (self.group_id, self.epoch):
             return None
         reason = (

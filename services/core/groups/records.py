@@ -64,9 +64,9 @@ class Records:
         for assignment in written.assignments:
             stored = StoredAssignment(assignment, revision)
             self.assignments[assignment.worker_id] = stored
-        if written.forgotten:
+        if written.removed_workers:
             self.floor_revision = revision
-            for worker_id in written.forgotten:
+            for worker_id in written.removed_workers:
                 self.assignments.pop(worker_id, None)
                 self.groups.pop(group_id_of(worker_id), None)
             self._forget_low_epochs()

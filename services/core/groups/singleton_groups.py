@@ -84,17 +84,17 @@ def remove_records(
     records: Records, names: Iterable[str], transaction_id: int, token: int
 ) -> Transact:
     """The transaction that removes the records of these workers and raises the floor."""
-    forgotten = tuple(names)
-    group_ids = [group_id_of(name) for name in forgotten]
+    removed_workers = tuple(names)
+    group_ids = [group_id_of(name) for name in removed_workers]
     return Transact(
         transaction_id,
         token,
         groups=(),
         group_revisions={key: records.group_revision(key) for key in group_ids},
-        assignment_revisions={name: records.assignment_revision(name) for name in forgotten},
-        worker_revisions=dict.fromkeys(forgotten, 0),  # none may have registered meanwhile
-        forgotten=forgotten,
-        epoch_floor=records.next_epoch(group_ids, forgotten) - 1,
+        assignment_revisions={name: records.assignment_revision(name) for name in removed_workers},
+        worker_revisions=dict.fromkeys(removed_workers, 0),  # none may have registered meanwhile
+        removed_workers=removed_workers,
+        epoch_floor=records.next_epoch(group_ids, removed_workers) - 1,
         floor_revision=records.floor_revision,
     )
 

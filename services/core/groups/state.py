@@ -32,7 +32,6 @@ from services.core.groups.stuck_groups import StuckGroups
 from services.core.groups.vocabulary import (
     FLOOR_KEY,
     AbortMember,
-    CalledOff,
     ChangeRefused,
     ClusterListed,
     Command,
@@ -46,6 +45,7 @@ from services.core.groups.vocabulary import (
     ReconfigurationCommitted,
     ReconfigurationFailed,
     Reconfigure,
+    ReconfigureCalledOff,
     Targets,
     TimePassed,
     Transact,
@@ -65,7 +65,7 @@ class ProtocolConfig:
     backoff_max_s: float = seconds(30.0)
     gone_after_s: float = seconds(3600.0)  # absence after which a worker's records are removed
     # Time for members of a stuck group to reconnect, plus the longest iteration they reported.
-    renew_timeout_s: float = seconds(1.5)
+    rebuild_timeout_s: float = seconds(1.5)
     # Grace period for members that lost their leases, unless a member reports the group as stuck:
     # after an etcd outage all leases have ended, and all workers register again within moments.
     absent_wait_s: float = seconds(3.0)
@@ -111,7 +111,7 @@ class GroupState:
                 commands += self._change_leader(event.token)
             case Reconfigure():
                 commands += self._reconfigure(event)
-            case CalledOff():
+            case ReconfigureCalledOff():
                 commands += self._call_off(event)
             case MemberAnswered():
                 commands += self._take_answer(event)
@@ -182,7 +182,7 @@ class GroupState:
         keys = worker_keys(names) | group_keys(sources_of(self.records, targets))
         return bool(keys & self._busy())
 
-    def _call_off(self, event: CalledOff) -> list[Command]:
+    def _call_off(self, event: ReconfigureCalledOff) -> list[Command]:
         """Cancel an attempt before its commit, without back-off: its workers did not fail."""
         for attempt in self._attempts.values():
             is_open = attempt.phase in (AttemptPhase.MARKING, AttemptPhase.PREPARING)
@@ -312,7 +312,7 @@ class GroupState:
         if not self._stuck.is_rebuild(attempt):
             return config.prepare_timeout_s
         return min(
-            config.prepare_timeout_s, config.renew_timeout_s + self._stuck.iteration_s(attempt)
+            config.prepare_timeout_s, config.rebuild_timeout_s + self._stuck.iteration_s(attempt)
         )
 
     # --- reconciliation

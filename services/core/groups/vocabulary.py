@@ -139,7 +139,7 @@ class Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
-class CalledOff:
+class ReconfigureCalledOff:
     """Cancels the request `request_id`; an in-flight commit is not stopped."""
 
     now_s: float
@@ -207,7 +207,7 @@ Event = (
     ClusterListed
     | LeadershipChanged
     | Reconfigure
-    | CalledOff
+    | ReconfigureCalledOff
     | MemberAnswered
     | TransactionFinished
     | GroupStuck
@@ -221,7 +221,7 @@ class Transact:
     """An atomic write, conditional on the leader's token and on every revision below.
 
     Revisions are keyed by group or worker id; 0 requires that the record is absent. The assignments
-    and singleton groups of the workers in `forgotten` are deleted, and `epoch_floor` replaces
+    and singleton groups of the workers in `removed_workers` are deleted, and `epoch_floor` replaces
     the floor that is at `floor_revision`.
     """
 
@@ -232,7 +232,7 @@ class Transact:
     group_revisions: dict[str, int] = field(default_factory=dict)
     assignment_revisions: dict[str, int] = field(default_factory=dict)
     worker_revisions: dict[str, int] = field(default_factory=dict)
-    forgotten: tuple[str, ...] = ()
+    removed_workers: tuple[str, ...] = ()
     epoch_floor: int = 0
     floor_revision: int = 0
 
@@ -240,7 +240,7 @@ class Transact:
     def touched(self) -> set[str]:
         """Keys compared or written; transactions with a common key cannot both commit."""
         names = {*self.worker_revisions, *self.assignment_revisions}
-        floor = {FLOOR_KEY} if self.forgotten else set()
+        floor = {FLOOR_KEY} if self.removed_workers else set()
         return group_keys(self.group_revisions) | worker_keys(names) | floor
 
 

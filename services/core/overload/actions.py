@@ -10,6 +10,7 @@ service itself stalled, or if all workers became silent at once.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from services.core.flap_damping import FlapDamping, LocalPauseDetector
 from services.core.groups.backoff import Backoff
 from services.core.groups.vocabulary import Group
 from services.core.overload.action_plan import (
@@ -23,7 +24,6 @@ from services.core.overload.action_plan import (
 from services.core.overload.events import Action, Decision
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
-from services.core.steadiness import SelfWatch, Steadiness
 
 LOAD_IS_BACK = "called off: load has returned"
 
@@ -36,8 +36,10 @@ class ActionState:
     backoff_max_s: float
     _failed: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
     _planless: Backoff = field(default_factory=Backoff)  # of models without a possible merge
-    _steadiness: Steadiness = field(default_factory=Steadiness)  # flap damping of workers
-    _self_watch: SelfWatch = field(default_factory=SelfWatch)  # detects stalls of this service
+    _flap_damping: FlapDamping = field(default_factory=FlapDamping)  # flap damping of workers
+    _pause_detector: LocalPauseDetector = field(
+        default_factory=LocalPauseDetector
+    )  # detects stalls of this service
     _present: dict[str, str] = field(default_factory=dict)  # reporting workers: incarnation
     _changing: set[str] = field(default_factory=set)  # ids of groups with a change in progress
     _splits: list[Change] = field(default_factory=list)  # splits in progress
@@ -45,20 +47,20 @@ class ActionState:
     # Tokens that changes in progress gain: group ids -> (model, tokens).
     _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
-    def see(self, incarnations: Mapping[str, str], now_s: float) -> None:
+    def note_workers(self, incarnations: Mapping[str, str], now_s: float) -> None:
         """Record the incarnations of the workers that report now; call a few times a second."""
         gone = self._present.keys() - incarnations.keys()
         # All workers silent at once, or a stall of this process: the fault is on this side, so
         # silence is no evidence of flapping. A new incarnation always is.
         blind = len(self._present) > 1 and len(gone) == len(self._present)
-        silent_left = self._self_watch.look(now_s) and not blind
+        silent_left = self._pause_detector.tick(now_s) and not blind
         for worker_id, incarnation in self._present.items():
             left = silent_left if worker_id in gone else incarnations[worker_id] != incarnation
             if left:
-                self._steadiness.left(worker_id, now_s)
+                self._flap_damping.note_departure(worker_id, now_s)
         for worker_id, incarnation in incarnations.items():
             if self._present.get(worker_id) != incarnation:
-                self._steadiness.came(worker_id)
+                self._flap_damping.note_presence(worker_id)
         self._present = dict(incarnations)
 
     def begin(
@@ -143,7 +145,7 @@ class ActionState:
         return changes
 
     def _flaps(self, group: Group, now_s: float) -> bool:
-        return any(self._steadiness.flaps(m.worker_id, now_s) for m in group.members)
+        return any(self._flap_damping.is_flapping(m.worker_id, now_s) for m in group.members)
 
     def _is_free(self, group: Group, now_s: float) -> bool:
         names = [member.worker_id for member in group.members]

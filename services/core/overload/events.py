@@ -191,7 +191,7 @@ class DecisionReason:
     threshold_tokens: int
     held_s: float
     dwell_s: float
-    numbers: ModelLoad
+    load: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +206,6 @@ class Decision:
     now_s: float
     model: str
     action: Action
-    why: DecisionReason
+    reason: DecisionReason
     needed_tokens: int = 0
     group_ids: tuple[str, ...] = ()

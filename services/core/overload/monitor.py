@@ -103,7 +103,7 @@ class OverloadMonitor:
     def shortfalls(self) -> dict[str, int]:
         """Tokens of KV that each model lacks after all possible merges; 0 if merges suffice."""
         return {
-            model: max(1, self.numbers(model).short_tokens) if state.exhausted else 0
+            model: max(1, self.load(model).short_tokens) if state.exhausted else 0
             for model, state in self._models.items()
         }
 
@@ -112,7 +112,7 @@ class OverloadMonitor:
         """Whether a model is overloaded: a decision is then due by the passage of time alone."""
         return any(state.calm_since_s is None for state in self._models.values())
 
-    def numbers(self, model: str) -> ModelLoad:
+    def load(self, model: str) -> ModelLoad:
         """Demand and capacity of a served model, as of the last events."""
         groups = self._counted(model)
         demand = self._demands.get(model) or ModelDemand(model)
@@ -182,23 +182,23 @@ class OverloadMonitor:
             # Without current reports no overload is visible, but a reported shortfall must end.
             self._note_calm(self._models[model], True, now_s)
             return []
-        numbers = self.numbers(model)
-        self._smooth(model, numbers.demand_tokens, now_s)
+        load = self.load(model)
+        self._smooth(model, load.demand_tokens, now_s)
         forecast = self._models[model].forecast_tokens(self.config.lookahead_s)
-        numbers = replace(numbers, forecast_tokens=forecast)
-        decisions = self._split_departing(model, numbers, now_s)
-        decision = self._decide_by_load(model, numbers, now_s)
+        load = replace(load, forecast_tokens=forecast)
+        decisions = self._split_departing(model, load, now_s)
+        decision = self._decide_by_load(model, load, now_s)
         return decisions if decision is None else [*decisions, decision]
 
-    def _decide_by_load(self, model: str, numbers: ModelLoad, now_s: float) -> Decision | None:
+    def _decide_by_load(self, model: str, load: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[model]
-        subsided_tokens = self._subsided_tokens(numbers)
-        low = numbers.expected_tokens < subsided_tokens
+        subsided_tokens = self._subsided_tokens(load)
+        low = load.expected_tokens < subsided_tokens
         state.splitting -= set(self._departing(model))
         # A full group is overloaded even while others have free memory: its requests are bound to
         # it. Without waiting requests nothing suffers yet, however high the forecast.
-        short = numbers.expected_tokens > numbers.capacity_tokens or numbers.stuck_tokens > 0
-        overloaded = numbers.waiting > 0 and short and not low
+        short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
+        overloaded = load.waiting > 0 and short and not low
         splits = self._splits(model)
         subsided = low and bool(splits)
         self._note_calm(state, not overloaded, now_s)
@@ -210,18 +210,16 @@ class OverloadMonitor:
         if overloaded and now_s >= state.manual_until_s.get(Action.SPLIT, now_s):
             held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
-                why = DecisionReason(
-                    Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers
-                )
+                reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
                 act = self._call_off if state.splitting else self._merge
-                return act(model, why, now_s)
+                return act(model, reason, now_s)
         if now_s < state.settle_until_s:
             return None
         if subsided and now_s >= state.manual_until_s.get(Action.MERGE, now_s):
             held_s, dwell_s = _held_s(state.subsided_since_s, now_s), state.split_dwell_s
             if held_s >= dwell_s:
-                why = DecisionReason(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, numbers)
-                return self._split_subsided(model, why, splits, now_s)
+                reason = DecisionReason(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, load)
+                return self._split_subsided(model, reason, splits, now_s)
         return None
 
     def _note_calm(self, state: _Model, calm: bool, now_s: float) -> None:
@@ -230,7 +228,7 @@ class OverloadMonitor:
         if _held_s(state.calm_since_s, now_s) >= self.config.calm_s:
             state.exhausted = False
 
-    def _split_departing(self, model: str, numbers: ModelLoad, now_s: float) -> list[Decision]:
+    def _split_departing(self, model: str, load: ModelLoad, now_s: float) -> list[Decision]:
         """Split merged groups with a leaving member, once per `settle_s` until they have split."""
         state = self._models[model]
         due = tuple(
@@ -241,49 +239,49 @@ class OverloadMonitor:
         if not due:
             return []
         state.departing_until_s |= dict.fromkeys(due, now_s + self.config.settle_s)
-        why = DecisionReason(Cause.DRAINING, numbers.capacity_tokens, 0.0, 0.0, numbers)
-        return [Decision(now_s, model, Action.SPLIT, why, group_ids=due)]
+        reason = DecisionReason(Cause.DRAINING, load.capacity_tokens, 0.0, 0.0, load)
+        return [Decision(now_s, model, Action.SPLIT, reason, group_ids=due)]
 
     def _note_manual_change(self, changed: ManualChange) -> list[Decision]:
         """Record a manual change as a decision, and suppress the opposite action for a while."""
         state = self._models.get(changed.model)
         if state is None:
             return []
-        numbers = self.numbers(changed.model)
+        load = self.load(changed.model)
         merge = changed.action is Action.MERGE
-        threshold = numbers.capacity_tokens if merge else self._subsided_tokens(numbers)
-        why = DecisionReason(Cause.MANUAL, threshold, 0.0, 0.0, numbers)
+        threshold = load.capacity_tokens if merge else self._subsided_tokens(load)
+        reason = DecisionReason(Cause.MANUAL, threshold, 0.0, 0.0, load)
         state.manual_until_s = {changed.action: changed.now_s + self.config.manual_hold_s}
         # Measurements belong to the groups before the change.
         state.settle_until_s = changed.now_s + self.config.settle_s
         state.overloaded_since_s = state.subsided_since_s = None
         group_ids = changed.group_ids
-        return [Decision(changed.now_s, changed.model, changed.action, why, group_ids=group_ids)]
+        return [Decision(changed.now_s, changed.model, changed.action, reason, group_ids=group_ids)]
 
-    def _merge(self, model: str, why: DecisionReason, now_s: float) -> Decision | None:
+    def _merge(self, model: str, reason: DecisionReason, now_s: float) -> Decision | None:
         """Decide to merge or, once per overload, that no merge can help."""
         state, config = self._models[model], self.config
-        needed = max(1, why.numbers.short_tokens)
+        needed = max(1, reason.load.short_tokens)
         if config.policy is OverloadPolicy.RECOMPUTE or len(self._counted(model)) < 2:
-            return self._exhaust(model, why, needed, now_s)
+            return self._exhaust(model, reason, needed, now_s)
         state.settle_until_s = now_s + config.settle_s
         # Overload soon after a split: the split was too early, so delay the next (flap damping).
         regretted = state.last_split_s is not None and now_s - state.last_split_s < config.regret_s
         state.split_dwell_s = self._longer_dwell_s(state) if regretted else config.split_dwell_s
         # The model as a whole has capacity: only its full groups need to merge with others.
         full: tuple[str, ...] = ()
-        if why.numbers.expected_tokens <= why.numbers.capacity_tokens:
+        if reason.load.expected_tokens <= reason.load.capacity_tokens:
             full = tuple(g.group_id for g in self._counted(model) if g.stuck_tokens)
-        return Decision(now_s, model, Action.MERGE, why, needed, full)
+        return Decision(now_s, model, Action.MERGE, reason, needed, full)
 
-    def _call_off(self, model: str, why: DecisionReason, now_s: float) -> Decision:
+    def _call_off(self, model: str, reason: DecisionReason, now_s: float) -> Decision:
         """Cancel a split that turned out to be too early, while it is prepared."""
         state = self._models[model]
         group_ids, state.splitting = tuple(sorted(state.splitting)), frozenset()
         state.settle_until_s = now_s + self.config.report_s
         state.split_dwell_s = self._longer_dwell_s(state)
         state.last_split_s = state.overloaded_since_s = None
-        return Decision(now_s, model, Action.CALL_OFF, why, group_ids=group_ids)
+        return Decision(now_s, model, Action.CALL_OFF, reason, group_ids=group_ids)
 
     def _longer_dwell_s(self, state: _Model) -> float:
         """The dwell time after a regretted split: doubled, within the limit."""
@@ -298,30 +296,30 @@ class OverloadMonitor:
         if planned.short_tokens <= 0:
             state.exhausted = False
             return []
-        numbers, now_s = self.numbers(planned.model), planned.now_s
+        load, now_s = self.load(planned.model), planned.now_s
         held_s = _held_s(state.overloaded_since_s, now_s)
         dwell_s = self.config.overload_dwell_s
-        why = DecisionReason(Cause.OVERLOAD, numbers.capacity_tokens, held_s, dwell_s, numbers)
-        decision = self._exhaust(planned.model, why, planned.short_tokens, now_s)
+        reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
+        decision = self._exhaust(planned.model, reason, planned.short_tokens, now_s)
         return [] if decision is None else [decision]
 
     def _exhaust(
-        self, model: str, why: DecisionReason, short_tokens: int, now_s: float
+        self, model: str, reason: DecisionReason, short_tokens: int, now_s: float
     ) -> Decision | None:
         """Record and report a shortfall; None if it was reported in this overload before."""
         if self._models[model].exhausted:
             return None
         self._models[model].exhausted = True
-        return Decision(now_s, model, Action.EXHAUSTED, why, short_tokens)
+        return Decision(now_s, model, Action.EXHAUSTED, reason, short_tokens)
 
     def _split_subsided(
-        self, model: str, why: DecisionReason, splits: tuple[str, ...], now_s: float
+        self, model: str, reason: DecisionReason, splits: tuple[str, ...], now_s: float
     ) -> Decision:
         state = self._models[model]
         state.settle_until_s = now_s + self.config.settle_s
         state.last_split_s = now_s
         state.splitting = frozenset(splits).difference(self._departing(model))
-        return Decision(now_s, model, Action.SPLIT, why, group_ids=splits)
+        return Decision(now_s, model, Action.SPLIT, reason, group_ids=splits)
 
     def _splits(self, model: str) -> tuple[str, ...]:
         return tuple(group.group_id for group in self._groups[model] if group.can_split)
@@ -338,8 +336,8 @@ class OverloadMonitor:
         """The groups that count as demand and capacity: all without a leaving member."""
         return [group for group in self._groups[model] if not group.draining]
 
-    def _subsided_tokens(self, numbers: ModelLoad) -> int:
-        return int(self.config.subsided_share * numbers.undropped_tokens)
+    def _subsided_tokens(self, load: ModelLoad) -> int:
+        return int(self.config.subsided_share * load.undropped_tokens)
 
     def _smooth(self, model: str, demand_tokens: int, now_s: float) -> None:
         """Update the exponentially smoothed rates of arrivals and growth."""

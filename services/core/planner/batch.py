@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.core.logprobs import LogprobRows
-from services.core.prefix.news import PrefixNews
+from services.core.prefix.cache_update import PrefixCacheUpdate
 from services.core.request import Sampling
 
 new_tuple = tuple.__new__
@@ -127,7 +127,7 @@ class Microbatch:
     number: int
     batch: Batch
     released: tuple[str, ...] = ()
-    prefixes: PrefixNews | None = None
+    prefixes: PrefixCacheUpdate | None = None
     preemptible: bool = False
     resumes: int | None = None
 

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from services.core.planner.block_pool import BlockPool
-from services.core.prefix.news import NO_PREFIX_UPDATE, PrefixNews
+from services.core.prefix.cache_update import NO_PREFIX_UPDATE, PrefixCacheUpdate
 
 
 class Move(NamedTuple):
@@ -66,7 +66,7 @@ class StageTable:
         self,
         released: Iterable[str],
         chunks: Iterable[tuple[str, int]],
-        prefixes: PrefixNews = NO_PREFIX_UPDATE,
+        prefixes: PrefixCacheUpdate = NO_PREFIX_UPDATE,
     ) -> None:
         """Apply a microbatch before it runs: release blocks, then allocate for each chunk.
 

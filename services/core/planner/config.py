@@ -6,10 +6,10 @@ from enum import StrEnum
 from typing import Any
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling, scheduling_setting
 from services.core.overtaking import overtaken_setting
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.victims import VictimRule
+from services.core.queue_order import Scheduling, scheduling_setting
 from services.core.setting import choice, computed, number, option
 
 GPU_LIMITS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.core.planner.block_ledger import Follower
 from services.core.planner.sequence import SequenceState
-from services.core.prefix.news import PrefixNews
+from services.core.prefix.cache_update import PrefixCacheUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class MicrobatchFollowed:
 
     released: tuple[str, ...]
     chunks: tuple[tuple[str, int], ...] = ()
-    prefixes: PrefixNews | None = None
+    prefixes: PrefixCacheUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from services.core.planner.flight import Flight
 from services.core.planner.refusal import returned_after_loss, too_large
 from services.core.planner.sequence import Phase, Sequence, SequenceState
 from services.core.planner.sequence_table import SequenceTable
-from services.core.prefix.news import NO_PREFIX_UPDATE
+from services.core.prefix.cache_update import NO_PREFIX_UPDATE
 from services.core.request import blocks_for
 
 

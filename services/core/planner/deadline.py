@@ -11,8 +11,8 @@ prevents starvation by requests with targets, and lets long outputs without targ
 
 from math import inf
 
-from services.core.line_order import UNTARGETED_S
 from services.core.planner.sequence import Sequence
+from services.core.queue_order import UNTARGETED_S
 
 
 def begin(sequence: Sequence, began_s: float) -> None:

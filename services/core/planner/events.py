@@ -62,7 +62,7 @@ class IterationSuspended:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitLooked:
+class RequeueChecked:
     """The driver checks which queued requests must return to the scheduler, see `returns.py`.
 
     `may_start` is False while this worker does not plan because it leads no group.
@@ -73,7 +73,7 @@ class WaitLooked:
 
 
 IterationEvent = IterationFinished | IterationDropped | IterationSuspended
-RequestEvent = RequestArrived | RequestAborted | IterationEvent | WaitLooked
+RequestEvent = RequestArrived | RequestAborted | IterationEvent | RequeueChecked
 Event = RequestEvent | ConfigurationEvent
 
 

@@ -7,11 +7,11 @@ that they replace.
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
 
-from services.core.line_order import Scheduling
 from services.core.planner.batch import IterationShape
 from services.core.planner.events import EmitToken
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 
 _ALL_DECODE = (Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.PREFILL_FIRST)
 """Policies under which every iteration without prefills runs all decodes."""

@@ -6,12 +6,12 @@ and to `IterationFinished`, so a replay of the log learns the same values.
 
 from dataclasses import dataclass, field
 
-from services.core.line_order import Scheduling
 from services.core.planner import deadline
 from services.core.planner.budget import Budget
 from services.core.planner.harvest import HarvestShare, OnlineArrivals
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
+from services.core.queue_order import Scheduling
 
 
 @dataclass(slots=True)

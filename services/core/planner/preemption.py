@@ -64,7 +64,7 @@ class OnlineRequest:
         return cls(len(request.prompt_ids), inf if target_s is None else target_s - waited_s)
 
 
-def gives_way(
+def should_preempt(
     policy: Preempt,
     batch: Batch,
     elapsed_s: float,

@@ -6,7 +6,7 @@ there. Its last token always runs, since the next token is sampled from its logi
 are full, so they are never written.
 
 In a pipeline the leader decides for all stages which blocks are registered, evicted and shared.
-Stages apply these updates (`PrefixNews`) in the order of microbatches, so all of them cache
+Stages apply these updates (`PrefixCacheUpdate`) in the order of microbatches, so all of them cache
 the same prefixes, each in its own blocks. The leader counts a block at another stage once per
 sequence that uses it, plus the cached blocks, so a stage always has room for its plans, whatever it
 shares. The cache is off while KV moves between stages or a stage shrinks, since the stage then
@@ -22,8 +22,13 @@ from services.core.planner.block_ledger import BlockLedger
 from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Sequence
 from services.core.prefix.block_hash import THIN_STRIDE, block_hashes, prompt_root
+from services.core.prefix.cache_update import (
+    NamedBlock,
+    PendingPrefixUpdate,
+    PrefixCacheUpdate,
+    SharedPrefix,
+)
 from services.core.prefix.cached_blocks import CachedBlocks
-from services.core.prefix.news import NamedBlock, PendingPrefixUpdate, PrefixNews, SharedPrefix
 
 
 @dataclass(slots=True)
@@ -143,7 +148,7 @@ class PrefixCache:
             if sequence.computed <= sequence.hit_blocks * self.block_size:
                 sequence.hits_sent = False
 
-    def take_update(self, sequences: Iterable[Sequence]) -> PrefixNews | None:
+    def take_update(self, sequences: Iterable[Sequence]) -> PrefixCacheUpdate | None:
         """Cache updates that the stages need before they run a microbatch of these sequences."""
         for sequence in sequences:
             if sequence.has_unsent_hits:

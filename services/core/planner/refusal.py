@@ -5,7 +5,7 @@ from services.core.planner.events import RefuseRequest
 from services.core.planner.sequence import Sequence
 
 
-def known_already(request_id: str) -> RefuseRequest:
+def duplicate_id(request_id: str) -> RefuseRequest:
     """A request with this id exists already."""
     return RefuseRequest(request_id, "a request with this id is running already")
 

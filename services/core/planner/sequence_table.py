@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from services.core.line_order import LineKey, Scheduling
 from services.core.overtaking import next_to_start, start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
@@ -19,6 +18,7 @@ from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
 from services.core.planner.token_meter import TokenMeter
 from services.core.planner.victims import PRECEDENCES, Precedence, newest_batch
+from services.core.queue_order import QueueKey, Scheduling
 from services.core.request import blocks_for
 
 
@@ -452,7 +452,7 @@ class SequenceTable:
             place += 1
         waiting.insert(place, sequence)
 
-    def _key(self, sequence: Sequence) -> tuple[LineKey, Age]:
+    def _key(self, sequence: Sequence) -> tuple[QueueKey, Age]:
         """Key in the waiting queue; ties are broken by age."""
         request, arrival_s = sequence.request, sequence.arrival_s
         if self.precedence.by_gateway_arrival:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from services.core.line_order import Scheduling
 from services.core.logprobs import LogprobRows
 from services.core.planner import configuration_events as changes
 from services.core.planner.batch import Batch, Microbatch, SampleNotes, new_tuple
@@ -34,7 +33,7 @@ from services.core.planner.events import (
     RefuseRequest,
     RequestAborted,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
 from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.flight import Flight
@@ -44,14 +43,14 @@ from services.core.planner.preemption import (
     OnlineRequest,
     Preempt,
     PreemptedWork,
-    gives_way,
     is_abandoned,
+    should_preempt,
 )
-from services.core.planner.refusal import known_already, queue_full, returned, too_large
-from services.core.planner.returns import (
+from services.core.planner.refusal import duplicate_id, queue_full, returned, too_large
+from services.core.planner.requeue import (
     KEEP_QUEUED,
+    REQUEUE_AFTER_S,
     REQUEUE_SOON,
-    RETURN_AFTER_S,
     RequeueDelays,
     RequeueTimers,
 )
@@ -62,6 +61,7 @@ from services.core.planner.slo import SloPlanner
 from services.core.planner.slo_pipeline import SloPipelinePlanner
 from services.core.planner.victims import precedence_of
 from services.core.planner.waiting_time import WaitingTimePlanner
+from services.core.queue_order import Scheduling
 from services.core.report import Load
 
 _PLANNERS: Mapping[Scheduling, type[SinglePlanner] | type[WaitingTimePlanner]] = {
@@ -287,7 +287,7 @@ class PlannerState:
             return False
         return table.next_to_admit(config.max_running, config.overtaken_max) is not None
 
-    def gives_way(self, batch: Batch, ran_s: float, waiting: Iterable[OnlineRequest]) -> bool:
+    def should_preempt(self, batch: Batch, ran_s: float, waiting: Iterable[OnlineRequest]) -> bool:
         """Whether the preemptible `batch` in flight must yield to the `waiting` online requests.
 
         It has run for `ran_s` since its launch or resumption.
@@ -295,7 +295,7 @@ class PlannerState:
         config, feedback = self.config, self._feedback
         elapsed_s = sum((plan.ran_s for plan in self.in_flight), ran_s)
         budget = None if feedback is None else feedback.budget
-        return gives_way(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
+        return should_preempt(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
 
     def export(self, request_id: str) -> SequenceState:
         """State with which another leader continues a sequence. Read-only.
@@ -333,12 +333,12 @@ class PlannerState:
     # --- requests
 
     @property
-    def return_due_s(self) -> float | None:
-        """`return_due` of a worker that plans."""
-        return self.return_due()
+    def requeue_due_s(self) -> float | None:
+        """`requeue_due` of a worker that plans."""
+        return self.requeue_due()
 
-    def return_due(self, *, may_start: bool = True) -> float | None:
-        """Time from which `WaitLooked` returns requests to the scheduler; None if never.
+    def requeue_due(self, *, may_start: bool = True) -> float | None:
+        """Time from which `RequeueChecked` returns requests to the scheduler; None if never.
 
         `may_start` is False while this worker does not plan because it leads no group.
         """
@@ -356,9 +356,9 @@ class PlannerState:
         if not table.precedence.batch_yields:
             return KEEP_QUEUED
         # Batch work may lack time although blocks are free, for as long as online load lasts.
-        return RequeueDelays(batch_s=max(RETURN_AFTER_S, config.shelf_max_s))
+        return RequeueDelays(batch_s=max(REQUEUE_AFTER_S, config.shelf_max_s))
 
-    def _requeue_waiting(self, event: WaitLooked) -> list[Command]:
+    def _requeue_waiting(self, event: RequeueChecked) -> list[Command]:
         """Return requests that have waited too long without a start to the scheduler."""
         delays = self._requeue_delays(event.may_start)
         due = self._requeue.take(self.sequences, event.now_s, delays)
@@ -372,7 +372,7 @@ class PlannerState:
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
-            return [known_already(sequence.request_id)]
+            return [duplicate_id(sequence.request_id)]
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if len(self.waiting) >= self.config.max_waiting:
@@ -490,7 +490,7 @@ _HARMLESS_EVENTS = (
     IterationFinished,
     IterationDropped,
     IterationSuspended,
-    WaitLooked,
+    RequeueChecked,
 )
 _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     RequestArrived: PlannerState._arrive,
@@ -498,7 +498,7 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     IterationFinished: PlannerState._finish_iteration,
     IterationDropped: PlannerState._drop_iteration,
     IterationSuspended: PlannerState._suspend_iteration,
-    WaitLooked: PlannerState._requeue_waiting,
+    RequeueChecked: PlannerState._requeue_waiting,
     changes.StagesConfigured: PlannerState._configure,
 }
 _HANDLERS |= {

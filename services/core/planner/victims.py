@@ -9,8 +9,8 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from services.core.line_order import LINES, LineOrder, Scheduling
 from services.core.planner.sequence import Sequence
+from services.core.queue_order import QUEUE_ORDERS, QueueOrder, Scheduling
 
 Victims = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
 """Takes running sequences (not empty), held sequences, and a function for the full stages."""
@@ -71,7 +71,7 @@ def newest_batch(running: Row[Sequence]) -> Sequence | None:
 class Precedence:
     """Queue order and victim policy of a scheduling policy."""
 
-    queue_order: LineOrder
+    queue_order: QueueOrder
     victims: Victims
     # Batch sequences yield blocks and slots to online requests.
     batch_yields: bool
@@ -82,15 +82,23 @@ class Precedence:
 
 
 PRECEDENCES = {
-    Scheduling.FCFS: Precedence(LINES[Scheduling.FCFS], newest, batch_yields=False),
-    Scheduling.PRIORITY: Precedence(LINES[Scheduling.PRIORITY], batch_first, batch_yields=True),
-    Scheduling.SLO: Precedence(LINES[Scheduling.SLO], batch_first, True, True, True),
-    Scheduling.ROUND_ROBIN: Precedence(LINES[Scheduling.ROUND_ROBIN], newest, batch_yields=False),
-    Scheduling.CONSERVE: Precedence(LINES[Scheduling.CONSERVE], batch_first, True, True, True),
-    Scheduling.BROS: Precedence(LINES[Scheduling.BROS], most_slack, True, True, True),
-    Scheduling.WAITING_TIME: Precedence(LINES[Scheduling.WAITING_TIME], newest, batch_yields=False),
+    Scheduling.FCFS: Precedence(QUEUE_ORDERS[Scheduling.FCFS], newest, batch_yields=False),
+    Scheduling.PRIORITY: Precedence(
+        QUEUE_ORDERS[Scheduling.PRIORITY], batch_first, batch_yields=True
+    ),
+    Scheduling.SLO: Precedence(QUEUE_ORDERS[Scheduling.SLO], batch_first, True, True, True),
+    Scheduling.ROUND_ROBIN: Precedence(
+        QUEUE_ORDERS[Scheduling.ROUND_ROBIN], newest, batch_yields=False
+    ),
+    Scheduling.CONSERVE: Precedence(
+        QUEUE_ORDERS[Scheduling.CONSERVE], batch_first, True, True, True
+    ),
+    Scheduling.BROS: Precedence(QUEUE_ORDERS[Scheduling.BROS], most_slack, True, True, True),
+    Scheduling.WAITING_TIME: Precedence(
+        QUEUE_ORDERS[Scheduling.WAITING_TIME], newest, batch_yields=False
+    ),
     Scheduling.PREFILL_FIRST: Precedence(
-        LINES[Scheduling.PREFILL_FIRST], newest, batch_yields=False
+        QUEUE_ORDERS[Scheduling.PREFILL_FIRST], newest, batch_yields=False
     ),
 }
 

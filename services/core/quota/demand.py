@@ -26,7 +26,7 @@ class DecayingRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class OwnerDemand:
     """Demand of an owner at a gateway, as reported to the other gateways."""
 
     requests_per_s: float = 0.0

@@ -51,7 +51,7 @@ class Exceeded:
 
 
 @dataclass(frozen=True, slots=True)
-class LimitStanding:
+class RemainingLimit:
     """What is left of a per-minute limit at this gateway; full again in `reset_s` seconds."""
 
     maximum: int

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from services.core.quota.demand import Wish
-from services.core.quota.limits import Exceeded, Limit, LimitStanding, QuotaLimits
+from services.core.quota.demand import OwnerDemand
+from services.core.quota.limits import Exceeded, Limit, QuotaLimits, RemainingLimit
 from services.core.quota.shared_rate import SharedRate
 
 REQUESTS_BURST_MIN = 5
@@ -103,7 +103,7 @@ class OwnerUse:
             used = reserved.prompt_tokens + output_tokens if served else 0
             self.tokens.give_back(reserved.tokens - used, per_minute, now_s)
 
-    def standings(self, now_s: float) -> dict[Limit, LimitStanding]:
+    def remaining_limits(self, now_s: float) -> dict[Limit, RemainingLimit]:
         """What is left of the per-minute limits that are set."""
         limits = self.limits
         rows = (
@@ -111,7 +111,7 @@ class OwnerUse:
             (Limit.TOKENS, self.tokens, limits.tokens_per_minute),
         )
         return {
-            limit: LimitStanding(
+            limit: RemainingLimit(
                 per_minute,
                 self._remaining(rate, per_minute, now_s),
                 rate.reset_s(per_minute, now_s),
@@ -120,9 +120,9 @@ class OwnerUse:
             if per_minute is not None
         }
 
-    def wish(self, now_s: float) -> Wish:
+    def demand(self, now_s: float) -> OwnerDemand:
         """The report about this owner to other gateways."""
-        return Wish(
+        return OwnerDemand(
             requests_per_s=self.requests.report(self._requests_per_minute, now_s),
             tokens_per_s=self.tokens.report(self._tokens_per_minute, now_s),
             running=self.running,
@@ -130,7 +130,7 @@ class OwnerUse:
             tokens_spilt=self.tokens.spilt,
         )
 
-    def hear(self, elsewhere: Wish, gateways: int, now_s: float) -> None:
+    def receive(self, elsewhere: OwnerDemand, gateways: int, now_s: float) -> None:
         """Apply the demand at other gateways; its spilt amounts are those since the last call."""
         for rate, per_minute, per_s, spilt in (
             (

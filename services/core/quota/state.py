@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.core.quota.demand import DECAY_S, Wish
+from services.core.quota.demand import DECAY_S, OwnerDemand
 from services.core.quota.limits import QuotaLimits
 from services.core.quota.owner_use import OwnerUse
 
@@ -19,23 +19,23 @@ FORGET_S = 600.0
 OWNERS_REPORTED_MAX = 4096
 """Most owners in a report; those with the highest demand."""
 
-Wishes = Mapping[str, Wish]
+DemandByOwner = Mapping[str, OwnerDemand]
 """Demand by owner."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class QuotaReport:
     """The report of another gateway; `revision` grows with each report."""
 
     revision: int
-    wishes: Wishes
+    demands: DemandByOwner
 
 
 @dataclass(frozen=True, slots=True)
 class _Received:
     """A report and the time at which it was first seen here."""
 
-    report: Told
+    report: QuotaReport
     at_s: float
 
 
@@ -57,24 +57,24 @@ class QuotaState:
         use = self._uses.get(owner)
         if use is None:
             use = self._uses[owner] = OwnerUse.begin(limits, self.gateways, now_s)
-            use.hear(self._elsewhere(owner, {}, now_s), self.gateways, now_s)
+            use.receive(self._elsewhere(owner, {}, now_s), self.gateways, now_s)
             use.hold(self.held, now_s)
         use.limits = limits
         return use
 
-    def tell(self, now_s: float) -> dict[str, Wish]:
+    def report(self, now_s: float) -> dict[str, OwnerDemand]:
         """The report to other gateways: owners with demand or running requests."""
         for owner, use in list(self._uses.items()):
             if not use.running and now_s - use.asked_s > FORGET_S:
                 del self._uses[owner]
-        wishes = {owner: use.wish(now_s) for owner, use in self._uses.items()}
-        active = {owner: wish for owner, wish in wishes.items() if _is_active(wish)}
+        demands = {owner: use.demand(now_s) for owner, use in self._uses.items()}
+        active = {owner: demand for owner, demand in demands.items() if _is_active(demand)}
         if len(active) <= OWNERS_REPORTED_MAX:
             return active
         most = sorted(active, key=lambda owner: -active[owner].requests_per_s)
         return {owner: active[owner] for owner in most[:OWNERS_REPORTED_MAX]}
 
-    def hear(self, others: Mapping[str, Told], now_s: float) -> None:
+    def receive(self, others: Mapping[str, QuotaReport], now_s: float) -> None:
         """Apply the latest reports of all other live gateways."""
         before = self._received
         # A repeated revision keeps its time of arrival, so that its demand decays with age.
@@ -86,7 +86,7 @@ class QuotaState:
         }
         self.gateways = 1 + len(others)
         for owner, use in self._uses.items():
-            use.hear(self._elsewhere(owner, before, now_s), self.gateways, now_s)
+            use.receive(self._elsewhere(owner, before, now_s), self.gateways, now_s)
 
     def hold(self, held: bool, now_s: float) -> None:
         """Freeze the shares while reports do not arrive, or follow the demand again."""
@@ -95,26 +95,26 @@ class QuotaState:
             for use in self._uses.values():
                 use.hold(held, now_s)
 
-    def _elsewhere(self, owner: str, before: Mapping[str, _Received], now_s: float) -> Wish:
+    def _elsewhere(self, owner: str, before: Mapping[str, _Received], now_s: float) -> OwnerDemand:
         """The owner's demand at all other gateways; spilt amounts since `before` only."""
         requests_per_s = tokens_per_s = requests_spilt = tokens_spilt = 0.0
         running = 0
         for name, received in self._received.items():
-            wish = received.report.wishes.get(owner)
-            if wish is None:
+            demand = received.report.demands.get(owner)
+            if demand is None:
                 continue
             late_s = max(0.0, now_s - received.at_s - STALE_S)
             weight = math.exp(-late_s / DECAY_S)
-            requests_per_s += weight * wish.requests_per_s
-            tokens_per_s += weight * wish.tokens_per_s
-            running += wish.running if late_s == 0 else 0
-            last = before[name].report.wishes.get(owner) if name in before else None
+            requests_per_s += weight * demand.requests_per_s
+            tokens_per_s += weight * demand.tokens_per_s
+            running += demand.running if late_s == 0 else 0
+            last = before[name].report.demands.get(owner) if name in before else None
             if last is not None:
                 # Reports carry totals; a restarted gateway counts from 0 again.
-                requests_spilt += max(0.0, wish.requests_spilt - last.requests_spilt)
-                tokens_spilt += max(0.0, wish.tokens_spilt - last.tokens_spilt)
-        return Wish(requests_per_s, tokens_per_s, running, requests_spilt, tokens_spilt)
+                requests_spilt += max(0.0, demand.requests_spilt - last.requests_spilt)
+                tokens_spilt += max(0.0, demand.tokens_spilt - last.tokens_spilt)
+        return OwnerDemand(requests_per_s, tokens_per_s, running, requests_spilt, tokens_spilt)
 
 
-def _is_active(wish: Wish) -> bool:
-    return wish.requests_per_s > 0 or wish.tokens_per_s > 0 or wish.running > 0
+def _is_active(demand: OwnerDemand) -> bool:
+    return demand.requests_per_s > 0 or demand.tokens_per_s > 0 or demand.running > 0

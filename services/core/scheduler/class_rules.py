@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.core.line_order import LINES, LineOrder, Scheduling, by_deadline, scheduling_setting
+from services.core.queue_order import (
+    QUEUE_ORDERS,
+    QueueOrder,
+    Scheduling,
+    by_deadline,
+    scheduling_setting,
+)
 from services.core.service import Service, ServiceClass
 from services.core.setting import choice, number
 
@@ -73,11 +79,11 @@ class ClassRules:
         return self.scheduling.knows_classes
 
     @property
-    def queue_order(self) -> LineOrder:
+    def queue_order(self) -> QueueOrder:
         """The order of the queue."""
         if self.enabled and self.order is Order.DEADLINE:
             return by_deadline
-        return LINES[self.scheduling]
+        return QUEUE_ORDERS[self.scheduling]
 
     @property
     def demand_classes(self) -> tuple[ServiceClass, ...]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 
-from services.core.line_order import LineKey
+from services.core.queue_order import QueueKey
 
-Entry = tuple[LineKey, int, str]
+Entry = tuple[QueueKey, int, str]
 """The sort key of a request, a number that keeps equal keys in order, and the request id."""
 
 
@@ -45,14 +45,14 @@ class FairQueue:
     idle time earns no credit (VTC's counter lift). An empty band forgets its counters.
     """
 
-    _bands: dict[LineKey, _Band] = field(default_factory=dict)
+    _bands: dict[QueueKey, _Band] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         """Ids of all requests, in the order in which they would start if each of them fitted."""
         for key in sorted(self._bands):
             yield from _fair_order(self._bands[key])
 
-    def add(self, band_key: LineKey, tenant: str, entry: Entry, tokens: int) -> None:
+    def add(self, band_key: QueueKey, tenant: str, entry: Entry, tokens: int) -> None:
         """Add a request that needs `tokens` of KV to start."""
         band = self._bands.setdefault(band_key, _Band())
         waiting = band.waiting.get(tenant)
@@ -66,11 +66,11 @@ class FairQueue:
         insort(waiting.entries, entry)
         waiting.tokens[entry[-1]] = tokens
 
-    def charge(self, band_key: LineKey, tenant: str, tokens: int) -> None:
+    def charge(self, band_key: QueueKey, tenant: str, tokens: int) -> None:
         """Add `tokens` to the counter of a tenant whose request starts; call before `remove`."""
         self._bands[band_key].waiting[tenant].served_tokens += tokens
 
-    def remove(self, band_key: LineKey, tenant: str, entry: Entry) -> None:
+    def remove(self, band_key: QueueKey, tenant: str, entry: Entry) -> None:
         """Remove a request."""
         band = self._bands[band_key]
         waiting = band.waiting[tenant]

@@ -6,6 +6,7 @@ from math import inf
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
+from services.core.flap_damping import FlapDamping, LocalPauseDetector
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
@@ -13,7 +14,6 @@ from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
-from services.core.steadiness import SelfWatch, Steadiness
 
 ARRIVALS_S = 3
 """Window of the arrival rate."""
@@ -225,8 +225,8 @@ class GroupTable:
     # When the last group left, for models that none serves now.
     _left_s: dict[str, float] = field(default_factory=dict)
     # Flap damping, and detection of stalls of this process.
-    _steadiness: Steadiness = field(default_factory=Steadiness)
-    _self_watch: SelfWatch = field(default_factory=SelfWatch)
+    _flap_damping: FlapDamping = field(default_factory=FlapDamping)
+    _pause_detector: LocalPauseDetector = field(default_factory=LocalPauseDetector)
 
     @property
     def models(self) -> Collection[str]:
@@ -274,7 +274,7 @@ class GroupTable:
         self.leave(group.group_id, now_s)
         self._left_s.pop(group.model, None)
         load = GroupLoad(group, self.growth_blocks)
-        load.flaps = self._steadiness.flaps(group.worker_id, now_s)
+        load.flaps = self._flap_damping.is_flapping(group.worker_id, now_s)
         self._loads[group.group_id] = load
         if group.model not in self._models:
             meter = before.meter if before is not None else DemandMeter()
@@ -316,7 +316,7 @@ class GroupTable:
             if counts:
                 prefixes.note_load(load, report.load)
         if not reported.passed_on:
-            self._steadiness.came(report.worker_id)
+            self._flap_damping.note_presence(report.worker_id)
         self._note_longest(load)
         self.touch(load)
         return load
@@ -324,20 +324,20 @@ class GroupTable:
     def lose(self, lost: LoadLost) -> None:
         """Stop dispatch to a worker whose report stream has ended."""
         # If this process was stalled, streams break without any fault of the workers.
-        if self._self_watch.awake(lost.now_s):
-            self._steadiness.left(lost.worker_id, lost.now_s)
+        if self._pause_detector.awake(lost.now_s):
+            self._flap_damping.note_departure(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
         if load is not None:
             self.forget_report(load)
 
     def check_liveness(self, now_s: float) -> None:
         """Note silent workers, update the ranking of flapping ones, drop expired reservations."""
-        awake = self._self_watch.look(now_s)
+        awake = self._pause_detector.tick(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
             if awake and load.is_silent(now_s):
-                self._steadiness.left(worker_id, now_s)
-            flaps = self._steadiness.flaps(worker_id, now_s)
+                self._flap_damping.note_departure(worker_id, now_s)
+            flaps = self._flap_damping.is_flapping(worker_id, now_s)
             if flaps is not load.flaps:
                 load.flaps = flaps
                 self.touch(load)
@@ -361,7 +361,7 @@ class GroupTable:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the indexes contradict each other."""
-        self._steadiness.check_invariants()
+        self._flap_damping.check_invariants()
         for group_id, load in self._loads.items():
             load.check_invariants()
             assert load.group.group_id == group_id

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.line_order import LineKey
+from services.core.queue_order import QueueKey
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
 from services.core.scheduler.dispatch import NO_ADDRESSES
 from services.core.scheduler.fair_queue import FairQueue
@@ -290,10 +290,10 @@ class WaitQueue:
                 )
         assert {w.ask.model for w in everyone} == self._queues.keys()
 
-    def _key(self, waiting: Waiting) -> LineKey:
+    def _key(self, waiting: Waiting) -> QueueKey:
         return self.rules.queue_order(waiting.ask.service, waiting.arrival_s)
 
-    def _band(self, waiting: Waiting) -> tuple[LineKey, str]:
+    def _band(self, waiting: Waiting) -> tuple[QueueKey, str]:
         """The band of the order that a request belongs to, and its tenant ("" without classes)."""
         ask = waiting.ask
         if not self.rules.enabled:

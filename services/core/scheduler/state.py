@@ -39,7 +39,7 @@ from services.core.scheduler.vocabulary import (
     SendRefusal,
     SendTicket,
     ServingGroup,
-    ShortfallsTold,
+    ShortfallsReported,
     Snapshot,
     Ticked,
     Withdrawn,
@@ -125,7 +125,7 @@ class SchedulerState:
                 self._groups.leave(event.group_id, event.now_s)
             case LoadLost():
                 self._groups.lose(event)
-            case ShortfallsTold():
+            case ShortfallsReported():
                 self._admission.shortfalls = event.shortfalls
         return []
 

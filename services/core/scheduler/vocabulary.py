@@ -98,7 +98,7 @@ class LoadLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortfallsTold:
+class ShortfallsReported:
     """Tokens of KV that models lack and that no merge of groups can provide; others lack none."""
 
     now_s: float
@@ -120,7 +120,7 @@ Event = (
     | GroupLeft
     | LoadReported
     | LoadLost
-    | ShortfallsTold
+    | ShortfallsReported
     | Ticked
 )
 

@@ -115,7 +115,7 @@ class LiveState:
             "model": self._model,
             "services": self._services,
             "decisions": decisions,
-            "missing": list(self._probe.look().missing),
+            "missing": list(self._probe.evaluate().missing),
             "queued": self._probe.queued(),
             "tokens_per_s": round(self._rates.tokens_per_s, 1),
             "ttft_s": self._rates.ttft_s,

@@ -29,7 +29,7 @@ from services.gateway.api.structures import (
     StructuredOutputs,
 )
 from services.gateway.api.validation import Strict, validated
-from services.gateway.structure.asked import Structure
+from services.gateway.structure.structured_outputs import Structure
 from services.gateway.vocabulary.class_targets import TARGET_MS_MAX
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from services.gateway.structure.asked import (
+from services.gateway.structure.structured_outputs import (
     CHOICES_MAX,
     Structure,
     guided_structure,

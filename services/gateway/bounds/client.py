@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, TypeVar
 
-from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.cancel_scope import CancelScope
 
 M = TypeVar("M")
 
@@ -39,7 +39,7 @@ class WatchedClient(Generic[M]):
             self._waiting -= 1
 
     @contextlib.contextmanager
-    def watched(self, interruption: Interruption) -> Iterator[None]:
+    def watched(self, cancel_scope: CancelScope) -> Iterator[None]:
         """Cancel the block with ClientGone when sends wait and none completes for `stall_s`."""
         # A single timer for the whole response: a timeout per send would cost as much as the send.
         loop, pause_s = asyncio.get_running_loop(), self._stall_s / CHECKS_PER_STALL
@@ -50,7 +50,7 @@ class WatchedClient(Generic[M]):
             # Compare the completed sends: the waiting sends may have changed since the last check.
             stalled = stalled + 1 if waited and self._done == done_before else 0
             if stalled == CHECKS_PER_STALL:
-                interruption.interrupt(ClientGone())
+                cancel_scope.cancel(ClientGone())
             else:
                 timer = loop.call_later(pause_s, check, stalled, self._waiting > 0, self._done)
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from services.common.timeouts import timeout
 from services.core.service import ServiceClass
 from services.gateway.bounds.body_budget import RetryEstimator
-from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
-class RequestPlace:
+class RequestSlot:
     """The slot of an in-flight request. Its service class is known once the body is read."""
 
     def __init__(self, drain: "Drain") -> None:
         self._drain = drain
         self.batch = False
 
-    def hold(self, service_class: ServiceClass) -> None:
+    def set_class(self, service_class: ServiceClass) -> None:
         """Set the request's service class.
 
         Raises:
@@ -52,7 +52,7 @@ class Drain:
         # Set when the gateway stops accepting requests.
         self.draining_started = asyncio.Event()
         # Requests to cancel at the drain deadline; `_cut`: the deadline has passed.
-        self._running: set[Interruption] = set()
+        self._running: set[CancelScope] = set()
         self._cut = False
 
     @property
@@ -61,7 +61,7 @@ class Drain:
         return self.draining_started.is_set()
 
     @contextlib.contextmanager
-    def enter(self) -> Iterator[RequestPlace]:
+    def enter(self) -> Iterator[RequestSlot]:
         """Occupy a slot while the block runs. Set the slot's class once it is known.
 
         Raises:
@@ -77,13 +77,13 @@ class Drain:
             )
         self.inflight += 1
         self._empty.clear()
-        place = RequestPlace(self)
+        slot = RequestSlot(self)
         try:
-            yield place
+            yield slot
         finally:
             self.inflight -= 1
             self._retry.leave()
-            if place.batch:
+            if slot.batch:
                 self.batch_inflight -= 1
                 self._batch_retry.leave()
             if self.inflight == 0:
@@ -100,15 +100,15 @@ class Drain:
         self.batch_inflight += 1
 
     @contextlib.contextmanager
-    def cuts(self, interruption: Interruption) -> Iterator[None]:
+    def cancel_on_drain_timeout(self, cancel_scope: CancelScope) -> Iterator[None]:
         """Cancel the block at the drain deadline. Raises ShuttingDown if it has passed."""
         if self._cut:
             raise _shut_down()
-        self._running.add(interruption)
+        self._running.add(cancel_scope)
         try:
             yield
         finally:
-            self._running.discard(interruption)
+            self._running.discard(cancel_scope)
 
     async def leave(self, delay_s: float) -> None:
         """Fail the readiness probes and accept requests for another `delay_s`."""
@@ -127,8 +127,8 @@ class Drain:
             async with timeout(timeout_s):
                 await self._empty.wait()
         self._cut = True
-        for interruption in tuple(self._running):
-            interruption.interrupt(_shut_down())
+        for cancel_scope in tuple(self._running):
+            cancel_scope.cancel(_shut_down())
         with contextlib.suppress(TimeoutError):
             async with timeout(grace_s):
                 await self._empty.wait()

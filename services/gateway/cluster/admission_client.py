@@ -108,7 +108,7 @@ class AdmissionClient:
             if not settled:
                 self._send(translate.withdraw_frame(ask.request_id))
 
-    def pass_on(self, load: load_pb2.WorkerLoad) -> None:
+    def forward_load(self, load: load_pb2.WorkerLoad) -> None:
         """Forward a worker's load to the scheduler, ahead of all later asks."""
         self._send(translate.load_frame(load))
 

@@ -55,10 +55,10 @@ class ReadinessProbe:
     async def run(self) -> None:
         """Poll until start-up is over, so that `wait_s` starts without any probe of /ready."""
         while self._awaits_workers:
-            self.look()
+            self.evaluate()
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    def look(self) -> Readiness:
+    def evaluate(self) -> Readiness:
         """The readiness now."""
         heartbeat = self._admission.heartbeat
         # The scheduler counts groups of all models, the view only groups of this gateway's model.
@@ -103,11 +103,11 @@ class ReadinessProbe:
 
     def ready(self) -> bool:
         """Whether requests are accepted; see `Readiness.ready`."""
-        return self.look().ready
+        return self.evaluate().ready
 
     def healthy(self) -> bool:
         """Whether a group serves and this gateway is not shutting down."""
-        return self.look().groups_serving > 0 and not self._drain.leaving
+        return self.evaluate().groups_serving > 0 and not self._drain.leaving
 
     def queued(self) -> int | None:
         """Requests in the scheduler's queue; None while no scheduler responds."""

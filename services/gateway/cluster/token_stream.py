@@ -10,7 +10,7 @@ from services.gateway.vocabulary.errors import (
     QueueFull,
     WorkerLost,
 )
-from services.gateway.vocabulary.message import Finish, Fresh, TokenEvent
+from services.gateway.vocabulary.message import Finish, TokenEvent, UnreadTokens
 
 
 class StaleEpoch(Exception):
@@ -99,7 +99,7 @@ class TokenStream:
             self._wake_reader()
             self._changed.set()
 
-    async def next(self) -> Fresh:
+    async def next(self) -> UnreadTokens:
         """Wait for and return all tokens since the last call, with the ending if reached.
 
         Raises:
@@ -133,11 +133,11 @@ class TokenStream:
         finally:
             self._reader = None
 
-    def _take(self) -> Fresh:
+    def _take(self) -> UnreadTokens:
         journal, first = self._journal, self._read_index
         self._read_index = len(journal.token_ids)
         ended = journal.finish in (Finish.STOP, Finish.LENGTH)
-        return Fresh(
+        return UnreadTokens(
             token_ids=journal.token_ids[first:],
             finish=journal.finish if ended else None,
             logprobs=journal.take_logprobs(),

@@ -5,10 +5,10 @@ from typing import Any
 from google.protobuf.descriptor import EnumDescriptor
 
 from services.common.address import host_of
-from services.common.promise import service_message
 from services.common.records import CAN_DROP, engine_of, paced_of, to_group
-from services.common.report import Codec, shown_memory
-from services.common.wire_enum import words
+from services.common.report import Codec, unchecked_memory_report
+from services.common.slo import service_message
+from services.common.wire_enum import value_names
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
     ClusterStatus,
@@ -24,10 +24,10 @@ from tideserve.scheduler.v1 import scheduler_pb2
 
 _REASONS = {
     number: RefusalReason(word)
-    for number, word in words(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
+    for number, word in value_names(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
 }
 _ASSIGNMENT = Codec(Assignment, scheduler_pb2.Assignment)
-_STEP_PHASES = words(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
+_STEP_PHASES = value_names(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
 UNKNOWN = "unknown"
 """Name for enum values of newer versions."""
 
@@ -96,7 +96,7 @@ def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
 def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
     """The cluster as the memory manager sees it."""
     return ClusterStatus(
-        workers=tuple(map(shown_memory, answer.workers)),
+        workers=tuple(map(unchecked_memory_report, answer.workers)),
         groups=tuple(group for record in answer.groups if (group := to_group(record)) is not None),
         decisions=tuple(map(_decision, answer.decisions)),
         shortfalls={shortfall.model: shortfall.tokens for shortfall in answer.shortfalls},

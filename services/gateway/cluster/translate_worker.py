@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
-from services.common.promise import service_message
-from services.common.wire_enum import words
+from services.common.slo import service_message
+from services.common.wire_enum import value_names
 from services.core.ask import Assignment
 from services.core.request import (
     Grammar,
@@ -20,7 +20,7 @@ from tideserve.worker.v1 import worker_pb2
 
 _FINISHES = {
     number: Finish[word.upper()]
-    for number, word in words(worker_pb2.FinishReason, "FINISH_REASON").items()
+    for number, word in value_names(worker_pb2.FinishReason, "FINISH_REASON").items()
 }
 
 

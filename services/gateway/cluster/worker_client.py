@@ -17,7 +17,7 @@ from services.common.timeouts import timeout
 from services.common.tracing import SpanLink, parse_traceparent
 from services.core.ask import Assignment
 from services.core.request import Request
-from services.core.stall import STALLED_S
+from services.core.stall_limit import STALLED_S
 from services.gateway.cluster import translate_worker
 from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import TokenStream

@@ -55,7 +55,7 @@ class Call:
         self.client: WatchedClient[Message] = WatchedClient(self._write, stall_s)
         self.identify = identify
         self.limits = limits
-        self.guest = record.guest
+        self.limit_key = record.limit_key
         # Counts the call as waiting until its message is here or the call ends: gRPC keeps reading.
         self._unread = contextlib.AsyncExitStack()
         self._metadata_sent = False
@@ -75,7 +75,7 @@ class Call:
     def metadata(self) -> Metadata:
         """Metadata of every response, failed or not: request id, rate limits, warnings."""
         record = self.record
-        warnings = tuple(("warning", text) for text in record.told_warnings)
+        warnings = tuple(("warning", text) for text in record.warning_headers)
         return (("x-request-id", record.request_id), *record.limit_headers(), *warnings)
 
     async def read(self, timeout_s: float | None = None) -> bytes | None:
@@ -102,7 +102,7 @@ class Call:
             QueueFull: if the client has too many waiting calls.
             BadRequest: if the client sends no message.
         """
-        await self._unread.enter_async_context(self.limits.waiting(self.guest))
+        await self._unread.enter_async_context(self.limits.waiting(self.limit_key))
         data = await self.read(MESSAGE_TIMEOUT_S)
         await self._unread.aclose()
         if data is None:

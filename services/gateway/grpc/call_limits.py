@@ -1,7 +1,7 @@
 """Per-client limits of gRPC calls that occupy no request slot.
 
 A call costs its client nothing while it neither sends nor reads a message, and gRPC's server cannot
-end a stalled call. So stalled calls are counted by client (`guest`, see RequestRecord).
+end a stalled call. So stalled calls are counted by client (`limit_key`, see RequestRecord).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from services.common.timeouts import timeout
-from services.gateway.bounds.line import Line
+from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.vocabulary.errors import QueueFull
 
 WAITING_MAX = 2048
@@ -38,35 +38,35 @@ class CallLimits:
     """The limits of waiting calls, open streams and parked calls."""
 
     def __init__(self, reading_max: int = READING_MAX, slot_timeout_s: float = READ_SLOT_TIMEOUT_S):
-        self._waiting = Line(WAITING_MAX, ALL_MAX)
-        self._streams = Line(STREAMS_MAX, ALL_MAX)
-        self._parked = Line(PARKED_MAX, ALL_MAX)
+        self._waiting = ConcurrencyLimit(WAITING_MAX, ALL_MAX)
+        self._streams = ConcurrencyLimit(STREAMS_MAX, ALL_MAX)
+        self._parked = ConcurrencyLimit(PARKED_MAX, ALL_MAX)
         self._reading_max = reading_max
         self._slot_timeout_s = slot_timeout_s
         # By client: slots for reading messages; entries vanish with their last holder.
         self._read_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @property
-    def by_kind(self) -> Mapping[str, Line]:
+    def by_kind(self) -> Mapping[str, ConcurrencyLimit]:
         """The limits by the kind of call, for metrics."""
         return {"waiting": self._waiting, "streams": self._streams, "parked": self._parked}
 
-    def check(self, guest: str) -> None:
+    def check(self, limit_key: str) -> None:
         """Raise QueueFull if the client has too many parked calls."""
-        if self._parked.full(guest):
+        if self._parked.full(limit_key):
             raise QueueFull("too many of your calls have unread responses; read or cancel them")
 
     @contextlib.asynccontextmanager
-    async def waiting(self, guest: str) -> AsyncIterator[None]:
+    async def waiting(self, limit_key: str) -> AsyncIterator[None]:
         """Count a call that waits for its message; enters once the message may be read.
 
         Raises:
             QueueFull: if the client has too many waiting calls, or got no read slot in time.
         """
-        if self._waiting.full(guest):
+        if self._waiting.full(limit_key):
             raise QueueFull("too many of your calls have sent no message yet; retry later")
-        slots = self._read_slots.setdefault(guest, asyncio.Semaphore(self._reading_max))
-        with self._waiting.entered(guest):
+        slots = self._read_slots.setdefault(limit_key, asyncio.Semaphore(self._reading_max))
+        with self._waiting.entered(limit_key):
             try:
                 async with timeout(self._slot_timeout_s):
                     await slots.acquire()
@@ -80,16 +80,18 @@ class CallLimits:
                 slots.release()
 
     @contextlib.contextmanager
-    def stream(self, guest: str) -> Iterator[None]:
+    def stream(self, limit_key: str) -> Iterator[None]:
         """Count an open stream of requests. Raises QueueFull."""
-        if self._streams.full(guest):
+        if self._streams.full(limit_key):
             raise QueueFull("you have too many open streams; send more requests on each stream")
-        with self._streams.entered(guest):
+        with self._streams.entered(limit_key):
             yield
 
-    def parked(self, guest: str, unread_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+    def parked(
+        self, limit_key: str, unread_bytes: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
         """Count a parked call, which only its client can end.
 
         `unread_bytes`: bytes that were sent and that the client has not read.
         """
-        return self._parked.entered(guest, 1 + unread_bytes // PARKED_BYTES)
+        return self._parked.entered(limit_key, 1 + unread_bytes // PARKED_BYTES)

@@ -35,7 +35,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.MethodNotAllowed: grpc.StatusCode.UNIMPLEMENTED,
     errors.NoSuchModel: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
-    errors.KeyReused: grpc.StatusCode.ALREADY_EXISTS,
+    errors.IdempotencyKeyReused: grpc.StatusCode.ALREADY_EXISTS,
     errors.BodyTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     # gRPC itself uses this code for messages and metadata above its limits.
     errors.BodyTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,

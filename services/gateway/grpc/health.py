@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from services.common.health import WATCHERS_MAX, HealthServicer, TooManyWatchers
-from services.gateway.bounds.line import Line
+from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.grpc.call import MESSAGE_TIMEOUT_S, Call, decoded
 from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.interceptors import Method
@@ -45,7 +45,7 @@ class _Probes:
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
         self._limits = CallLimits(READING_MAX, MESSAGE_TIMEOUT_S)
-        self._watches = Line(WATCHING_MAX, WATCHERS_MAX)
+        self._watches = ConcurrencyLimit(WATCHING_MAX, WATCHERS_MAX)
 
     async def check(self, call: Call) -> None:
         """Send the status of a service."""
@@ -69,10 +69,10 @@ class _Probes:
     async def watch(self, call: Call) -> None:
         """Send the status of a service, now and on every change."""
         name = (await self._read(call, health_pb2.HealthCheckRequest)).service
-        if self._watches.full(call.guest):
+        if self._watches.full(call.limit_key):
             raise QueueFull(f"your address already has {WATCHING_MAX} watches; use Check")
         try:
-            with self._watches.entered(call.guest):
+            with self._watches.entered(call.limit_key):
                 async with contextlib.aclosing(self._health.changes(name)) as changes:
                     async for status in changes:
                         await call.client.send(Answer(status=status))
@@ -81,7 +81,7 @@ class _Probes:
 
     async def _read(self, call: Call, kind: type[M]) -> M:
         """Read the call's message. Raises GatewayError if it is missing or invalid."""
-        async with self._limits.waiting(call.guest):
+        async with self._limits.waiting(call.limit_key):
             data = await call.read(MESSAGE_TIMEOUT_S)
         if data is None:
             raise BadRequest("the call has no message; send a request message")

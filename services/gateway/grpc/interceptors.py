@@ -24,9 +24,9 @@ from services.gateway.grpc.errors import abort, status_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.principal import Principal
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import HUNG_UP, RequestRecord
-from services.gateway.serving.service_policy import PROMISE_HEADERS
+from services.gateway.records.request_recorder import RequestRecorder
+from services.gateway.serving.service_policy import SLO_HEADERS
 from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self,
         methods: Mapping[str, Method],
         keys: KeyRing,
-        reception: Reception,
+        recorder: RequestRecorder,
         metrics: Metrics,
         stall_s: float,
     ) -> None:
         """`methods`: by full name; `stall_s`: seconds that clients may go without reading."""
         self._methods = methods
         self._keys = keys
-        self._reception = reception
+        self._recorder = recorder
         self._metrics = metrics
         self._stall_s = stall_s
         self._limits = CallLimits()
@@ -75,14 +75,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         path = handler_call_details.method
         method = self._methods.get(path)
         metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
-        record = self._reception.open(path, _bytes(metadata.get("x-request-id")))
-        record.promise = {
-            name: value for name in PROMISE_HEADERS if isinstance(value := metadata.get(name), str)
+        record = self._recorder.open(path, _bytes(metadata.get("x-request-id")))
+        record.slo_headers = {
+            name: value for name in SLO_HEADERS if isinstance(value := metadata.get(name), str)
         }
         identify = partial(self._keys.principal, _authorization(metadata))
         refusal = self._refusal(method, identify, record)
         traced = refusal is None and method is not None and not method.public
-        self._reception.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
+        self._recorder.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
         answer = partial(self._answer, method, record, identify, refusal)
         # Unary and streaming calls look alike on the wire. A stream handler without a deserialiser
         # leaves it to `Call` when to read each message, as raw bytes.
@@ -129,7 +129,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 await call.close()
                 if recorded:
-                    self._reception.close(record, record.path if method is not None else "other")
+                    self._recorder.close(record, record.path if method is not None else "other")
         # After the record: the client decides how long the following steps take.
         if failure is not None:
             await self._fail(*failure, call, context)
@@ -142,7 +142,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             raise refusal
         assert method is not None, "calls of unknown methods are refused"
         if not method.public:
-            self._limits.check(call.guest)
+            self._limits.check(call.limit_key)
         try:
             await method.run(call)
         except (GatewayError, ClientGone):
@@ -174,7 +174,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         """
         with contextlib.ExitStack() as stack:
             if call.unread_bytes:
-                stack.enter_context(self._limits.parked(call.guest, call.unread_bytes))
+                stack.enter_context(self._limits.parked(call.limit_key, call.unread_bytes))
             await abort(context, status, error, call.metadata())
 
     async def _park(self, call: Call, context: Context) -> None:
@@ -182,7 +182,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
         gRPC cannot end such a call. Its request is over; only an unread message remains.
         """
-        with self._limits.parked(call.guest, call.unread_bytes):
+        with self._limits.parked(call.limit_key, call.unread_bytes):
             await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
 
     def _hang_up(self, call: Call, counted: bool) -> None:

@@ -14,7 +14,7 @@ from services.gateway.api.completion import completion_of
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.bounds.body_budget import TakenOnce
-from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc import kserve_translate as translate
 from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
@@ -24,8 +24,8 @@ from services.gateway.grpc.kserve_translate import Inference
 from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
-from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import RequestRecord
+from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.output import OutputPiece, Outputs, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import RequestServing
@@ -56,13 +56,13 @@ class KserveService:
         serving: RequestServing,
         pool: TextPool,
         probe: ReadinessProbe,
-        reception: Reception,
+        recorder: RequestRecorder,
     ) -> None:
         self._model = model
         self._serving = serving
         self._pool = pool
         self._probe = probe
-        self._reception = reception
+        self._recorder = recorder
 
     def methods(self) -> dict[str, Method]:
         """All methods of the service definition, by full name."""
@@ -155,9 +155,9 @@ class KserveService:
     async def ModelStreamInfer(self, call: Call) -> None:
         try:
             with (
-                call.limits.stream(call.guest),
-                Interruption() as interruption,
-                call.client.watched(interruption),
+                call.limits.stream(call.limit_key),
+                CancelScope() as cancel_scope,
+                call.client.watched(cancel_scope),
             ):
                 async with asyncio.TaskGroup() as tasks:
                     await self._answer_all(call, tasks)
@@ -209,10 +209,10 @@ class KserveService:
 
     async def _answer(self, call: Call, principal: Principal, message: "_StreamedMessage") -> None:
         """Serve a request of a stream; it is recorded like a separate call."""
-        record = self._reception.open(call.record.path, call.record.given_id)
-        record.principal, record.promise = principal, call.record.promise
+        record = self._recorder.open(call.record.path, call.record.given_id)
+        record.principal, record.slo_headers = principal, call.record.slo_headers
         record.address = call.record.address
-        self._reception.trace(record, None, admitted=True)
+        self._recorder.trace(record, None, admitted=True)
         with request_ids(record.request_id, record.trace_id):
             try:
                 await self._infer(call, record, message)
@@ -223,7 +223,7 @@ class KserveService:
                 record.hang_up()
                 raise
             finally:
-                self._reception.close(record, record.path)
+                self._recorder.close(record, record.path)
 
     async def _infer(self, call: Call, record: RequestRecord, message: "_StreamedMessage") -> None:
         serving = self._serving

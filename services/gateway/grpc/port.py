@@ -23,7 +23,7 @@ from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
 from services.gateway.grpc.interceptors import Method, RequestInterceptor
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.records.reception import Reception
+from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.serving import RequestServing
 from services.gateway.vocabulary.errors import BodyTimeout
 
@@ -111,7 +111,7 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
 
     async def reflect(call: Call) -> None:
         # An idle caller is done: end the call without an error.
-        with call.limits.stream(call.guest), contextlib.suppress(BodyTimeout):
+        with call.limits.stream(call.limit_key), contextlib.suppress(BodyTimeout):
             while (data := await call.read(IDLE_S)) is not None:
                 request = decoded(reflection_pb2.ServerReflectionRequest, data)
                 for answer in servicer.ServerReflectionInfo(iter((request,)), None):
@@ -140,7 +140,7 @@ class GrpcPort:
         serving: RequestServing,
         probe: ReadinessProbe,
         keys: KeyRing,
-        reception: Reception,
+        recorder: RequestRecorder,
         *,
         host: str,
         port: int,
@@ -159,7 +159,7 @@ class GrpcPort:
         self._server = PublicServer(
             host,
             port,
-            RequestInterceptor(methods, keys, reception, serving.metrics, serving.client_stall_s),
+            RequestInterceptor(methods, keys, recorder, serving.metrics, serving.client_stall_s),
             longest_call_s=serving.longest_s,
             tls=tls,
         )

@@ -9,22 +9,24 @@ from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 
-from services.common.wire_enum import words
+from services.common.wire_enum import value_names
 from services.core.request import TokenLogprobs
 from services.gateway.api.json_object import parse_object
-from services.gateway.serving.output import TokenNote, finite
+from services.gateway.serving.output import TokenWithLogprobs, finite
 from services.gateway.text.token_text import TokenTexts
-from services.gateway.vocabulary.delta import Delta, Said
+from services.gateway.vocabulary.delta import AnswerAccumulator, Delta
 from services.gateway.vocabulary.errors import BadRequest
 from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
 Fields = dict[str, Any]
 
-_ROLES = words(pb.Role, "ROLE")
-_MODES = words(pb.ToolMode, "TOOL_MODE")
-_CLASSES = words(service_pb2.ServiceClass, "SERVICE_CLASS")
-_FINISH_REASONS = {word: number for number, word in words(pb.FinishReason, "FINISH_REASON").items()}
+_ROLES = value_names(pb.Role, "ROLE")
+_MODES = value_names(pb.ToolMode, "TOOL_MODE")
+_CLASSES = value_names(service_pb2.ServiceClass, "SERVICE_CLASS")
+_FINISH_REASONS = {
+    word: number for number, word in value_names(pb.FinishReason, "FINISH_REASON").items()
+}
 # Fields of Sampling with the same form in the OpenAI API.
 _PLAIN = (
     "temperature",
@@ -236,7 +238,7 @@ def finish_reason(reason: str | None) -> "pb.FinishReason.ValueType":
     return _FINISH_REASONS[reason] if reason is not None else pb.FINISH_REASON_UNSPECIFIED
 
 
-def assistant_message(output: Said) -> pb.Message:
+def assistant_message(output: AnswerAccumulator) -> pb.Message:
     """The assistant's message. Without content, `text` is unset if there are tool calls."""
     message, calls = pb.Message(role=pb.ROLE_ASSISTANT, reasoning=output.reasoning), output.calls
     if output.content or not calls:
@@ -269,9 +271,11 @@ def stop_reason(reason: int | str | None) -> pb.StopReason | None:
     return pb.StopReason(token_id=reason)
 
 
-def logprobs(notes: Iterable[TokenNote], texts: TokenTexts) -> list[pb.TokenLogprob]:
+def logprobs(notes: Iterable[TokenWithLogprobs], texts: TokenTexts) -> list[pb.TokenLogprob]:
     """Log probabilities of tokens. The first token of a prompt has none and is skipped."""
-    return [_logprob(note.token_id, note.told, texts) for note in notes if note.told is not None]
+    return [
+        _logprob(note.token_id, note.logprobs, texts) for note in notes if note.logprobs is not None
+    ]
 
 
 def _logprob(token_id: int, entry: TokenLogprobs, texts: TokenTexts) -> pb.TokenLogprob:

@@ -15,7 +15,7 @@ from services.gateway.serving.output import (
     OutputPiece,
     Outputs,
     Usage,
-    numbers_in,
+    count_logprobs,
     with_top,
 )
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
@@ -44,7 +44,7 @@ class _WholeWriter:
 
     async def finish(self, usage: Usage) -> None:
         size = sum(
-            numbers_in(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
+            count_logprobs(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
         )
         answer = await self._pool.run(partial(self._answer, usage), size)
         await self._call.client.send(answer)
@@ -56,7 +56,7 @@ class _WholeWriter:
         """Fields that chat and completion choices share."""
         return {
             "token_ids": output.token_ids,
-            "finish_reason": translate.finish_reason(output.said.finish_reason),
+            "finish_reason": translate.finish_reason(output.parsed.finish_reason),
             "stop_reason": translate.stop_reason(output.stop_reason),
             "logprobs": translate.logprobs(output.logprobs, self._texts),
         }
@@ -72,7 +72,7 @@ class ChatWriter(_WholeWriter):
         choices = [
             pb.ChatChoice(
                 index=index,
-                message=translate.assistant_message(output.said),
+                message=translate.assistant_message(output.parsed),
                 **self._ending(output),
             )
             for index, output in enumerate(self._outputs.all)
@@ -130,7 +130,7 @@ class MessageStreamWriter:
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         if piece.prompt_logprobs:
-            size = numbers_in(piece.prompt_logprobs)
+            size = count_logprobs(piece.prompt_logprobs)
             message = await self._pool.run(partial(self._message, index, piece), size)
         else:
             message = self._message(index, piece)
@@ -147,11 +147,11 @@ class MessageStreamWriter:
             index=index,
             first_index=self._sent[index],
             token_ids=piece.token_ids,
-            finish_reason=translate.finish_reason(piece.said.finish_reason),
+            finish_reason=translate.finish_reason(piece.parsed.finish_reason),
             stop_reason=translate.stop_reason(piece.stop_reason),
             logprobs=translate.logprobs(piece.logprobs, self._texts),
             prompt_logprobs=translate.logprobs(piece.prompt_logprobs, self._texts),
-            **translate.delta_fields(piece.said),
+            **translate.delta_fields(piece.parsed),
         )
 
     async def finish(self, usage: Usage) -> None:

@@ -17,8 +17,8 @@ from services.gateway.http.errors import add_handlers
 from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.model.served_model import ServedModel
-from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import OPERATIONS
+from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
@@ -89,7 +89,7 @@ def build(
     pool: TextPool,
     probe: ReadinessProbe,
     keys: KeyRing,
-    reception: Reception,
+    recorder: RequestRecorder,
     public_metrics: bool,
     cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
@@ -110,6 +110,6 @@ def build(
     )
     for router in routers:
         app.include_router(router)
-    checked = RequestMiddleware(DirectDispatch(app, routers), keys, reception)
+    checked = RequestMiddleware(DirectDispatch(app, routers), keys, recorder)
     # CORS outside the key check: browsers send preflight requests without a key.
     return CloseWhenDraining(with_cors(checked, cors_origins), serving.drain)

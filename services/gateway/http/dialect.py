@@ -10,8 +10,8 @@ import msgspec
 from starlette.types import Message, Receive
 
 from services.gateway.api.generation import GenerationRequest
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.bounds.interruption import Interruption
 from services.gateway.serving.serving import Writer
 from services.gateway.vocabulary.errors import GatewayError
 
@@ -86,9 +86,9 @@ async def present(
     try:
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(hang_up(receive))
-            with Interruption() as interruption, client.watched(interruption):
+            with CancelScope() as cancel_scope, client.watched(cancel_scope):
                 if timeout_s < math.inf:
-                    interruption.interrupt_after(timeout_s, ClientGone())
+                    cancel_scope.cancel_after(timeout_s, ClientGone())
                 yield
             guard.cancel()
     except BaseExceptionGroup as group:

@@ -11,7 +11,7 @@ from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.serving.output import Output, OutputPiece, Usage, with_top
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.text.token_text import TokenTexts
-from services.gateway.vocabulary.delta import Delta, Said, ToolCallDelta
+from services.gateway.vocabulary.delta import AnswerAccumulator, Delta, ToolCallDelta
 
 TIERS = {
     ServiceClass.INTERACTIVE: "priority",
@@ -130,9 +130,9 @@ class ChatFormat:
         logprobs = self._logprobs.chat(output.logprobs) if self._wants_logprobs else None
         written = {
             "index": index,
-            "message": _chat_message(output.said),
+            "message": _chat_message(output.parsed),
             "logprobs": logprobs,
-            "finish_reason": output.said.finish_reason,
+            "finish_reason": output.parsed.finish_reason,
             "stop_reason": output.stop_reason,
         }
         return written | ({"token_ids": output.token_ids} if self._wants_ids else {})
@@ -175,7 +175,7 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _chat_message(output: Said) -> dict[str, Any]:
+def _chat_message(output: AnswerAccumulator) -> dict[str, Any]:
     calls = output.calls
     message: dict[str, Any] = {
         "role": "assistant",

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from services.core.request import TokenLogprobs
-from services.gateway.serving.output import TokenNote, finite
+from services.gateway.serving.output import TokenWithLogprobs, finite
 from services.gateway.text.token_text import TokenTexts
 
 
@@ -21,32 +21,33 @@ class LogprobFormat:
         self._texts = texts
         self._by_id = by_id
 
-    def chat(self, notes: Iterable[TokenNote]) -> dict[str, Any]:
+    def chat(self, notes: Iterable[TokenWithLogprobs]) -> dict[str, Any]:
         """The format of /v1/chat/completions."""
         content = [
             _written(
-                self._entry(note.token_id, note.told.logprob)
-                | {"top_logprobs": [self._entry(*other) for other in note.told.top]}
+                self._entry(note.token_id, note.logprobs.logprob)
+                | {"top_logprobs": [self._entry(*other) for other in note.logprobs.top]}
             )
             for note in notes
-            if note.told is not None
+            if note.logprobs is not None
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, notes: Sequence[TokenNote]) -> dict[str, Any]:
+    def completion(self, notes: Sequence[TokenWithLogprobs]) -> dict[str, Any]:
         """The format of /v1/completions; the first token of a prompt has null values."""
         return {
             "text_offset": [note.offset for note in notes],
-            "token_logprobs": [note.told and finite(note.told.logprob) for note in notes],
+            "token_logprobs": [note.logprobs and finite(note.logprobs.logprob) for note in notes],
             "tokens": [self._text(note.token_id) for note in notes],
             "top_logprobs": [
-                note.told and _written(self._top(note.token_id, note.told)) for note in notes
+                note.logprobs and _written(self._top(note.token_id, note.logprobs))
+                for note in notes
             ],
         }
 
-    def prompt(self, notes: Iterable[TokenNote]) -> list[msgspec.Raw | None]:
+    def prompt(self, notes: Iterable[TokenWithLogprobs]) -> list[msgspec.Raw | None]:
         """vLLM's `prompt_logprobs`: the top tokens and the prompt's token, by token id."""
-        return [None if note.told is None else _written(self._ranked(note)) for note in notes]
+        return [None if note.logprobs is None else _written(self._ranked(note)) for note in notes]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         if self._by_id:
@@ -68,12 +69,13 @@ class LogprobFormat:
             top.setdefault(self._text(other), finite(logprob))
         return top
 
-    def _ranked(self, note: TokenNote) -> dict[str, Any]:
-        assert note.told is not None
+    def _ranked(self, note: TokenWithLogprobs) -> dict[str, Any]:
+        assert note.logprobs is not None
         rows = {
-            token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(note.told.top, 1)
+            token_id: (logprob, rank)
+            for rank, (token_id, logprob) in enumerate(note.logprobs.top, 1)
         }
-        rows[note.token_id] = (note.told.logprob, note.told.rank)
+        rows[note.token_id] = (note.logprobs.logprob, note.logprobs.rank)
         return {
             str(token_id): {
                 "logprob": finite(logprob),

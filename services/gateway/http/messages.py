@@ -85,7 +85,7 @@ class MessageBuilder:
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """Add output; return its events."""
-        delta, events = piece.said, list[Event]()
+        delta, events = piece.parsed, list[Event]()
         if delta.reasoning:
             events += self._grow("thinking", delta.reasoning)
         if delta.content:

@@ -31,7 +31,7 @@ from services.gateway.http.responses import ResponsesDialect
 from services.gateway.http.sse import EventStream
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
-from services.gateway.serving.output import OutputPiece, Outputs, Usage, numbers_in
+from services.gateway.serving.output import OutputPiece, Outputs, Usage, count_logprobs
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import RequestServing, Writer
 from services.gateway.text.tokenizer import TextPool
@@ -89,7 +89,7 @@ class WholeWriter:
 
     async def finish(self, usage: Usage) -> None:
         size = sum(
-            numbers_in(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
+            count_logprobs(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
         )
         await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
 

@@ -34,14 +34,14 @@ def router(
     @routes.get("/ready", response_class=JSONResponse)
     async def ready() -> Response:
         """Readiness: 200 while a request can be scheduled and the expected workers are ready."""
-        state = probe.look()
+        state = probe.evaluate()
         return JSONResponse(_body(state, state.ready), 200 if state.ready else 503)
 
     @routes.get("/health", response_class=JSONResponse)
     async def health() -> Response:
         """Health: 200 while at least one group serves."""
         healthy = probe.healthy()
-        return JSONResponse(_body(probe.look(), healthy), 200 if healthy else 503)
+        return JSONResponse(_body(probe.evaluate(), healthy), 200 if healthy else 503)
 
     @routes.get("/version", response_class=JSONResponse)
     async def version() -> Response:

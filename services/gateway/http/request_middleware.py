@@ -8,13 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.logging import request_ids
 from services.gateway.http.errors import error_response
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import (
     REQUEST_ID_HEADER,
     SCOPE_KEY,
     TRACEPARENT_HEADER,
     RequestRecord,
 )
+from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.vocabulary.errors import Forbidden, GatewayError, HeadersTooLarge, UriTooLong
 
 HEADER_BYTES_MAX = 16 * 2**10
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, reception: Reception) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, recorder: RequestRecorder) -> None:
         self._app = app
         self._keys = keys
-        self._reception = reception
+        self._recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = self._reception.open(scope["path"], _header(scope, REQUEST_ID_HEADER))
+        record = self._recorder.open(scope["path"], _header(scope, REQUEST_ID_HEADER))
         record.address = (scope.get("client") or ("",))[0]
         scope[SCOPE_KEY] = record
         refusal = self._refusal(scope, record)
         traceparent = _header(scope, TRACEPARENT_HEADER)
-        self._reception.trace(record, traceparent, admitted=refusal is None)
+        self._recorder.trace(record, traceparent, admitted=refusal is None)
 
         started = False
 
@@ -76,7 +76,7 @@ class RequestMiddleware:
                 record.fail(failure)
             finally:
                 with request_ids(record.request_id, record.trace_id):
-                    self._reception.close(record, endpoint_of(scope))
+                    self._recorder.close(record, endpoint_of(scope))
 
     def _refusal(self, scope: Scope, record: RequestRecord) -> GatewayError | None:
         """The error that refuses the request, or None. Sets the record's principal."""
@@ -125,7 +125,7 @@ def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
     """Headers of every response: request id, the owner's rate limits, warnings (RFC 7234)."""
     request_id = record.request_id.encode()
     limits = [(name.encode(), value.encode()) for name, value in record.limit_headers()]
-    warnings = [(b"warning", text.encode()) for text in record.told_warnings]
+    warnings = [(b"warning", text.encode()) for text in record.warning_headers]
     # Clients of Anthropic's API read `request-id`.
     return [(REQUEST_ID_HEADER, request_id), (b"request-id", request_id), *limits, *warnings]
 

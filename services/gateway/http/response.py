@@ -24,7 +24,7 @@ from services.gateway.bounds.shared_response import ResponseReader, SharedRespon
 from services.gateway.http.dialect import Dialect, hang_up, present
 from services.gateway.http.errors import error_response
 from services.gateway.records.request_record import RequestRecord, record_of
-from services.gateway.serving.service_policy import PROMISE_HEADERS
+from services.gateway.serving.service_policy import SLO_HEADERS
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import (
@@ -151,7 +151,7 @@ async def send_answer(
 
 # Timeout for the error event that ends a failed stream.
 ERROR_EVENT_TIMEOUT_S = 1.0
-_PROMISE_HEADERS = frozenset(name.encode() for name in PROMISE_HEADERS)
+_PROMISE_HEADERS = frozenset(name.encode() for name in SLO_HEADERS)
 
 
 class GenerationResponse(Response):
@@ -180,17 +180,17 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request. Errors become the response, or the last event of the stream."""
         serving, record = self._serving, record_of(scope)
-        record.promise = _promise(scope)
+        record.slo_headers = _promise(scope)
         client = WatchedClient(send, serving.client_stall_s)
         try:
             key = idempotency_key_of(scope)
-            answered = key is not None and key in serving.answers
+            answered = key is not None and key in serving.idempotency_cache
             with serving.entered(record, answered) as lease:
                 body, digest = await self._read(lease, idempotent=key is not None)
                 if key is None:
                     await self._generate(body, record, lease, client, client, hang_up(receive))
                 else:
-                    answer, new = serving.answers.claim(key, digest, record.response_id)
+                    answer, new = serving.idempotency_cache.claim(key, digest, record.response_id)
                     if not new:
                         # A replay generates nothing: release the bytes of its body.
                         serving.classify(body.value, record)

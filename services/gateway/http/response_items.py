@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from services.gateway.http.logprobs import LogprobFormat
-from services.gateway.serving.output import OutputPiece, ToldCount
+from services.gateway.serving.output import LogprobBudget, OutputPiece
 from services.gateway.vocabulary.delta import ToolCallDelta
 
 Event = dict[str, Any]
@@ -23,11 +23,11 @@ class Items:
         # Log probabilities of tokens whose text is still incomplete.
         self._notes: list[JsonObject] = []
         # Bounds the numbers in the response.
-        self._numbers = ToldCount("top_logprobs")
+        self._numbers = LogprobBudget("top_logprobs")
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """Add output; return its events."""
-        delta, events = piece.said, list[Event]()
+        delta, events = piece.parsed, list[Event]()
         if self._logprobs is not None:
             # Count them for streams as well: the last event repeats all log probabilities.
             self._numbers.add(piece.logprobs)

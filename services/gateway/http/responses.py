@@ -74,7 +74,7 @@ class ResponseBuilder:
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """Add output; return its events."""
-        self._cut = piece.said.finish_reason == "length"
+        self._cut = piece.parsed.finish_reason == "length"
         return self._numbered(self._items.push(piece))
 
     def end(self, usage: Usage) -> list[Event]:

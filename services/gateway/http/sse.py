@@ -11,7 +11,7 @@ from services.common.timeouts import timeout
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.format import Format, envelope_of, usage_body
-from services.gateway.serving.output import OutputPiece, Usage, numbers_in
+from services.gateway.serving.output import OutputPiece, Usage, count_logprobs
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import GatewayError
@@ -94,7 +94,7 @@ class EventStream:
         if self._has_event(piece):
             if piece.prompt_logprobs:
                 write = partial(self._written, index, piece)
-                data += await self._pool.run(write, numbers_in(piece.prompt_logprobs))
+                data += await self._pool.run(write, count_logprobs(piece.prompt_logprobs))
             else:
                 data += self._written(index, piece)
         if data:

@@ -10,14 +10,14 @@ from services.common.etcd import Entry, Store
 from services.common.membership import QUOTAS
 from services.common.records import encode_record, read_record
 from services.common.report import Codec
-from services.core.quota.demand import Wish
-from services.core.quota.state import QuotaState, Told
+from services.core.quota.demand import OwnerDemand
+from services.core.quota.state import QuotaReport, QuotaState
 from tideserve.common.v1 import record_pb2
 
 EXCHANGE_INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
-_WISH = Codec(Wish, record_pb2.QuotaWish)
+_WISH = Codec(OwnerDemand, record_pb2.QuotaWish)
 
 
 class QuotaExchange:
@@ -45,7 +45,7 @@ class QuotaExchange:
         # The last report that etcd has; None if it must be written again.
         self._published: bytes | None = None
         # The reports of the other gateways, by etcd key.
-        self._peers: dict[str, Told] = {}
+        self._peers: dict[str, QuotaReport] = {}
         self.sharing = True
 
     async def run(self) -> None:
@@ -73,17 +73,17 @@ class QuotaExchange:
 
     async def _exchange(self) -> None:
         await self._hold_lease()
-        wishes = self._state.tell(self._now_s())
+        demands = self._state.report(self._now_s())
         # In a thread: a report of many owners takes long to encode.
-        value = await asyncio.to_thread(_encoded, self._incarnation, wishes)
+        value = await asyncio.to_thread(_encoded, self._incarnation, demands)
         # An empty report is written once: it clears the previous demand.
-        if wishes or value != self._published:
+        if demands or value != self._published:
             await self._store.put(self._key, value, self._lease)
             self._published = value
         listing = await self._store.list_prefix(QUOTAS)
         others = {key: entry for key, entry in listing.items() if key != self._key}
         self._peers = await asyncio.to_thread(_decoded, others, self._peers)
-        self._state.hear(self._peers, self._now_s())
+        self._state.receive(self._peers, self._now_s())
 
     async def _hold_lease(self) -> None:
         now_s = self._now_s()
@@ -108,14 +108,16 @@ class QuotaExchange:
         self._state.hold(False, self._now_s())
 
 
-def _encoded(incarnation: str, wishes: Mapping[str, Wish]) -> bytes:
+def _encoded(incarnation: str, demands: Mapping[str, OwnerDemand]) -> bytes:
     record = record_pb2.QuotaRecord(incarnation=incarnation)
-    for owner, wish in wishes.items():
+    for owner, wish in demands.items():
         record.owners[owner].CopyFrom(_WISH.message(wish))
     return encode_record(record)
 
 
-def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[str, Told]:
+def _decoded(
+    listing: Mapping[str, Entry], before: Mapping[str, QuotaReport]
+) -> dict[str, QuotaReport]:
     """The reports in the records. Unchanged records are not decoded again."""
     reports = {}
     for key, entry in listing.items():
@@ -124,7 +126,7 @@ def _decoded(listing: Mapping[str, Entry], before: Mapping[str, Told]) -> dict[s
             record = read_record(record_pb2.QuotaRecord, key, entry.value)
             if record is None:
                 continue
-            wishes = {owner: _WISH.report(wish) for owner, wish in record.owners.items()}
-            last = Told(entry.mod_revision, wishes)
+            demands = {owner: _WISH.report(wish) for owner, wish in record.owners.items()}
+            last = QuotaReport(entry.mod_revision, demands)
         reports[key] = last
     return reports

@@ -228,7 +228,7 @@ def _explanation(owner: str, exceeded: Exceeded) -> str:
 
 
 def _headers(use: OwnerUse, now_s: float) -> Iterator[tuple[str, str]]:
-    for limit, standing in use.standings(now_s).items():
+    for limit, standing in use.remaining_limits(now_s).items():
         yield f"x-ratelimit-limit-{limit}", str(standing.maximum)
         yield f"x-ratelimit-remaining-{limit}", str(standing.remaining)
         yield f"x-ratelimit-reset-{limit}", duration(standing.reset_s)

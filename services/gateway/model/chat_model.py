@@ -7,7 +7,7 @@ from typing import Any
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
 from services.gateway.model.template import ChatTemplate
-from services.gateway.structure.asked import Structure, lark_literal
+from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.tools import mistral
 from services.gateway.tools.format import (
     ChatForm,
@@ -144,13 +144,13 @@ class ChatModel:
         parts = self.reasoning_format is not ReasoningFormat.NONE
         if not tools and not parts:
             return None
-        marks = [*reasoning_markers(self.reasoning_format)]
-        marks += tool_markers(self.tool_format) if tools else ()
+        markers = [*reasoning_markers(self.reasoning_format)]
+        markers += tool_markers(self.tool_format) if tools else ()
         return ChatForm(
             tool_format=self.tool_format,
             names=frozenset(tool.name for tool in tools),
             thinking=thinking if parts else None,
-            marks=frozenset(self._ids[marker] for marker in marks if marker in self._ids),
+            markers=frozenset(self._ids[marker] for marker in markers if marker in self._ids),
             include_reasoning=body.include_reasoning is not False,
         )
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from services.common import vllm_names
 from services.core.service import ServiceClass
-from services.gateway.bounds.line import Line
+from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.keys.quotas import QuotaMetrics
 from services.gateway.records.class_metrics import MetricsByClass
 from services.gateway.vocabulary.errors import (
@@ -144,7 +144,7 @@ class Metrics:
             "Bytes of responses kept for requests with an Idempotency-Key, running or finished.",
         )
 
-    def count_calls(self, lines: Mapping[str, Line]) -> None:
+    def count_calls(self, lines: Mapping[str, ConcurrencyLimit]) -> None:
         """Export the number of calls in each of `lines`, by state."""
         for state, line in lines.items():
             self._calls.labels(state).set_function(partial(getattr, line, "total"))

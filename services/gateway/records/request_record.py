@@ -3,7 +3,7 @@
 Ids. `request_id` is the id that the client sees: its own id if it sent one, else the response id.
 `response_id` is made here and unique in the cluster. Each choice runs at scheduler and workers
 under an id that is derived from `response_id` (`Request.request_id`). Engines add a suffix for
-each start, which makes a sequence id (`services/core/planner/sequence_names.py`).
+each start, which makes a sequence id (`services/core/planner/sequence_ids.py`).
 
 Records hold counts, times and names, never texts of clients. Times are on the monotonic clock.
 """
@@ -22,7 +22,7 @@ from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, To
 from services.core.audit.record import FACT
 from services.core.request import FinishReason, Request
 from services.core.service import ServiceClass
-from services.gateway.bounds.drain import RequestPlace
+from services.gateway.bounds.drain import RequestSlot
 from services.gateway.keys.principal import ANYONE, Principal
 from services.gateway.keys.quotas import Headers, QuotaLease, Quotas
 from services.gateway.vocabulary.errors import GatewayError
@@ -128,8 +128,8 @@ class RequestRecord:
     principal: Principal = ANYONE  # the authenticated sender
     quotas: Quotas | None = None
     quota: QuotaLease | None = None  # what the request has charged to its owner's quota
-    promise: Mapping[str, str] = field(default_factory=dict)  # see service_policy.PROMISE_HEADERS
-    place: RequestPlace | None = None  # its slot in the gateway's limit of concurrent requests
+    slo_headers: Mapping[str, str] = field(default_factory=dict)  # see service_policy.SLO_HEADERS
+    slot: RequestSlot | None = None  # its slot in the gateway's limit of concurrent requests
     service_class: ServiceClass | None = None  # None until the body is read
     warnings: tuple[str, ...] = ()  # ASCII sentences for the client, without quotes
     grpc_code: str | None = None  # set for gRPC requests only
@@ -149,7 +149,7 @@ class RequestRecord:
     choices: list[ChoiceRecord] = field(default_factory=list)
 
     @property
-    def guest(self) -> str:
+    def limit_key(self) -> str:
         """The key for per-client limits: the owner of the API key, else the client's address."""
         return f"owner {self.principal.owner}" if self.principal.owner else self.address
 
@@ -176,7 +176,7 @@ class RequestRecord:
         return OPERATIONS.get(self.path)
 
     @property
-    def told_warnings(self) -> tuple[str, ...]:
+    def warning_headers(self) -> tuple[str, ...]:
         """Values of `Warning` headers (RFC 7234)."""
         # Bounded in number and length, because clients limit the size of headers.
         first = self.warnings[:WARNINGS_MAX]

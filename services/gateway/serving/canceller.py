@@ -5,7 +5,7 @@ import asyncio
 import grpc.aio
 
 from services.common.grpc_client import Dial
-from services.gateway.bounds.line import Line
+from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.records.request_record import GATEWAY_DIGITS, gateway_of
 from services.gateway.serving.running import RunningRequests
@@ -30,7 +30,7 @@ class Canceller:
         self._view = view
         self._dial = dial
         self._incarnation = incarnation
-        self._forwards = Line(FORWARDS_MAX, ALL_FORWARDS_MAX)
+        self._forwards = ConcurrencyLimit(FORWARDS_MAX, ALL_FORWARDS_MAX)
 
     async def cancel(self, owner: str, request_id: str) -> bool:
         """Cancel all requests of `owner` with this id; returns whether any was running.

@@ -175,7 +175,7 @@ class ChoiceRunner:
         prompt = None
         if choice.echo and choice.request.logprobs.prompt is not None:
             prompt = tokenizer.detokenizer(skip)
-        shown = frozenset[int]() if choice.chat is None else choice.chat.marks
+        shown = frozenset[int]() if choice.chat is None else choice.chat.markers
         return OutputText(choice, tokenizer.detokenizer(skip, shown), prompt)
 
 

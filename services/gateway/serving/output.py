@@ -8,10 +8,10 @@ import msgspec
 from services.core.request import FinishReason, TokenLogprobs
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.held_text import undecided
-from services.gateway.vocabulary.delta import Delta, Said
+from services.gateway.text.text_buffer import partial_match_length
+from services.gateway.vocabulary.delta import AnswerAccumulator, Delta
 from services.gateway.vocabulary.errors import BadRequest
-from services.gateway.vocabulary.message import Finish, Fresh
+from services.gateway.vocabulary.message import Finish, UnreadTokens
 
 
 class StopText:
@@ -44,7 +44,7 @@ class StopText:
             self.hit = buffer[start:end]
             self._held = ""
             return buffer[: end if self._include else start]
-        keep = undecided(buffer, self._stops)
+        keep = partial_match_length(buffer, self._stops)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
@@ -74,22 +74,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenNote:
+class TokenWithLogprobs:
     """A token with its log probability.
 
-    `offset` is where its text starts in the output, in characters. `told` is None for the first
+    `offset` is where its text starts in the output, in characters. `logprobs` is None for the first
     token of a prompt, which has no log probability.
     """
 
     token_id: int
     offset: int
-    told: TokenLogprobs | None
+    logprobs: TokenLogprobs | None
 
 
-def numbers_in(*notes: Sequence[TokenNote]) -> int:
+def count_logprobs(*notes: Sequence[TokenWithLogprobs]) -> int:
     """The approximate number of log probabilities in the given token sequences."""
     return sum(
-        len(tokens) * (1 if (last := tokens[-1].told) is None else 1 + len(last.top))
+        len(tokens) * (1 if (last := tokens[-1].logprobs) is None else 1 + len(last.top))
         for tokens in notes
         if tokens
     )
@@ -101,17 +101,17 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN
 
 
-def with_top(notes: Sequence[TokenNote], top: int | None) -> Sequence[TokenNote]:
+def with_top(notes: Sequence[TokenWithLogprobs], top: int | None) -> Sequence[TokenWithLogprobs]:
     """The notes with at most `top` of the likeliest tokens each; None keeps all.
 
     A worker reports a prompt's log probabilities once, for the larger of the two request fields.
     """
-    if top is None or all(note.told is None or len(note.told.top) <= top for note in notes):
+    if top is None or all(note.logprobs is None or len(note.logprobs.top) <= top for note in notes):
         return notes
     return [
         note
-        if note.told is None
-        else replace(note, told=replace(note.told, top=note.told.top[:top]))
+        if note.logprobs is None
+        else replace(note, logprobs=replace(note.logprobs, top=note.logprobs.top[:top]))
         for note in notes
     ]
 
@@ -129,12 +129,12 @@ class OutputPiece(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: tuple[TokenNote, ...] = ()
-    prompt_logprobs: tuple[TokenNote, ...] = ()
+    logprobs: tuple[TokenWithLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenWithLogprobs, ...] = ()
     delta: Delta | None = None
 
     @property
-    def said(self) -> Delta:
+    def parsed(self) -> Delta:
         """The chat delta of this piece; without a parser, all text is content."""
         if self.delta is not None:
             return self.delta
@@ -147,16 +147,16 @@ class Output:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenNote] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenNote, ...] = ()
+    logprobs: list[TokenWithLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenWithLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    said: Said = field(default_factory=Said)
+    parsed: AnswerAccumulator = field(default_factory=AnswerAccumulator)
 
     def add(self, piece: OutputPiece) -> None:
         """Append the next piece."""
         self.texts.append(piece.text)
-        self.said.add(piece.said)
+        self.parsed.add(piece.parsed)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
@@ -168,7 +168,7 @@ class Output:
         return "".join(self.texts)
 
 
-class ToldCount:
+class LogprobBudget:
     """Bounds the log probabilities that a response which is not streamed keeps in memory.
 
     The number of output tokens is not known in advance, and most outputs end long before their
@@ -180,13 +180,13 @@ class ToldCount:
         self._param = param
         self._count = 0
 
-    def add(self, notes: Sequence[TokenNote]) -> None:
+    def add(self, notes: Sequence[TokenWithLogprobs]) -> None:
         """Count further log probabilities.
 
         Raises:
             BadRequest: if there are more than `OUTPUT_LOGPROBS_MAX`.
         """
-        self._count += numbers_in(notes)
+        self._count += count_logprobs(notes)
         if self._count > OUTPUT_LOGPROBS_MAX:
             raise BadRequest(
                 f"the output has more than {OUTPUT_LOGPROBS_MAX} log probabilities, the limit for a"
@@ -201,7 +201,7 @@ class Outputs:
 
     def __init__(self, choices: int) -> None:
         self.all = [Output() for _ in range(choices)]
-        self._logprob_count = ToldCount("logprobs")
+        self._logprob_count = LogprobBudget("logprobs")
 
     def add(self, index: int, piece: OutputPiece) -> None:
         """Append the next piece of choice `index`.
@@ -232,7 +232,7 @@ class OutputText:
         self._noted = choice.request.logprobs.output is not None
         self._chars = len(choice.echo)
 
-    def push(self, fresh: Fresh) -> OutputPiece:
+    def push(self, fresh: UnreadTokens) -> OutputPiece:
         """The piece for new tokens, with a finish reason if the output ends here.
 
         `finish` STOP means that the last token is a stop token. It is counted, but shown only if
@@ -246,7 +246,7 @@ class OutputText:
         self._begun = True
         return self._opened(fresh, piece)
 
-    def _output(self, fresh: Fresh) -> OutputPiece:
+    def _output(self, fresh: UnreadTokens) -> OutputPiece:
         token_ids, finish = fresh.token_ids, fresh.finish
         hidden = finish is Finish.STOP and not self._choice.include_stop
         shown = token_ids[:-1] if hidden else token_ids
@@ -279,7 +279,7 @@ class OutputText:
 
     def _piece(
         self,
-        fresh: Fresh,
+        fresh: UnreadTokens,
         text: str,
         offsets: Sequence[int],
         count: int,
@@ -288,14 +288,14 @@ class OutputText:
     ) -> OutputPiece:
         """The piece of the first `count` tokens."""
         token_ids = tuple(fresh.token_ids[:count])
-        notes: tuple[TokenNote, ...] = ()
+        notes: tuple[TokenWithLogprobs, ...] = ()
         if self._noted:
             # Older workers send no logprobs.
             rows = zip(token_ids, offsets, fresh.logprobs, strict=False)
-            notes = tuple(TokenNote(*row) for row in rows)
+            notes = tuple(TokenWithLogprobs(*row) for row in rows)
         return OutputPiece(text, token_ids, reason, stop_reason, logprobs=notes)
 
-    def _opened(self, fresh: Fresh, piece: OutputPiece) -> OutputPiece:
+    def _opened(self, fresh: UnreadTokens, piece: OutputPiece) -> OutputPiece:
         """The first piece, with the echoed prompt and the prompt's log probabilities."""
         echo, notes = self._choice.echo, self._prompt_notes(fresh.prompt_logprobs)
         if not echo and not notes:
@@ -309,14 +309,14 @@ class OutputText:
             prompt_logprobs=notes,
         )
 
-    def _prompt_notes(self, logprobs: Sequence[TokenLogprobs]) -> tuple[TokenNote, ...]:
+    def _prompt_notes(self, logprobs: Sequence[TokenLogprobs]) -> tuple[TokenWithLogprobs, ...]:
         """A note for every prompt token; the first token has no log probability."""
         request = self._choice.request
         if request.logprobs.prompt is None:
             return ()
         notes, chars = [], 0
         for token_id, row in zip(request.prompt_ids, (None, *logprobs), strict=False):
-            notes.append(TokenNote(token_id, min(chars, len(self._choice.echo)), row))
+            notes.append(TokenWithLogprobs(token_id, min(chars, len(self._choice.echo)), row))
             if self._prompt is not None:
                 chars += len(self._prompt.push(token_id))
         return tuple(notes)

@@ -109,7 +109,7 @@ class Preparer:
 
     def service_of(self, body: GenerationRequest, record: RequestRecord) -> Service:
         """The request's class and SLO targets. Raises BadRequest as `ServicePolicy.service_of`."""
-        return self._policy.service_of(body, record.promise, record.principal.owner)
+        return self._policy.service_of(body, record.slo_headers, record.principal.owner)
 
     async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
         """The tokens of the body's first prompt, without generating.
@@ -222,7 +222,7 @@ class Preparer:
         """
         answer = body.structure
         if answer is not None:
-            checked = await self._checker.check(answer, record.guest)
+            checked = await self._checker.check(answer, record.limit_key)
             record.warnings += tuple(f"not enforced: {text}" for text in checked.ignored)
             answer = replace(answer, grammar=checked.grammar)
         if not isinstance(body, ChatRequest) or self._model.chat is None:
@@ -230,7 +230,7 @@ class Preparer:
         whole = self._model.chat.structure(body, answer, where)
         if whole is None or whole == answer:
             return None if whole is None else whole.grammar
-        return (await self._checker.check(whole, record.guest)).grammar
+        return (await self._checker.check(whole, record.limit_key)).grammar
 
     async def _sampling(self, body: GenerationRequest) -> Sampling:
         """The sampling parameters of the first choice of each prompt."""

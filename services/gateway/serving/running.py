@@ -9,7 +9,7 @@ import grpc.aio
 from services.common.clock import monotonic_s
 from services.common.grpc_server import ProcessServicer, Server
 from services.common.transport import Transport
-from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.vocabulary.errors import CancelledByClient, DuplicateRequest
 from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
@@ -38,16 +38,16 @@ class RunningRequests:
     ) -> None:
         self._remembered_max = remembered_max
         self._now_s = now_s
-        self._running: dict[Key, list[Interruption]] = {}
+        self._running: dict[Key, list[CancelScope]] = {}
         # Start times of requests with a `request_id` in their body, oldest first.
         self._began_s: dict[Key, float] = {}
         self._claimed: set[Key] = set()  # of these, the running requests
 
     @contextlib.contextmanager
     def entered(
-        self, record: RequestRecord, chosen_id: str | None, interruption: Interruption
+        self, record: RequestRecord, chosen_id: str | None, cancel_scope: CancelScope
     ) -> Iterator[None]:
-        """Register a request inside the `with` block; `interruption` fires if it is cancelled.
+        """Register a request inside the `with` block; `cancel_scope` fires if it is cancelled.
 
         `chosen_id`: the field `request_id` of its body.
 
@@ -58,35 +58,35 @@ class RunningRequests:
         # `record.request_id` is the header's id here: `chosen_id` is noted there later.
         ids = {record.response_id, record.request_id}
         if chosen_id is None:
-            with self._registered([(owner, request_id) for request_id in ids], interruption):
+            with self._registered([(owner, request_id) for request_id in ids], cancel_scope):
                 yield
             return
         ids.add(chosen_id)
         with (
             self._claim((owner, chosen_id), record),
-            self._registered([(owner, request_id) for request_id in ids], interruption),
+            self._registered([(owner, request_id) for request_id in ids], cancel_scope),
         ):
             yield
 
     def cancel(self, owner: str, request_id: str) -> bool:
         """Cancel the requests of `owner` with this id; returns whether any was running here."""
         matches = self._running.get((owner, request_id), ())
-        for interruption in matches:
-            interruption.interrupt(
+        for cancel_scope in matches:
+            cancel_scope.cancel(
                 CancelledByClient("the request was cancelled; send it again for another answer")
             )
         return bool(matches)
 
     @contextlib.contextmanager
-    def _registered(self, keys: Sequence[Key], interruption: Interruption) -> Iterator[None]:
+    def _registered(self, keys: Sequence[Key], cancel_scope: CancelScope) -> Iterator[None]:
         for key in keys:
-            self._running.setdefault(key, []).append(interruption)
+            self._running.setdefault(key, []).append(cancel_scope)
         try:
             yield
         finally:
             for key in keys:
                 listed = self._running[key]
-                listed.remove(interruption)
+                listed.remove(cancel_scope)
                 if not listed:
                     del self._running[key]
 

@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
-PROMISE_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
+SLO_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
 """HTTP headers and gRPC metadata keys, equivalent to the fields `slo` and `slo_class`."""
 
 _TIERS = {
@@ -38,7 +38,7 @@ class ServicePolicy:
     def service_of(
         self, body: GenerationRequest, headers: Mapping[str, str], tenant: str = ""
     ) -> Service:
-        """The class and targets of a request; `headers` has keys of `PROMISE_HEADERS`.
+        """The class and targets of a request; `headers` has keys of `SLO_HEADERS`.
 
         A target of the request overrides that of its class.
 

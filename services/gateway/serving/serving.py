@@ -19,10 +19,10 @@ from services.common.clock import monotonic_s
 from services.core.service import ServiceClass
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.bounds.body_budget import BodyBudget, BodyLease, TakenOnce
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.drain import Drain
-from services.gateway.bounds.interruption import Interruption
-from services.gateway.bounds.kept_answers import KeptAnswers
+from services.gateway.bounds.idempotency_cache import IdempotencyCache
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.choice_runner import ChoiceRunner
@@ -55,9 +55,10 @@ class Writer(Protocol):
 class RequestServing:
     """Serves requests of all APIs.
 
-    `answers`: kept responses of requests with an idempotency key. `refuse_unknown`: reject unknown
-    fields of a body. `request_timeout_s` limits queueing plus running in seconds; for class `batch`
-    the limit is `batch_timeout_s`. A client that reads nothing for `client_stall_s` is cut off.
+    `idempotency_cache`: kept responses of requests with an idempotency key. `refuse_unknown`:
+    reject unknown fields of a body. `request_timeout_s` limits queueing plus running in seconds;
+    for class `batch` the limit is `batch_timeout_s`. A client that reads nothing for
+    `client_stall_s` is cut off.
     """
 
     preparer: Preparer
@@ -65,7 +66,7 @@ class RequestServing:
     drain: Drain
     bodies: BodyBudget
     running: RunningRequests
-    answers: KeptAnswers[Any]
+    idempotency_cache: IdempotencyCache[Any]
     metrics: Metrics
     request_timeout_s: float
     batch_timeout_s: float
@@ -87,7 +88,7 @@ class RequestServing:
             GatewayError: if the gateway is full, or the owner's quota is used up.
         """
         quota = contextlib.nullcontext() if answered else self.charged(record)
-        with quota, self.drain.enter() as record.place, self.bodies.lease() as lease:
+        with quota, self.drain.enter() as record.slot, self.bodies.lease() as lease:
             yield lease
 
     def classify(self, body: GenerationRequest, record: RequestRecord) -> ServiceClass:
@@ -97,8 +98,8 @@ class RequestServing:
             GatewayError: if the class is invalid, or the gateway is full for it.
         """
         record.service_class = self.preparer.service_of(body, record).service_class
-        if record.place is not None:
-            record.place.hold(record.service_class)
+        if record.slot is not None:
+            record.slot.set_class(record.service_class)
         return record.service_class
 
     @contextlib.contextmanager
@@ -140,13 +141,13 @@ class RequestServing:
                 # Start it first, so that the coroutine is awaited even if the request fails early.
                 guard = None if hang_up is None else tasks.create_task(hang_up)
                 with (
-                    Interruption() as interruption,
-                    self.running.entered(record, chosen_id, interruption),
-                    self.drain.cuts(interruption),
-                    _watched(client, interruption),
+                    CancelScope() as cancel_scope,
+                    self.running.entered(record, chosen_id, cancel_scope),
+                    self.drain.cancel_on_drain_timeout(cancel_scope),
+                    _watched(client, cancel_scope),
                 ):
                     service_class = self.classify(body.value, record)
-                    self._limit(interruption, service_class, timeout_s)
+                    self._limit(cancel_scope, service_class, timeout_s)
                     await self._answer(body, record, lease, writer)
                 if guard is not None:
                     guard.cancel()
@@ -160,7 +161,7 @@ class RequestServing:
             raise
 
     def _limit(
-        self, interruption: Interruption, service_class: ServiceClass, timeout_s: float
+        self, cancel_scope: CancelScope, service_class: ServiceClass, timeout_s: float
     ) -> None:
         """Interrupt the request at its time limit or its client's deadline."""
         batch = service_class is ServiceClass.BATCH
@@ -169,7 +170,7 @@ class RequestServing:
         late: GatewayError = Expired(message)
         if timeout_s < own_s:
             late = ClientDeadline(message)
-        interruption.interrupt_after(min(own_s, timeout_s), late)
+        cancel_scope.cancel_after(min(own_s, timeout_s), late)
 
     async def _answer(
         self,
@@ -210,9 +211,9 @@ class RequestServing:
 
 
 def _watched(
-    client: WatchedClient[Any] | None, interruption: Interruption
+    client: WatchedClient[Any] | None, cancel_scope: CancelScope
 ) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if client is None else client.watched(interruption)
+    return contextlib.nullcontext() if client is None else client.watched(cancel_scope)
 
 
 def _usage(prepared: PreparedRequest, record: RequestRecord) -> Usage:
@@ -230,5 +231,5 @@ def _note_piece(record: RequestRecord, piece: OutputPiece) -> None:
         record.quota.output_tokens = record.output_tokens
     if piece.token_ids and record.first_token_s is None:
         record.first_token_s = monotonic_s()
-    if (reason := piece.said.finish_reason if piece.finish_reason else None) is not None:
+    if (reason := piece.parsed.finish_reason if piece.finish_reason else None) is not None:
         record.finish_reasons.append(reason)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.timeouts import timeout
-from services.core.fair_line import FairLine
 from services.core.request import Grammar, GrammarKind
-from services.gateway.structure.asked import Structure
+from services.core.round_robin_queue import RoundRobinQueue
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import encode_message
+from services.gateway.structure.structured_outputs import Structure
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    guest: str
+    limit_key: str
     granted: asyncio.Future[None]
 
 
@@ -47,7 +47,7 @@ class FairSemaphore:
         self._client_max = client_max
         # Slots that each client holds.
         self._held = Counter[str]()
-        self._waiting = FairLine[_Waiter](waiting_max)
+        self._waiting = RoundRobinQueue[_Waiter](waiting_max)
 
     @property
     def taken(self) -> int:
@@ -55,46 +55,46 @@ class FairSemaphore:
         return self._held.total()
 
     @contextlib.asynccontextmanager
-    async def slot(self, guest: str) -> AsyncIterator[Slot]:
+    async def slot(self, limit_key: str) -> AsyncIterator[Slot]:
         """Wait for a slot and hold it, afterwards until the slot's `work` is done, if that is set.
 
         Raises:
             QueueFull: if too many callers of this client wait already.
         """
-        await self._acquire(guest)
+        await self._acquire(limit_key)
         slot = Slot()
         try:
             yield slot
         finally:
             # Work goes on when its caller is cancelled, and the limit is on concurrent work.
             if slot.work is None or slot.work.done():
-                self._release(guest)
+                self._release(limit_key)
             else:
-                slot.work.add_done_callback(lambda _: self._release(guest))
+                slot.work.add_done_callback(lambda _: self._release(limit_key))
 
-    async def _acquire(self, guest: str) -> None:
+    async def _acquire(self, limit_key: str) -> None:
         # No waiter is overtaken: with a slot free, all waiters belong to clients at their limit.
-        if self.taken < self._slots and self._held[guest] < self._client_max:
-            self._held[guest] += 1
+        if self.taken < self._slots and self._held[limit_key] < self._client_max:
+            self._held[limit_key] += 1
             return
-        waiter = _Waiter(guest, asyncio.get_running_loop().create_future())
-        if not self._waiting.join(guest, waiter):
+        waiter = _Waiter(limit_key, asyncio.get_running_loop().create_future())
+        if not self._waiting.join(limit_key, waiter):
             raise QueueFull("too many of your grammars are being checked; try again")
         try:
             await waiter.granted
         except asyncio.CancelledError:
             # If the slot was granted in the same iteration of the loop, pass it on.
-            if not self._waiting.leave(guest, waiter):
-                self._release(guest)
+            if not self._waiting.leave(limit_key, waiter):
+                self._release(limit_key)
             raise
 
-    def _release(self, guest: str) -> None:
-        self._held[guest] -= 1
-        if not self._held[guest]:
-            del self._held[guest]
+    def _release(self, limit_key: str) -> None:
+        self._held[limit_key] -= 1
+        if not self._held[limit_key]:
+            del self._held[limit_key]
         full = [client for client, count in self._held.items() if count >= self._client_max]
         if (waiter := self._waiting.next(full)) is not None:
-            self._held[waiter.guest] += 1
+            self._held[waiter.limit_key] += 1
             # A waiter that is already cancelled passes the slot on when its task runs.
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
@@ -161,14 +161,14 @@ class GrammarChecker:
             else:
                 return
 
-    async def check(self, structure: Structure, guest: str) -> CheckedGrammar:
-        """Check the grammar of `structure` for the client `guest`; return it if it is usable.
+    async def check(self, structure: Structure, limit_key: str) -> CheckedGrammar:
+        """Check the grammar of `structure` for the client `limit_key`; return it if it is usable.
 
         Raises:
             BadRequest: if the grammar is invalid or too expensive.
             ServiceUnavailable: if the grammar cannot be checked now.
         """
-        verdict = await self._verdict(structure.grammar, guest)
+        verdict = await self._verdict(structure.grammar, limit_key)
         if verdict.error is not None:
             raise BadRequest(
                 f"'{structure.param}' cannot be enforced: {verdict.error}; correct or simplify it",
@@ -182,12 +182,12 @@ class GrammarChecker:
         if self._client is not None:
             await self._client.close()
 
-    async def _verdict(self, grammar: Grammar, guest: str) -> GrammarVerdict:
+    async def _verdict(self, grammar: Grammar, limit_key: str) -> GrammarVerdict:
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
         if (cached := self._cached(key)) is not None:
             return cached
         try:
-            async with timeout(CHECK_TIMEOUT_S), self._semaphore.slot(guest) as slot:
+            async with timeout(CHECK_TIMEOUT_S), self._semaphore.slot(limit_key) as slot:
                 # The same grammar may have been checked while this request waited.
                 if (cached := self._cached(key)) is not None:
                     return cached

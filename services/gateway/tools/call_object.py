@@ -4,7 +4,7 @@ import json
 from collections.abc import Container
 from enum import Enum, auto
 
-from services.gateway.text.held_text import WHITESPACE
+from services.gateway.text.text_buffer import WHITESPACE
 from services.gateway.tools.json_value import JsonValue, Step
 
 NAME_KEY = "name"

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.text.held_text import TextBuffer
+from services.gateway.text.text_buffer import TextBuffer
 
 
 @dataclass(frozen=True, slots=True)

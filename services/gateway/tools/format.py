@@ -133,7 +133,7 @@ class ChatForm:
     """How the output of a choice is parsed.
 
     `names` are the tools that may be called; without names, calls are not parsed. `thinking` is
-    where the output begins; None if reasoning is not separated. `marks` are ids of special tokens
+    where the output begins; None if reasoning is not separated. `markers` are ids of special tokens
     that the detokenizer must show to the parsers. Without `include_reasoning`, the client receives
     no reasoning.
     """
@@ -141,5 +141,5 @@ class ChatForm:
     tool_format: ToolFormat = ToolFormat.NONE
     names: frozenset[str] = frozenset()
     thinking: Thinking | None = None
-    marks: frozenset[int] = frozenset()
+    markers: frozenset[int] = frozenset()
     include_reasoning: bool = True

@@ -3,7 +3,7 @@
 import re
 from enum import Enum, auto
 
-from services.gateway.text.held_text import WHITESPACE
+from services.gateway.text.text_buffer import WHITESPACE
 
 DEPTH_MAX = 64
 """Most nested objects and lists."""

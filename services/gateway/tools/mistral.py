@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from services.gateway.text.held_text import WHITESPACE
+from services.gateway.text.text_buffer import WHITESPACE
 from services.gateway.tools.call_list import CallList
 from services.gateway.tools.delimited_calls import CallBody, DelimitedCalls
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from llguidance import regex_to_lark
 
 from services.core.request import Grammar, GrammarKind
-from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.structure.schema import check_size, schema_text
+from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.tools import hermes, mistral, reasoning
 from services.gateway.tools.format import Thinking, ToolFormat
 from services.gateway.tools.tool import NO_PARAMETERS, Tool

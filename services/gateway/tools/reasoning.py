@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from services.gateway.text.held_text import WHITESPACE
+from services.gateway.text.text_buffer import WHITESPACE
 from services.gateway.tools.event import BufferedParser, Content, Event, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"

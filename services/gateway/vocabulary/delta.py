@@ -35,7 +35,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class SaidCall:
+class AccumulatedCall:
     """A tool call as far as it has been received."""
 
     id: str
@@ -43,7 +43,7 @@ class SaidCall:
     arguments: str = ""
 
 
-class Said:
+class AnswerAccumulator:
     """Accumulates the deltas of an answer."""
 
     def __init__(self) -> None:
@@ -75,6 +75,6 @@ class Said:
         return "".join(self._reasoning)
 
     @property
-    def calls(self) -> list[SaidCall]:
+    def calls(self) -> list[AccumulatedCall]:
         """Calls so far."""
-        return [SaidCall(call.id, call.name, "".join(texts)) for call, texts in self._calls]
+        return [AccumulatedCall(call.id, call.name, "".join(texts)) for call, texts in self._calls]

@@ -101,7 +101,7 @@ class DuplicateRequest(BadRequest):
     code = "duplicate_request"
 
 
-class KeyReused(BadRequest):
+class IdempotencyKeyReused(BadRequest):
     """The client has used the same Idempotency-Key with a different request."""
 
     status = 409

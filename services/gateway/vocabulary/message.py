@@ -108,7 +108,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class Fresh(msgspec.Struct, frozen=True):
+class UnreadTokens(msgspec.Struct, frozen=True):
     """Tokens of a request since the reader's previous read, and the finish if it is reached."""
 
     token_ids: Sequence[int]

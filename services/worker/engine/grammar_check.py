@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import TypeVar
 
-from services.core.fair_line import FairLine
 from services.core.planner.events import RefuseRequest
 from services.core.request import Grammar, Request
+from services.core.round_robin_queue import RoundRobinQueue
 from services.worker.engine.sampling.grammar import (
     GrammarRefused,
     Grammars,
@@ -54,7 +54,7 @@ class _Compiler:
         self._now_s = now_s
         self._changed = Condition()
         # Guards the next four attributes.
-        self._line = FairLine[Grammar](OWNED_MAX)
+        self._line = RoundRobinQueue[Grammar](OWNED_MAX)
         self._done: list[tuple[Grammar, GrammarVerdict]] = []
         self._current: tuple[Grammar, float] | None = None
         self._closed = False

@@ -9,7 +9,7 @@ from time import sleep
 
 import zmq
 
-from services.worker.ipc import PULSE_S, pulse_address
+from services.worker.ipc import HEARTBEAT_INTERVAL_S, heartbeat_address
 
 QUEUED_MAX = 4
 """Heartbeats queued for a servicer that does not read; further heartbeats are dropped."""
@@ -20,7 +20,7 @@ def start_heartbeat(address: str) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(pulse_address(address))
+    socket.connect(heartbeat_address(address))
     Thread(target=_beat, args=(socket,), name="heartbeat", daemon=True).start()
 
 
@@ -32,4 +32,4 @@ def _beat(socket: zmq.Socket[bytes]) -> None:
             pass  # the queue is full: the servicer does not read
         except zmq.ZMQError:
             return  # the ZeroMQ context was terminated: the process exits
-        sleep(PULSE_S)
+        sleep(HEARTBEAT_INTERVAL_S)

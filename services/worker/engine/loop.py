@@ -13,10 +13,10 @@ import zmq
 
 from services.common.clock import monotonic_s
 from services.core.planner.batch import Microbatch
-from services.core.planner.events import RequestAborted, RequestArrived, WaitLooked
-from services.core.planner.impossible import ImpossibleTargets
+from services.core.planner.events import RequestAborted, RequestArrived, RequeueChecked
+from services.core.planner.infeasible_targets import InfeasibleTargets
 from services.core.planner.preemption import OnlineRequest, Preempt
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 from services.core.report import EngineReport
 from services.core.request import Request
 from services.worker.engine.grammar_check import GrammarCheck
@@ -68,17 +68,17 @@ class EngineLoop:
         grammars: GrammarCheck,
         descriptors: Sequence[int] = (),
         profiler: IdleProfiler | None = None,
-        impossible: ImpossibleTargets | None = None,
+        infeasible: InfeasibleTargets | None = None,
     ) -> None:
         """`descriptors` become readable when frames from other members arrive.
 
-        `impossible` detects latency targets that no request can meet; the loop logs them.
+        `infeasible` detects latency targets that no request can meet; the loop logs them.
         """
         self._member = member
         self._socket = socket
         self._grammars = grammars
         self._profiler = profiler
-        self._impossible = impossible or ImpossibleTargets()
+        self._infeasible = infeasible or InfeasibleTargets()
         # Frames of the servicer that were read but not handled yet.
         self._inbox: deque[ToEngine] = deque()
         # Ids of requests to acknowledge in the next report.
@@ -138,7 +138,7 @@ class EngineLoop:
         if not for_requests and not preemptible:
             return None
         names = (chunk.request_id for chunk in microbatch.batch.chunks)
-        request_ids = frozenset(map(request_of, names))
+        request_ids = frozenset(map(request_id_of, names))
         changing = preemptible and self._member.busy_changing
         started_s = monotonic_s()
 
@@ -185,7 +185,7 @@ class EngineLoop:
             for frame in self._inbox
             if isinstance(frame, StartRequest) and frame.request.service.online
         )
-        return self._member.state.gives_way(microbatch.batch, now_s - started_s, online)
+        return self._member.state.should_preempt(microbatch.batch, now_s - started_s, online)
 
     def _aborts_any(self, request_ids: frozenset[str]) -> bool:
         """Whether the inbox holds an abort for any of `request_ids`."""
@@ -237,15 +237,15 @@ class EngineLoop:
 
     def _start(self, request: Request) -> None:
         self._received.append(request.request_id)
-        for target in self._impossible.news(request.service):
+        for target in self._infeasible.unreported(request.service):
             log.warning("%s", target)
         self._member.handle(RequestArrived(monotonic_s(), request))
 
     def _requeue_overdue(self) -> None:
         """Return requests to the scheduler that have waited too long and cannot start now."""
-        due_s, now_s = self._member.changeover.return_due_s, monotonic_s()
+        due_s, now_s = self._member.changeover.requeue_due_s, monotonic_s()
         if due_s is not None and due_s <= now_s:
-            self._member.handle(WaitLooked(now_s))
+            self._member.handle(RequeueChecked(now_s))
 
     def _fill_inbox(self) -> None:
         while len(self._inbox) < FRAMES_MAX and self._socket.poll(0):
@@ -256,12 +256,12 @@ class EngineLoop:
 
         Returns whether there was anything to report.
         """
-        news, now_s = self._member.take_news(), monotonic_s()
+        news, now_s = self._member.take_outbox(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
         epoch = configuration.epoch if configuration else 0
         member = self._member
-        status = (epoch, not member.settled, member.trouble, member.changeover.left)
+        status = (epoch, not member.settled, member.trouble, member.changeover.isolated)
         happened = bool(news or self._received or status != self._published_status)
         # Half the interval, so that every idle wait of `IDLE_HEARTBEAT_MS` ends in a report.
         if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:

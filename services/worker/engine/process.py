@@ -22,7 +22,7 @@ from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.config import IterationConfig
-from services.core.planner.impossible import ImpossibleTargets
+from services.core.planner.infeasible_targets import InfeasibleTargets
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
@@ -100,7 +100,7 @@ def build_engine() -> EngineLoop:
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, changeover.planner.pool, config),
-        ImpossibleTargets(planner.cost_model),
+        InfeasibleTargets(planner.cost_model),
     )
 
 

@@ -16,11 +16,11 @@ from services.common.clock import monotonic_s
 from services.common.records import to_group
 from services.common.timeouts import timeout
 from services.core.groups.fence import (
-    AbortAsked,
+    AbortCall,
     AbortPreparation,
     Apply,
     MemberState,
-    PrepareAsked,
+    PrepareCall,
     Verdict,
 )
 from services.core.groups.vocabulary import StoredGroup
@@ -40,7 +40,7 @@ class InvalidPrepare(ValueError):
     """A malformed Prepare; the message is a sentence."""
 
 
-def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
+def to_prepare_asked(request: pb.PrepareRequest) -> PrepareCall:
     """The fence's part of a Prepare.
 
     Raises:
@@ -53,7 +53,7 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
         raise InvalidPrepare(
             "a member's first layer must be at least 0, and its end must not be below the first"
         )
-    return PrepareAsked(
+    return PrepareCall(
         request.token,
         request.attempt,
         request.incarnation,
@@ -64,7 +64,7 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareAsked:
     )
 
 
-def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> ProposedChange:
+def to_preparation(asked: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
     """The engine side's part of a Prepare. Raises InvalidPrepare."""
     others = tuple(group for record in request.others if (group := to_group(record)) is not None)
     if len(others) < len(request.others):
@@ -91,9 +91,9 @@ def to_preparation(asked: PrepareAsked, request: pb.PrepareRequest) -> ProposedC
     )
 
 
-def to_abort_asked(request: pb.AbortRequest) -> AbortAsked:
+def to_abort_asked(request: pb.AbortRequest) -> AbortCall:
     """An Abort, as the fence judges it."""
-    return AbortAsked(request.token, request.attempt, request.incarnation)
+    return AbortCall(request.token, request.attempt, request.incarnation)
 
 
 # How long a Prepare from a later epoch waits for the group records of that epoch.
@@ -192,7 +192,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     async def _judge(
         self,
-        asked: PrepareAsked,
+        asked: PrepareCall,
         preparation: ProposedChange,
         timeout_s: float,
         context: PrepareContext,
@@ -206,7 +206,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     await context.abort(
                         grpc.StatusCode.FAILED_PRECONDITION, "the worker is stopping; leave it out"
                     )
-                answer = self._state.ask(asked)
+                answer = self._state.judge(asked)
                 if answer.aborted is not None:
                     await self._carry_out(answer.aborted)
                 if answer.verdict is Verdict.ACCEPTED:

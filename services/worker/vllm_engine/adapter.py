@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.refusal import known_already, queue_full, returned
+from services.core.planner.refusal import duplicate_id, queue_full, returned
 from services.core.report import EngineReport
 from services.core.request import GrammarKind, Limits, LogprobOptions, Request, Sampling
 from services.worker.ipc import (
@@ -220,7 +220,7 @@ class VllmAdapter:
     def _start(self, request: Request, tasks: asyncio.TaskGroup) -> None:
         self._received.append(request.request_id)
         if request.request_id in self._requests:
-            self._refusals.append(known_already(request.request_id))
+            self._refusals.append(duplicate_id(request.request_id))
         elif len(self._requests.waiting()) >= self._max_waiting:
             self._refusals.append(queue_full(request.request_id))
         else:

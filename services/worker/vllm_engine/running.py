@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.core.planner.returns import RETURN_AFTER_S
+from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
 from services.worker.vllm_engine.arguments import priority_of
@@ -150,14 +150,14 @@ class VllmRequests:
         return unstarted[len(unstarted) - count :]
 
     def overdue(self, now_s: float) -> list[VllmRequest]:
-        """Returnable requests that have been queued in vLLM for `RETURN_AFTER_S` or longer."""
+        """Returnable requests that have been queued in vLLM for `REQUEUE_AFTER_S` or longer."""
         queued = min(self.stats.waiting, len(self._by_id))
         return [
             entry
             for entry in self.waiting()[-queued:]
             if queued
             and entry.request.returnable
-            and entry.since_s + RETURN_AFTER_S <= now_s
+            and entry.since_s + REQUEUE_AFTER_S <= now_s
             and entry.steps + STEPS_TO_START <= self.stats.steps
         ]
 

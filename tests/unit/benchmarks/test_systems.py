@@ -11,11 +11,11 @@ import pytest
 from benchmarks.errors import BenchError
 from benchmarks.systems.catalog import (
     check_names,
+    class_fields_of,
     dtype_of,
     is_tideserve,
     is_vllm,
     make_system,
-    marks_of,
     without_dtype,
 )
 from benchmarks.systems.schedulings import SCHEDULINGS, serves_batch
@@ -36,7 +36,7 @@ from tideserve.cli.vllm_install import (
     name_distribution,
     vllm_python,
 )
-from tideserve.load.event_stream import Marks
+from tideserve.load.event_stream import ClassFields
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def test_vllm_with_priorities_is_told_them(deployment: Deployment) -> None:
     assert arguments[arguments.index("--scheduling-policy") + 1] == "priority"
     assert "--scheduling-policy" not in Vllm("vllm", (), deployment).arguments(0, 1)
     names = ("vllm-priority", "vllm", "slo", "mine=http://x")
-    assert [marks_of(name) for name in names] == [
-        *(Marks.PRIORITY, Marks.NONE, Marks.CLASSES, Marks.CLASSES)
+    assert [class_fields_of(name) for name in names] == [
+        *(ClassFields.PRIORITY, ClassFields.NONE, ClassFields.CLASSES, ClassFields.CLASSES)
     ]
 
 

@@ -15,12 +15,12 @@ from services.common.report import (
     load_message,
     memory_message,
     memory_values,
-    shown_memory,
     to_load_report,
     to_memory_report,
+    unchecked_memory_report,
 )
 from services.core.report import ClassTokens, EngineReport, Load, LoadReport
-from services.core.reporting import LoadReporting, ReportNews, ReportRhythm
+from services.core.reporting import LoadReporting, ReportSchedule, ReportUrgency
 from tests.support.reports import memory_report
 from tideserve.common.v1 import load_pb2, process_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -97,28 +97,31 @@ def test_an_old_worker_does_not_tell_its_blocks() -> None:
 
 def test_the_memory_manager_has_checked_what_is_shown() -> None:
     engine = EngineReport(Load(0, 0, 0, 0), epoch=4)
-    assert shown_memory(memory_message(memory_report("", engine, ""))).engine == engine
+    assert unchecked_memory_report(memory_message(memory_report("", engine, ""))).engine == engine
 
 
 def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() -> None:
     told = {one.name for one in load_pb2.WorkerLoad.DESCRIPTOR.fields}
-    loads, known = LoadReporting("w", "i", ReportRhythm(0.5, 4.0)), Load(3, 3, 9, 3, 3, 10)
-    assert loads.news(7, known) is ReportNews.MAJOR
+    loads, known = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(3, 3, 9, 3, 3, 10)
+    assert loads.urgency(7, known) is ReportUrgency.MAJOR
     loads.next(7, known, 0.0)
-    assert (loads.news(7, known), loads.news(8, known)) == (ReportNews.NONE, ReportNews.MAJOR)
+    assert (loads.urgency(7, known), loads.urgency(8, known)) == (
+        ReportUrgency.NONE,
+        ReportUrgency.MAJOR,
+    )
     for one in fields(Load):
         if one.name == "tokens":
             other: Any = ClassTokens(online_processed_tokens_total=1)
         else:
             other = not known.batch_yields if one.name == "batch_yields" else 7
-        expected = ReportNews.MAJOR if one.name in told else ReportNews.NONE
+        expected = ReportUrgency.MAJOR if one.name in told else ReportUrgency.NONE
         if one.name in ("kv_blocks_free", "kv_blocks_batch"):
-            expected = ReportNews.MINOR
-        assert loads.news(7, replace(known, **{one.name: other})) is expected, one.name
+            expected = ReportUrgency.MINOR
+        assert loads.urgency(7, replace(known, **{one.name: other})) is expected, one.name
     scarce = replace(known, kv_blocks_free=2)
-    assert loads.news(7, scarce) is ReportNews.MAJOR, "one more request may not fit"
-    assert loads.news(7, replace(known, kv_blocks_free=10)) is ReportNews.MAJOR
+    assert loads.urgency(7, scarce) is ReportUrgency.MAJOR, "one more request may not fit"
+    assert loads.urgency(7, replace(known, kv_blocks_free=10)) is ReportUrgency.MAJOR
     loads.note_dropped([1])
-    assert loads.news(7, known) is ReportNews.MINOR
+    assert loads.urgency(7, known) is ReportUrgency.MINOR
     loads.note_received("a")
-    assert loads.news(7, known) is ReportNews.MAJOR
+    assert loads.urgency(7, known) is ReportUrgency.MAJOR

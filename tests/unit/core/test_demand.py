@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.demand import ModelDemand, is_news
+from services.core.demand import ModelDemand, is_urgent_change
 
 TOLD = (ModelDemand("m", 2, 200, arriving_tokens_per_s=100.0), ModelDemand("n", refused=1))
 
@@ -25,9 +25,9 @@ TOLD = (ModelDemand("m", 2, 200, arriving_tokens_per_s=100.0), ModelDemand("n", 
 def test_more_requests_are_news_and_a_rate_that_falls_is_not(
     now: tuple[ModelDemand, ...], news: bool
 ) -> None:
-    assert is_news(TOLD, now) is news
+    assert is_urgent_change(TOLD, now) is news
 
 
 def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
-    assert not is_news((ModelDemand("m", arriving_tokens_per_s=5.0),), ())
-    assert is_news((), (ModelDemand("m", arriving_tokens_per_s=5.0),))
+    assert not is_urgent_change((ModelDemand("m", arriving_tokens_per_s=5.0),), ())
+    assert is_urgent_change((), (ModelDemand("m", arriving_tokens_per_s=5.0),))

@@ -13,9 +13,9 @@ from services.core.report import EngineReport, Load, MemoryReport
 from services.core.reporting import (
     RECEIVED_IDS_MAX,
     LoadReporting,
-    ReportNews,
-    ReportRhythm,
-    memory_news,
+    ReportSchedule,
+    ReportUrgency,
+    memory_report_urgency,
 )
 from tests.support.reports import memory_report
 
@@ -23,79 +23,81 @@ IDLE = Load(0, 0, 9, 0)
 
 
 def test_the_first_report_is_due_at_once_and_the_next_after_the_heartbeat() -> None:
-    rhythm = ReportRhythm(0.5, 4.0)
-    assert rhythm.due_s == -math.inf
-    rhythm.passed(1.0)
-    assert rhythm.due_s == rhythm.heartbeat_due_s == 5.0
+    schedule = ReportSchedule(0.5, 4.0)
+    assert schedule.due_s == -math.inf
+    schedule.note_sent(1.0)
+    assert schedule.due_s == schedule.heartbeat_due_s == 5.0
 
 
 def test_changes_soon_after_a_report_travel_together_in_the_next() -> None:
-    rhythm = ReportRhythm(0.5, 4.0)
-    rhythm.passed(1.0)
-    assert rhythm.note_change() and not rhythm.note_change()
-    assert (rhythm.due_s, rhythm.heartbeat_due_s) == (1.5, 5.0)
-    rhythm.passed(1.5)
-    assert rhythm.due_s == 5.5
-    assert rhythm.note_change() and rhythm.due_s == 2.0
+    schedule = ReportSchedule(0.5, 4.0)
+    schedule.note_sent(1.0)
+    assert schedule.note_change() and not schedule.note_change()
+    assert (schedule.due_s, schedule.heartbeat_due_s) == (1.5, 5.0)
+    schedule.note_sent(1.5)
+    assert schedule.due_s == 5.5
+    assert schedule.note_change() and schedule.due_s == 2.0
 
 
 def test_minor_news_waits_for_longer_unless_there_is_other_news() -> None:
-    rhythm = ReportRhythm(0.5, 4.0, 2.0)
-    rhythm.passed(1.0)
-    assert rhythm.note_change(ReportNews.MINOR) and rhythm.due_s == 3.0
-    assert not rhythm.note_change(ReportNews.MINOR) and not rhythm.note_change(ReportNews.NONE)
-    assert rhythm.note_change(ReportNews.MAJOR) and rhythm.due_s == 1.5
-    assert not rhythm.note_change(ReportNews.MINOR) and rhythm.due_s == 1.5
-    rhythm.passed(1.5)
-    assert not rhythm.note_change(ReportNews.NONE) and rhythm.due_s == 5.5
+    schedule = ReportSchedule(0.5, 4.0, 2.0)
+    schedule.note_sent(1.0)
+    assert schedule.note_change(ReportUrgency.MINOR) and schedule.due_s == 3.0
+    assert not schedule.note_change(ReportUrgency.MINOR) and not schedule.note_change(
+        ReportUrgency.NONE
+    )
+    assert schedule.note_change(ReportUrgency.MAJOR) and schedule.due_s == 1.5
+    assert not schedule.note_change(ReportUrgency.MINOR) and schedule.due_s == 1.5
+    schedule.note_sent(1.5)
+    assert not schedule.note_change(ReportUrgency.NONE) and schedule.due_s == 5.5
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> None:
     rng, pause_s, heartbeat_s = random.Random(seed), 0.5, 2.0
-    rhythm, sent, changed = ReportRhythm(pause_s, heartbeat_s), list[float](), list[float]()
+    schedule, sent, changed = ReportSchedule(pause_s, heartbeat_s), list[float](), list[float]()
     now_s = 0.0
     while now_s < 50.0:
         next_s = now_s + rng.randrange(1 + rng.choice((0, 6, 40, 190))) / 64
-        while rhythm.due_s <= next_s:
-            now_s = max(now_s, rhythm.due_s)
+        while schedule.due_s <= next_s:
+            now_s = max(now_s, schedule.due_s)
             assert not sent or pause_s <= now_s - sent[-1] <= heartbeat_s
             assert all(now_s - change_s <= pause_s for change_s in changed)
-            rhythm.passed(now_s)
+            schedule.note_sent(now_s)
             sent.append(now_s)
             changed.clear()
         now_s = next_s
-        rhythm.note_change()
+        schedule.note_change()
         changed.append(now_s)
     assert len(sent) > 20
 
 
 def test_a_report_told_beside_the_stream_makes_up_for_the_last_of_it() -> None:
-    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received("a")
-    told = [loads.told_beside(7, IDLE), loads.next(7, IDLE, 0.0), loads.told_beside(7, IDLE)]
+    told = [loads.out_of_band(7, IDLE), loads.next(7, IDLE, 0.0), loads.out_of_band(7, IDLE)]
     loads.note_received("b")
-    told += [loads.told_beside(7, IDLE), loads.next(7, IDLE, 1.0), loads.next(8, IDLE, 2.0)]
+    told += [loads.out_of_band(7, IDLE), loads.next(7, IDLE, 1.0), loads.next(8, IDLE, 2.0)]
     assert [report.received_request_ids for report in told] == [
         *(("a",), ("a",), ("a",)),
         *(("a", "b"), ("a", "b"), ("b",)),
     ]
     assert [report.number for report in told] == [1, 2, 3, 4, 5, 6]
     assert (told[-1].worker_id, told[-1].incarnation, told[-1].epoch) == ("w", "i", 8)
-    assert loads.rhythm.heartbeat_due_s == 6.0
+    assert loads.schedule.heartbeat_due_s == 6.0
 
 
 def test_what_was_received_is_bounded() -> None:
-    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received(*map(str, range(RECEIVED_IDS_MAX)))
     loads.note_received("one more")
     assert len(loads.next(1, IDLE, 0.0).received_request_ids) == RECEIVED_IDS_MAX
 
 
 def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
-    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_dropped((1, 2))
-    assert loads.told_beside(1, IDLE).dropped_prefixes == (1, 2)
+    assert loads.out_of_band(1, IDLE).dropped_prefixes == (1, 2)
     assert loads.next(1, IDLE, 0.0).dropped_prefixes == (1, 2)
     loads.note_dropped((3,))
     assert loads.next(1, IDLE, 1.0).dropped_prefixes == (1, 2, 3)
@@ -107,10 +109,10 @@ def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
 
 
 def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
-    loads = LoadReporting("w", "i", ReportRhythm(0.5, 4.0))
+    loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     assert loads.next(1, IDLE, 0.0).dropped_total == 0
     loads.note_dropped((1, 2))
-    reports = [loads.told_beside(1, IDLE), loads.next(1, IDLE, 1.0), loads.next(1, IDLE, 2.0)]
+    reports = [loads.out_of_band(1, IDLE), loads.next(1, IDLE, 1.0), loads.next(1, IDLE, 2.0)]
     assert [report.dropped_total for report in reports] == [2, 2, 2]
     loads.note_dropped(iter(range(2 * DROPPED_MAX)))
     report = loads.next(1, IDLE, 3.0)
@@ -119,14 +121,14 @@ def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
 
 
 def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
-    loads, busy = LoadReporting("w", "i", ReportRhythm(0.5, 4.0)), Load(1, 0, 8, 0)
+    loads, busy = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(1, 0, 8, 0)
 
     def told(epoch: int, load: Load, now_s: float) -> bool:
-        loads.rhythm.note_change()
+        loads.schedule.note_change()
         return loads.due(epoch, load, now_s) is not None
 
     assert told(7, IDLE, 0.0)
-    assert not told(7, IDLE, 1.0) and loads.rhythm.due_s == 4.0
+    assert not told(7, IDLE, 1.0) and loads.schedule.due_s == 4.0
     assert told(7, busy, 1.5) and told(8, busy, 2.0) and not told(8, busy, 5.0)
     assert told(8, busy, 6.0), "the heartbeat"
     loads.note_received("a")
@@ -138,11 +140,11 @@ def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
 
 
 def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
-    loads, busy = LoadReporting("w", "i", ReportRhythm(0.5, 4.0)), Load(1, 0, 8, 0)
+    loads, busy = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(1, 0, 8, 0)
     loads.next(7, IDLE, 0.0)
-    loads.told_beside(7, IDLE)
+    loads.out_of_band(7, IDLE)
     assert loads.due(7, IDLE, 1.0) is None
-    loads.told_beside(7, busy)
+    loads.out_of_band(7, busy)
     assert loads.due(7, IDLE, 2.0) is not None, "the reader may have the other one"
 
 
@@ -152,19 +154,22 @@ def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() ->
         return memory_report("w", replace(EngineReport(load, 1), **changes))
 
     told = report(80)
-    assert memory_news(None, told) is ReportNews.MAJOR
-    assert memory_news(told, report(70, iteration_tokens=IterationTokens(1))) is ReportNews.MINOR
-    assert memory_news(told, report(24)) is ReportNews.MAJOR
-    assert memory_news(told, report(80)) is ReportNews.NONE
-    assert memory_news(report(80, 1), report(79, 1)) is ReportNews.MAJOR
+    assert memory_report_urgency(None, told) is ReportUrgency.MAJOR
+    assert (
+        memory_report_urgency(told, report(70, iteration_tokens=IterationTokens(1)))
+        is ReportUrgency.MINOR
+    )
+    assert memory_report_urgency(told, report(24)) is ReportUrgency.MAJOR
+    assert memory_report_urgency(told, report(80)) is ReportUrgency.NONE
+    assert memory_report_urgency(report(80, 1), report(79, 1)) is ReportUrgency.MAJOR
     lost, lost_on = report(80, trouble="lost"), report(79, trouble="lost")
-    assert memory_news(lost, lost_on) is ReportNews.MAJOR
-    assert memory_news(told, report(80, 1)) is ReportNews.MAJOR
+    assert memory_report_urgency(lost, lost_on) is ReportUrgency.MAJOR
+    assert memory_report_urgency(told, report(80, 1)) is ReportUrgency.MAJOR
     changes = {"epoch": 2, "unsettled": True, "trouble": "lost", "parameter_bytes": 1}
     for name, value in changes.items():
-        assert memory_news(told, report(80, **{name: value})) is ReportNews.MAJOR, name
-    assert memory_news(told, replace(told, engine_hung=True)) is ReportNews.MAJOR
-    assert memory_news(told, replace(told, incarnation="another")) is ReportNews.MAJOR
+        assert memory_report_urgency(told, report(80, **{name: value})) is ReportUrgency.MAJOR, name
+    assert memory_report_urgency(told, replace(told, engine_hung=True)) is ReportUrgency.MAJOR
+    assert memory_report_urgency(told, replace(told, incarnation="another")) is ReportUrgency.MAJOR
 
 
 def test_batch_work_that_waits_and_yields_makes_no_report_urgent() -> None:
@@ -172,4 +177,4 @@ def test_batch_work_that_waits_and_yields_makes_no_report_urgent() -> None:
         load = Load(2, 3, free, 0, kv_blocks_total=100, batch_waiting=3, batch_yields=True)
         return memory_report("w", EngineReport(load, 1))
 
-    assert memory_news(report(80), report(79)) is ReportNews.MINOR
+    assert memory_report_urgency(report(80), report(79)) is ReportUrgency.MINOR

@@ -43,8 +43,8 @@ def engine(free: int) -> EngineReport:
 
 
 def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedDecision:
-    why = DecisionReason(Cause.OVERLOAD, 0, 0.0, 0.0, ModelLoad(0, 0, 0, 0, 0, 0, 0, 0, 0))
-    return LoggedDecision(0, Decision(0.0, "m", action, why, needed_tokens, group_ids))
+    reason = DecisionReason(Cause.OVERLOAD, 0, 0.0, 0.0, ModelLoad(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    return LoggedDecision(0, Decision(0.0, "m", action, reason, needed_tokens, group_ids))
 
 
 def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
@@ -71,8 +71,8 @@ def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     everybody = dict.fromkeys(FACTS, "i")
     for number in range(3):
-        state.see(everybody, 10.0 * number)
-        state.see(everybody | {"w1": f"i{number}"}, 10.0 * number + 5)
+        state.note_workers(everybody, 10.0 * number)
+        state.note_workers(everybody | {"w1": f"i{number}"}, 10.0 * number + 5)
     groups = [alone("w0"), alone("w1"), alone("w2")]
 
     def merged_by(decision: Decision, now_s: float) -> set[str]:
@@ -99,7 +99,7 @@ def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
 def looks(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
     """Look twice a second at workers that speak."""
     for half in range(int(2 * first_s), int(2 * last_s)):
-        state.see(dict.fromkeys(names, "i"), half / 2)
+        state.note_workers(dict.fromkeys(names, "i"), half / 2)
 
 
 def merged_at(state: ActionState, now_s: float) -> set[str]:

@@ -106,8 +106,8 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
         (logged,) = watched.acted
         decision = logged.decision
         assert decision.action is Action.MERGE
-        numbers = decision.why.numbers
-        assert (numbers.queued_tokens, numbers.used_tokens, numbers.waiting) == (300, 320, 7)
+        load = decision.reason.load
+        assert (load.queued_tokens, load.used_tokens, load.waiting) == (300, 320, 7)
         assert [one.decision for one in watched.watch.decisions] == [decision]
         assert text_of(decision) in caplog.text and "queued 300" in caplog.text
         for _ in range(DECISIONS_MAX + 5):

@@ -17,7 +17,7 @@ from deploy_objects import CPU_OVERLAY, ROOT, ToolMissing, Variant, build, build
 
 from services.common.errors import ConfigError
 from services.common.setting import values_of
-from services.core.line_order import Scheduling
+from services.core.queue_order import Scheduling
 
 VERSION = "0.1.0"
 

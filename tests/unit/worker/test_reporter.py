@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from services.core.report import EngineReport, Load
-from services.core.reporting import ReportNews, memory_news
+from services.core.reporting import ReportUrgency, memory_report_urgency
 from services.worker import reporter
 from services.worker.ipc import EngineReady
 from services.worker.reporter import ReportSender
@@ -186,7 +186,8 @@ async def test_an_engine_that_answers_again_is_reported_at_once() -> None:
     await asyncio.sleep(0.001)
     engine.responsive = True
     assert (
-        memory_news(cast(Any, still)._memory_sent, cast(Any, still)._memory()) is ReportNews.MAJOR
+        memory_report_urgency(cast(Any, still)._memory_sent, cast(Any, still)._memory())
+        is ReportUrgency.MAJOR
     )
     still.note_change()
     async with asyncio.timeout(DEADLINE_S):

@@ -4,7 +4,7 @@ import pytest
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.refusal import known_already, queue_full, returned, returned_after_loss
+from services.core.planner.refusal import duplicate_id, queue_full, returned, returned_after_loss
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.handovers import Handovers
@@ -48,7 +48,7 @@ def test_an_event_tells_what_was_asked_for() -> None:
     ("refusal", "reason", "kv_lost"),
     [
         (queue_full("a"), pb.FINISH_REASON_OVERLOADED, False),
-        (known_already("a"), pb.FINISH_REASON_INVALID, False),
+        (duplicate_id("a"), pb.FINISH_REASON_INVALID, False),
         (returned("a"), pb.FINISH_REASON_RETURNED, False),
         (returned_after_loss("a"), pb.FINISH_REASON_RETURNED, True),
     ],

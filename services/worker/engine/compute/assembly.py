@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from services.core.groups.slab_names import layer_name
-from services.worker.config import DEVICES, only_cpus
+from services.worker.config import DEVICES, cpu_only_torch_error
 from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype, logit_rows
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import (
@@ -123,7 +123,7 @@ def check_gpu_needs(device: torch.device) -> None:
     """Raise DeviceError if a CUDA build of torch, a C compiler or the GPU itself is missing."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if torch.version.cuda is None or missing:
-        raise DeviceError(only_cpus(torch.__version__))
+        raise DeviceError(cpu_only_torch_error(torch.__version__))
     # Triton compiles a launcher in C for each kernel.
     compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"

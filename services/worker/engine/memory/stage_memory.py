@@ -147,7 +147,7 @@ class StageMemory:
         """Names of the slabs in `slabs_of` that are not resident. Raises InvalidStage."""
         return [n for n in self.slabs_of(first_layer, end_layer) if not self.slabs[n].resident]
 
-    def blocks_beside(self, first_layer: int, end_layer: int) -> int:
+    def blocks_after_adding(self, first_layer: int, end_layer: int) -> int:
         """Number of KV blocks that remain after adding these layers to the current stage.
 
         Pass it to `shrink_kv` before a restore; less than 1 if memory does not suffice. Raises

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.core.changeover.state import DRAINED_TIMEOUT_S
-from services.core.stall import StallLimit
+from services.core.stall_limit import StallLimit
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class GroupHealth:
     def finished(self, now_s: float) -> None:
         """Note that the oldest microbatch in flight returned."""
         if self._launched_s:
-            self._stall.came(now_s - self._launched_s.popleft())
+            self._stall.note_completed(now_s - self._launched_s.popleft())
             self._alarm = ""
 
     def trouble(self, now_s: float, joining: bool = False) -> str:
@@ -61,5 +61,5 @@ class GroupHealth:
         # wait again.
         if self._alarm != what and waited_s > limit_s:
             self._alarm = what
-            self._stall.alarmed()
+            self._stall.note_alarm()
         return f"{what} for {waited_s:.0f} s" if self._alarm == what else ""

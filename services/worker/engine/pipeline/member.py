@@ -30,9 +30,9 @@ from services.core.planner.events import (
     RefuseRequest,
     RequestAborted,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
-from services.core.planner.sequence_names import NameSource
+from services.core.planner.sequence_ids import SequenceIdSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
@@ -82,7 +82,7 @@ class Member:
         self.links = links
         self.mover = mover = mover_of(self._epoch_status_of, self._unpack)
         self._now_s = now_s
-        self._names = NameSource(identity.incarnation)
+        self._names = SequenceIdSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
         self._failpoints = ChangeFailpoints(identity.worker_id)
@@ -121,15 +121,15 @@ class Member:
 
     # --- commands of the servicer
 
-    def handle(self, event: RequestArrived | RequestAborted | WaitLooked) -> None:
+    def handle(self, event: RequestArrived | RequestAborted | RequeueChecked) -> None:
         """Apply an event of a request, named by the id that its gateway knows."""
         # Each start of a request gets a sequence id of its own: a retry is another sequence.
         if isinstance(event, RequestArrived):
-            seq_id = self._names.name(event.request.request_id)
+            seq_id = self._names.new_id(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=seq_id))
             self._serving.begin(seq_id, event.request)
         elif isinstance(event, RequestAborted):
-            self._serving.abort(self.changeover.name_of(event.request_id))
+            self._serving.abort(self.changeover.seq_id_of(event.request_id))
         self._apply(event)
 
     def refuse(self, refusal: RefuseRequest) -> None:
@@ -210,7 +210,7 @@ class Member:
         """Token counts of all iterations that it has planned."""
         return self._serving.iteration_tokens.total
 
-    def take_news(self) -> EngineOutbox:
+    def take_outbox(self) -> EngineOutbox:
         """The outbox since the last call, for the servicer."""
         outbox, self._serving.outbox = self._serving.outbox, EngineOutbox()
         return outbox

@@ -177,7 +177,7 @@ class Restoring:
         # must not wait for it.
         memory.prepare_drop(first, end)
         return RestoreMeasured(
-            memory.blocks_beside(first, end),
+            memory.blocks_after_adding(first, end),
             tuple(memory.missing_slabs(first, end)),
             tuple(sorted(set(range(first, end)) - set(memory.layers))),
         )

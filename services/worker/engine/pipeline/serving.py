@@ -21,7 +21,7 @@ from services.core.planner.events import (
     RefuseRequest,
 )
 from services.core.planner.preemption import PreemptedWork
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 from services.core.planner.state import PlannerState
 from services.core.request import Request
 from services.worker.engine.pipeline.links import Links
@@ -177,11 +177,11 @@ class Serving:
         seq_id = command.request_id
         if isinstance(command, RefuseRequest):
             self._clock.end(seq_id, self._now_s())
-            self.outbox.refusals.append(replace(command, request_id=request_of(seq_id)))
+            self.outbox.refusals.append(replace(command, request_id=request_id_of(seq_id)))
             return
         if command.index == 0:
             self._clock.emitted(seq_id, self._now_s())
-        self.outbox.tokens.append(command._replace(request_id=request_of(seq_id)))
+        self.outbox.tokens.append(command._replace(request_id=request_id_of(seq_id)))
         if command.finish_reason is not None:
             self._note_end(seq_id)
 
@@ -192,7 +192,7 @@ class Serving:
         self._clock.begin(seq_id, self._now_s(), decodes=bool(state.output_ids))
         self.outbox.adopted.append(
             AdoptedRequest(
-                request_of(seq_id),
+                request_id_of(seq_id),
                 self._links.group_id,
                 self._links.epoch,
                 list(state.output_ids),
@@ -207,7 +207,7 @@ class Serving:
         self._note_end(command.request_id)
         self.outbox.moved.append(
             MovedRequest(
-                request_of(command.request_id),
+                request_id_of(command.request_id),
                 command.worker_id,
                 address,
                 command.group.group_id,
@@ -220,7 +220,7 @@ class Serving:
         """Report the times of a sequence that has ended or moved away."""
         times = self._clock.end(seq_id, self._now_s())
         if times is not None:
-            self.outbox.times[request_of(seq_id)] = times
+            self.outbox.times[request_id_of(seq_id)] = times
 
     # --- microbatches
 

@@ -54,8 +54,8 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     try:
         limits = batch_limits_of(runner, config.max_batch_tokens, config.max_running)
         session = ProfileSession(config.effort, limits)
-        with start_co_runners(config) as companions:
-            measure(session, Measurer(runner, BlockPool(runner.num_blocks)), companions)
+        with start_co_runners(config) as co_runners:
+            measure(session, Measurer(runner, BlockPool(runner.num_blocks)), co_runners)
         outcome = session.outcome()
         measured = measured_profile(runner, runner_config, config.threads, outcome)
     finally:
@@ -71,12 +71,12 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     }
 
 
-def measure(session: ProfileSession, measurer: Measurer, companions: CoRunners) -> None:
+def measure(session: ProfileSession, measurer: Measurer, co_runners: CoRunners) -> None:
     """Run the session to completion and report progress. Raises WorkerError."""
 
     def duration_s() -> float:
         batch = session.next_batch()
-        with companions.run(batch):
+        with co_runners.run(batch):
             measured_s = measurer.duration_s(batch)
         assert measured_s is not None, "profiling has no interrupt"
         return measured_s

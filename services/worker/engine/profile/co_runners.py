@@ -65,12 +65,12 @@ def start_co_runners(config: ProfileConfig) -> Iterator[CoRunners]:
     """Start the configured number of co-runners; end them afterwards. Raises CoRunnerLost."""
     first = json.dumps(asdict(config), default=str)
     with ExitStack() as stack:
-        processes = [_start(stack) for _ in range(config.companions)]
+        processes = [_start(stack) for _ in range(config.co_runners)]
         for process in processes:
             _write_line(process, first)
-        companions = CoRunners(processes)
-        companions.await_all()
-        yield companions
+        co_runners = CoRunners(processes)
+        co_runners.await_all()
+        yield co_runners
 
 
 def _start(stack: ExitStack) -> "subprocess.Popen[str]":

@@ -16,7 +16,7 @@ from services.worker.engine.profile.batches import FULL, GPU, QUICK, Effort
 class ProfileConfig:
     """The model and device to profile, and the folder for the profile.
 
-    `companions`: the number of other engines that run each batch at the same time, as workers of a
+    `co_runners`: the number of other engines that run each batch at the same time, as workers of a
     machine do.
     """
 
@@ -30,7 +30,7 @@ class ProfileConfig:
     max_batch_tokens: int = like(WorkerConfig, "max_batch_tokens")
     max_running: int = like(WorkerConfig, "max_running")
     quick: bool = False
-    companions: int = number(0, minimum=0, maximum=63)
+    co_runners: int = number(0, minimum=0, maximum=63)
 
     @property
     def effort(self) -> Effort:

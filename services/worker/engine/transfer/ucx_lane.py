@@ -21,7 +21,7 @@ from threading import Lock, Thread, current_thread
 
 from services.common.address import join_address, listen
 from services.common.clock import monotonic_s
-from services.common.scheduling import run_soon
+from services.common.thread_priority import request_short_slices
 from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import UNPROVEN_MAX, ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
@@ -203,7 +203,7 @@ class UcxLane(Lane):
         self._in_bell.ring()
 
     def _run(self) -> None:
-        run_soon()
+        request_short_slices()
         try:
             while not self._stopping:
                 self._turn()

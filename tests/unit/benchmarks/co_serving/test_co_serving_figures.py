@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from benchmarks.co_serving.figures import (
     co_serving_figures,
     counted_at,
-    kept_of,
+    targets_met,
     ttft_s,
     window,
 )
@@ -204,11 +204,11 @@ def test_a_request_that_was_cut_off_counts_by_what_it_had_got() -> None:
         one = without_token(20.0, end_s, RequestOutcome.FAILED, UNFINISHED)
         return replace(one, token_times_s=tuple(FROM_S + time_s for time_s in tokens_s))
 
-    assert kept_of(cut_off(21.6, 21.0, 21.4), PROMISED) == (True, True, 1.0)
+    assert targets_met(cut_off(21.6, 21.0, 21.4), PROMISED) == (True, True, 1.0)
     # Nothing for a second after a group that was in time.
-    assert kept_of(cut_off(22.9, 21.0, 21.4, 21.8), PROMISED) == (True, False, 0.5)
-    assert kept_of(cut_off(24.1, 24.0), PROMISED) == (False, True, 1.0)
-    assert kept_of(cut_off(60.0), PROMISED) == (False, False, 0.0)
+    assert targets_met(cut_off(22.9, 21.0, 21.4, 21.8), PROMISED) == (True, False, 0.5)
+    assert targets_met(cut_off(24.1, 24.0), PROMISED) == (False, True, 1.0)
+    assert targets_met(cut_off(60.0), PROMISED) == (False, False, 0.0)
     broken = replace(cut_off(21.6, 21.0, 21.4), error="the stream ended early")
-    assert kept_of(broken, PROMISED) == (False, False, 0.0)
-    assert kept_of(record(20.0, tokens=1), PROMISED) == (True, True, 1.0)
+    assert targets_met(broken, PROMISED) == (False, False, 0.0)
+    assert targets_met(record(20.0, tokens=1), PROMISED) == (True, True, 1.0)

@@ -4,7 +4,7 @@ import pytest
 
 from services.core.changeover import vocabulary
 from services.core.changeover.state import HOLD_MAX_S
-from services.core.line_order import Scheduling
+from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
 from tests.support.changeover_script import Script, groups
 

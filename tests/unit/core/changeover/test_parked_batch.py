@@ -7,15 +7,15 @@ from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Adopt
 from services.core.changeover.state import MemberPhase
 from services.core.groups.layer_map import Stage
-from services.core.line_order import Scheduling
 from services.core.planner.events import (
     RefuseRequest,
     RequestAborted,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
-from services.core.planner.returns import RETURN_AFTER_S
+from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.planner.sequence import Phase
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from tests.support.changeover_script import LAYERS, Groups, Script, groups
@@ -142,7 +142,7 @@ def rest_returnable() -> Script:
     script.ask("b", "w", 8, service=BATCH)
     request = Request("r", (5,) * 8, Sampling(), Limits(4), 0.0, service=BATCH, returnable=True)
     script.do("b", RequestArrived(script.now_s, request))
-    assert script.members["b"].return_due_s == 60.0, "it has room, and waits for its turn"
+    assert script.members["b"].requeue_due_s == 60.0, "it has room, and waits for its turn"
     script.change(MERGED)
     return script
 
@@ -152,11 +152,11 @@ def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
     script = rest_returnable()
     member = script.members["b"]
     assert sorted(script.names_at("b")) == ["m", "r", "w"]
-    assert member.return_due_s == RETURN_AFTER_S
-    assert script.do("b", WaitLooked(RETURN_AFTER_S - 0.01)) == []
-    (told,) = script.do("b", WaitLooked(RETURN_AFTER_S))
+    assert member.requeue_due_s == REQUEUE_AFTER_S
+    assert script.do("b", RequeueChecked(REQUEUE_AFTER_S - 0.01)) == []
+    (told,) = script.do("b", RequeueChecked(REQUEUE_AFTER_S))
     assert isinstance(told, RefuseRequest) and (told.request_id, told.returned) == ("r", True)
-    assert sorted(script.names_at("b")) == ["m", "w"] and member.return_due_s is None
+    assert sorted(script.names_at("b")) == ["m", "w"] and member.requeue_due_s is None
     script.change(SPLIT)
     script.run("b")
     assert script.names_at("b") == []
@@ -168,7 +168,7 @@ def test_what_the_leader_has_got_does_not_go_back() -> None:
     script.settle()
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "r", "w"]
     for name in "ab":
-        assert script.members[name].return_due_s is None
+        assert script.members[name].requeue_due_s is None
 
 
 def test_it_goes_on_at_its_worker_when_the_leader_is_lost() -> None:

@@ -9,17 +9,17 @@ from services.core.groups import coordinator
 from services.core.groups.coordinator import (
     ENDED,
     TRANSITIONS,
-    ChangeAsked,
     ChangeCalledOff,
     ChangePhase,
+    ChangeRequested,
     ChangeStepped,
     Command,
     CoordinatorConfig,
     CoordinatorState,
     Event,
-    LookAtMembers,
-    MemberSeen,
-    MembersSeen,
+    MembersPolled,
+    MemberStatus,
+    PollMembers,
 )
 from services.core.groups.layer_map import Stage
 from services.core.groups.state import ProtocolConfig
@@ -62,7 +62,7 @@ class Cluster:
         self.now_s = 0.0
         self.transactions: list[Transact] = []
         self.prepares: list[PrepareMembers] = []
-        self.looks: list[tuple[float, LookAtMembers]] = []
+        self.looks: list[tuple[float, PollMembers]] = []
         self.steps: dict[str, list[ChangePhase]] = {}
         self.messages: dict[str, str] = {}
         self.epochs: dict[str, int] = {}
@@ -84,14 +84,14 @@ class Cluster:
                 self.transactions.append(command)
             case PrepareMembers():
                 self.prepares.append(command)
-            case LookAtMembers():
+            case PollMembers():
                 self.looks.append((self.now_s + command.after_s, command))
             case ChangeStepped():
                 self.steps.setdefault(command.change_id, []).append(command.phase)
                 self.messages[command.change_id] = command.message
 
     def ask(self, change_id: str, targets: Targets, urgent: bool = False) -> None:
-        self.feed(ChangeAsked(self.now_s, change_id, targets, urgent))
+        self.feed(ChangeRequested(self.now_s, change_id, targets, urgent))
 
     def write(self, command: Transact) -> None:
         self.transactions.remove(command)
@@ -133,10 +133,10 @@ class Cluster:
         self.looks = [one for one in self.looks if one[0] > self.now_s]
         for _, command in due:
             seen = tuple(
-                MemberSeen(name, self.epochs.get(name, 0), name not in self.unsettled)
+                MemberStatus(name, self.epochs.get(name, 0), name not in self.unsettled)
                 for name in command.worker_ids
             )
-            self.feed(MembersSeen(self.now_s, command.change_id, seen))
+            self.feed(MembersPolled(self.now_s, command.change_id, seen))
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds

@@ -74,7 +74,7 @@ class Store:
             self.groups[group.group_id] = StoredGroup(group, self.revision)
         for one in command.assignments:
             self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
-        for name in command.forgotten:
+        for name in command.removed_workers:
             self.assignments.pop(name, None)
             self.groups.pop(f"group-{name}", None)
             self.epoch_floor, self.floor_revision = command.epoch_floor, self.revision
@@ -101,7 +101,7 @@ def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_ep
     assert store.read(0.0) == []
     assert store.pass_time(GONE_AFTER_S - 0.1) == []
     (removal,) = store.pass_time(GONE_AFTER_S)
-    assert removal.forgotten == ("w0",)
+    assert removal.removed_workers == ("w0",)
     assert (removal.epoch_floor, removal.floor_revision) == (41, 0)
     assert removal.group_revisions == {"group-w0": 10}
     assert removal.assignment_revisions == {"w0": 10}
@@ -141,7 +141,7 @@ def test_a_worker_that_comes_back_in_time_keeps_its_records(store: Store) -> Non
     # The time runs from its last absence.
     assert store.pass_time(4 * GONE_AFTER_S - 1) == []
     (removal,) = store.pass_time(4 * GONE_AFTER_S)
-    assert removal.forgotten == ("w0",)
+    assert removal.removed_workers == ("w0",)
 
 
 def test_a_floor_never_sinks(store: Store) -> None:
@@ -163,10 +163,10 @@ def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
         one = Assignment(member.worker_id, member.incarnation, "group-w0", 5, member.first_layer)
         store.assignments[member.worker_id] = StoredAssignment(one, 9)
     (dissolved,) = store.read(0.0)
-    assert not dissolved.forgotten
+    assert not dissolved.removed_workers
     assert store.pass_time(GONE_AFTER_S) == []
     (removal,) = store.commit(dissolved, GONE_AFTER_S)
-    assert removal.forgotten == ("w0", "w1")
+    assert removal.removed_workers == ("w0", "w1")
     assert removal.epoch_floor == 6
     # There is only an assignment of w1.
     assert removal.group_revisions == {"group-w0": store.revision, "group-w1": 0}
@@ -177,10 +177,10 @@ def test_many_are_forgotten_some_at_a_time(store: Store) -> None:
         store.left_behind(f"w{number:02}", epoch=number + 1)
     store.read(0.0)
     (first,) = store.pass_time(GONE_AFTER_S)
-    assert len(first.forgotten) == REMOVED_MAX
+    assert len(first.removed_workers) == REMOVED_MAX
     assert 3 * REMOVED_MAX + 2 <= 128
     (second,) = store.commit(first, GONE_AFTER_S)
-    assert len(second.forgotten) == 3
+    assert len(second.removed_workers) == 3
     assert second.floor_revision == store.revision
     assert store.commit(second, GONE_AFTER_S) == []
     assert store.assignments == {}

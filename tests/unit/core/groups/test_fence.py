@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from services.core.groups.fence import (
-    AbortAsked,
+    AbortCall,
     AbortPreparation,
     Apply,
     MemberState,
-    PrepareAsked,
+    PrepareCall,
     Verdict,
 )
 from services.core.groups.vocabulary import Group, GroupPhase, Member, StoredGroup
@@ -18,7 +18,7 @@ ALONE = Group("group-w0", 3, GroupPhase.STABLE, (Member("w0", "a", 0, 4),), "m")
 PAIR = Group(
     "group-w0", 4, GroupPhase.STABLE, (Member("w0", "a", 0, 2), Member("w1", "b", 2, 4)), "m"
 )
-ASKED = PrepareAsked(7, "7-1", "a", "group-w0", 3, 20, PAIR)
+ASKED = PrepareCall(7, "7-1", "a", "group-w0", 3, 20, PAIR)
 MARKED = StoredGroup(replace(ALONE, attempt="7-1"), 20)
 
 
@@ -30,9 +30,9 @@ def state() -> MemberState:
 
 
 def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -> None:
-    assert state.ask(ASKED).verdict is Verdict.ACCEPTED
+    assert state.judge(ASKED).verdict is Verdict.ACCEPTED
     assert state.observe([MARKED]) == []
-    assert state.ask(ASKED).verdict is Verdict.REPLAYED
+    assert state.judge(ASKED).verdict is Verdict.REPLAYED
     assert state.observe([StoredGroup(PAIR, 30)]) == [Apply(PAIR, "7-1")]
     assert state.observe([StoredGroup(PAIR, 30)]) == []
     assert state.observe([StoredGroup(ALONE, 10)]) == []
@@ -55,52 +55,52 @@ def test_what_is_stale_or_foreign_has_no_effect(
     state: MemberState, changes: dict[str, object], verdict: Verdict
 ) -> None:
     before = replace(state)
-    assert state.ask(replace(ASKED, **changes)).verdict is verdict
+    assert state.judge(replace(ASKED, **changes)).verdict is verdict
     assert (state.preparing, state.epoch) == (before.preparing, before.epoch)
 
 
 def test_a_lower_token_is_refused_for_ever(state: MemberState) -> None:
-    state.ask(ASKED)
-    assert state.abort(AbortAsked(6, "7-1", "a")) is None
+    state.judge(ASKED)
+    assert state.abort(AbortCall(6, "7-1", "a")) is None
     older = replace(ASKED, token=6, attempt="6-9", mod_revision=40)
-    assert state.ask(older).verdict is Verdict.STALE
+    assert state.judge(older).verdict is Verdict.STALE
 
 
 def test_an_aborted_attempt_is_not_taken_up_again(state: MemberState) -> None:
-    state.ask(ASKED)
-    assert state.abort(AbortAsked(8, "7-1", "a")) == AbortPreparation("7-1")
-    assert state.ask(replace(ASKED, token=8)).verdict is Verdict.STALE
+    state.judge(ASKED)
+    assert state.abort(AbortCall(8, "7-1", "a")) == AbortPreparation("7-1")
+    assert state.judge(replace(ASKED, token=8)).verdict is Verdict.STALE
 
 
 def test_a_later_attempt_ends_an_earlier_one(state: MemberState) -> None:
-    state.ask(ASKED)
-    answer = state.ask(replace(ASKED, attempt="7-2", mod_revision=25))
+    state.judge(ASKED)
+    answer = state.judge(replace(ASKED, attempt="7-2", mod_revision=25))
     assert (answer.verdict, answer.aborted) == (Verdict.ACCEPTED, AbortPreparation("7-1"))
-    assert state.ask(ASKED).verdict is Verdict.STALE
+    assert state.judge(ASKED).verdict is Verdict.STALE
 
 
 def test_a_record_without_the_mark_ends_the_attempt(state: MemberState) -> None:
-    state.ask(ASKED)
+    state.judge(ASKED)
     assert state.observe([StoredGroup(ALONE, 10)]) == []
     assert state.observe([StoredGroup(ALONE, 21)]) == [AbortPreparation("7-1")]
-    assert state.ask(ASKED).verdict is Verdict.STALE
+    assert state.judge(ASKED).verdict is Verdict.STALE
 
 
 def test_a_record_that_bears_the_mark_may_come_before_the_request(state: MemberState) -> None:
     assert state.observe([MARKED]) == []
-    assert state.ask(ASKED).verdict is Verdict.ACCEPTED
+    assert state.judge(ASKED).verdict is Verdict.ACCEPTED
 
 
 def test_layers_fetched_for_a_commit_that_was_not_seen_are_kept(state: MemberState) -> None:
     """The target may have been committed and followed by another one before anybody looked."""
-    state.ask(ASKED)
+    state.judge(ASKED)
     later = replace(ALONE, epoch=6, phase=GroupPhase.DEGRADED)
     assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
 
 
 def test_a_prepared_layer_is_kept_while_the_member_has_no_group(state: MemberState) -> None:
     """The target was committed, unseen, and dissolved when the member's lease had ended."""
-    state.ask(ASKED)
+    state.judge(ASKED)
     gone_on = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
     assert state.observe([StoredGroup(gone_on, 30)]) == []
     assert state.preparing == ASKED

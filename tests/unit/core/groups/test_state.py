@@ -9,7 +9,6 @@ from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
     Assignment,
-    CalledOff,
     ClusterListed,
     Command,
     Event,
@@ -23,6 +22,7 @@ from services.core.groups.vocabulary import (
     ReconfigurationCommitted,
     ReconfigurationFailed,
     Reconfigure,
+    ReconfigureCalledOff,
     StoredAssignment,
     StoredGroup,
     Targets,
@@ -523,7 +523,7 @@ class TestAbsentMembers:
 
 class TestCallingOff:
     def call_off(self, store: Store) -> list[Command]:
-        return store.feed(CalledOff(store.now_s, "r", "load has returned"))
+        return store.feed(ReconfigureCalledOff(store.now_s, "r", "load has returned"))
 
     def test_marks_vanish_members_abort_and_nobody_backs_off(self, pair: Store) -> None:
         pair.merge()

@@ -49,7 +49,7 @@ def test_members_have_the_time_of_an_iteration_to_connect_again(store: Store) ->
     assert store.feed(_slow(store, "w1", epoch, 2.5)) == []
     (asked,) = store.commit(transaction(mark))
     assert isinstance(asked, PrepareMembers)
-    assert asked.timeout_s == store.state.config.renew_timeout_s + 4.0
+    assert asked.timeout_s == store.state.config.rebuild_timeout_s + 4.0
 
 
 def _slow(store: Store, worker_id: str, epoch: int, iteration_s: float) -> GroupStuck:
@@ -68,7 +68,7 @@ def renewal(store: Store) -> PrepareMembers:
 def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers(store: Store) -> None:
     before = group_of(store, "w0")
     asked = renewal(store)
-    assert asked.timeout_s == store.state.config.renew_timeout_s
+    assert asked.timeout_s == store.state.config.rebuild_timeout_s
     assert report(store, "w1") == [], "it is being mended already"
     store.answer("w0", asked.attempt)
     (commit,) = store.answer("w1", asked.attempt)
@@ -111,7 +111,7 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
         store = merged()
         asked = renewal(store)
         if silent:
-            store.now_s += store.state.config.renew_timeout_s
+            store.now_s += store.state.config.rebuild_timeout_s
             commands = store.feed(TimePassed(store.now_s))
         else:
             commands = store.answer("w1", asked.attempt, ready=False)

@@ -110,12 +110,12 @@ def test_overload_has_to_last(world: World) -> None:
     (decision,) = world.tick(4)
     assert (decision.action, decision.model) == (Action.MERGE, MODEL)
     assert decision.needed_tokens == 200
-    why = decision.why
-    assert (why.cause, why.threshold_tokens) == (Cause.OVERLOAD, 2000)
-    assert why.held_s >= why.dwell_s == 0.2
-    numbers = why.numbers
-    assert (numbers.demand_tokens, numbers.used_tokens, numbers.queued_tokens) == (2200, 1900, 300)
-    assert (numbers.capacity_tokens, numbers.undropped_tokens, numbers.waiting) == (2000, 2000, 1)
+    reason = decision.reason
+    assert (reason.cause, reason.threshold_tokens) == (Cause.OVERLOAD, 2000)
+    assert reason.held_s >= reason.dwell_s == 0.2
+    load = reason.load
+    assert (load.demand_tokens, load.used_tokens, load.queued_tokens) == (2200, 1900, 300)
+    assert (load.capacity_tokens, load.undropped_tokens, load.waiting) == (2000, 2000, 1)
 
 
 def test_a_full_cluster_without_a_queue_is_not_overloaded(world: World) -> None:
@@ -133,9 +133,9 @@ def test_the_forecast_counts_what_arrives_and_stays(world: World) -> None:
     world.used, world.queued_tokens, world.rate = 1700, 100, 400.0
     (decision,) = world.tick(60)[:1]
     assert decision.action is Action.MERGE
-    numbers = decision.why.numbers
-    assert numbers.demand_tokens == 1800 and 200 < numbers.forecast_tokens <= 400
-    assert decision.needed_tokens == numbers.expected_tokens - 2000
+    load = decision.reason.load
+    assert load.demand_tokens == 1800 and 200 < load.forecast_tokens <= 400
+    assert decision.needed_tokens == load.expected_tokens - 2000
 
 
 def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
@@ -144,14 +144,14 @@ def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
     assert world.tick(200) == []
     world.rate = 400.0
     assert world.tick(300) == []
-    assert world.monitor.numbers(MODEL).forecast_tokens == 0
+    assert world.monitor.load(MODEL).forecast_tokens == 0
     for _ in range(60):
         world.queued_tokens += 10
         if found := world.tick():
             break
     (decision,) = found
-    assert decision.action is Action.MERGE and decision.why.numbers.forecast_tokens > 0
-    assert decision.why.numbers.demand_tokens < 2000
+    assert decision.action is Action.MERGE and decision.reason.load.forecast_tokens > 0
+    assert decision.reason.load.demand_tokens < 2000
 
 
 def full_beside_half_empty(half_empty: int) -> tuple[GroupUse, ...]:
@@ -178,10 +178,10 @@ def decisions_of(
 def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
     """Requests of full groups are assigned, and cannot go elsewhere."""
     first = decisions_of(full_beside_half_empty(2800))[0]
-    assert (first.action, first.why.cause) == (Action.MERGE, Cause.OVERLOAD)
-    numbers = first.why.numbers
-    assert numbers.expected_tokens < numbers.capacity_tokens
-    assert first.needed_tokens == numbers.stuck_tokens == 1200
+    assert (first.action, first.reason.cause) == (Action.MERGE, Cause.OVERLOAD)
+    load = first.reason.load
+    assert load.expected_tokens < load.capacity_tokens
+    assert first.needed_tokens == load.stuck_tokens == 1200
     assert first.group_ids == ("g2", "g3"), "the others have nothing to gain"
 
 
@@ -199,7 +199,7 @@ def test_a_group_with_a_leaving_member_does_not_hold_up_other_groups() -> None:
         for n in (2, 3, 4, 5)
     )
     found = decisions_of((leaving, *flooded), 45)
-    assert [(one.action, one.why.cause) for one in found] == [
+    assert [(one.action, one.reason.cause) for one in found] == [
         (Action.SPLIT, Cause.DRAINING),
         (Action.MERGE, Cause.OVERLOAD),
     ]
@@ -218,7 +218,7 @@ def test_waiting_at_workers_counts(world: World) -> None:
         found = world.monitor.handle(GroupsSeen(world.now_s + 0.1 * tick, groups))
         if found:
             break
-    assert found[0].why.numbers.waiting_tokens == 400
+    assert found[0].reason.load.waiting_tokens == 400
 
 
 def test_it_does_not_decide_again_before_it_shows() -> None:
@@ -237,8 +237,8 @@ def test_subsided_demand_waits_longer_and_splits_what_fits(world: World) -> None
     assert world.tick(40) == []
     (decision,) = world.tick(20)
     assert (decision.action, decision.group_ids) == (Action.SPLIT, ("g0",))
-    assert (decision.why.cause, decision.why.threshold_tokens) == (Cause.SUBSIDED, 1000)
-    assert decision.why.dwell_s == 5.0
+    assert (decision.reason.cause, decision.reason.threshold_tokens) == (Cause.SUBSIDED, 1000)
+    assert decision.reason.dwell_s == 5.0
     assert world.tick(50) == [] and not world.merged
 
 
@@ -302,9 +302,9 @@ def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
     now_s = world.now_s
     (told,) = monitor.handle(MergesPlanned(now_s, MODEL, 4100))
     assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 4100)
-    assert told.why.cause is Cause.OVERLOAD and told.why.held_s >= 0.2
+    assert told.reason.cause is Cause.OVERLOAD and told.reason.held_s >= 0.2
     assert monitor.handle(MergesPlanned(now_s, MODEL, 4100)) == []
-    assert monitor.shortfalls == {MODEL: monitor.numbers(MODEL).short_tokens}
+    assert monitor.shortfalls == {MODEL: monitor.load(MODEL).short_tokens}
     assert monitor.shortfalls[MODEL] > 0
     # A worker has come: the next plan suffices.
     assert monitor.handle(MergesPlanned(now_s, MODEL, 0)) == []
@@ -387,12 +387,12 @@ def test_recompute_never_merges() -> None:
 
 def test_by_hand(world: World) -> None:
     merge = world.change(Action.MERGE)
-    assert (merge.why.cause, merge.action) == (Cause.MANUAL, Action.MERGE)
+    assert (merge.reason.cause, merge.action) == (Cause.MANUAL, Action.MERGE)
     assert merge.group_ids == ("g0",)
     # The groups stay merged although there is no demand.
     assert world.tick(200) == [] and world.merged
     restore = world.change(Action.SPLIT)
-    assert (restore.why.cause, restore.why.threshold_tokens) == (Cause.MANUAL, 1000)
+    assert (restore.reason.cause, restore.reason.threshold_tokens) == (Cause.MANUAL, 1000)
     assert world.tick(20) == [], "groups that are still seen as they were are not split again"
     world.used, world.queued_tokens = 1900, 300
     assert world.tick(200) == [] and not world.merged
@@ -466,7 +466,7 @@ def test_a_regretted_split_makes_the_next_wait_longer() -> None:
         world.used, world.queued_tokens = 100, 0
         while world.merged:
             world.tick()
-        dwells.append(world.decisions[-1].why.dwell_s)
+        dwells.append(world.decisions[-1].reason.dwell_s)
     assert dwells == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
 
 
@@ -478,7 +478,7 @@ def test_a_group_with_a_leaving_member_splits_however_full_it_is(world: World) -
     world.leaving = True
     (decision,) = world.tick(1)
     assert (decision.action, decision.group_ids) == (Action.SPLIT, ("g0",))
-    assert (decision.why.cause, decision.why.held_s) == (Cause.DRAINING, 0.0)
+    assert (decision.reason.cause, decision.reason.held_s) == (Cause.DRAINING, 0.0)
     world.used = world.queued_tokens = 0
     assert world.tick(100) == [] and not world.merged
 
@@ -501,8 +501,8 @@ def test_a_split_that_is_prepared_is_called_off_when_load_returns() -> None:
     world.used, world.queued_tokens = 1000, 400
     (decision,) = world.tick(20)
     assert (decision.action, decision.group_ids) == (Action.CALL_OFF, ("g0",))
-    assert decision.why.cause is Cause.OVERLOAD
-    assert decision.why.held_s >= decision.why.dwell_s == 0.2
+    assert decision.reason.cause is Cause.OVERLOAD
+    assert decision.reason.held_s >= decision.reason.dwell_s == 0.2
     assert world.merged
     world.used, world.queued_tokens = 1400, 0
     assert world.tick(100) == [], "its capacity is there again"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.core.line_order import Scheduling
+from services.core.queue_order import Scheduling
 from tests.unit.core.planner.test_slo import BATCH, MODEL, Clock, planner, promised, run_to_the_end
 
 

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.fast_forward import (
@@ -14,6 +13,7 @@ from services.core.planner.fast_forward import (
     plan_shape,
 )
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 
 FILLER = -1

@@ -18,7 +18,7 @@ from services.core.planner.configuration_events import (
 from services.core.planner.events import IterationFinished, RequestArrived
 from services.core.planner.sequence import SequenceState
 from services.core.planner.state import PlannerState
-from services.core.prefix.news import PrefixNews
+from services.core.prefix.cache_update import PrefixCacheUpdate
 from services.core.request import Limits, Request, Sampling
 from tests.support.microbatches import block_counts
 
@@ -35,7 +35,7 @@ class Pair:
         self.leader.handle(StagesConfigured((Follower(follower_blocks),)))
         self.follower = StageTable(BlockPool(follower_blocks))
         self.ran: dict[str, int] = {}
-        self.told: list[PrefixNews] = []
+        self.told: list[PrefixCacheUpdate] = []
 
     def ask(self, name: str, prompt: tuple[int, ...], outputs: int = 1) -> None:
         one = Request(name, prompt, Sampling(temperature=0.0), Limits(outputs), 0.0)
@@ -47,7 +47,7 @@ class Pair:
         return microbatch
 
     def follow(self, microbatch: Microbatch) -> None:
-        news = microbatch.prefixes or PrefixNews()
+        news = microbatch.prefixes or PrefixCacheUpdate()
         self.told.append(news)
         self.follower.apply(microbatch.released, block_counts(microbatch), news)
         self.follower.check_invariants()

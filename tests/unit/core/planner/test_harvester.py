@@ -4,7 +4,6 @@ import random
 from math import inf
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
@@ -12,6 +11,7 @@ from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.harvester import Harvester
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import GroupDivided
 from services.core.planner.configuration_handlers import excess_lost_sequences
 from services.core.planner.events import RefuseRequest, RequestArrived
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 

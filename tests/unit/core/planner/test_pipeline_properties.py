@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.cost.model import Coefficients, CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch, SampleNotes
 from services.core.planner.block_ledger import Follower
 from services.core.planner.block_pool import BlockPool
@@ -41,7 +40,8 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
-from services.core.prefix.news import NO_PREFIX_UPDATE
+from services.core.prefix.cache_update import NO_PREFIX_UPDATE
+from services.core.queue_order import Scheduling
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.support.microbatches import block_counts

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
     BatchYielded,
@@ -17,6 +16,7 @@ from services.core.planner.configuration_events import (
 from services.core.planner.events import IterationFinished, RequestArrived
 from services.core.planner.sequence import Phase, SequenceState
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 

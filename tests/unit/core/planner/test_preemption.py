@@ -7,7 +7,6 @@ from math import inf
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_ledger import Follower
 from services.core.planner.budget import Budget
@@ -28,8 +27,9 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.planner.preemption import OnlineRequest, Preempt, PreemptedWork, gives_way
+from services.core.planner.preemption import OnlineRequest, Preempt, PreemptedWork, should_preempt
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Request
 from services.core.service import Service, ServiceClass
 from tests.unit.core.planner.test_state import FakeModel, expected, make_request, make_state
@@ -75,7 +75,7 @@ def suspended(state: PlannerState) -> Microbatch:
 )
 def test_the_verdict(policy: Preempt, slacks: list[float], elapsed_s: float, answer: bool) -> None:
     waiting = [OnlineRequest(10, slack_s) for slack_s in slacks]
-    assert gives_way(policy, LONG, elapsed_s, waiting, COST) is answer
+    assert should_preempt(policy, LONG, elapsed_s, waiting, COST) is answer
 
 
 def test_predictions_are_corrected() -> None:
@@ -83,9 +83,9 @@ def test_predictions_are_corrected() -> None:
     budget = Budget(mixed_scale=2.0)
     for slack_s, uncorrected, corrected in ((1.05, True, True), (2.1, False, True)):
         waiting = [OnlineRequest(10, slack_s)]
-        assert gives_way(Preempt.DEADLINE, LONG, 0.0, waiting, COST) is uncorrected
-        assert gives_way(Preempt.DEADLINE, LONG, 0.0, waiting, COST, budget) is corrected
-    assert not gives_way(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(10, 2.3)], COST, budget)
+        assert should_preempt(Preempt.DEADLINE, LONG, 0.0, waiting, COST) is uncorrected
+        assert should_preempt(Preempt.DEADLINE, LONG, 0.0, waiting, COST, budget) is corrected
+    assert not should_preempt(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(10, 2.3)], COST, budget)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_they_are_corrected_by_what_iterations_took(scheduling: Scheduling, answ
         if number < 40:
             now_s += 3 * COST.batch_s([(0, 60)])
             state.handle(IterationFinished(now_s, {f"b{number}": 1}))
-    assert state.gives_way(microbatch.batch, 0.0, [OnlineRequest(10, 1.0)]) is answer
+    assert state.should_preempt(microbatch.batch, 0.0, [OnlineRequest(10, 1.0)]) is answer
 
 
 def test_an_iteration_that_takes_longer_gives_way_in_time_once_it_is_asked_again() -> None:
@@ -116,13 +116,13 @@ def test_an_iteration_that_takes_longer_gives_way_in_time_once_it_is_asked_again
     answers = {}
     for elapsed_s in (0.0, 0.5, 1.0, 1.25, 1.35):
         waiting = [OnlineRequest(10, 1.5 - elapsed_s)]
-        answers[elapsed_s] = gives_way(Preempt.DEADLINE, LONG, elapsed_s, waiting, COST)
+        answers[elapsed_s] = should_preempt(Preempt.DEADLINE, LONG, elapsed_s, waiting, COST)
     assert answers == {0.0: False, 0.5: False, 1.0: False, 1.25: False, 1.35: True}
 
 
 def test_without_a_cost_model_a_deadline_is_kept() -> None:
-    assert gives_way(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(1, 100.0)], None)
-    assert not gives_way(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(1, inf)], None)
+    assert should_preempt(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(1, 100.0)], None)
+    assert not should_preempt(Preempt.DEADLINE, LONG, 0.0, [OnlineRequest(1, inf)], None)
 
 
 def test_slack_counts_the_time_at_the_gateway() -> None:

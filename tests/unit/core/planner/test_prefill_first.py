@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.core.line_order import Scheduling
+from services.core.queue_order import Scheduling
 from services.core.service import NO_PROMISE
 from tests.unit.core.planner.test_slo import BATCH, Clock, planner, run_to_the_end
 

@@ -214,7 +214,7 @@ def test_the_wait_for_room_costs_the_same_however_long_the_cached_prefix_is(runn
         engine.state.pool.cache._block_of = lookups
         for _ in range(8):
             engine.step()
-            assert engine.state.return_due_s is not None
+            assert engine.state.requeue_due_s is not None
         counts.append(lookups.count)
     assert 0 < counts[0] == counts[1]
 

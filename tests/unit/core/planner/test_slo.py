@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner import deadline
 from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
@@ -17,6 +16,7 @@ from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase
 from services.core.planner.state import PlannerState
 from services.core.planner.victims import VictimRule
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 

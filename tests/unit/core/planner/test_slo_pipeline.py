@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
 from services.core.planner.block_ledger import Follower
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.configuration_events import FlightDiscarded, StagesConfigured
 from services.core.planner.events import IterationFinished, RequestAborted, RequestArrived
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive, finish

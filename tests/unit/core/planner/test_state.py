@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Batch, SampleNotes, SampleTerms
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import SequencePreempted
@@ -19,6 +18,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import FinishReason, Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 

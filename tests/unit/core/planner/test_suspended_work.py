@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
 from services.core.planner.configuration_events import BatchYielded
 from services.core.planner.events import (
@@ -20,6 +19,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.preemption import SUSPENDED_WAIT_FACTOR, Preempt, PreemptedWork
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.request import Request
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tests.unit.core.planner.test_preemption import LayeredModel

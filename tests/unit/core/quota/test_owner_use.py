@@ -35,7 +35,7 @@ def test_without_limits_everything_has_room() -> None:
     free = use()
     assert all(free.enter(0.0) is None for _ in range(1000))
     assert reserved(free.reserve(10**9, (10**9,), 0.0))
-    assert free.standings(0.0) == {}
+    assert free.remaining_limits(0.0) == {}
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 30)), max_size=60), st.integers(1, 3000))
@@ -80,7 +80,7 @@ def test_what_is_given_back_never_piles_up() -> None:
             result = one.reserve(100, (), float(second))
             if isinstance(result, Reservation):
                 one.settle(result, 0, False, second + 0.5)
-    standing = one.standings(120.0)[Limit.TOKENS]
+    standing = one.remaining_limits(120.0)[Limit.TOKENS]
     assert standing.remaining <= 2 * BURST * 60_000
 
 
@@ -98,10 +98,10 @@ def test_places_and_how_long_they_take() -> None:
 def test_a_refused_request_takes_nothing() -> None:
     one = use(requests=60, places=1)
     assert one.enter(0.0) is None
-    left = one.standings(0.0)[Limit.REQUESTS].remaining
+    left = one.remaining_limits(0.0)[Limit.REQUESTS].remaining
     for _ in range(10):
         assert exceeded(one.enter(0.0)).limit is Limit.CONCURRENT
-    assert one.standings(0.0)[Limit.REQUESTS].remaining == left == REQUESTS_BURST_MIN - 1
+    assert one.remaining_limits(0.0)[Limit.REQUESTS].remaining == left == REQUESTS_BURST_MIN - 1
     assert one.running == 1
 
 
@@ -110,7 +110,7 @@ def test_what_was_not_served_is_given_back() -> None:
     for _ in range(100):
         assert one.enter(0.0) is None
         one.refund(0.0)
-    assert one.standings(0.0)[Limit.REQUESTS].remaining == REQUESTS_BURST_MIN
+    assert one.remaining_limits(0.0)[Limit.REQUESTS].remaining == REQUESTS_BURST_MIN
 
 
 def test_tokens_are_reserved_and_settled() -> None:
@@ -118,7 +118,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     size = int(BURST * 60_000)
 
     def remaining() -> int:
-        return one.standings(0.0)[Limit.TOKENS].remaining
+        return one.remaining_limits(0.0)[Limit.TOKENS].remaining
 
     result = reserved(one.reserve(100, (10, 10_000), 0.0))
     assert result == Reservation(100, 2, 100 + 10 + OUTPUT_GUESS)
@@ -158,8 +158,8 @@ def test_standings_come_back() -> None:
     one = use(requests=60, tokens=6000)
     for _ in range(REQUESTS_BURST_MIN):
         assert one.enter(0.0) is None
-    standing = one.standings(0.0)[Limit.REQUESTS]
+    standing = one.remaining_limits(0.0)[Limit.REQUESTS]
     assert (standing.maximum, standing.remaining) == (60, 0)
     assert standing.reset_s == approx(5)
-    later = one.standings(2.0)[Limit.REQUESTS]
+    later = one.remaining_limits(2.0)[Limit.REQUESTS]
     assert (later.remaining, later.reset_s) == (2, approx(3))

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.core.quota.limits import QuotaLimits
-from services.core.quota.state import QuotaState, Told
+from services.core.quota.state import QuotaReport, QuotaState
 from tests.support.quota_fleet import OWNER, Fleet, Rates, parts
 
 REQUESTS = QuotaLimits(requests_per_minute=600)
@@ -169,8 +169,8 @@ class Pair:
 
     def _exchange(self) -> None:
         for name, other in ("ab", "ba"):
-            told = Told(int(self.now_s), self.states[other].tell(self.now_s))
-            self.states[name].hear({other: told}, self.now_s)
+            told = QuotaReport(int(self.now_s), self.states[other].report(self.now_s))
+            self.states[name].receive({other: told}, self.now_s)
 
 
 def test_places_are_shared_and_free_ones_are_found() -> None:
@@ -193,9 +193,9 @@ def test_owners_that_ask_nothing_are_forgotten() -> None:
     state = QuotaState()
     for n in range(100):
         state.use(f"owner-{n}", REQUESTS, 0.0).enter(0.0)
-    assert len(state.tell(0.0)) == 100
+    assert len(state.report(0.0)) == 100
     for n in range(100):
         state.use(f"owner-{n}", REQUESTS, 0.0).leave(0.0)
-    assert state.tell(100.0) == {}
+    assert state.report(100.0) == {}
     state.use("owner-7", REQUESTS, 500.0).enter(500.0)
-    assert set(state.tell(700.0)) == {"owner-7"} and len(state._uses) == 1
+    assert set(state.report(700.0)) == {"owner-7"} and len(state._uses) == 1

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from services.core.cost.model import TOKENS
-from services.core.line_order import UNTARGETED_S, Scheduling
+from services.core.queue_order import UNTARGETED_S, Scheduling
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (

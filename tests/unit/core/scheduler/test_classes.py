@@ -9,7 +9,7 @@ import pytest
 from services.core.ask import RefusalReason
 from services.core.cost.model import TOKENS
 from services.core.demand import ModelDemand
-from services.core.line_order import Scheduling, by_deadline
+from services.core.queue_order import Scheduling, by_deadline
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
 from services.core.scheduler.dispatch import least_loaded
 from services.core.scheduler.state_config import StateConfig
@@ -19,7 +19,7 @@ from services.core.scheduler.vocabulary import (
     SendAssignment,
     SendRefusal,
     SendTicket,
-    ShortfallsTold,
+    ShortfallsReported,
     Ticked,
 )
 from services.core.service import NO_PROMISE, Service, ServiceClass
@@ -332,7 +332,7 @@ def test_a_place_comes_too_late_behind_those_that_may_stand_before(
     order: Order, starts: bool
 ) -> None:
     scheduler = joined(500, queue_deadline_s=10.0, growth_blocks=0, rules={"order": order})
-    scheduler(ShortfallsTold(0.0, {"m": 1}))
+    scheduler(ShortfallsReported(0.0, {"m": 1}))
     for number in range(70):
         scheduler.ask(f"s{number}", now_s=0.0, resumed=number < 20)
     assert len(assigned(scheduler.report(free=60, total=100, now_s=9.0))) == 20
@@ -398,7 +398,7 @@ def test_a_backlog_of_batch_requests_says_nothing_about_the_pace_of_online_ones(
         now_s = 4.0 * number
         scheduler.report(now_s=now_s, received=(f"q{number - 1}",), **room)
         assert assigned(scheduler.ask(f"q{number}", now_s=now_s, service=URGENT))
-    scheduler(ShortfallsTold(400.0, {"m": 1000}))
+    scheduler(ShortfallsReported(400.0, {"m": 1000}))
     scheduler.report(now_s=400.0, **room | {"free": 30})
     commands = [
         scheduler.ask(f"x{number}", now_s=400.0 + number / 1000, service=URGENT)

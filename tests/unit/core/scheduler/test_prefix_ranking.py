@@ -9,7 +9,7 @@ import pytest
 from services.core.cost.model import TOKENS, CostModel
 from services.core.prefix.block_hash import THIN_MAX, ThinHashes
 from services.core.report import Load, LoadReport
-from services.core.reporting import LoadReporting, ReportRhythm
+from services.core.reporting import LoadReporting, ReportSchedule
 from services.core.scheduler.group_index import DIRECT_MAX
 from services.core.scheduler.prefix_ranking import CANDIDATES, UNANSWERED_MAX, predicted_ttft_s
 from services.core.scheduler.state import SchedulerState
@@ -193,7 +193,7 @@ def test_blocks_that_a_worker_has_dropped_no_longer_count() -> None:
 
 def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() -> None:
     dispatch, idle = Dispatch(1), Load(0, 0, 1000, 0)
-    loads = LoadReporting("w0", "w0-a", ReportRhythm(0.005, 0.5))
+    loads = LoadReporting("w0", "w0-a", ReportSchedule(0.005, 0.5))
     for _ in range(50):  # newer than what Dispatch reports
         loads.next(1, idle, 0.0)
 
@@ -205,15 +205,15 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
 
     dispatch.ask(chat(1, 3))
     loads.note_dropped(chat(1, 3)[1:])
-    late = loads.told_beside(1, idle)
+    late = loads.out_of_band(1, idle)
     dropped = loads.next(1, idle, 0.0)
     assert hit_tokens(dropped) == HASHED
-    beside = loads.told_beside(1, idle)
+    beside = loads.out_of_band(1, idle)
     assert beside.dropped_prefixes == dropped.dropped_prefixes
     for report, passed_on in ((beside, True), (late, True), (loads.next(1, idle, 0.0), False)):
         assert hit_tokens(report, passed_on) == 3 * HASHED
     loads.note_dropped(chat(1, 3)[2:])
-    assert hit_tokens(loads.told_beside(1, idle), passed_on=True) == 2 * HASHED
+    assert hit_tokens(loads.out_of_band(1, idle), passed_on=True) == 2 * HASHED
     assert hit_tokens(loads.next(1, idle, 0.0)) == 3 * HASHED
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.cost.model import TOKENS, CostModel
-from services.core.line_order import Scheduling
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.queue_order import Scheduling
 from services.core.scheduler.assignments import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
@@ -35,7 +35,7 @@ from services.core.scheduler.vocabulary import (
     SendRefusal,
     SendTicket,
     ServingGroup,
-    ShortfallsTold,
+    ShortfallsReported,
     Ticked,
     Withdrawn,
 )
@@ -637,22 +637,22 @@ class TestRefusals:
         scheduler = self.pressed(queued=41, deadline_s=5.0)
         hopeful = scheduler.ask("hopeful", now_s=10.0)
         assert hopeful == [SendTicket(1, "hopeful")], "groups may merge"
-        scheduler(ShortfallsTold(10.0, {"m": 100}))
+        scheduler(ShortfallsReported(10.0, {"m": 100}))
         refused = refusal(scheduler.ask("late", now_s=10.0))
         assert refused.reason is RefusalReason.QUEUE_FULL and "42 requests wait" in refused.message
         assert 10.2 <= refused.retry_after_s <= 13.2
         again = scheduler.ask("again", now_s=10.0, failed=FailedAssignment("group-w0", 1))
         assert again == [SendTicket(1, "again")], "it had a place"
-        scheduler(ShortfallsTold(10.0, {}))
+        scheduler(ShortfallsReported(10.0, {}))
         assert scheduler.ask("later", now_s=10.0) == [SendTicket(1, "later")]
 
     def test_a_shortfall_alone_refuses_nobody(self) -> None:
         scheduler = self.pressed(queued=40, deadline_s=5.0)
-        scheduler(ShortfallsTold(10.0, {"m": 100, "other": 5}))
+        scheduler(ShortfallsReported(10.0, {"m": 100, "other": 5}))
         assert scheduler.ask("in time", now_s=10.0) == [SendTicket(1, "in time")]
         idle = Scheduler(queue_deadline_s=5.0)
         idle.serve(free=0)
-        idle(ShortfallsTold(0.0, {"m": 100}))
+        idle(ShortfallsReported(0.0, {"m": 100}))
         for number in range(3):
             assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
 
@@ -660,7 +660,7 @@ class TestRefusals:
         """Long requests run in waves; between two of them one small request finds room."""
         scheduler = Scheduler(queue_limit=100)
         scheduler.join(capacity_blocks=96)
-        scheduler(ShortfallsTold(0.0, {"m": 100}))
+        scheduler(ShortfallsReported(0.0, {"m": 100}))
         scheduler.report(free=96)
         wave = [f"a{number}" for number in range(32)]
         assert [one for name in wave for one in assigned(scheduler.ask(name))] == wave
@@ -676,7 +676,7 @@ class TestRefusals:
     def test_light_load_does_not_tell_the_pace_of_a_line(self) -> None:
         """Recent requests found room at once, so the pace of the workers is unknown."""
         scheduler = joined(queue_limit=200)
-        scheduler(ShortfallsTold(0.0, {"m": 100}))
+        scheduler(ShortfallsReported(0.0, {"m": 100}))
         for second in range(0, 120, 4):
             scheduler.report(now_s=float(second), received=(f"a{second - 4}",))
             assert assigned(scheduler.ask(f"a{second}", now_s=float(second)))

@@ -21,7 +21,7 @@ from services.core.scheduler.vocabulary import (
     SendRefusal,
     SendTicket,
     ServingGroup,
-    ShortfallsTold,
+    ShortfallsReported,
     Ticked,
     Withdrawn,
 )
@@ -227,7 +227,7 @@ class World:
 
     def tell_shortfall(self) -> None:
         short = self.rng.choice([{}, {"m": 5}, {"other": 5}])
-        assert self.feed(ShortfallsTold(self.now_s, short)) == []
+        assert self.feed(ShortfallsReported(self.now_s, short)) == []
 
     def join(self) -> None:
         number = self.rng.randrange(3)

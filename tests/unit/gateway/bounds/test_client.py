@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.bounds.interruption import Interruption
 
 
 async def never_served(client: WatchedClient[int]) -> None:
     """Raise ClientGone when the client is found to stall."""
-    with Interruption() as interruption, client.watched(interruption):
+    with CancelScope() as cancel_scope, client.watched(cancel_scope):
         await asyncio.get_running_loop().create_future()
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from services.core.service import ServiceClass
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.bounds.drain import Drain
-from services.gateway.bounds.interruption import Interruption
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
@@ -21,22 +21,26 @@ async def test_it_leaves_before_it_drains() -> None:
     await drain.drain(timeout_s=60.0)
     with pytest.raises(ShuttingDown), drain.enter():
         pass
-    with pytest.raises(ShuttingDown), Interruption() as interruption, drain.cuts(interruption):
+    with (
+        pytest.raises(ShuttingDown),
+        CancelScope() as cancel_scope,
+        drain.cancel_on_drain_timeout(cancel_scope),
+    ):
         pass
 
 
 def test_batch_requests_hold_no_more_than_their_part() -> None:
     drain = Drain(inflight_max=3, batch_inflight_max=1)
-    with drain.enter() as place:
+    with drain.enter() as slot:
         for _ in range(2):
-            place.hold(ServiceClass.BATCH)
+            slot.set_class(ServiceClass.BATCH)
         assert drain.batch_inflight == 1, "a place counts once"
         with drain.enter() as other:
             with pytest.raises(QueueFull, match="of class 'batch'"):
-                other.hold(ServiceClass.BATCH)
-            other.hold(ServiceClass.STANDARD)
+                other.set_class(ServiceClass.BATCH)
+            other.set_class(ServiceClass.STANDARD)
             with drain.enter() as third:
-                third.hold(ServiceClass.INTERACTIVE)
+                third.set_class(ServiceClass.INTERACTIVE)
                 assert (drain.inflight, drain.batch_inflight) == (3, 1)
     assert drain.inflight == drain.batch_inflight == 0
 
@@ -46,8 +50,8 @@ async def test_without_a_delay_it_leaves_with_the_drain() -> None:
     with (
         drain.enter(),
         pytest.raises(ShuttingDown, match="before the request completed"),
-        Interruption() as interruption,
-        drain.cuts(interruption),
+        CancelScope() as cancel_scope,
+        drain.cancel_on_drain_timeout(cancel_scope),
     ):
         draining = asyncio.create_task(drain.drain(timeout_s=0.0, grace_s=0.0))
         await asyncio.get_running_loop().create_future()

@@ -56,7 +56,7 @@ def probe(
 )
 def test_at_first_everything_has_to_be_there(fields: dict[str, Any], missing: str) -> None:
     cluster = Cluster(**fields)
-    looked = probe(cluster).look()
+    looked = probe(cluster).evaluate()
     assert looked.missing == (missing,) and not looked.ready
     assert probe(Cluster()).ready()
 
@@ -88,13 +88,13 @@ def test_a_worker_that_does_not_come_is_waited_for_so_long_and_no_longer() -> No
     clock.now_s += 1000  # no group serves: the time has not begun
     assert not one.ready()
     cluster.stable = cluster.groups = 1
-    assert one.look().missing == ("1 of 2 workers have registered",)
+    assert one.evaluate().missing == ("1 of 2 workers have registered",)
     clock.now_s += 59
     assert not one.ready()
     clock.now_s += 1
     assert one.ready()
     cluster.groups = 0
-    assert one.look().missing == ("the scheduler sees 0 of 1 groups serving",)
+    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
 
 
 def test_one_that_is_told_to_wait_for_none_is_ready_at_once() -> None:

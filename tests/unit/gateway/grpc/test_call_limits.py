@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.bounds.line import Line
+from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.grpc import call_limits
 from services.gateway.grpc.call_limits import PARKED_BYTES, PARKED_MAX, CallLimits, address_of
 from services.gateway.keys.principal import Principal
@@ -19,7 +19,7 @@ from tests.support.exposition import samples, value
 def test_guests_are_owners_or_addresses() -> None:
     anna = RequestRecord("r", 0.0, principal=Principal("anna"), address="192.0.2.1")
     anyone = RequestRecord("r", 0.0, address="192.0.2.1")
-    assert (anna.guest, anyone.guest) == ("owner anna", "192.0.2.1")
+    assert (anna.limit_key, anyone.limit_key) == ("owner anna", "192.0.2.1")
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_addresses_are_told_as_over_http(peer: str, address: str) -> None:
 
 
 def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:
-    line = Line(each_max=3, all_max=4)
+    line = ConcurrencyLimit(each_max=3, all_max=4)
     with contextlib.ExitStack() as stack:
-        for guest in ("a", "a", "a", "b"):
-            assert not line.full(guest)
-            stack.enter_context(line.entered(guest))
+        for limit_key in ("a", "a", "a", "b"):
+            assert not line.full(limit_key)
+            stack.enter_context(line.entered(limit_key))
         assert line.full("a") and line.full("b") and not line.full("c")
     assert not line.full("a") and not line.full("b")
 

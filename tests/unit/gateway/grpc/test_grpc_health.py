@@ -21,10 +21,10 @@ from tests.support.waiting import eventually
 
 
 class FakeCall:
-    """A call of `guest` whose message comes when `sent` is set."""
+    """A call of `limit_key` whose message comes when `sent` is set."""
 
-    def __init__(self, guest: str, service: str = "") -> None:
-        self.guest = guest
+    def __init__(self, limit_key: str, service: str = "") -> None:
+        self.limit_key = limit_key
         self.sent = asyncio.Event()
         self.reads = False
         self.answers: list[Any] = []

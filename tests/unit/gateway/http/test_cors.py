@@ -9,7 +9,7 @@ from services.gateway.http.cors import origins_of, with_cors
 from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.reception import Reception
+from services.gateway.records.request_recorder import RequestRecorder
 from tests.support.asgi import answer_ok
 
 KEY, PAGE = "k" * 20, "https://app.example"
@@ -20,8 +20,8 @@ PREFLIGHT = {
 
 
 def client(origins: str) -> httpx.AsyncClient:
-    reception = Reception(Metrics("m", CollectorRegistry()), None)
-    app = with_cors(RequestMiddleware(answer_ok, KeyRing(KEY), reception), origins_of(origins))
+    recorder = RequestRecorder(Metrics("m", CollectorRegistry()), None)
+    app = with_cors(RequestMiddleware(answer_ok, KeyRing(KEY), recorder), origins_of(origins))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

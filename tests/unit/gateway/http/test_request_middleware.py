@@ -10,8 +10,8 @@ from services.common.tracing import TraceContext, Tracer
 from services.gateway.http.request_middleware import HEADER_BYTES_MAX, RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.reception import Reception
 from services.gateway.records.request_record import record_of
+from services.gateway.records.request_recorder import RequestRecorder
 from tests.support.asgi import answer_ok
 from tests.support.kept_traces import KeptTraces
 
@@ -32,8 +32,8 @@ async def test_only_an_authorized_caller_decides_what_is_traced(
     headers: dict[str, str], status: int, told: int
 ) -> None:
     kept = KeptTraces()
-    reception = Reception(Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
-    door = RequestMiddleware(answer_ok, KeyRing(KEY), reception)
+    recorder = RequestRecorder(Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
+    door = RequestMiddleware(answer_ok, KeyRing(KEY), recorder)
     transport = httpx.ASGITransport(app=door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         given = headers | {"traceparent": CALLER.traceparent}
@@ -52,7 +52,7 @@ async def test_a_record_knows_where_its_request_comes_from() -> None:
         await answer_ok(scope, receive, send)
 
     door = RequestMiddleware(
-        noted, KeyRing(None), Reception(Metrics("m", CollectorRegistry()), None)
+        noted, KeyRing(None), RequestRecorder(Metrics("m", CollectorRegistry()), None)
     )
     transport = httpx.ASGITransport(app=door, client=("192.0.2.1", 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

@@ -131,7 +131,7 @@ def test_marks_that_are_tokens_are_shown() -> None:
         chat(tools=[TOOL]), Thinking.OVER
     )
 
-    assert form is not None and form.marks == {5, 6}
+    assert form is not None and form.markers == {5, 6}
 
 
 @pytest.mark.parametrize(

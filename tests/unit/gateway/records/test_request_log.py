@@ -35,7 +35,7 @@ def served() -> RequestRecord:
 def test_warnings_fit_into_the_headers_of_an_answer() -> None:
     record = served()
     record.warnings = ("short", "x" * 1000, *(f"not enforced: {n}" for n in range(300)))
-    told = record.told_warnings
+    told = record.warning_headers
     assert told[0] == '299 tideserve "short"' and told[-1] == '299 tideserve "and 294 more"'
     assert len(told) == 9 and sum(map(len, told)) < 2048
 

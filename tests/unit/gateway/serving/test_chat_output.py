@@ -8,18 +8,23 @@ from msgspec import structs
 
 from services.core.request import FinishReason
 from services.gateway.serving.chat_output import ChatOutput, call_id
-from services.gateway.serving.output import Output, OutputPiece, TokenNote
+from services.gateway.serving.output import Output, OutputPiece, TokenWithLogprobs
 from services.gateway.tools.format import ChatForm, Thinking, ToolFormat
-from services.gateway.vocabulary.delta import Delta, Said, SaidCall, ToolCallDelta
+from services.gateway.vocabulary.delta import (
+    AccumulatedCall,
+    AnswerAccumulator,
+    Delta,
+    ToolCallDelta,
+)
 from tests.support.cuttings import cuttings
 
 HERMES = ChatForm(ToolFormat.HERMES, frozenset({"get"}), Thinking.POSSIBLE)
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def said(
+def parsed(
     form: ChatForm, pieces: list[str], finish: FinishReason = FinishReason.STOP
-) -> tuple[Said, list[Delta]]:
+) -> tuple[AnswerAccumulator, list[Delta]]:
     """All that is said, and the deltas."""
     ids = itertools.count()
     output, total, deltas = ChatOutput(form, lambda _: f"id{next(ids)}"), Output(), []
@@ -29,20 +34,23 @@ def said(
         assert pieces_of[0].text == text and pieces_of[0].token_ids == (1,)
         for piece in pieces_of:
             total.add(piece)
-            deltas.append(piece.said)
+            deltas.append(piece.parsed)
     assert total.text == "".join(pieces) and len(total.token_ids) == len(pieces)
-    return total.said, deltas
+    return total.parsed, deltas
 
 
 def test_all_parts_in_any_cut() -> None:
     text = f"<think>\nhm\n</think>\n\nLet me see.\n\n{CALL}\n{CALL}"
 
     for pieces in cuttings(text, seed=1):
-        whole, deltas = said(HERMES, pieces)
+        whole, deltas = parsed(HERMES, pieces)
 
         assert whole.reasoning == "hm"
         assert whole.content == "Let me see."
-        calls = [SaidCall("id0", "get", '{"a": 1}'), SaidCall("id1", "get", '{"a": 1}')]
+        calls = [
+            AccumulatedCall("id0", "get", '{"a": 1}'),
+            AccumulatedCall("id1", "get", '{"a": 1}'),
+        ]
         assert whole.calls == calls
         assert whole.finish_reason == "tool_calls"
         assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -51,7 +59,7 @@ def test_all_parts_in_any_cut() -> None:
 
 
 def test_a_call_in_pieces() -> None:
-    _, deltas = said(HERMES, ['<tool_call>{"name": "get", "arguments": {', '"a"', ": 1}}", ""])
+    _, deltas = parsed(HERMES, ['<tool_call>{"name": "get", "arguments": {', '"a"', ": 1}}", ""])
 
     assert deltas == [
         Delta(tool_calls=(ToolCallDelta(0, "id0", "get", "{"),)),
@@ -73,7 +81,7 @@ def test_a_call_in_pieces() -> None:
     ],
 )
 def test_why_it_ended(text: str, finish: FinishReason, reason: str) -> None:
-    whole, _ = said(HERMES, [text], finish)
+    whole, _ = parsed(HERMES, [text], finish)
 
     assert whole.finish_reason == reason
 
@@ -81,7 +89,7 @@ def test_why_it_ended(text: str, finish: FinishReason, reason: str) -> None:
 def test_a_piece_tells_the_order_of_what_it_says() -> None:
     form = replace(HERMES, thinking=Thinking.OPENED)
     output = ChatOutput(form, lambda _: "id")
-    notes = (TokenNote(1, 0, None),)
+    notes = (TokenWithLogprobs(1, 0, None),)
     text = f"hm</think>a {CALL} b {CALL}c"
     given = OutputPiece(text, (1,), FinishReason.STOP, "c", logprobs=notes, prompt_logprobs=notes)
 
@@ -101,19 +109,19 @@ def test_a_piece_tells_the_order_of_what_it_says() -> None:
 
 def test_reasoning_may_be_kept_back() -> None:
     form = ChatForm(thinking=Thinking.OPENED, include_reasoning=False)
-    whole, _ = said(form, ["hm", "</think>", "Yes."])
+    whole, _ = parsed(form, ["hm", "</think>", "Yes."])
 
     assert (whole.reasoning, whole.content) == ("", "Yes.")
 
 
 def test_calls_in_reasoning_are_none() -> None:
-    whole, _ = said(HERMES, [f"<think>{CALL}</think>", "Yes."])
+    whole, _ = parsed(HERMES, [f"<think>{CALL}</think>", "Yes."])
 
     assert (whole.reasoning, whole.content, whole.calls) == (CALL, "Yes.", [])
 
 
 def test_text_without_a_form_is_content() -> None:
-    assert OutputPiece("a", (1,), FinishReason.STOP).said == Delta("a", finish_reason="stop")
+    assert OutputPiece("a", (1,), FinishReason.STOP).parsed == Delta("a", finish_reason="stop")
 
 
 def test_ids_differ_and_those_of_mistral_have_nine_letters() -> None:

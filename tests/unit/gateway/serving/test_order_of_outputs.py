@@ -58,14 +58,14 @@ def story(pieces: Iterable[OutputPiece]) -> list[list[str]]:
             told.append([kind, text])
 
     for piece in pieces:
-        said = piece.said
-        tell("reasoning", said.reasoning)
-        tell("content", said.content)
-        for call in said.tool_calls:
+        parsed = piece.parsed
+        tell("reasoning", parsed.reasoning)
+        tell("content", parsed.content)
+        for call in parsed.tool_calls:
             tell(f"begin {call.index} {call.id}", call.name)
             tell(f"arguments {call.index}", call.arguments)
             tell(f"end {call.index}", "end" if call.ended else "")
-        tell("finish", said.finish_reason or "")
+        tell("finish", parsed.finish_reason or "")
     return told
 
 
@@ -74,8 +74,8 @@ def chat(pieces: Iterable[OutputPiece]) -> Any:
     output = Output()
     for piece in pieces:
         output.add(piece)
-    said = output.said
-    return said.content, said.reasoning, said.calls, said.finish_reason, output.text
+    parsed = output.parsed
+    return parsed.content, parsed.reasoning, parsed.calls, parsed.finish_reason, output.text
 
 
 def message(pieces: Iterable[OutputPiece]) -> Any:

@@ -17,10 +17,10 @@ from services.core.request import (
     Sampling,
     TokenLogprobs,
 )
-from services.gateway.serving.output import Output, OutputPiece, OutputText, TokenNote
+from services.gateway.serving.output import Output, OutputPiece, OutputText, TokenWithLogprobs
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.vocabulary.message import Finish, Fresh
+from services.gateway.vocabulary.message import Finish, UnreadTokens
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -51,7 +51,7 @@ def output_of(
     output = OutputText(choice(stop, min_tokens), Detokenizer(decode))
     text, tokens = "", 0
     for number, group in enumerate(groups):
-        piece = output.push(Fresh(group, finish if number == len(groups) - 1 else None))
+        piece = output.push(UnreadTokens(group, finish if number == len(groups) - 1 else None))
         text += piece.text
         tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
@@ -107,7 +107,7 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
 def test_what_of_the_client_has_stopped_the_output_is_told(
     ids: list[int], finish: Finish, stop: list[str], expected: int | str | None
 ) -> None:
-    piece = OutputText(choice(stop), Detokenizer(decode)).push(Fresh(ids, finish))
+    piece = OutputText(choice(stop), Detokenizer(decode)).push(UnreadTokens(ids, finish))
     assert piece.stop_reason == expected
 
 
@@ -117,14 +117,17 @@ def told(count: int) -> list[TokenLogprobs]:
 
 def test_log_probabilities_end_with_the_tokens_that_count() -> None:
     output = OutputText(choice(["b"], logprobs=LogprobOptions(0)), Detokenizer(decode))
-    piece: OutputPiece = output.push(Fresh([0, 1, 2, 3], None, told(4)))
+    piece: OutputPiece = output.push(UnreadTokens([0, 1, 2, 3], None, told(4)))
     assert piece.token_ids == (0, 1)
-    assert piece.logprobs == (TokenNote(0, 0, told(2)[0]), TokenNote(1, 1, told(2)[1]))
+    assert piece.logprobs == (
+        TokenWithLogprobs(0, 0, told(2)[0]),
+        TokenWithLogprobs(1, 1, told(2)[1]),
+    )
 
 
 def test_the_stop_token_has_a_log_probability_and_no_text() -> None:
     output = OutputText(choice(logprobs=LogprobOptions(0)), Detokenizer(decode))
-    piece = output.push(Fresh([3, 25], Finish.STOP, told(2)))
+    piece = output.push(UnreadTokens([3, 25], Finish.STOP, told(2)))
     assert (piece.text, piece.token_ids) == ("d", (3, 25))
     assert [note.offset for note in piece.logprobs] == [0, 1]
 
@@ -136,13 +139,13 @@ def test_offsets_are_those_of_complete_characters(groups: list[list[int]]) -> No
         return "x" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
 
     output = OutputText(choice(logprobs=LogprobOptions(0)), Detokenizer(halves))
-    pieces = [output.push(Fresh(ids, None, told(len(ids)))) for ids in groups]
+    pieces = [output.push(UnreadTokens(ids, None, told(len(ids)))) for ids in groups]
     assert [note.offset for piece in pieces for note in piece.logprobs] == [0, 0, 1, 1]
 
 
 def test_nothing_is_noted_of_tokens_where_it_is_not_wanted() -> None:
     output = OutputText(choice(), Detokenizer(decode))
-    assert output.push(Fresh([0, 1], None, told(2), told(1))) == OutputPiece("ab", (0, 1))
+    assert output.push(UnreadTokens([0, 1], None, told(2), told(1))) == OutputPiece("ab", (0, 1))
 
 
 @pytest.mark.parametrize("echo", ["", "say: bcd"])
@@ -150,13 +153,13 @@ def test_an_echo_comes_first_and_moves_the_offsets(echo: str) -> None:
     options = LogprobOptions(0, 0)
     asked = choice(logprobs=options, prompt_ids=(1, 2, 3), echo=echo)
     output = OutputText(asked, Detokenizer(decode), Detokenizer(decode))
-    first = output.push(Fresh([4], None, told(1), told(2)))
+    first = output.push(UnreadTokens([4], None, told(1), told(2)))
     assert first.text == f"{echo}e"
     assert [note.token_id for note in first.prompt_logprobs] == [1, 2, 3]
-    assert [note.told for note in first.prompt_logprobs] == [None, *told(2)]
+    assert [note.logprobs for note in first.prompt_logprobs] == [None, *told(2)]
     offsets = [note.offset for note in (*first.prompt_logprobs, *first.logprobs)]
     assert offsets == ([0, 1, 2, 8] if echo else [0, 0, 0, 0])
-    second = output.push(Fresh([5], None, told(1)))
+    second = output.push(UnreadTokens([5], None, told(1)))
     assert (second.text, second.prompt_logprobs) == ("f", ())
     assert second.logprobs[0].offset == len(echo) + 1
 
@@ -164,7 +167,7 @@ def test_an_echo_comes_first_and_moves_the_offsets(echo: str) -> None:
 def test_of_a_prompt_alone_nothing_of_the_output_is_shown() -> None:
     asked = choice(logprobs=LogprobOptions(0, 0), prompt_ids=(1, 2), echo="bc", prompt_only=True)
     output = OutputText(asked, Detokenizer(decode), Detokenizer(decode))
-    piece = output.push(Fresh([4], Finish.LENGTH, told(1), told(1)))
+    piece = output.push(UnreadTokens([4], Finish.LENGTH, told(1), told(1)))
     assert (piece.text, piece.token_ids, piece.logprobs) == ("bc", (), ())
     assert piece.finish_reason is FinishReason.LENGTH
     assert [note.token_id for note in piece.prompt_logprobs] == [1, 2]
@@ -183,12 +186,12 @@ def test_what_stopped_the_output_is_shown_where_that_is_wanted(
     ids: list[int], finish: Finish, text: str
 ) -> None:
     output = OutputText(choice(["bc"], include_stop=True), Detokenizer(decode))
-    assert output.push(Fresh(ids, finish)).text == text
+    assert output.push(UnreadTokens(ids, finish)).text == text
 
 
 def test_pieces_add_up_to_an_output() -> None:
     output = Output()
-    notes = tuple(TokenNote(number, number, None) for number in range(3))
+    notes = tuple(TokenWithLogprobs(number, number, None) for number in range(3))
     output.add(OutputPiece("a", (0,), logprobs=notes[:1], prompt_logprobs=notes))
     output.add(OutputPiece("bc", (1, 2), FinishReason.STOP, 9, logprobs=notes[1:]))
     assert (output.text, output.token_ids) == ("abc", [0, 1, 2])

@@ -138,9 +138,9 @@ async def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_key
     turns = list[str]()
     original = FairSemaphore.slot
 
-    def noted(self: FairSemaphore, guest: str) -> Any:
-        turns.append(guest)
-        return original(self, guest)
+    def noted(self: FairSemaphore, limit_key: str) -> Any:
+        turns.append(limit_key)
+        return original(self, limit_key)
 
     monkeypatch.setattr(FairSemaphore, "slot", noted)
     for number, address in enumerate(("192.0.2.1", "192.0.2.2")):

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord, gateway_of, new_record
 from services.gateway.serving.running import REMEMBER_S, RunningRequests
@@ -12,14 +12,14 @@ from services.gateway.vocabulary.errors import CancelledByClient, DuplicateReque
 from tests.support.clock import Clock
 
 
-class Ended(Interruption):
+class Ended(CancelScope):
     """Tells whether it was interrupted; there is no task."""
 
     def __init__(self) -> None:
         super().__init__()
         self.error: Exception | None = None
 
-    def interrupt(self, error: Exception) -> None:
+    def cancel(self, error: Exception) -> None:
         self.error = error
 
     @property

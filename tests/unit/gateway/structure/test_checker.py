@@ -17,7 +17,6 @@ from services.common.clock import monotonic_s
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure import check_client as client_module
 from services.gateway.structure import checker as checker_module
-from services.gateway.structure.asked import Structure
 from services.gateway.structure.check_client import CheckClient
 from services.gateway.structure.check_process import encode_message
 from services.gateway.structure.checker import (
@@ -27,6 +26,7 @@ from services.gateway.structure.checker import (
     _verdict_of,
 )
 from services.gateway.structure.schema import schema_text
+from services.gateway.structure.structured_outputs import Structure
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
 OWNER = "alice"

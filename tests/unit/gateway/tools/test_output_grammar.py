@@ -10,9 +10,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
-from services.gateway.structure.asked import Structure, lark_literal
 from services.gateway.structure.check_process import byte_tokenizer
 from services.gateway.structure.schema import schema_text
+from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.tools import mistral, reasoning
 from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
 from services.gateway.tools.format import (

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.core.cost.model import Coefficients, CostModel
-from services.core.line_order import Scheduling
+from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
 from services.core.service import Service, ServiceClass
 from tideserve.cli.errors import CommandError

@@ -112,9 +112,13 @@ def test_scaling_the_rate_keeps_the_pattern() -> None:
 
 def test_arrivals_at_random_keep_the_requests_and_their_order() -> None:
     trace = load_trace(AZURE_CONVERSATIONS)
-    drawn = trace.at_random(4.0, seed=1)
+    drawn = trace.with_poisson_arrivals(4.0, seed=1)
     assert [row.prompt_tokens for row in drawn.rows] == [row.prompt_tokens for row in trace.rows]
-    assert drawn == trace.at_random(4.0, seed=1) != trace.at_random(4.0, seed=2)
+    assert (
+        drawn
+        == trace.with_poisson_arrivals(4.0, seed=1)
+        != trace.with_poisson_arrivals(4.0, seed=2)
+    )
     mean_s, deviation_s = fmean(gaps(drawn)), pstdev(gaps(drawn))
     assert mean_s == pytest.approx(0.25, rel=0.1)
     assert deviation_s == pytest.approx(mean_s, rel=0.15)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
 from services.core.planner.preemption import Preempt, PreemptedWork
+from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.state_config import StateConfig
 from services.core.service import Service, ServiceClass

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from services.core.service import Service, ServiceClass
-from tideserve.sim.report import Outcome, Record, kept_of
-from tideserve.sim.token_times import NOTHING_KEPT, Kept, TokenGroups, attainment, goodput
+from tideserve.sim.report import Outcome, Record, targets_met
+from tideserve.sim.token_times import NO_TARGETS_MET, TargetsMet, TokenGroups, attainment, goodput
 
 PROMISED = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.5, token_group=2)
 
@@ -41,7 +41,12 @@ def test_a_group_that_never_ends_is_late_once_it_is_due() -> None:
 
 
 def test_attainment_is_the_mean_over_requests() -> None:
-    kept = [Kept(True, True, 1.0), Kept(True, False, 0.5), NOTHING_KEPT, Kept(None, True, None)]
+    kept = [
+        TargetsMet(True, True, 1.0),
+        TargetsMet(True, False, 0.5),
+        NO_TARGETS_MET,
+        TargetsMet(None, True, None),
+    ]
     assert attainment(kept) == pytest.approx({"ttft": 2 / 3, "tpot": 0.5, "token_group": 0.5})
     assert goodput(kept, 4.0) == {"goodput_requests_per_s": 0.5}
     assert attainment([]) == {"ttft": None, "tpot": None, "token_group": None}
@@ -61,21 +66,21 @@ def record(first_s: float, end_s: float, outcome: Outcome, *tokens_s: float) -> 
 
 def test_simulated_requests() -> None:
     done = record(0.9, 1.9, Outcome.COMPLETED, 1.8, 1.9)
-    assert kept_of(done, 50.0) == (True, True, 1.0)
+    assert targets_met(done, 50.0) == (True, True, 1.0)
     late = record(1.1, 2.4, Outcome.COMPLETED, 1.2, 2.4)
-    assert kept_of(late, 50.0) == (False, False, 0.0)
+    assert targets_met(late, 50.0) == (False, False, 0.0)
     running = record(0.5, math.nan, Outcome.RUNNING, 0.9, 1.4)
-    assert kept_of(running, 1.5) == (True, True, 1.0)
-    assert kept_of(running, 50.0) == (True, False, 0.5)
-    assert kept_of(running, 1.5) == (True, True, 1.0), "asking changes nothing"
+    assert targets_met(running, 1.5) == (True, True, 1.0)
+    assert targets_met(running, 50.0) == (True, False, 0.5)
+    assert targets_met(running, 1.5) == (True, True, 1.0), "asking changes nothing"
     waiting = record(math.nan, math.nan, Outcome.RUNNING)
-    assert kept_of(waiting, 50.0) == NOTHING_KEPT
+    assert targets_met(waiting, 50.0) == NO_TARGETS_MET
     refused = record(math.nan, 0.1, Outcome.REJECTED)
-    assert kept_of(refused, 50.0) == NOTHING_KEPT
+    assert targets_met(refused, 50.0) == NO_TARGETS_MET
 
 
 def test_what_was_not_promised_is_neither_kept_nor_broken() -> None:
     plain = Record(0.0, 9, 3, 5.0, 6.0, Outcome.COMPLETED)
-    assert kept_of(plain, 50.0) == (None, None, None)
+    assert targets_met(plain, 50.0) == (None, None, None)
     waiting = Record(0.0, 9, 3, service=Service(ttft_s=1.0))
-    assert kept_of(waiting, 50.0) == (False, None, None)
+    assert targets_met(waiting, 50.0) == (False, None, None)

@@ -69,7 +69,7 @@ def bench(model_dir: Path) -> Iterator[Bench]:
     made.check.close()
 
 
-def request_of(name: str, regex: str, owner: str = "") -> Request:
+def request_id_of(name: str, regex: str, owner: str = "") -> Request:
     sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, regex))
     return Request(name, (1,), sampling, Limits(4), 0.0, service=Service(tenant=owner))
 
@@ -79,34 +79,34 @@ def names(checked: list[CheckedRequest]) -> list[tuple[str, bool]]:
 
 
 def test_requests_come_out_once_their_grammar_is_compiled(bench: Bench) -> None:
-    bench.check.submit(request_of("a", "a+"))
-    bench.check.submit(request_of("b", "a+"))
+    bench.check.submit(request_id_of("a", "a+"))
+    bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.take() == [] and len(bench.check) == 2
     bench.grammars.open.set()
     came = names(bench.until_one())
     assert came == [("a", True), ("b", True)]
     assert len(bench.check) == 0
-    bench.check.submit(request_of("c", "a+"))
+    bench.check.submit(request_id_of("c", "a+"))
     assert names(bench.check.take()) == [("c", True)], "it is known: nobody waits"
 
 
 def test_what_does_not_compile_is_refused(bench: Bench) -> None:
     bench.grammars.open.set()
-    bench.check.submit(request_of("a", "a("))
+    bench.check.submit(request_id_of("a", "a("))
     (checked,) = bench.until_one()
     assert checked.refusal is not None and not checked.refusal.retryable
     assert "unclosed group" in checked.refusal.message
-    bench.check.submit(request_of("b", "a("))
+    bench.check.submit(request_id_of("b", "a("))
     assert names(bench.check.take()) == [("b", False)]
 
 
 def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
     bench.now_s = 100.0
-    bench.check.submit(request_of("slow", "a+"))
+    bench.check.submit(request_id_of("slow", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     bench.now_s += 1.0
-    bench.check.submit(request_of("innocent", "b+"))
-    bench.check.submit(request_of("alike", "a+"))
+    bench.check.submit(request_id_of("innocent", "b+"))
+    bench.check.submit(request_id_of("alike", "a+"))
     bench.now_s += COMPILE_MAX_S - 1.0
     blamed = {one.request.request_id: one.refusal for one in bench.check.take()}
     assert blamed.keys() == {"slow", "alike"}
@@ -117,16 +117,16 @@ def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
     (late,) = bench.check.take()
     assert late.request.request_id == "innocent" and late.refusal is not None
     assert late.refusal.retryable and "simplify" not in late.refusal.message
-    bench.check.submit(request_of("too", "a+"))
+    bench.check.submit(request_id_of("too", "a+"))
     (too,) = bench.check.take()
     assert too.refusal is not None and "simplify" in too.refusal.message
 
 
 def test_time_counts_from_a_grammars_own_beginning(bench: Bench) -> None:
-    bench.check.submit(request_of("first", "a+"))
+    bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     bench.now_s = WAIT_MAX_S - 1
-    bench.check.submit(request_of("second", "b+"))
+    bench.check.submit(request_id_of("second", "b+"))
     bench.grammars.one.release()
     assert names(bench.until_one()) == [("first", True)]
     assert bench.grammars.began.acquire(timeout=WAIT_S)
@@ -137,11 +137,11 @@ def test_time_counts_from_a_grammars_own_beginning(bench: Bench) -> None:
 
 
 def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
-    bench.check.submit(request_of("first", "a+"))
+    bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     for number in range(20):
-        bench.check.submit(request_of(f"aborted-{number}", f"b{{{number + 1}}}"))
-    bench.check.submit(request_of("waits", "c+"))
+        bench.check.submit(request_id_of(f"aborted-{number}", f"b{{{number + 1}}}"))
+    bench.check.submit(request_id_of("waits", "c+"))
     for number in range(20):
         assert bench.check.abort(f"aborted-{number}")
     bench.grammars.open.set()
@@ -153,12 +153,12 @@ def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
 
 
 def test_owners_take_turns(bench: Bench) -> None:
-    bench.check.submit(request_of("first", "a+"))
+    bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     for number in range(5):
-        bench.check.submit(request_of(f"loud-{number}", f"b{{{number + 1}}}", "loud"))
-    bench.check.submit(request_of("shared", "b{4}", "quiet"))
-    bench.check.submit(request_of("quiet", "c+", "quiet"))
+        bench.check.submit(request_id_of(f"loud-{number}", f"b{{{number + 1}}}", "loud"))
+    bench.check.submit(request_id_of("shared", "b{4}", "quiet"))
+    bench.check.submit(request_id_of("quiet", "c+", "quiet"))
     bench.grammars.open.set()
     came = []
     while len(came) < 8:
@@ -170,7 +170,7 @@ def test_owners_take_turns(bench: Bench) -> None:
 
 def test_the_descriptor_is_quiet_once_everything_is_taken(bench: Bench) -> None:
     """Or the engine's loop would turn for nothing."""
-    bench.check.submit(request_of("a", "a+"))
+    bench.check.submit(request_id_of("a", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     assert bench.check.abort("a")
     bench.grammars.open.set()
@@ -179,8 +179,8 @@ def test_the_descriptor_is_quiet_once_everything_is_taken(bench: Bench) -> None:
 
 
 def test_an_aborted_request_never_comes(bench: Bench) -> None:
-    bench.check.submit(request_of("a", "a+"))
-    bench.check.submit(request_of("b", "a+"))
+    bench.check.submit(request_id_of("a", "a+"))
+    bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.abort("a")
     assert not bench.check.abort("a") and not bench.check.abort("unknown")
     bench.grammars.open.set()
@@ -189,10 +189,10 @@ def test_an_aborted_request_never_comes(bench: Bench) -> None:
 
 def test_one_that_is_aborted_in_the_turn_in_which_it_was_checked_never_comes(bench: Bench) -> None:
     bench.grammars.open.set()
-    bench.check.submit(request_of("first", "a+"))
+    bench.check.submit(request_id_of("first", "a+"))
     assert names(bench.until_one()) == [("first", True)]
-    bench.check.submit(request_of("a", "a+"))
-    bench.check.submit(request_of("b", "a+"))
+    bench.check.submit(request_id_of("a", "a+"))
+    bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.abort("a") and not bench.check.abort("a")
     assert names(bench.check.take()) == [("b", True)]
 
@@ -201,11 +201,11 @@ def test_only_so_many_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(grammar_check, "CHECKING_MAX", 3)
     monkeypatch.setattr(grammar_check, "OWNED_MAX", 2)
     for owner, name in (("x", "a"), ("x", "b"), ("x", "c"), ("y", "d"), ("y", "e")):
-        bench.check.submit(request_of(name, f"{name}+", owner))
+        bench.check.submit(request_id_of(name, f"{name}+", owner))
     refused = bench.check.take()
     assert names(refused) == [("c", False), ("e", False)], "of x, and of all"
     for checked in refused:
         assert checked.refusal is not None and checked.refusal.retryable
     assert bench.check.abort("a")
-    bench.check.submit(request_of("f", "f+", "x"))
+    bench.check.submit(request_id_of("f", "f+", "x"))
     assert bench.check.take() == []

@@ -17,7 +17,7 @@ from services.core.cost.iteration_tokens import IterationTokens
 from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import EmitToken
-from services.core.planner.impossible import ImpossibleTargets
+from services.core.planner.infeasible_targets import InfeasibleTargets
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
@@ -37,11 +37,11 @@ def member_that(**does: Any) -> SimpleNamespace:
     """A member of no group, with nothing to tell but what it does."""
     defaults = {
         "take": lambda: True,
-        "take_news": EngineOutbox,
+        "take_outbox": EngineOutbox,
         "configuration": None,
         "settled": True,
         "trouble": "",
-        "changeover": SimpleNamespace(left=False, return_due_s=None),
+        "changeover": SimpleNamespace(left=False, requeue_due_s=None),
         "busy_changing": False,
         "state": make_state(),
         "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
@@ -72,7 +72,7 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(in
         came.tokens.append(EmitToken("a", 0, 5, None))
         return True
 
-    def take_news() -> EngineOutbox:
+    def take_outbox() -> EngineOutbox:
         nonlocal came
         news, came = came, EngineOutbox()
         return news
@@ -85,7 +85,7 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(in
         came.tokens.append(EmitToken("b", 0, 6, None))
         return True
 
-    member = member_that(take=take, launch=launch, take_news=take_news)
+    member = member_that(take=take, launch=launch, take_outbox=take_outbox)
     inbox.loop(member).step(0)
     hear()
     assert told == [["a"], ["b"]]
@@ -251,12 +251,12 @@ def test_a_target_that_no_request_can_keep_is_logged_once(
 ) -> None:
     handled: list[object] = []
     member = member_that(handle=handled.append, launch=lambda _: False)
-    impossible = ImpossibleTargets(CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0))
+    infeasible = InfeasibleTargets(CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0))
     service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.01)
     for name in ("a", "b"):
         request = replace(ONLINE.request, request_id=name, service=service)
         inbox.send(StartRequest(request))
-    loop = inbox.loop(member, impossible=impossible)
+    loop = inbox.loop(member, infeasible=infeasible)
     while len(handled) < 2:
         assert inbox.engine.poll(WAIT_MS)
         loop.step(0)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.core.line_order import Scheduling
 from services.core.planner.config import IterationConfig
+from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 from services.worker.vllm_engine.arguments import FIT_MODEL_LEN, arguments_of, priority_of

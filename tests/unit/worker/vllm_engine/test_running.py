@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from services.core.planner.returns import RETURN_AFTER_S
+from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.report import ClassTokens, Load
 from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
@@ -136,7 +136,7 @@ def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step(
     running.add(request("a", returnable=True), 0.0)
     running.add(request("b", returnable=True), 0.0)
     stats = running.stats
-    late_s = RETURN_AFTER_S
+    late_s = REQUEUE_AFTER_S
     assert running.overdue(late_s) == [], "vLLM has told nothing yet"
     stats.steps, stats.running, stats.waiting = STEPS_TO_START - 1, 1, 1
     assert running.overdue(late_s) == [], "the step may have begun before it came"

@@ -148,7 +148,7 @@ def generation_of(runner: ModelRunner | Pipeline, seed: int) -> Generation:
 def restore(runner: ModelRunner, peers: Sequence[ModelRunner], used_blocks: int) -> None:
     """All layers again: from a peer that has them, else from the model folder."""
     memory = runner.stage_memory
-    memory.shrink_kv(memory.blocks_beside(0, LAYERS), used_blocks=used_blocks)
+    memory.shrink_kv(memory.blocks_after_adding(0, LAYERS), used_blocks=used_blocks)
     for name in memory.missing_slabs(0, LAYERS):
         memory.map_layer_parameters(name)
         holder = next((p for p in peers if p.stage_memory.slabs[name].resident), None)
@@ -235,7 +235,7 @@ def merge_and_split(
         generation.step()
 
     memory = first.stage_memory
-    moved = compact(generation, pipeline, memory.blocks_beside(0, LAYERS) // 2 * 2)
+    moved = compact(generation, pipeline, memory.blocks_after_adding(0, LAYERS) // 2 * 2)
     highest = max(used_blocks(generation), default=-1)
     restore(first, [second], highest + 1)
     restore(second, [first], 0)

@@ -79,7 +79,7 @@ def layout_of(memory: StageMemory) -> list[object]:
 
 
 def restore(memory: StageMemory, first: int = 0, end: int = LAYERS) -> None:
-    memory.shrink_kv(memory.blocks_beside(first, end), used_blocks=0)
+    memory.shrink_kv(memory.blocks_after_adding(first, end), used_blocks=0)
     missing = memory.missing_slabs(first, end)
     for name in missing:
         memory.map_layer_parameters(name)
@@ -217,7 +217,7 @@ def test_a_slab_comes_from_a_peer_in_pieces(memory: StageMemory) -> None:
     peer = make_memory()
     memory.set_stage(0, 3)
     memory.release_departed(0)
-    memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
+    memory.shrink_kv(memory.blocks_after_adding(0, 6), used_blocks=0)
     name = layer_name(4)
     with pytest.raises(InvalidStage):
         memory.slab_bytes(name)
@@ -251,7 +251,7 @@ def test_a_restore_can_be_aborted_at_any_step(memory: StageMemory) -> None:
     memory.finish_drop(None)
     before = layout_of(memory)
     for steps in range(5):
-        memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
+        memory.shrink_kv(memory.blocks_after_adding(0, 6), used_blocks=0)
         if steps > 0:
             memory.map_layer_parameters(HEAD)
         if steps > 1:
@@ -274,7 +274,7 @@ def test_an_aborted_restore_may_keep_what_is_verified(memory: StageMemory) -> No
     memory.set_stage(0, 3)
     memory.release_departed(0)
     memory.finish_drop(None)
-    memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
+    memory.shrink_kv(memory.blocks_after_adding(0, 6), used_blocks=0)
     memory.map_layer_parameters(layer_name(3))
     memory.load_layer(layer_name(3))
     memory.finish_layer(layer_name(3))
@@ -283,7 +283,7 @@ def test_an_aborted_restore_may_keep_what_is_verified(memory: StageMemory) -> No
     memory.abandon_restore(keep_verified=True)
     memory.check_invariants()
     assert memory.missing_slabs(0, 6) == missing, "layer 3 is here, layer 4 is not"
-    memory.shrink_kv(memory.blocks_beside(0, 6), used_blocks=0)
+    memory.shrink_kv(memory.blocks_after_adding(0, 6), used_blocks=0)
     for name in missing:
         memory.map_layer_parameters(name)
         memory.load_layer(name)
@@ -429,7 +429,7 @@ class Life:
     def begin_restore(self) -> None:
         layers = self.memory.layers
         target = (self.rng.randint(0, layers.start), self.rng.randint(layers.stop, LAYERS))
-        limit = self.memory.blocks_beside(*target)
+        limit = self.memory.blocks_after_adding(*target)
         self.used = {block: stamp for block, stamp in self.used.items() if block < limit}
         self.memory.shrink_kv(limit, used_blocks=max(self.used, default=-1) + 1)
         self.target, self.prepared = target, None

@@ -1,7 +1,7 @@
 """When a group counts as stuck."""
 
 from services.core.changeover.state import DRAINED_TIMEOUT_S
-from services.core.stall import STALLED_FACTOR, STALLED_S
+from services.core.stall_limit import STALLED_FACTOR, STALLED_S
 from services.worker.engine.pipeline.group_health import GroupHealth
 
 

@@ -24,9 +24,9 @@ from services.core.planner.events import (
     IterationDropped,
     IterationFinished,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
-from services.core.stall import STALLED_S
+from services.core.stall_limit import STALLED_S
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.transfer.errors import MoverFull
 from services.worker.ipc import ApplyConfiguration
@@ -156,7 +156,7 @@ def test_what_the_planner_is_told_does_not_look_at_the_change(
         told.append(event)
         before = phase(changeover)
         with monkeypatch.context() as quick:
-            if isinstance(event, IterationFinished | IterationDropped | WaitLooked):
+            if isinstance(event, IterationFinished | IterationDropped | RequeueChecked):
                 quick.setattr(Changeover, "phase", property(unread))
             commands = handle(event)
         assert phase(changeover) is before or not isinstance(event, RequestEvent)
@@ -166,10 +166,10 @@ def test_what_the_planner_is_told_does_not_look_at_the_change(
     started(group)
     group.reconfigure(APART)
     check_tokens(group)
-    member(group, "w0").handle(WaitLooked(0.0))
+    member(group, "w0").handle(RequeueChecked(0.0))
     start(group, request(9))
     group.abort("r9")
-    assert {type(one) for one in told} >= {IterationFinished, WaitLooked, RequestArrived}
+    assert {type(one) for one in told} >= {IterationFinished, RequeueChecked, RequestArrived}
 
 
 def test_kv_that_cannot_be_sent_is_computed_again(
@@ -285,13 +285,13 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
     deserted(group)
     leader = member(group, "w0")
     asked_s = group.now_s
-    group.run_until(lambda: leader.changeover.left)
+    group.run_until(lambda: leader.changeover.isolated)
     assert group.now_s - asked_s > (ALONE_WAIT_S if cut else REMOVED_WAIT_S)
     assert not leader.state.sequences and not leader.changeover.may_plan
     group.epoch += 1
     leader.apply(ApplyConfiguration(group._plans([[Stage("w0", 0, 1)]], group.epoch)))
     group.run_until(lambda: leader.links.epoch == group.epoch)
-    assert not leader.changeover.left, "it is in a group again"
+    assert not leader.changeover.isolated, "it is in a group again"
 
 
 def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(

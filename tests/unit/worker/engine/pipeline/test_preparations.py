@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from services.core.changeover.preparation import BUSY, FAILURES_MAX
-from services.core.line_order import Scheduling
 from services.core.planner.batch import Microbatch
+from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
 from services.worker.engine.pipeline import restoring
 from services.worker.engine.pipeline.restoring import CONNECT_TIMEOUT_S
@@ -48,7 +48,7 @@ def test_an_attempt_that_is_asked_for_again_is_answered_once(
     answers: list[str] = []
 
     def hear(engine: Engine) -> None:
-        told = engine.member.take_news().prepared
+        told = engine.member.take_outbox().prepared
         answers.extend(engine.identity.worker_id + answer.error for answer in told)
 
     with monkeypatch.context() as listening:
@@ -130,7 +130,7 @@ def test_a_change_ends_the_preparation_of_another_one(make_group: MakeGroup) -> 
 @pytest.mark.parametrize(
     ("method", "error"),
     [
-        ("blocks_beside", InvalidStage("there is no such stage")),
+        ("blocks_after_adding", InvalidStage("there is no such stage")),
         ("shrink_kv", InvalidBlocks("a block below is owned")),
         ("map_layer_parameters", ArenaExhausted(requested_chunks=2, free_chunks=1)),
         ("load_layer", ModelError("the folder lacks a file")),

@@ -11,7 +11,7 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
-from services.core.planner.sequence_names import request_of
+from services.core.planner.sequence_ids import request_id_of
 from tests.support.fake_model import BLOCKS, SHAPE
 from tests.support.integer_group import LONG, check_tokens, member, merged, request, start, started
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
@@ -28,7 +28,7 @@ def test_what_has_ended_is_out_of_the_clock(make_group: MakeGroup) -> None:
     lone.handle(RequestAborted(0.0, "unknown"))
     lone.launch()
     lone.handle(RequestArrived(0.0, request(0)))  # it is here already: refused
-    refused = lone.take_news().refusals
+    refused = lone.take_outbox().refusals
     assert [one.request_id for one in refused] == ["r0"]
     asked: list[int] = []
     clock.launched(lambda: asked.append(1) or [], 1.0)
@@ -45,11 +45,11 @@ def test_the_last_event_of_a_request_has_its_times(make_group: MakeGroup) -> Non
     lone.handle(RequestArrived(5.0, request(0, output=2)))
     for group.now_s in (6.0, 8.0):
         assert lone.launch()
-    news = lone.take_news()
+    news = lone.take_outbox()
     assert [one.index for one in news.tokens] == [0, 1] and bool(news)
     times = news.times["r0"]
     assert (times.wait_s, times.prefill_s, times.decode_s) == (6.0, 0.0, 2.0)
-    assert not lone.take_news()
+    assert not lone.take_outbox()
     assert not lone.launch()
 
 
@@ -60,7 +60,7 @@ def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None
     asked: list[list[str]] = []
 
     def interrupts(microbatch: Microbatch) -> Any:
-        asked.append([request_of(chunk.request_id) for chunk in microbatch.batch.chunks])
+        asked.append([request_id_of(chunk.request_id) for chunk in microbatch.batch.chunks])
         return (lambda: True) if len(asked) % 2 else None
 
     while not group.streams["r0"].over:
@@ -75,7 +75,7 @@ def test_a_request_that_the_planner_never_saw_is_refused(make_group: MakeGroup) 
     lone = member(make_group(1), "w0")
     refusal = RefuseRequest("r9", "no such grammar")
     lone.refuse(refusal)
-    assert lone.take_news().refusals == [refusal]
+    assert lone.take_outbox().refusals == [refusal]
 
 
 def test_a_preempted_request_goes_on_as_if_it_had_not_been(make_group: MakeGroup) -> None:

@@ -12,7 +12,7 @@ from tests.support.tiny_models import make_tiny_model
 BATCH = ((0, 4), (8, 1))
 
 
-def config(folder: Path, companions: int) -> ProfileConfig:
+def config(folder: Path, co_runners: int) -> ProfileConfig:
     make_tiny_model(folder / "llama", "llama", layers=1, hidden=32, heads=2, kv_heads=1)
     return ProfileConfig(
         folder / "llama",
@@ -21,24 +21,24 @@ def config(folder: Path, companions: int) -> ProfileConfig:
         dtype="float32",
         max_batch_tokens=32,
         max_running=4,
-        companions=companions,
+        co_runners=co_runners,
     )
 
 
 def test_one_runs_each_batch_and_is_gone_at_the_end(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    with start_co_runners(config(tmp_path, 1)) as companions:
+    with start_co_runners(config(tmp_path, 1)) as co_runners:
         (process,) = set(psutil.Process().children()) - before
         for _ in range(2):
-            with companions.run(BATCH):
+            with co_runners.run(BATCH):
                 pass
         process.kill()
         process.wait(10)
-        with pytest.raises(CoRunnerLost, match="--workers"), companions.run(BATCH):
+        with pytest.raises(CoRunnerLost, match="--workers"), co_runners.run(BATCH):
             pass
     assert not process.is_running()
 
 
 def test_none_is_needed(tmp_path: Path) -> None:
-    with start_co_runners(config(tmp_path, 0)) as companions, companions.run(BATCH):
+    with start_co_runners(config(tmp_path, 0)) as co_runners, co_runners.run(BATCH):
         pass

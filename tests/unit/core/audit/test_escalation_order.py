@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from services.core.audit.concession_order import ConcessionOrder
+from services.core.audit.escalation_order import EscalationOrder
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, Findings
 from services.core.changeover.state import Changeover, MemberConfig
-from services.core.line_order import LINES, Scheduling
 from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, Planned, RequestArrived
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.victims import PRECEDENCES, Precedence, batch_first, newest
+from services.core.queue_order import QUEUE_ORDERS, Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.core.service import NO_PROMISE, Service, ServiceClass
 from tideserve.sim.replay import replay
@@ -63,7 +63,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
 
 def audited(made_with: MemberConfig, log: list[Line]) -> Findings:
     findings = Findings()
-    replayed = replay(Changeover.of(made_with), log, ConcessionOrder(findings, "w0"))
+    replayed = replay(Changeover.of(made_with), log, EscalationOrder(findings, "w0"))
     assert not replayed.difference
     assert findings.checks["I11"] > 100
     return findings
@@ -84,11 +84,11 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
     ("precedence", "sentence"),
     [
         (
-            Precedence(LINES[Scheduling.PRIORITY], newest, batch_yields=True),
+            Precedence(QUEUE_ORDERS[Scheduling.PRIORITY], newest, batch_yields=True),
             "(RECOMPUTE), though batch work had blocks (YIELD)",
         ),
         (
-            Precedence(LINES[Scheduling.FCFS], batch_first, batch_yields=True),
+            Precedence(QUEUE_ORDERS[Scheduling.FCFS], batch_first, batch_yields=True),
             "waited (HOLD_BACK)",
         ),
     ],
@@ -123,8 +123,8 @@ def test_a_planner_that_takes_kv_though_blocks_are_free_is_found(
 
 
 def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[Line]:
-    numbers = ModelLoad(demand, 10, 1000, 1000, demand, 0, 0, 0, waiting)
-    decision = Decision(1.0, "m", Action.MERGE, DecisionReason(cause, 1000, 1.0, 1.0, numbers), 50)
+    load = ModelLoad(demand, 10, 1000, 1000, demand, 0, 0, 0, waiting)
+    decision = Decision(1.0, "m", Action.MERGE, DecisionReason(cause, 1000, 1.0, 1.0, load), 50)
     return [Line(FACT, MemoryDecided(1.0, decision))]
 
 

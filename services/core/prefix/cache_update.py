@@ -20,7 +20,7 @@ class SharedPrefix(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixNews:
+class PrefixCacheUpdate:
     """Changes that every stage applies before it runs a microbatch, in the order of the fields.
 
     `forget`: drop the whole cache first. Blocks that the microbatch releases are released after
@@ -33,7 +33,7 @@ class PrefixNews:
     shared: tuple[SharedPrefix, ...] = ()
 
 
-NO_PREFIX_UPDATE = PrefixNews()
+NO_PREFIX_UPDATE = PrefixCacheUpdate()
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class PendingPrefixUpdate:
     evicted: set[bytes] = field(default_factory=set)
     shared: list[SharedPrefix] = field(default_factory=list)
 
-    def take(self) -> PrefixNews | None:
+    def take(self) -> PrefixCacheUpdate | None:
         """Return and clear the accumulated changes; None without changes."""
         if not (self.forget or self.named or self.evicted or self.shared):
             return None
         # Sorted: the order of a set would differ between a run and the replay of its log.
         evicted = tuple(sorted(self.evicted))
-        update = PrefixNews(self.forget, tuple(self.named), evicted, tuple(self.shared))
+        update = PrefixCacheUpdate(self.forget, tuple(self.named), evicted, tuple(self.shared))
         self.forget = False
         self.named.clear()
         self.evicted.clear()

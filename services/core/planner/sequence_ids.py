@@ -22,7 +22,7 @@ from services.core.planner.events import Command, EmitToken, RefuseRequest
 MARK = "#"
 
 
-def request_of(seq_id: str) -> str:
+def request_id_of(seq_id: str) -> str:
     """Request id of a sequence; an id without a mark is a request id already."""
     return seq_id.rpartition(MARK)[0] or seq_id
 
@@ -33,7 +33,7 @@ class _Current(NamedTuple):
 
 
 @dataclass(slots=True)
-class NameSource:
+class SequenceIdSource:
     """Creates sequence ids; `process` is a unique name of the engine process."""
 
     process: str
@@ -45,14 +45,14 @@ class NameSource:
                 f"{self.process!r} contains {MARK!r}, which separates the parts of a sequence id"
             )
 
-    def name(self, request_id: str) -> str:
+    def new_id(self, request_id: str) -> str:
         """New sequence id for a start of the request."""
         self._made += 1
         return f"{request_id}{MARK}{self.process}.{self._made}"
 
 
 @dataclass(slots=True)
-class SequenceNames:
+class AnsweringSequences:
     """Maps each request at an engine to the sequence that answers it; at most one does."""
 
     _current: dict[str, _Current] = field(default_factory=dict)  # by request id
@@ -66,20 +66,20 @@ class SequenceNames:
         """A sequence that another engine started answers its request from now on."""
         self._set(_Current(seq_id, adopted=True))
 
-    def name_of(self, request_id: str) -> str:
+    def seq_id_of(self, request_id: str) -> str:
         """Sequence that answers a request here, or did before it moved away; "" if none."""
         current = self._current.get(request_id)
         return current.seq_id if current is not None else ""
 
     def was_adopted(self, seq_id: str) -> bool:
         """Whether the sequence answers its request, and another engine started it."""
-        return self._current.get(request_of(seq_id)) == _Current(seq_id, adopted=True)
+        return self._current.get(request_id_of(seq_id)) == _Current(seq_id, adopted=True)
 
     def end(self, seq_id: str) -> None:
         """Stop output of a sequence that has ended or was replaced. Idempotent."""
         if seq_id in self._answering:
             self._answering.remove(seq_id)
-            del self._current[request_of(seq_id)]
+            del self._current[request_id_of(seq_id)]
 
     def keep_only(self, seq_ids: Iterable[str]) -> None:
         """Forget all other sequences, at the start of a change-over: they have moved away."""
@@ -101,7 +101,7 @@ class SequenceNames:
         return True
 
     def _set(self, current: _Current) -> None:
-        request_id = request_of(current.seq_id)
+        request_id = request_id_of(current.seq_id)
         if (before := self._current.get(request_id)) is not None:
             self._answering.remove(before.seq_id)
         self._current[request_id] = current

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from services.common.clock import monotonic_s
 from services.gateway.bounds.shared_response import SharedResponse
-from services.gateway.vocabulary.errors import KeyReused
+from services.gateway.vocabulary.errors import IdempotencyKeyReused
 
 M = TypeVar("M")
 
@@ -13,7 +13,7 @@ NAME_BYTES = 1024
 """Approximate overhead of an entry in bytes, without its messages."""
 
 
-class KeptAnswers(Generic[M]):
+class IdempotencyCache(Generic[M]):
     """Running and recently completed responses, by idempotency key and owner.
 
     Bounded in number, bytes and time. Evicts the response that completed first. Running responses
@@ -56,14 +56,14 @@ class KeptAnswers(Generic[M]):
         `digest`: of the request body. `response_id`: for a new response.
 
         Raises:
-            KeyReused: if the key belongs to a request with another body.
+            IdempotencyKeyReused: if the key belongs to a request with another body.
         """
         self._expire()
         cached = self._answers.get(name)
         if cached is None:
             return self._begin(name, digest, response_id), True
         if cached.digest != digest:
-            raise KeyReused(
+            raise IdempotencyKeyReused(
                 "this Idempotency-Key was used with another request body; repeat that body, or"
                 " choose a new key"
             )

@@ -4,12 +4,12 @@ import gc
 
 import pytest
 
-from services.common.collector import collector_paused, lasting
+from services.common.garbage_collection import freeze_after, gc_paused
 
 
 def test_it_is_paused_and_comes_back() -> None:
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="failed"), collector_paused():
+    with pytest.raises(ValueError, match="failed"), gc_paused():
         assert not gc.isenabled()
         raise ValueError("failed")
     assert gc.isenabled()
@@ -18,7 +18,7 @@ def test_it_is_paused_and_comes_back() -> None:
 def test_it_stays_off_where_it_was_off() -> None:
     gc.disable()
     try:
-        with collector_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -28,7 +28,7 @@ def test_it_stays_off_where_it_was_off() -> None:
 def test_what_lasts_is_not_looked_at_again() -> None:
     kept: list[object] = []
     try:
-        with lasting():
+        with freeze_after():
             assert not gc.isenabled()
             kept.append([])
         assert gc.isenabled()

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 
-class Line:
-    """Counts calls of one kind by client (`guest`: the key's owner, or an address)."""
+class ConcurrencyLimit:
+    """Counts calls of one kind by client (`limit_key`: the key's owner, or an address)."""
 
     def __init__(self, each_max: int, all_max: int) -> None:
         self._each_max = each_max
@@ -19,21 +19,21 @@ class Line:
         """The count of all clients together."""
         return self._all
 
-    def full(self, guest: str) -> bool:
+    def full(self, limit_key: str) -> bool:
         """Whether the client is at its limit. A client without calls may always start a call."""
         # Exempt the first call from the total: else a few clients could lock all others out.
-        own = self._of.get(guest, 0)
+        own = self._of.get(limit_key, 0)
         return own >= self._each_max or (own > 0 and self._all >= self._all_max)
 
     @contextlib.contextmanager
-    def entered(self, guest: str, count: int = 1) -> Iterator[None]:
+    def entered(self, limit_key: str, count: int = 1) -> Iterator[None]:
         """Count `count` calls while the block runs, even beyond the limit."""
-        self._of[guest] += count
+        self._of[limit_key] += count
         self._all += count
         try:
             yield
         finally:
             self._all -= count
-            self._of[guest] -= count
-            if not self._of[guest]:
-                del self._of[guest]
+            self._of[limit_key] -= count
+            if not self._of[limit_key]:
+                del self._of[limit_key]

@@ -10,7 +10,7 @@ REPORTED_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ImpossibleTarget:
+class InfeasibleTarget:
     """A target of `target_s` seconds below the lone decode time `lone_s`; `name` as in the API."""
 
     name: str
@@ -28,13 +28,13 @@ class ImpossibleTarget:
 
 
 @dataclass(slots=True)
-class ImpossibleTargets:
+class InfeasibleTargets:
     """Detects infeasible targets by the cost model; reports each class and value once."""
 
     cost_model: CostModel | None = None
     _reported: set[tuple[str, str, float]] = field(default_factory=set)  # (name, class, target)
 
-    def news(self, service: Service) -> list[ImpossibleTarget]:
+    def unreported(self, service: Service) -> list[InfeasibleTarget]:
         """Infeasible targets of a request that were not reported before."""
         if self.cost_model is None:
             return []
@@ -46,7 +46,7 @@ class ImpossibleTargets:
             key = (name, str(service.service_class), target_s)
             if key not in self._reported:
                 self._reported.add(key)
-                infeasible.append(ImpossibleTarget(*key, lone_s))
+                infeasible.append(InfeasibleTarget(*key, lone_s))
         return infeasible
 
 

@@ -12,7 +12,7 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
 
 
-class Concession(IntEnum):
+class EscalationStep(IntEnum):
     """Steps of the escalation when online requests need memory, cheapest first (I11).
 
     The order applies within a process, which does not know the options of other processes. A worker
@@ -37,7 +37,7 @@ class Concession(IntEnum):
 
 
 @dataclass(slots=True)
-class ConcessionOrder:
+class EscalationOrder:
     """Compares the planner of the worker `name` before and after each call of `plan`."""
 
     findings: Findings
@@ -100,12 +100,12 @@ class ConcessionOrder:
         )
 
 
-_CACHED = Concession.CACHED.name
+_CACHED = EscalationStep.CACHED.name
 
 
 def _step(preempted: list[Sequence]) -> str:
     online = any(seq.request.service.online for seq in preempted)
-    return (Concession.RECOMPUTE if online else Concession.YIELD).name
+    return (EscalationStep.RECOMPUTE if online else EscalationStep.YIELD).name
 
 
 def _names(sequences: list[Sequence]) -> str:

@@ -6,8 +6,8 @@ from types import TracebackType
 from services.gateway.vocabulary.errors import GatewayError, first_gateway_error
 
 
-class Interruption:
-    """A block that other tasks may cancel: ``with Interruption() as interruption: ...``.
+class CancelScope:
+    """A block that other tasks may cancel: ``with CancelScope() as interruption: ...``.
 
     Works like `asyncio.timeout`: it cancels the task and converts the CancelledError into the given
     error at the end of the block. Needs no guard task.
@@ -18,23 +18,23 @@ class Interruption:
         self._timers: list[asyncio.TimerHandle] = []
         self._over = False
 
-    def __enter__(self) -> "Interruption":
+    def __enter__(self) -> "CancelScope":
         """Enter the scope; only within a task."""
         task = asyncio.current_task()
         assert task is not None, "the scope needs a task"
         self._task, self._before = task, task.cancelling()
         return self
 
-    def interrupt(self, error: Exception) -> None:
+    def cancel(self, error: Exception) -> None:
         """Cancel the block; it raises `error`. Further calls, and calls after it, do nothing."""
         if self._error is None and not self._over:
             self._error = error
             self._task.cancel()
 
-    def interrupt_after(self, delay_s: float, error: Exception) -> None:
+    def cancel_after(self, delay_s: float, error: Exception) -> None:
         """Cancel the block with `error` after `delay_s`."""
         loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(delay_s, self.interrupt, error))
+        self._timers.append(loop.call_later(delay_s, self.cancel, error))
 
     def __exit__(
         self,

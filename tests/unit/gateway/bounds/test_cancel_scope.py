@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.bounds.interruption import Interruption
+from services.gateway.bounds.cancel_scope import CancelScope
 from services.gateway.vocabulary.errors import CancelledByClient, EngineFailed, GatewayError
 
 GONE = CancelledByClient("gone")
@@ -16,27 +16,27 @@ async def never() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def soon(interruption: Interruption, error: Exception = GONE) -> None:
-    asyncio.get_running_loop().call_soon(interruption.interrupt, error)
+def soon(cancel_scope: CancelScope, error: Exception = GONE) -> None:
+    asyncio.get_running_loop().call_soon(cancel_scope.cancel, error)
 
 
 async def test_the_block_ends_with_the_first_error_and_the_task_goes_on() -> None:
-    with pytest.raises(CancelledByClient, match="gone"), Interruption() as interruption:
-        soon(interruption)
-        soon(interruption, EngineFailed("late"))
+    with pytest.raises(CancelledByClient, match="gone"), CancelScope() as cancel_scope:
+        soon(cancel_scope)
+        soon(cancel_scope, EngineFailed("late"))
         await never()
-    interruption.interrupt(GONE)
+    cancel_scope.cancel(GONE)
     await asyncio.sleep(0)
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
 
 
 async def test_time_ends_it_and_leaving_it_ends_the_timer() -> None:
-    with pytest.raises(CancelledByClient), Interruption() as interruption:
-        interruption.interrupt_after(0.0, GONE)
+    with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
+        cancel_scope.cancel_after(0.0, GONE)
         await never()
-    with Interruption() as interruption:
-        interruption.interrupt_after(0.0, GONE)
+    with CancelScope() as cancel_scope:
+        cancel_scope.cancel_after(0.0, GONE)
     await asyncio.sleep(0.01)
 
 
@@ -48,8 +48,8 @@ async def test_what_fails_on_the_way_out_does_not_hide_the_error() -> None:
             raise EngineFailed("aborted")
 
     for inner in (fail, in_group(fail)):
-        with pytest.raises(CancelledByClient), Interruption() as interruption:
-            soon(interruption)
+        with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
+            soon(cancel_scope)
             await inner()
 
 
@@ -71,10 +71,10 @@ async def test_errors_of_our_own_and_of_the_block_pass() -> None:
         finally:
             raise KeyError("a defect")
 
-    with pytest.raises(KeyError), Interruption() as interruption:
-        soon(interruption)
+    with pytest.raises(KeyError), CancelScope() as cancel_scope:
+        soon(cancel_scope)
         await wrong()
-    with pytest.raises(GatewayError, match="its own"), Interruption():
+    with pytest.raises(GatewayError, match="its own"), CancelScope():
         raise EngineFailed("its own")
 
 
@@ -83,9 +83,9 @@ async def test_a_task_that_must_end_ends(interrupted: bool) -> None:
     begun = asyncio.Event()
 
     async def run() -> None:
-        with Interruption() as interruption:
+        with CancelScope() as cancel_scope:
             if interrupted:
-                soon(interruption)
+                soon(cancel_scope)
             begun.set()
             await never()
 
@@ -102,7 +102,7 @@ async def test_a_group_around_it_that_fails_is_no_interruption() -> None:
 
     with pytest.raises(BaseExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            with Interruption():
+            with CancelScope():
                 tasks.create_task(fail())
                 await never()
     assert raised.group_contains(EngineFailed)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.line_order import Scheduling
 from services.core.planner.configuration_events import (
     BlocksReleased,
     SequenceAdopted,
@@ -19,10 +18,11 @@ from services.core.planner.events import (
     IterationFinished,
     RefuseRequest,
     RequestArrived,
-    WaitLooked,
+    RequeueChecked,
 )
-from services.core.planner.returns import RETURN_AFTER_S
+from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
 from tests.unit.core.planner.test_state import (
     FakeModel,
@@ -32,7 +32,7 @@ from tests.unit.core.planner.test_state import (
     make_state,
 )
 
-LATER_S = RETURN_AFTER_S + 0.01
+LATER_S = REQUEUE_AFTER_S + 0.01
 
 
 def arrive(state: PlannerState, name: str, prompt: int, now_s: float, **fields: object) -> None:
@@ -42,7 +42,7 @@ def arrive(state: PlannerState, name: str, prompt: int, now_s: float, **fields: 
 
 def returned(state: PlannerState, now_s: float) -> list[str]:
     found = []
-    for command in state.handle(WaitLooked(now_s)):
+    for command in state.handle(RequeueChecked(now_s)):
         assert isinstance(command, RefuseRequest) and command.returned and command.retryable
         found.append(command.request_id)
     state.check_invariants()
@@ -63,18 +63,18 @@ def test_requests_that_wait_long_without_room_go_back_in_order() -> None:
         arrive(state, name, 20, 1.0, returnable=True)
     arrive(state, "stays", 20, 1.0)
     arrive(state, "late", 20, 1.1, returnable=True)
-    assert state.return_due_s == 1.0 + RETURN_AFTER_S
+    assert state.requeue_due_s == 1.0 + REQUEUE_AFTER_S
     assert returned(state, 1.1) == []
     assert returned(state, 1.0 + LATER_S) == ["first", "second"]
-    assert state.return_due_s == 1.1 + RETURN_AFTER_S
+    assert state.requeue_due_s == 1.1 + REQUEUE_AFTER_S
     assert returned(state, 1.1 + LATER_S) == ["late"]
-    assert list(state.sequences) == ["runs", "stays"] and state.return_due_s is None
+    assert list(state.sequences) == ["runs", "stays"] and state.requeue_due_s is None
 
 
 def test_no_request_goes_back_while_one_can_start() -> None:
     state = full()
     arrive(state, "short", 2, 1.0, returnable=True)
-    assert state.return_due_s is None
+    assert state.requeue_due_s is None
 
 
 def test_a_request_that_has_begun_stays_even_if_it_lost_its_blocks() -> None:
@@ -89,7 +89,7 @@ def test_an_adopted_request_stays() -> None:
     state, other = full(), make_state()
     arrive(other, "moved", 20, 1.0, returnable=True)
     assert state.handle(SequenceAdopted(other.export("moved"))) == []
-    assert state.return_due_s is None and returned(state, 10.0) == []
+    assert state.requeue_due_s is None and returned(state, 10.0) == []
 
 
 @pytest.mark.parametrize("read", [False, True])
@@ -98,11 +98,11 @@ def test_a_held_request_goes_back_afterwards_whether_somebody_looked_or_not(read
     arrive(state, "held", 20, 1.0, returnable=True)
     state.handle(SequenceHeld("held"))
     if read:
-        assert state.return_due_s is None
+        assert state.requeue_due_s is None
     assert returned(state, 10.0) == []
     arrive(state, "next", 20, 10.0)
     state.handle(SequenceResumed("held"))
-    assert state.return_due_s == 1.0 + RETURN_AFTER_S
+    assert state.requeue_due_s == 1.0 + REQUEUE_AFTER_S
     assert returned(state, 10.0) == ["held"]
 
 
@@ -132,15 +132,15 @@ def test_batch_work_that_deadlines_leave_no_time_goes_back_as_from_a_shelf() -> 
     arrive(state, "b1", 8, 2.0, service=BATCH_WORK, returnable=True)
     microbatch = state.plan(2.0)
     assert microbatch is not None and len(microbatch.batch.chunks) == 1, "nothing else joins"
-    assert state.return_due_s == 1.0 + 5.0
+    assert state.requeue_due_s == 1.0 + 5.0
     assert returned(state, 1.0 + 5.0) == ["b0"]
-    assert state.return_due_s == 2.0 + 5.0
+    assert state.requeue_due_s == 2.0 + 5.0
 
 
 def test_where_batch_work_does_not_yield_none_goes_back_with_room() -> None:
     state = make_state(scheduling=Scheduling.FCFS, shelf_max_s=5.0, num_blocks=64)
     arrive(state, "b", 8, 1.0, service=BATCH_WORK, returnable=True)
-    assert state.return_due_s is None and returned(state, 100.0) == []
+    assert state.requeue_due_s is None and returned(state, 100.0) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -162,7 +162,7 @@ def test_under_load_every_request_runs_once_or_goes_back_without_a_token(seed: i
         now_s += 0.05
         if arriving and rng.random() < 0.5:
             state.handle(RequestArrived(now_s, arriving.pop()))
-        due_s = state.return_due_s
+        due_s = state.requeue_due_s
         if due_s is not None and due_s <= now_s:
             found = returned(state, now_s)
             assert found and not back & set(found) and not outputs.keys() & set(found)

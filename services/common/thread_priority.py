@@ -28,7 +28,7 @@ class _SchedAttr(ctypes.Structure):
     )
 
 
-def run_soon() -> None:
+def request_short_slices() -> None:
     """Request short time slices for this thread, so that it is scheduled soon after it wakes up.
 
     For threads that do little work but are waited for: on a machine with all processors busy, a

@@ -2,7 +2,7 @@
 
 The capacity that the scheduler saw may be gone when a request arrives, since running requests grow.
 The request would then wait for them, even if another group has capacity. So a `returnable` request
-that has not started within `RETURN_AFTER_S` returns to the scheduler, keeps its place in the queue
+that has not started within `REQUEUE_AFTER_S` returns to the scheduler, keeps its place in the queue
 by its arrival time, and runs wherever capacity is free first. The same holds for requests parked at
 a worker that no longer leads a group and thus plans nothing (`ParkedBatch`).
 
@@ -17,7 +17,7 @@ from math import inf
 
 from services.core.planner.sequence import Phase, Sequence
 
-RETURN_AFTER_S = 0.2
+REQUEUE_AFTER_S = 0.2
 """Seconds after which a request that cannot start returns to the scheduler."""
 
 
@@ -39,7 +39,7 @@ class RequeueDelays:
 
 
 KEEP_QUEUED = RequeueDelays()
-REQUEUE_SOON = RequeueDelays(RETURN_AFTER_S, RETURN_AFTER_S)
+REQUEUE_SOON = RequeueDelays(REQUEUE_AFTER_S, REQUEUE_AFTER_S)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from services.gateway.records.request_record import RequestRecord, new_record
 from services.gateway.records.request_trace import export_trace
 
 
-class Reception:
+class RequestRecorder:
     """Opens and closes request records; shared by all APIs, and so are its log rate limits."""
 
     def __init__(

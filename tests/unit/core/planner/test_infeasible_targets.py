@@ -1,7 +1,7 @@
 """A target that no request can keep is told once, with both numbers."""
 
 from services.core.cost.model import CostModel
-from services.core.planner.impossible import REPORTED_MAX, ImpossibleTargets
+from services.core.planner.infeasible_targets import REPORTED_MAX, InfeasibleTargets
 from services.core.service import NO_PROMISE, Service, ServiceClass
 
 MODEL = CostModel(alpha=0.0, beta=1e-3, gamma=0.011, lam=0.01)
@@ -13,24 +13,26 @@ def promise(ttft_s: float | None, tpot_s: float | None) -> Service:
 
 
 def test_each_class_and_value_is_told_once_with_both_numbers() -> None:
-    targets = ImpossibleTargets(MODEL)
-    (found,) = targets.news(promise(0.5, 0.005))
+    targets = InfeasibleTargets(MODEL)
+    (found,) = targets.unreported(promise(0.5, 0.005))
     assert "tpot_ms is 5 ms for a request of the class interactive" in str(found)
     assert "takes 12 ms here" in str(found)
-    assert targets.news(promise(0.5, 0.005)) == []
-    assert [one.name for one in targets.news(promise(0.004, 0.005))] == ["ttft_ms"]
+    assert targets.unreported(promise(0.5, 0.005)) == []
+    assert [one.name for one in targets.unreported(promise(0.004, 0.005))] == ["ttft_ms"]
     other = Service(ServiceClass.STANDARD, None, 0.005)
-    assert [one.service_class for one in targets.news(other)] == ["standard"]
+    assert [one.service_class for one in targets.unreported(other)] == ["standard"]
 
 
 def test_what_can_be_kept_is_not_told() -> None:
-    targets = ImpossibleTargets(MODEL)
-    assert targets.news(NO_PROMISE) == []
-    assert targets.news(promise(0.012, 0.012)) == []
-    assert ImpossibleTargets().news(promise(0.001, 0.001)) == []
+    targets = InfeasibleTargets(MODEL)
+    assert targets.unreported(NO_PROMISE) == []
+    assert targets.unreported(promise(0.012, 0.012)) == []
+    assert InfeasibleTargets().unreported(promise(0.001, 0.001)) == []
 
 
 def test_a_client_with_ever_new_targets_does_not_fill_the_log() -> None:
-    targets = ImpossibleTargets(MODEL)
-    told = [one for step in range(500) for one in targets.news(promise(None, 1e-6 * (step + 1)))]
+    targets = InfeasibleTargets(MODEL)
+    told = [
+        one for step in range(500) for one in targets.unreported(promise(None, 1e-6 * (step + 1)))
+    ]
     assert len(told) == REPORTED_MAX

@@ -27,11 +27,11 @@ class StallLimit:
         """Seconds after which the operation counts as stalled."""
         return float(max(self.least_s, STALLED_FACTOR * self._slowest_s) * 2**self._alarms)
 
-    def came(self, took_s: float) -> None:
+    def note_completed(self, took_s: float) -> None:
         """Note a completion that took `took_s` seconds."""
         self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, took_s)
         self._alarms = 0
 
-    def alarmed(self) -> None:
+    def note_alarm(self) -> None:
         """Note that the operation was reported as stalled."""
         self._alarms = min(self._alarms + 1, _ALARMS_MAX)

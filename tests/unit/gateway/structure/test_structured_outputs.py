@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from services.core.request import GRAMMAR_BYTES_MAX, GrammarKind
-from services.gateway.structure.asked import (
+from services.gateway.structure.schema import ENUM_VALUES_MAX, SCHEMA_DEPTH_MAX, schema_text
+from services.gateway.structure.structured_outputs import (
     CHOICES_MAX,
     Structure,
     guided_structure,
     response_format_structure,
     structured_outputs_structure,
 )
-from services.gateway.structure.schema import ENUM_VALUES_MAX, SCHEMA_DEPTH_MAX, schema_text
 from services.gateway.vocabulary.errors import BadRequest
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}}

@@ -2,15 +2,15 @@ import ctypes
 import os
 import threading
 
-from services.common import scheduling
-from services.common.scheduling import run_soon
+from services.common import thread_priority
+from services.common.thread_priority import request_short_slices
 
 
 def test_it_changes_neither_nice_nor_policy() -> None:
     found: list[tuple[int, int]] = []
 
     def look() -> None:
-        run_soon()
+        request_short_slices()
         found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -21,4 +21,4 @@ def test_it_changes_neither_nice_nor_policy() -> None:
 
 
 def test_the_kernel_is_told_of_a_whole_structure() -> None:
-    assert ctypes.sizeof(scheduling._SchedAttr) == 48  # SCHED_ATTR_SIZE_VER0
+    assert ctypes.sizeof(thread_priority._SchedAttr) == 48  # SCHED_ATTR_SIZE_VER0

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause cyclic garbage collection; the body should be short and create no cycles.
 
     A collection over the objects of a large cluster takes longer than planning for it.
@@ -21,11 +21,11 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def freeze_after() -> Iterator[None]:
     """For code that creates objects with the lifetime of the process, such as imports.
 
     Pauses the collector, and exempts all objects that exist at the end from later collections.
     """
-    with collector_paused():
+    with gc_paused():
         yield
         gc.freeze()

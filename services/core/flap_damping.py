@@ -21,13 +21,13 @@ WORKERS_MAX = 10_000
 
 
 @dataclass(slots=True)
-class SelfWatch:
+class LocalPauseDetector:
     """Detects pauses of this process, during which all other workers appear silent."""
 
     _looked_s: float = math.inf  # last tick; inf before the first
     _woke_s: float = -math.inf  # end of the last detected pause
 
-    def look(self, now_s: float) -> bool:
+    def tick(self, now_s: float) -> bool:
         """Note a tick, a few times a second; returns whether silence of workers is conclusive."""
         if now_s - self._looked_s > LATE_S:
             self._woke_s = now_s
@@ -49,12 +49,12 @@ class _Leaves:
 
 
 @dataclass(slots=True)
-class Steadiness:
+class FlapDamping:
     """Tracks departures per worker."""
 
     _leaves: dict[str, _Leaves] = field(default_factory=dict)  # the latest to leave is last
 
-    def left(self, worker_id: str, now_s: float) -> None:
+    def note_departure(self, worker_id: str, now_s: float) -> None:
         """Note that a worker has left; no effect on a worker that has left already."""
         leaves = self._leaves.get(worker_id) or _Leaves()
         if leaves.away:
@@ -68,13 +68,13 @@ class Steadiness:
             leaves.steady_s = now_s + STEADY_S
         self._forget_old(now_s)
 
-    def came(self, worker_id: str) -> None:
+    def note_presence(self, worker_id: str) -> None:
         """Note that a worker is present and reports."""
         leaves = self._leaves.get(worker_id)
         if leaves is not None:
             leaves.away = False
 
-    def flaps(self, worker_id: str, now_s: float) -> bool:
+    def is_flapping(self, worker_id: str, now_s: float) -> bool:
         """Whether the worker flaps, by the departures seen here."""
         leaves = self._leaves.get(worker_id)
         return leaves is not None and now_s < leaves.steady_s

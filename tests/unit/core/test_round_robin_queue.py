@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 
-from services.core.fair_line import FairLine
+from services.core.round_robin_queue import RoundRobinQueue
 
 
 def test_owners_take_turns_and_their_own_come_in_order() -> None:
-    line = FairLine[str](100)
+    line = RoundRobinQueue[str](100)
     for number in range(50):
         assert line.join("loud", f"loud-{number}")
     assert line.join("late", "late-0") and line.join("late", "late-1")
@@ -19,7 +19,7 @@ def test_owners_take_turns_and_their_own_come_in_order() -> None:
 
 
 def test_each_owner_has_a_bound_of_its_own() -> None:
-    line = FairLine[int](2)
+    line = RoundRobinQueue[int](2)
     assert line.join("a", 1) and line.join("a", 2) and not line.join("a", 3)
     assert line.join("a", 1), "it waits already"
     assert line.join("b", 3)
@@ -28,7 +28,7 @@ def test_each_owner_has_a_bound_of_its_own() -> None:
 
 
 def test_what_all_have_leaves_every_line() -> None:
-    line = FairLine[str](2)
+    line = RoundRobinQueue[str](2)
     for owner, item in (("a", "shared"), ("a", "own"), ("b", "shared"), ("c", "shared")):
         assert line.join(owner, item)
     line.leave_all("shared")
@@ -37,7 +37,7 @@ def test_what_all_have_leaves_every_line() -> None:
 
 
 def test_an_owner_that_is_passed_over_keeps_its_turn() -> None:
-    line = FairLine[str](9)
+    line = RoundRobinQueue[str](9)
     for owner, item in (("a", "a1"), ("a", "a2"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
         assert line.join(owner, item)
     assert line.next({"a"}) == "b1" and line.next({"a", "b"}) == "c1"
@@ -48,7 +48,7 @@ def test_an_owner_that_is_passed_over_keeps_its_turn() -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_nobody_waits_for_more_than_one_of_each_other_owner(seed: int) -> None:
     rng = Random(seed)
-    line, model = FairLine[int](8), dict[str, list[int]]()
+    line, model = RoundRobinQueue[int](8), dict[str, list[int]]()
     passed: dict[int, dict[str, int]] = {}
     owner_of: dict[int, str] = {}
     for item in range(300):

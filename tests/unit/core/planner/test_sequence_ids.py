@@ -5,39 +5,39 @@ import random
 import pytest
 
 from services.core.planner.events import Command, EmitToken, MoveBlocks, RefuseRequest
-from services.core.planner.sequence_names import NameSource, SequenceNames, request_of
+from services.core.planner.sequence_ids import AnsweringSequences, SequenceIdSource, request_id_of
 from services.core.request import FinishReason
 
 
-class Engine(SequenceNames):
+class Engine(AnsweringSequences):
     """The names at one engine, which makes those of sequences that begin there."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
-        self.source = NameSource(process)
+        self.source = SequenceIdSource(process)
 
     def start(self, request_id: str) -> str:
-        name = self.source.name(request_id)
+        name = self.source.new_id(request_id)
         self.begin(name)
         return name
 
 
-def told(names: SequenceNames, *commands: Command) -> list[Command]:
+def told(names: AnsweringSequences, *commands: Command) -> list[Command]:
     return [command for command in commands if names.keeps(command)]
 
 
 @pytest.mark.parametrize("request_id", ["r", "a#b", "#", "r#w0.1"])
 def test_a_name_tells_the_request_whatever_its_id(request_id: str) -> None:
-    names = NameSource("w0")
-    first, second = names.name(request_id), names.name(request_id)
+    names = SequenceIdSource("w0")
+    first, second = names.new_id(request_id), names.new_id(request_id)
     assert first != second
-    assert request_of(first) == request_of(second) == request_id
-    assert NameSource("w1").name(request_id) not in (first, second)
+    assert request_id_of(first) == request_id_of(second) == request_id
+    assert SequenceIdSource("w1").new_id(request_id) not in (first, second)
 
 
 def test_the_names_process_cannot_be_mistaken_for_a_part_of_the_id() -> None:
     with pytest.raises(ValueError, match="#"):
-        NameSource("w#0")
+        SequenceIdSource("w#0")
 
 
 def test_only_the_current_sequence_of_a_request_answers_and_its_end_is_final() -> None:
@@ -50,11 +50,11 @@ def test_only_the_current_sequence_of_a_request_answers_and_its_end_is_final() -
     last = EmitToken(second, 0, 7, FinishReason.STOP)
     after = EmitToken(second, 1, 8, None)
     assert told(names, last, after) == [last]
-    assert names.name_of("r") == ""
+    assert names.seq_id_of("r") == ""
     third = names.start("r")
     refusal = RefuseRequest(third, "no room")
     assert told(names, refusal) == [refusal]
-    assert names.name_of("r") == ""
+    assert names.seq_id_of("r") == ""
     assert told(names, MoveBlocks(())) == [MoveBlocks(())], "that is for no client"
 
 
@@ -62,7 +62,7 @@ def test_an_adopted_sequence_is_known_until_another_one_begins() -> None:
     there, here = Engine("w0"), Engine("w1")
     name = there.start("r")
     here.adopt(name)
-    assert here.name_of("r") == name and here.was_adopted(name)
+    assert here.seq_id_of("r") == name and here.was_adopted(name)
     assert not there.was_adopted(name)
     begun = here.start("r")
     assert not here.was_adopted(name) and not here.was_adopted(begun)
@@ -88,4 +88,4 @@ def test_of_any_history_one_sequence_answers_a_request() -> None:
                 model = {name: one for name, one in model.items() if rng.random() < 0.7}
                 names.keep_only(model.values())
         for one in "abc":
-            assert names.name_of(one) == model.get(one, "")
+            assert names.seq_id_of(one) == model.get(one, "")

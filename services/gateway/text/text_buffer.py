@@ -6,7 +6,7 @@ WHITESPACE = " \t\r\n"
 """Whitespace between the parts of an output."""
 
 
-def undecided(text: str, markers: Sequence[str], start: int = 0) -> int:
+def partial_match_length(text: str, markers: Sequence[str], start: int = 0) -> int:
     """Length of the longest suffix of `text[start:]` that begins a marker without completing it."""
     longest = 0
     for marker in markers:
@@ -65,7 +65,9 @@ class TextBuffer:
         """
         start = self.text.find(marker, self.position)
         end = (
-            len(self.text) - undecided(self.text, (marker,), self.position) if start < 0 else start
+            len(self.text) - partial_match_length(self.text, (marker,), self.position)
+            if start < 0
+            else start
         )
         shown = self.text[self.position : end].rstrip(WHITESPACE)
         if shown:

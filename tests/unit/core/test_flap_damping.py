@@ -4,58 +4,58 @@ import random
 
 import pytest
 
-from services.core.steadiness import (
+from services.core.flap_damping import (
     LEAVES_MAX,
     STEADY_S,
     WINDOW_S,
     WORKERS_MAX,
-    Steadiness,
+    FlapDamping,
 )
 
 
-def leave(steadiness: Steadiness, worker_id: str, *times_s: float) -> None:
+def leave(steadiness: FlapDamping, worker_id: str, *times_s: float) -> None:
     for at_s in times_s:
-        steadiness.left(worker_id, at_s)
-        steadiness.came(worker_id)
+        steadiness.note_departure(worker_id, at_s)
+        steadiness.note_presence(worker_id)
     steadiness.check_invariants()
 
 
 def test_a_worker_that_leaves_often_flaps_until_it_stays() -> None:
-    seen = Steadiness()
+    seen = FlapDamping()
     leave(seen, "w0", *(10.0 * number for number in range(LEAVES_MAX - 1)))
-    assert not seen.flaps("w0", 20.0)
+    assert not seen.is_flapping("w0", 20.0)
     leave(seen, "w0", 50.0)
-    assert seen.flaps("w0", 50.0) and seen.flaps("w0", 50.0 + STEADY_S - 1)
-    assert not seen.flaps("w0", 50.0 + STEADY_S) and not seen.flaps("w1", 50.0)
+    assert seen.is_flapping("w0", 50.0) and seen.is_flapping("w0", 50.0 + STEADY_S - 1)
+    assert not seen.is_flapping("w0", 50.0 + STEADY_S) and not seen.is_flapping("w1", 50.0)
     leave(seen, "w0", 60.0)
-    assert seen.flaps("w0", 50.0 + STEADY_S), "each leave begins the time anew"
+    assert seen.is_flapping("w0", 50.0 + STEADY_S), "each leave begins the time anew"
 
 
 def test_leaves_far_apart_do_not_count_together() -> None:
-    seen = Steadiness()
+    seen = FlapDamping()
     leave(seen, "w0", *(number * (WINDOW_S / (LEAVES_MAX - 1) + 1) for number in range(10)))
-    assert not seen.flaps("w0", 0.0)
+    assert not seen.is_flapping("w0", 0.0)
 
 
 def test_one_absence_is_one_leave_however_often_it_is_told() -> None:
-    seen = Steadiness()
+    seen = FlapDamping()
     for at_s in range(10):
-        seen.left("w0", float(at_s))
-    assert not seen.flaps("w0", 10.0)
+        seen.note_departure("w0", float(at_s))
+    assert not seen.is_flapping("w0", 10.0)
 
 
 def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
-    seen = Steadiness()
+    seen = FlapDamping()
     for number in range(WORKERS_MAX + 10):
-        seen.left(f"w{number}", 0.0)
+        seen.note_departure(f"w{number}", 0.0)
     seen.check_invariants()
-    seen.left("last", 2 * WINDOW_S)
+    seen.note_departure("last", 2 * WINDOW_S)
     assert list(seen._leaves) == ["last"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_judges_as_the_whole_history_would(seed: int) -> None:
-    rng, seen, now_s = random.Random(seed), Steadiness(), 0.0
+    rng, seen, now_s = random.Random(seed), FlapDamping(), 0.0
     left_s: dict[str, list[float]] = {name: [] for name in ("a", "b", "c")}
     away = set[str]()
     flapped = 0
@@ -65,10 +65,10 @@ def test_it_judges_as_the_whole_history_would(seed: int) -> None:
         if name not in away:
             left_s[name].append(now_s)
             away.add(name)
-            seen.left(name, now_s)
+            seen.note_departure(name, now_s)
         else:
             away.discard(name)
-            seen.came(name)
+            seen.note_presence(name)
         seen.check_invariants()
         for one, times_s in left_s.items():
             windows = zip(times_s, times_s[LEAVES_MAX - 1 :], strict=False)
@@ -76,6 +76,6 @@ def test_it_judges_as_the_whole_history_would(seed: int) -> None:
                 last_s + STEADY_S for first_s, last_s in windows if last_s - first_s <= WINDOW_S
             ]
             flaps = any(now_s < end_s for end_s in ends_s)
-            assert seen.flaps(one, now_s) == flaps
+            assert seen.is_flapping(one, now_s) == flaps
             flapped += flaps
     assert flapped > 20

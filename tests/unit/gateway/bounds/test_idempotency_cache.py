@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.bounds.client import ClientGone
-from services.gateway.bounds.kept_answers import NAME_BYTES, KeptAnswers
+from services.gateway.bounds.idempotency_cache import NAME_BYTES, IdempotencyCache
 from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
-from services.gateway.vocabulary.errors import GatewayError, KeyReused, QueueFull
+from services.gateway.vocabulary.errors import GatewayError, IdempotencyKeyReused, QueueFull
 from tests.support.clock import Clock
 from tests.support.waiting import settle
 
@@ -23,17 +23,17 @@ def kept(
     bytes_max: int = 2**20,
     grace_s: float = LONG_S,
     clock: Clock | None = None,
-) -> KeptAnswers[int]:
-    return KeptAnswers(60.0, grace_s, answers_max, bytes_max, clock or Clock())
+) -> IdempotencyCache[int]:
+    return IdempotencyCache(60.0, grace_s, answers_max, bytes_max, clock or Clock())
 
 
-def new(answers: KeptAnswers[int], name: str) -> SharedResponse[int]:
+def new(answers: IdempotencyCache[int], name: str) -> SharedResponse[int]:
     answer, is_new = answers.claim(name, b"d", f"cmpl-{name}")
     assert is_new
     return answer
 
 
-async def served(answers: KeptAnswers[int], name: str, *sizes: int) -> None:
+async def served(answers: IdempotencyCache[int], name: str, *sizes: int) -> None:
     """An answer of messages that have these sizes, and are their sizes."""
     answer = new(answers, name)
     for size in sizes:
@@ -76,7 +76,7 @@ async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> 
 async def test_a_name_is_good_for_one_request() -> None:
     answers = kept()
     new(answers, "a")
-    with pytest.raises(KeyReused):
+    with pytest.raises(IdempotencyKeyReused):
         answers.claim("a", b"other", "cmpl-b")
     assert "a" in answers and "b" not in answers
 
@@ -256,7 +256,7 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
 class Walk:
     """One name: the answer that is being made, and those that read it."""
 
-    def __init__(self, answers: KeptAnswers[int], name: str) -> None:
+    def __init__(self, answers: IdempotencyCache[int], name: str) -> None:
         self.answers = answers
         self.name = name
         self.making: SharedResponse[int] | None = None

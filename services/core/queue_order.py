@@ -7,8 +7,8 @@ from typing import Any
 from services.core.service import Service, ServiceClass
 from services.core.setting import choice
 
-LineKey = tuple[float, ...]
-LineOrder = Callable[[Service, float], LineKey]
+QueueKey = tuple[float, ...]
+QueueOrder = Callable[[Service, float], QueueKey]
 """Maps a request's service terms and its arrival time (seconds) to its queue key."""
 
 UNTARGETED_S = 10.0
@@ -60,12 +60,12 @@ def scheduling_setting() -> Any:
     )
 
 
-def by_arrival(_service: Service, arrival_s: float) -> LineKey:
+def by_arrival(_service: Service, arrival_s: float) -> QueueKey:
     """First come, first served."""
     return (arrival_s,)
 
 
-def by_deadline(service: Service, arrival_s: float) -> LineKey:
+def by_deadline(service: Service, arrival_s: float) -> QueueKey:
     """Online before batch requests; then by rank; then by deadline of the first token.
 
     Batch requests sort by arrival.
@@ -80,12 +80,12 @@ def by_deadline(service: Service, arrival_s: float) -> LineKey:
 _PLACES = {kind: float(place) for place, kind in enumerate(ServiceClass)}
 
 
-def by_class(service: Service, arrival_s: float) -> LineKey:
+def by_class(service: Service, arrival_s: float) -> QueueKey:
     """Interactive before standard before batch; within a class by rank, then by arrival."""
     return _PLACES[service.service_class], float(service.rank), arrival_s
 
 
-LINES: Mapping[Scheduling, LineOrder] = {
+QUEUE_ORDERS: Mapping[Scheduling, QueueOrder] = {
     Scheduling.FCFS: by_arrival,
     Scheduling.PRIORITY: by_class,
     Scheduling.SLO: by_deadline,

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class FairLine(Generic[T]):
+class RoundRobinQueue(Generic[T]):
     """FIFO queue per owner, served round-robin across owners.
 
     A new owner joins behind all waiting owners. So for each earlier entry of its own owner, an
