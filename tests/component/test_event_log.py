@@ -108,7 +108,7 @@ def check_workers(paths: list[Path], requests_min: int, preemptions: int) -> Non
         entries = list(read_entries(path, WORKER_TYPES))
         assert replay(state, entries).difference == ""
         planner = state.planner
-        assert not planner.sequences and not planner.table.request_ids
+        assert not planner.sequences and not planner.table.seq_ids
         finished += sum(
             isinstance(entry.value, EmitToken) and entry.value.finish_reason is not None
             for entry in entries

@@ -128,7 +128,7 @@ def replayed(path: Path) -> list[LogEntry]:
     assert again.difference == ""
     assert again.decisions > 50
     state.planner.table.check_invariants()
-    assert not state.planner.table.request_ids
+    assert not state.planner.table.seq_ids
     return entries
 
 

@@ -127,14 +127,14 @@ class PlannerRun:
         assert microbatch is not None, "no sequence runs"
         chunks = microbatch.batch.chunks
         took_s = MODEL_7B.batch_s((chunk.start, len(chunk.token_ids)) for chunk in chunks)
-        sampled = {chunk.request_id: 7 for chunk in chunks if chunk.sample is not None}
+        sampled = {chunk.seq_id: 7 for chunk in chunks if chunk.sample is not None}
         self.now_s += took_s
         event = IterationFinished(self.now_s, sampled, microbatch.number)
         began_s = time.thread_time()
         commands = self.state.handle(event)
         planned_s += time.thread_time() - began_s
         prompts = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
-        only_batch = all(chunk.request_id in self.batch_work for chunk in prompts)
+        only_batch = all(chunk.seq_id in self.batch_work for chunk in prompts)
         if only_batch and bool(prompts) == self.case.fills:
             tokens = sum(len(chunk.token_ids) for chunk in prompts)
             self.iterations.append(Iteration(len(chunks), tokens, planned_s, took_s))

@@ -164,7 +164,7 @@ def read_parts(folder: Path, engine: str) -> list[Part]:
             value, IterationFinished | IterationSuspended | IterationDropped
         ):
             chunks = running[1].batch.chunks
-            names = frozenset(request_id_of(chunk.request_id) for chunk in chunks)
+            names = frozenset(request_id_of(chunk.seq_id) for chunk in chunks)
             parts.append(Part(running[0], value.now_s, names))
             running = None
     return parts

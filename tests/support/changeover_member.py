@@ -184,10 +184,10 @@ class WorldMember:
             return
         sampled, payload = {}, {}
         for chunk in microbatch.batch.chunks:
-            payload[chunk.request_id] = chunk.token_ids
-            token = self._run(chunk.request_id, chunk.start, chunk.token_ids, chunk.sample)
+            payload[chunk.seq_id] = chunk.token_ids
+            token = self._run(chunk.seq_id, chunk.start, chunk.token_ids, chunk.sample)
             if token is not None:
-                sampled[chunk.request_id] = token
+                sampled[chunk.seq_id] = token
         if self.planner.stages > 1:
             assert self.machine.configuration is not None
             after = self.machine.configuration.next_worker

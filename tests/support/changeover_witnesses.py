@@ -260,7 +260,7 @@ def sequences_come_back_from_a_lost_leader() -> None:
     script.settle()
     assert script.members["a"].settled
     assert script.names_at("a") == ["r", "s"]
-    assert script.members["a"].planner.table.request_ids == ("r",)
+    assert script.members["a"].planner.table.seq_ids == ("r",)
 
 
 @_witness("KV of a lost source is given up")
@@ -272,7 +272,7 @@ def kv_that_does_not_come_is_computed_again() -> None:
     script.lose("b")
     script.settle()
     assert script.members["a"].settled
-    assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
+    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["r"]
 
 
 @_witness("a leader waits for all that may hand over")

@@ -423,7 +423,7 @@ class World:
         for name, member in self.members.items():
             pool, table = member.planner.pool, member.planner.table
             require(member.machine.settled, f"{name} has not settled: {member.machine.phase}")
-            require(not table.request_ids, f"{name} keeps {table.request_ids}")
+            require(not table.seq_ids, f"{name} keeps {table.seq_ids}")
             require(pool.free_count == pool.usable == member.memory.num_blocks, f"{name}: {pool}")
             require(not member.memory.departed_layers, f"{name} keeps departed KV")
             self._check_books(member)

@@ -131,7 +131,7 @@ def check_engines(engines: Mapping[str, Engine]) -> None:
 
 def at_rest(engine: Engine) -> bool:
     """Whether no request has a block, and nothing is in flight."""
-    return not engine.member.state.table.request_ids and not engine.member.state.in_flight
+    return not engine.member.state.table.seq_ids and not engine.member.state.in_flight
 
 
 def check_at_rest(engines: Mapping[str, Engine]) -> None:
@@ -139,7 +139,7 @@ def check_at_rest(engines: Mapping[str, Engine]) -> None:
     for engine in engines.values():
         table: StageTable = engine.member.state.table
         table.check_invariants()
-        assert not table.request_ids, f"{engine.identity.worker_id} keeps {table.request_ids}"
+        assert not table.seq_ids, f"{engine.identity.worker_id} keeps {table.seq_ids}"
         assert table.pool.free_count == table.pool.usable
         load = engine.member.state.load()
         assert (load.running, load.waiting) == (0, 0)

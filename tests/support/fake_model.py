@@ -118,7 +118,7 @@ class FakeRunner:
         for chunk in batch.chunks:
             row += len(chunk.token_ids)
             if chunk.sample is not None:
-                sampled[chunk.request_id] = int(hidden[row])
+                sampled[chunk.seq_id] = int(hidden[row])
         return StageOutput(sampled=sampled)
 
     def _layer(self, layer: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ class Generation:
                 budget -= size
         sampled = self.run_batch(Batch(tuple(chunks)))
         for chunk in chunks:
-            self._computed[int(chunk.request_id)] += len(chunk.token_ids)
+            self._computed[int(chunk.seq_id)] += len(chunk.token_ids)
         for request_id, token in sampled.items():
             self.token_ids[int(request_id)].append(token)
         for request in [r for r in self._running if self._outputs(r) == self._max_tokens]:
@@ -134,7 +134,7 @@ class Generation:
             table.append(self.free_blocks.pop())
         complete = end == len(self.token_ids[request])
         return Chunk(
-            request_id=str(request),
+            seq_id=str(request),
             start=start,
             token_ids=tuple(self.token_ids[request][start:end]),
             block_ids=tuple(table),

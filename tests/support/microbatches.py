@@ -5,4 +5,4 @@ from services.core.planner.batch import Microbatch
 
 def block_counts(microbatch: Microbatch) -> list[tuple[str, int]]:
     """Each request that runs, with the blocks that its table must cover."""
-    return [(chunk.request_id, len(chunk.block_ids)) for chunk in microbatch.batch.chunks]
+    return [(chunk.seq_id, len(chunk.block_ids)) for chunk in microbatch.batch.chunks]

@@ -34,7 +34,7 @@ def arrive(
 
 def finish(state: PlannerState, microbatch: Microbatch, now_s: float = 0.0) -> list[Command]:
     """The microbatch has run; each sample is token 7."""
-    sampled = {chunk.request_id: 7 for chunk in microbatch.batch.chunks if chunk.sample}
+    sampled = {chunk.seq_id: 7 for chunk in microbatch.batch.chunks if chunk.sample}
     return state.handle(IterationFinished(now_s, sampled, microbatch.number))
 
 

@@ -67,13 +67,13 @@ class ToldSampler:
         """What was asked for beside the tokens, as `rows_of` has it; None for nothing."""
         made = SampleNotes({}, {})
         for chunk in batch.chunks:
-            request = requests[chunk.request_id]
+            request = requests[chunk.seq_id]
             if chunk.score is not None:
-                made.prompt_logprobs[chunk.request_id] = score(chunk, request)  # type: ignore[index]
+                made.prompt_logprobs[chunk.seq_id] = score(chunk, request)  # type: ignore[index]
             if chunk.sample is not None and request.logprobs.output is not None:
                 position = len(request.prompt_ids) + chunk.sample.index
-                made.logprobs[chunk.request_id] = row_of(  # type: ignore[index]
-                    sampled[chunk.request_id], position, request.logprobs.output
+                made.logprobs[chunk.seq_id] = row_of(  # type: ignore[index]
+                    sampled[chunk.seq_id], position, request.logprobs.output
                 )
         return made or None
 

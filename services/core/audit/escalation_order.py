@@ -55,8 +55,8 @@ class EscalationOrder:
 
     def after(self, planner: PlannerState) -> None:
         """Check the state after the call of `plan`."""
-        preempted = [seq for seq in planner.waiting if self._blocks[seq.request_id]]
-        started = [seq for seq in planner.running if not self._blocks[seq.request_id]]
+        preempted = [seq for seq in planner.waiting if self._blocks[seq.seq_id]]
+        started = [seq for seq in planner.running if not self._blocks[seq.seq_id]]
         if preempted or started or planner.in_flight:
             self._check_need(planner, preempted, started)
         if planner.sequence_table.precedence.batch_yields:
@@ -69,8 +69,8 @@ class EscalationOrder:
         size = planner.config.block_size
         # A preempted sequence may have grown by a block before, which the state no longer shows.
         wanted = sum(max(s.blocks, s.blocks_to_admit(size)) for s in started) + len(preempted)
-        running = [seq for seq in planner.running if self._blocks[seq.request_id]]
-        wanted += sum(seq.blocks - self._blocks[seq.request_id] for seq in running)
+        running = [seq for seq in planner.running if self._blocks[seq.seq_id]]
+        wanted += sum(seq.blocks - self._blocks[seq.seq_id] for seq in running)
         self.findings.check(
             "I11",
             not preempted or wanted > self._free or len(started) > self._places,
@@ -109,7 +109,7 @@ def _step(preempted: list[Sequence]) -> str:
 
 
 def _names(sequences: list[Sequence]) -> str:
-    return ", ".join(seq.request_id for seq in sequences[:5])
+    return ", ".join(seq.seq_id for seq in sequences[:5])
 
 
 def _gives(planner: PlannerState, sequence: Sequence) -> bool:
@@ -117,4 +117,4 @@ def _gives(planner: PlannerState, sequence: Sequence) -> bool:
     if sequence.phase is not Phase.RUNNING:
         return False
     users = planner.pool.users
-    return any(users[block] == 1 for block in planner.table.block_ids(sequence.request_id))
+    return any(users[block] == 1 for block in planner.table.block_ids(sequence.seq_id))

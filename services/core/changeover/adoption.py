@@ -80,15 +80,13 @@ class Adoption:
             return []
         self._joined = None
         context, handover = self._context, self._handover
-        own = [
-            s for s in context.planner.sequences.values() if s.request_id not in handover.pending
-        ]
+        own = [s for s in context.planner.sequences.values() if s.seq_id not in handover.pending]
         counts = {worker_id: (frame.capacity, frame.used) for worker_id, frame in joined.items()}
         # The ledger first: the moves below reserve blocks in it.
         context.change(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
         for sequence in own:
             if sequence.phase is Phase.HELD:
-                seq_id = sequence.request_id
+                seq_id = sequence.seq_id
                 highest = context.highest_block((seq_id,))
                 self._moves.add(seq_id, handover.old_group, handover.old_stages, highest)
         deferred, self._deferred = self._deferred, []

@@ -277,7 +277,7 @@ def activations(microbatch: Microbatch, vacant_s: float) -> Activations:
         microbatch.released,
         tuple(
             StageChunk(
-                chunk.request_id,
+                chunk.seq_id,
                 chunk.start,
                 len(chunk.token_ids),
                 len(chunk.block_ids),

@@ -95,7 +95,7 @@ class ParkedBatch:
         if any(context.worker_id in group.draining for group in new.groups):
             return self._seq_ids  # nothing: this worker will not lead again
         sequences = context.planner.sequences.values()
-        parked = frozenset(each.request_id for each in sequences if self._may_park(each))
+        parked = frozenset(each.seq_id for each in sequences if self._may_park(each))
         if new.leads:
             return parked & was  # they stay with this worker, which leads them from now on
         self._seq_ids = parked
@@ -109,7 +109,7 @@ class ParkedBatch:
         sequences = context.planner.sequences
         parked = [sequences[seq_id] for seq_id in self._seq_ids if seq_id in sequences]
         self._seq_ids = frozenset()
-        return [each.request_id for each in sorted(parked, key=lambda each: each.age)]
+        return [each.seq_id for each in sorted(parked, key=lambda each: each.age)]
 
     def _may_park(self, sequence: Sequence) -> bool:
         """Whether the sequence is preemptible batch work without blocks."""
@@ -162,11 +162,11 @@ class Handover:
         parked = self.parked.park(new)
         leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
         sequences = self._context.planner.sequences.values()
-        for sequence in [each for each in sequences if each.request_id in parked]:
-            self._context.change(SequenceResumed(sequence.request_id))  # waits without blocks
-        moving = [each for each in sequences if each.request_id not in parked]
+        for sequence in [each for each in sequences if each.seq_id in parked]:
+            self._context.change(SequenceResumed(sequence.seq_id))  # waits without blocks
+        moving = [each for each in sequences if each.seq_id not in parked]
         for sequence, leader in assign_to_leaders(moving, leaders):
-            seq_id = sequence.request_id
+            seq_id = sequence.seq_id
             # Hold it until its KV is where it will run; without KV there is nothing to wait for.
             if sequence.blocks:
                 self._context.change(SequenceHeld(seq_id))

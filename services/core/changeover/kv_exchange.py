@@ -66,7 +66,7 @@ class Move:
         """The move of a sequence's KV from `old` stages to `new` stages."""
         before, now = ({stage.worker_id for stage in stages} for stages in (old, new))
         return cls(
-            request_id=sequence.request_id,
+            request_id=sequence.seq_id,
             origin=origin,
             blocks=sequence.blocks,
             tokens=sequence.computed,

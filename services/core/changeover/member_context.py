@@ -80,7 +80,7 @@ class MemberContext:
         """Apply an event to the planner; returns the requests whose blocks it has freed."""
         (freed,) = self.planner.handle(event)
         assert isinstance(freed, BlocksFreed)
-        return freed.request_ids
+        return freed.seq_ids
 
     def highest_block(self, request_ids: Iterable[str]) -> int:
         """The highest block id of these requests here; -1 without blocks."""

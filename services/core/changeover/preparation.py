@@ -264,7 +264,7 @@ class Preparation:
             current.step = PreparationStep.RELOCATION
         if current.step is PreparationStep.RELOCATION:
             # Memory can only be unmapped from the end, so used blocks move to lower ids.
-            if self._context.highest_block(table.request_ids) >= current.limit:
+            if self._context.highest_block(table.seq_ids) >= current.limit:
                 self._context.change(BlocksRelocated(current.limit, MOVES_PER_TURN))
                 return
             self._context.change(PoolShrunk(current.limit))
@@ -272,7 +272,7 @@ class Preparation:
 
     def _shrink(self, current: _Attempt) -> None:
         current.step = PreparationStep.MEMORY
-        used = self._context.highest_block(self._context.table.request_ids) + 1
+        used = self._context.highest_block(self._context.table.seq_ids) + 1
         self._context.commands.append(ShrinkKv(current.attempt, current.limit, used))
 
     def _restore_next(self, current: _Attempt) -> None:

@@ -93,7 +93,7 @@ class StageKv:
 
     def enter(self, switched: StageSwitched) -> None:
         """Start a configuration: KV of layers that left this stage is departing from now on."""
-        seq_ids = self._context.table.request_ids
+        seq_ids = self._context.table.seq_ids
         self._departed = switched.departed
         self._unclaimed = set(seq_ids)
         self._departing = set(seq_ids) if switched.departed else set()
@@ -204,13 +204,13 @@ class StageKv:
 
     def release_everything(self) -> None:
         """Free all blocks: no request of this member can continue with its KV."""
-        for seq_id in self._context.table.request_ids:
+        for seq_id in self._context.table.seq_ids:
             self._context.change(BlocksReleased(seq_id))
 
     def sweep(self) -> None:
         """Release the KV of departing requests that ended meanwhile; the last step of a turn."""
         table = self._context.table
-        self._unclaimed.intersection_update(table.request_ids)
+        self._unclaimed.intersection_update(table.seq_ids)
         if not self._departed:
             return
         gone = [seq_id for seq_id in self._departing if seq_id not in table]

@@ -321,7 +321,7 @@ class Changeover:
             # Their blocks may be in the microbatch already: no transfer may read or write them.
             if microbatch.released:
                 self._kv.forget(microbatch.released)
-            self._kv.claim(chunk.request_id for chunk in microbatch.batch.chunks)
+            self._kv.claim(chunk.seq_id for chunk in microbatch.batch.chunks)
         return microbatch
 
     # --- requests

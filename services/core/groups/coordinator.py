@@ -138,7 +138,7 @@ class MembersPolled:
 
 
 Event = GroupEvent | ChangeRequested | ChangeCalledOff | MembersPolled
-"""Drivers send `ChangeRequested` and `ChangeCalledOff`, not `Reconfigure` and `ReconfigureCalledOff`."""
+"""Drivers send `ChangeRequested` and `ChangeCalledOff`; `GroupEvent` has the internal ones."""
 
 
 @dataclass(frozen=True, slots=True)

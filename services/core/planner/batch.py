@@ -89,7 +89,7 @@ class Chunk(NamedTuple):
     `score` is None unless prompt log probabilities were requested.
     """
 
-    request_id: str
+    seq_id: str
     start: int
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]

@@ -20,7 +20,7 @@ from services.core.prefix.cache_update import NO_PREFIX_UPDATE, PrefixCacheUpdat
 class Move(NamedTuple):
     """Copy the K/V of block `source` of a sequence to block `target`, in every layer."""
 
-    request_id: str
+    seq_id: str
     source: int
     target: int
 
@@ -32,25 +32,25 @@ class StageTable:
         self.pool = pool
         self.tables: dict[str, tuple[int, ...]] = {}
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.tables
+    def __contains__(self, seq_id: str) -> bool:
+        return seq_id in self.tables
 
     def __len__(self) -> int:
         return len(self.tables)
 
-    def block_ids(self, request_id: str) -> tuple[int, ...]:
+    def block_ids(self, seq_id: str) -> tuple[int, ...]:
         """Block ids of a sequence; () if it is unknown."""
-        return self.tables.get(request_id, ())
+        return self.tables.get(seq_id, ())
 
     @property
     def block_count(self) -> int:
         """Blocks as leaders count them: a shared block counts once per sequence."""
         return sum(map(len, self.tables.values()))
 
-    def count_only(self, request_ids: Iterable[str]) -> int:
+    def count_only(self, seq_ids: Iterable[str]) -> int:
         """Number of distinct blocks that only these sequences use."""
         tables, users = self.tables, self.pool.users
-        rows = [tables[request_id] for request_id in request_ids if request_id in tables]
+        rows = [tables[seq_id] for seq_id in seq_ids if seq_id in tables]
         if not rows or self.block_count == len(users):  # nothing is shared
             return sum(map(len, rows))
         # A block is exclusive if these sequences hold all references to it.
@@ -58,7 +58,7 @@ class StageTable:
         return sum(users[block] == count for block, count in used.items())
 
     @property
-    def request_ids(self) -> tuple[str, ...]:
+    def seq_ids(self) -> tuple[str, ...]:
         """Ids of the sequences with blocks."""
         return tuple(self.tables)
 
@@ -79,49 +79,49 @@ class StageTable:
         # allocation, so that it takes the blocks that the leader evicted and no others.
         if prefixes.forget:
             self.pool.drop_cache()
-        for request_id, place, block_hash in prefixes.named:
-            table = self.tables.get(request_id, ())
+        for seq_id, place, block_hash in prefixes.named:
+            table = self.tables.get(seq_id, ())
             if place < len(table):
                 self.pool.register(table[place], block_hash)
-        for request_id in released:
-            self.release(request_id)
+        for seq_id in released:
+            self.release(seq_id)
         for block_hash in prefixes.evicted:
             self.pool.forget(block_hash)
-        for request_id, hashes in prefixes.shared:
+        for seq_id, hashes in prefixes.shared:
             blocks = tuple(self.pool.cache.find(hashes))
             if len(blocks) < len(hashes):
-                raise ValueError(f"{request_id} must share a prefix that is not cached here")
-            self.share(request_id, blocks)
-        for request_id, count in chunks:
-            self.adopt(request_id, count)
+                raise ValueError(f"{seq_id} must share a prefix that is not cached here")
+            self.share(seq_id, blocks)
+        for seq_id, count in chunks:
+            self.adopt(seq_id, count)
 
-    def share(self, request_id: str, blocks: tuple[int, ...]) -> None:
+    def share(self, seq_id: str, blocks: tuple[int, ...]) -> None:
         """Start the table of a sequence with blocks that hold the KV of its first tokens."""
-        assert request_id not in self.tables, f"{request_id} has blocks already"
+        assert seq_id not in self.tables, f"{seq_id} has blocks already"
         if blocks:
             self.pool.share(blocks)
-            self.tables[request_id] = blocks
+            self.tables[seq_id] = blocks
 
-    def adopt(self, request_id: str, count: int) -> tuple[int, ...]:
+    def adopt(self, seq_id: str, count: int) -> tuple[int, ...]:
         """Extend the table of a sequence to `count` blocks.
 
         Raises:
             IndexError: if too few are free; nothing is taken then.
         """
-        have = self.tables.get(request_id, ())
+        have = self.tables.get(seq_id, ())
         if count > len(have):
-            have = self.tables[request_id] = have + self.pool.allocate(count - len(have))
+            have = self.tables[seq_id] = have + self.pool.allocate(count - len(have))
         return have
 
-    def append(self, request_id: str) -> None:
+    def append(self, seq_id: str) -> None:
         """Extend the table of a sequence by a block. Raises IndexError if none is free."""
-        self.tables[request_id] = self.tables.get(request_id, ()) + self.pool.allocate(1)
+        self.tables[seq_id] = self.tables.get(seq_id, ()) + self.pool.allocate(1)
 
-    def release(self, request_id: str) -> None:
+    def release(self, seq_id: str) -> None:
         """Free the blocks of a sequence; unknown ids are ignored."""
         # The last block is freed, and later evicted, first: a cached block is useless without its
         # predecessors.
-        self.pool.release(reversed(self.tables.pop(request_id, ())))
+        self.pool.release(reversed(self.tables.pop(seq_id, ())))
 
     def relocate(self, limit: int, most: int | None = None) -> list[Move]:
         """Move at most `most` blocks with ids ≥ `limit` to free blocks below, highest first.
@@ -131,32 +131,32 @@ class StageTable:
         moves than needed if too few blocks below `limit` are free.
         """
         above: dict[int, list[str]] = {}
-        for request_id, table in self.tables.items():
+        for seq_id, table in self.tables.items():
             for block in table:
                 if block >= limit:
-                    above.setdefault(block, []).append(request_id)
+                    above.setdefault(block, []).append(seq_id)
         moves = []
         for block in sorted(above, reverse=True)[:most]:
             target = self.pool.next_free
             if target is None or target >= limit:
                 break
             self.pool.move(block)
-            for request_id in above[block]:
-                table = self.tables[request_id]
-                self.tables[request_id] = tuple([target if old == block else old for old in table])
+            for seq_id in above[block]:
+                table = self.tables[seq_id]
+                self.tables[seq_id] = tuple([target if old == block else old for old in table])
             moves.append(Move(above[block][0], block, target))
         return moves
 
-    def highest_block(self, request_ids: Iterable[str]) -> int:
+    def highest_block(self, seq_ids: Iterable[str]) -> int:
         """Highest block id of these sequences; -1 if they have no blocks."""
-        tables = (self.tables.get(request_id, ()) for request_id in request_ids)
+        tables = (self.tables.get(seq_id, ()) for seq_id in seq_ids)
         return max((max(table) for table in tables if table), default=-1)
 
     def check_invariants(self) -> None:
         """The reference count of a block equals the number of tables with it."""
         self.pool.check_invariants()
         assert all(self.tables.values()), "a sequence without blocks has a table"
-        for request_id, table in self.tables.items():
-            assert len(table) == len(set(table)), f"{request_id} has a block twice"
+        for seq_id, table in self.tables.items():
+            assert len(table) == len(set(table)), f"{seq_id} has a block twice"
         users = Counter(block for table in self.tables.values() for block in table)
         assert self.pool.users == users, "reference counts differ from the tables"

@@ -37,13 +37,13 @@ class StagesConfigured:
 class GroupDivided:
     """The loss of a worker ended the group that this worker led, or an unfinished split of it.
 
-    `members` workers that can serve its requests survive, including this worker. `request_ids` are
+    `members` workers that can serve its requests survive, including this worker. `seq_ids` are
     the sequences that lost their KV; None: all that have no KV now. Answered by a refusal for each
     sequence that is returned to the scheduler; see `excess_lost_sequences`.
     """
 
     members: int
-    request_ids: frozenset[str] | None = None
+    seq_ids: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +90,28 @@ class SequenceAdopted:
 class SequenceForgotten:
     """Another leader adopted the sequence. Its blocks stay in use until its KV has moved."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceHeld:
     """Hold the sequence: it keeps its blocks and is not planned. Idempotent."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceResumed:
     """Resume a held sequence; no effect otherwise, since a preemption has resumed it."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
     """Preempt a held or running sequence: free its KV, which is recomputed later."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class SequenceReset:
     stages need not be those of this planner.
     """
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class SequencePlaced:
     microbatches and the releases of `ReleasedTaken`.
     """
 
-    request_id: str
+    seq_id: str
     stage: int
 
 
@@ -151,7 +151,7 @@ class MicrobatchFollowed:
 class BlocksAdopted:
     """Extend the table of a sequence to `blocks` blocks, for KV that will arrive."""
 
-    request_id: str
+    seq_id: str
     blocks: int
 
 
@@ -159,7 +159,7 @@ class BlocksAdopted:
 class BlocksReleased:
     """Free the blocks of a sequence."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,11 @@ class ConfigurationHandlers:
             self.sequence_table.prefixes.resend_hits(self._sequences.values())
             self.sequence_table.drop_prefixes()
 
-    def export(self, request_id: str) -> SequenceState:
+    def export(self, seq_id: str) -> SequenceState:
         """See `PlannerState.export`."""
-        sequence = self._sequences[request_id]
+        sequence = self._sequences[seq_id]
         if any(plan.includes(sequence) for plan in self.flight.plans):
-            raise ValueError(f"{request_id} is in a microbatch in flight")
+            raise ValueError(f"{seq_id} is in a microbatch in flight")
         return sequence.state()
 
     @property
@@ -118,14 +118,14 @@ class ConfigurationHandlers:
     def _divide(self, event: changes.GroupDivided) -> list[Command]:
         if not self.config.spread_after_loss:
             return []
-        table, ids = self.sequence_table, event.request_ids
-        lost = [seq for seq in table.sequences.values() if ids is None or seq.request_id in ids]
+        table, ids = self.sequence_table, event.seq_ids
+        lost = [seq for seq in table.sequences.values() if ids is None or seq.seq_id in ids]
         excess = excess_lost_sequences(
             lost, event.members, batch_yields=table.precedence.batch_yields
         )
         for sequence in excess:
             table.end(sequence)
-        return [returned_after_loss(sequence.request_id) for sequence in excess]
+        return [returned_after_loss(sequence.seq_id) for sequence in excess]
 
     def _assert_none_in_flight(self) -> None:
         assert not self.flight.plans, "drain or discard the microbatches in flight first"
@@ -151,7 +151,7 @@ class ConfigurationHandlers:
 
     def _adopt(self, event: changes.SequenceAdopted) -> list[Command]:
         sequence = Sequence.restore(event.state)
-        if sequence.request_id in self._sequences:
+        if sequence.seq_id in self._sequences:
             return []
         if refusal := too_large(sequence, self.config):
             return [refusal]
@@ -164,12 +164,12 @@ class ConfigurationHandlers:
         return []
 
     def _reset(self, event: changes.SequenceReset) -> list[Command]:
-        state = self.export(event.request_id)
-        before = self._sequences[event.request_id]
+        state = self.export(event.seq_id)
+        before = self._sequences[event.seq_id]
         # Leave the blocks to their stages, and adopt the sequence again without KV.
         self.sequence_table.forget(before)
         self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
-        after = self._sequences[event.request_id]
+        after = self._sequences[event.seq_id]
         # Adoption starts new deadlines; the sequence keeps those that it had.
         after.due_s, after.group_left = before.due_s, before.group_left
         after.implied_due_s, after.token_s = before.implied_due_s, before.token_s
@@ -178,7 +178,7 @@ class ConfigurationHandlers:
 
     def _change_sequence(self, event: changes.SequenceEvent) -> list[Command]:
         assert not isinstance(event, changes.SequenceAdopted)
-        sequence, table = self._sequences[event.request_id], self.sequence_table
+        sequence, table = self._sequences[event.seq_id], self.sequence_table
         match event:
             case changes.SequenceForgotten():
                 table.forget(sequence)
@@ -193,7 +193,7 @@ class ConfigurationHandlers:
                     table.preempt(sequence)
             case changes.SequencePlaced():
                 if not table.place(sequence, event.stage):
-                    raise ValueError(f"no room for {event.request_id} at stage {event.stage}")
+                    raise ValueError(f"no room for {event.seq_id} at stage {event.stage}")
         return []
 
     # --- changes of blocks
@@ -207,9 +207,9 @@ class ConfigurationHandlers:
             case changes.MicrobatchFollowed():
                 table.apply(event.released, event.chunks, event.prefixes or NO_PREFIX_UPDATE)
             case changes.BlocksAdopted():
-                table.adopt(event.request_id, event.blocks)
+                table.adopt(event.seq_id, event.blocks)
             case changes.BlocksReleased():
-                table.release(event.request_id)
+                table.release(event.seq_id)
             case changes.BlocksRelocated():
                 return [MoveBlocks(tuple(table.relocate(event.limit, event.most)))]
             case changes.PoolGrown():

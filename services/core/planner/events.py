@@ -114,7 +114,7 @@ class RefuseRequest:
 class BlocksFreed:
     """Every stage must free the blocks of these sequences before it runs later microbatches."""
 
-    request_ids: tuple[str, ...]
+    seq_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

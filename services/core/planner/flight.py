@@ -68,8 +68,8 @@ class Flight:
         assert numbers == list(range(self.number - len(numbers) + 1, self.number + 1))
         assert set(self._unacknowledged) <= set(numbers)
         for plan in self.plans:
-            ids = [seq.request_id for seq in plan.decodes]
-            ids += [prefill.sequence.request_id for prefill in plan.prefills]
+            ids = [seq.seq_id for seq in plan.decodes]
+            ids += [prefill.sequence.seq_id for prefill in plan.prefills]
             assert len(ids) == len(set(ids)), "a sequence runs twice in a microbatch"
         decoding = [seq for plan in self.plans for seq in plan.decodes]
         assert len(decoding) == len({id(seq) for seq in decoding}), (

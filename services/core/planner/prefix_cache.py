@@ -101,7 +101,7 @@ class PrefixCache:
         if not self.enabled:
             return
         blocks = self.find(sequence)
-        self.table.share(sequence.request_id, blocks)
+        self.table.share(sequence.seq_id, blocks)
         sequence.computed = len(blocks) * self.block_size
         sequence.registered = len(blocks)
         sequence.hit_blocks = 0 if self._single else len(blocks)
@@ -153,7 +153,7 @@ class PrefixCache:
         for sequence in sequences:
             if sequence.has_unsent_hits:
                 hashes = tuple(sequence.block_hashes[: sequence.hit_blocks])
-                self._draft.shared.append(SharedPrefix(sequence.request_id, hashes))
+                self._draft.shared.append(SharedPrefix(sequence.seq_id, hashes))
                 sequence.hits_sent = True
         return self._draft.take()
 
@@ -167,19 +167,17 @@ class PrefixCache:
 
     def _name(self, sequence: Sequence, blocks: int) -> None:
         hashes, table = self._hashes(sequence, blocks), self.table
-        ids = table.block_ids(sequence.request_id)
+        ids = table.block_ids(sequence.seq_id)
         for place in range(sequence.registered, blocks):
             reported = (place + 1) % THIN_STRIDE == 0
             if self._single:
                 self._cache.register(ids[place], hashes[place], reported)
             else:
-                self._name_everywhere(
-                    sequence.request_id, place, ids[place], hashes[place], reported
-                )
+                self._name_everywhere(sequence.seq_id, place, ids[place], hashes[place], reported)
         sequence.registered = blocks
 
     def _name_everywhere(
-        self, request_id: str, place: int, block: int, block_hash: bytes, reported: bool
+        self, seq_id: str, place: int, block: int, block_hash: bytes, reported: bool
     ) -> None:
         """Register a block at every stage."""
         # A block shared here may be several blocks at another stage; and an eviction in the same
@@ -187,7 +185,7 @@ class PrefixCache:
         if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
             return
         if self._cache.register(block, block_hash, reported):
-            self._draft.named.append(NamedBlock(request_id, place, block_hash))
+            self._draft.named.append(NamedBlock(seq_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Hashes of at least the first `blocks` blocks of a sequence, computed incrementally."""

@@ -36,4 +36,4 @@ def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | No
         f"prompt and max_tokens make {sequence.tokens_max} tokens, but this worker holds "
         f"{capacity}; shorten them or give the worker more memory"
     )
-    return RefuseRequest(sequence.request_id, message)
+    return RefuseRequest(sequence.seq_id, message)

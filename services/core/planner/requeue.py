@@ -54,8 +54,8 @@ class RequeueTimers:
         while self._since_s and not _may_wait(sequences.get(first := next(iter(self._since_s)))):
             del self._since_s[first]
         if sequence.request.returnable:
-            self._since_s.pop(sequence.request_id, None)
-            self._since_s[sequence.request_id] = now_s
+            self._since_s.pop(sequence.seq_id, None)
+            self._since_s[sequence.seq_id] = now_s
 
     def any_waiting(self, sequences: Mapping[str, Sequence]) -> bool:
         """Whether any tracked request waits."""
@@ -77,12 +77,12 @@ class RequeueTimers:
         waiting = self._waiting(sequences)
         due = [seq for seq, since_s in waiting if since_s + patience.of(seq) <= now_s]
         for sequence in due:
-            del self._since_s[sequence.request_id]
+            del self._since_s[sequence.seq_id]
         return due
 
     def _waiting(self, sequences: Mapping[str, Sequence]) -> Iterator[tuple[Sequence, float]]:
-        for request_id, since_s in self._since_s.items():
-            sequence = sequences.get(request_id)
+        for seq_id, since_s in self._since_s.items():
+            sequence = sequences.get(seq_id)
             if sequence is not None and _waits(sequence):
                 yield sequence, since_s
 

@@ -152,7 +152,7 @@ class Sequence:
         )
 
     @property
-    def request_id(self) -> str:
+    def seq_id(self) -> str:
         """Id of the sequence: its copy of the request carries it (`sequence_names.py`)."""
         return self.request.request_id
 
@@ -184,7 +184,7 @@ class Sequence:
     def move(self, phase: Phase) -> None:
         """Enter `phase`. Raises ValueError for an invalid transition."""
         if (self.phase, phase) not in TRANSITIONS:
-            raise ValueError(f"{self.request_id}: {self.phase} -> {phase} is not a transition")
+            raise ValueError(f"{self.seq_id}: {self.phase} -> {phase} is not a transition")
         self.phase = phase
 
     def append(self, token_id: int) -> FinishReason | None:
@@ -242,7 +242,7 @@ class Sequence:
         # Positions that ran again after a preemption are known already: skip their rows.
         known = 1 + len(have) - computed.start
         if known < 0:
-            raise ValueError(f"{self.request_id}: no log probabilities before {computed.start}")
+            raise ValueError(f"{self.seq_id}: no log probabilities before {computed.start}")
         self.prompt_logprobs = have + computed.rows.rows(known)
 
     def _next_sample(self) -> SampleSpec:

@@ -82,15 +82,13 @@ class SequenceTable:
             ValueError: if the sequence lacks blocks that it should have, or has unexpected ones.
         """
         if 0 not in absent:
-            have = len(self.table.block_ids(sequence.request_id))
+            have = len(self.table.block_ids(sequence.seq_id))
             if have < sequence.blocks:
-                raise ValueError(
-                    f"{sequence.request_id} has {have} blocks here, not {sequence.blocks}"
-                )
-        elif sequence.request_id in self.table:
-            raise ValueError(f"{sequence.request_id} has blocks here already")
+                raise ValueError(f"{sequence.seq_id} has {have} blocks here, not {sequence.blocks}")
+        elif sequence.seq_id in self.table:
+            raise ValueError(f"{sequence.seq_id} has blocks here already")
         if absent and not held:
-            raise ValueError(f"{sequence.request_id} cannot run without blocks at {sorted(absent)}")
+            raise ValueError(f"{sequence.seq_id} cannot run without blocks at {sorted(absent)}")
         if absent:
             self._forget_prefixes_of_stages()
         sequence.absent = absent
@@ -169,7 +167,7 @@ class SequenceTable:
         _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
         self.prefixes.make_room(sequence.blocks, have=sequence.registered)
-        self.table.adopt(sequence.request_id, sequence.blocks)
+        self.table.adopt(sequence.seq_id, sequence.blocks)
         self.ledger.take(sequence.blocks)
         return sequence
 
@@ -255,7 +253,7 @@ class SequenceTable:
     def resume(self, sequence: Sequence) -> None:
         """Resume a held sequence. Raises ValueError if a stage lacks its blocks."""
         if sequence.absent:
-            raise ValueError(f"{sequence.request_id} has no blocks at {sorted(sequence.absent)}")
+            raise ValueError(f"{sequence.seq_id} has no blocks at {sorted(sequence.absent)}")
         self._leave(sequence)
         if sequence.blocks:
             sequence.move(Phase.RUNNING)
@@ -271,7 +269,7 @@ class SequenceTable:
         if self.ledger.room(stage) < sequence.blocks:
             return False
         if stage == 0:
-            self.table.adopt(sequence.request_id, sequence.blocks)
+            self.table.adopt(sequence.seq_id, sequence.blocks)
         self.ledger.use_reserved(sequence.blocks, stage)
         sequence.absent -= {stage}
         return True
@@ -343,13 +341,13 @@ class SequenceTable:
         assert all(seq.phase is Phase.RUNNING for seq in self._suspended)
         known = (*self.waiting, *self.running, *self.held, *self._suspended)
         assert len(known) == len(self.sequences)
-        assert all(self.sequences[seq.request_id] is seq for seq in known)
-        batch = {seq.request_id for seq in known if not seq.request.service.online}
+        assert all(self.sequences[seq.seq_id] is seq for seq in known)
+        batch = {seq.seq_id for seq in known if not seq.request.service.online}
         assert self.batch.keys() == batch
         # Blocks and reservations of the sequences add up to those of table and ledger.
         reserved = [0] * self.ledger.stages
         for seq in known:
-            own = len(self.table.block_ids(seq.request_id))
+            own = len(self.table.block_ids(seq.seq_id))
             if seq.blocks or seq.phase is not Phase.HELD:  # after a reset, some blocks may remain
                 assert own == (0 if 0 in seq.absent else seq.blocks)
             assert blocks_for(seq.computed, self.block_size) <= seq.blocks
@@ -379,7 +377,7 @@ class SequenceTable:
         users, usable = pool.users, pool.usable
         # Shared blocks stay in use, and blocks beyond the limit of the pool are not reused.
         return sum(
-            sum([users[block] == 1 and block < usable for block in tables[seq.request_id]])
+            sum([users[block] == 1 and block < usable for block in tables[seq.seq_id]])
             for seq in (*self.running, *self._suspended)
             if not seq.online
         )
@@ -395,16 +393,16 @@ class SequenceTable:
             self.discard_suspended()
         while len(self.running) >= running_max or lacks_blocks():
             victim = newest_batch(self.running)
-            assert victim is not None, f"{sequence.request_id} does not fit"
+            assert victim is not None, f"{sequence.seq_id} does not fit"
             self.preempt(victim)
 
     def _free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence at all stages, and queue its id for them."""
         sequence.reset_sampler()
         if sequence.blocks:
-            self.table.release(sequence.request_id)
+            self.table.release(sequence.seq_id)
             self.ledger.release(sequence.blocks, sequence.absent)
-            self.released.append(sequence.request_id)
+            self.released.append(sequence.seq_id)
             sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
 
@@ -417,15 +415,15 @@ class SequenceTable:
             self.drop_prefixes()
 
     def _enter(self, sequence: Sequence) -> None:
-        self.sequences[sequence.request_id] = sequence
+        self.sequences[sequence.seq_id] = sequence
         self.tokens.note_entered(sequence)
         if not sequence.request.service.online:
-            self.batch[sequence.request_id] = sequence
+            self.batch[sequence.seq_id] = sequence
 
     def _remove(self, sequence: Sequence) -> None:
         self.tokens.note_left(sequence)
-        del self.sequences[sequence.request_id]
-        self.batch.pop(sequence.request_id, None)
+        del self.sequences[sequence.seq_id]
+        self.batch.pop(sequence.seq_id, None)
 
     def _leave(self, sequence: Sequence) -> None:
         match sequence.phase:

@@ -297,7 +297,7 @@ class PlannerState:
         budget = None if feedback is None else feedback.budget
         return should_preempt(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
 
-    def export(self, request_id: str) -> SequenceState:
+    def export(self, seq_id: str) -> SequenceState:
         """State with which another leader continues a sequence. Read-only.
 
         Hold the sequence before, and forget it after its adoption.
@@ -305,7 +305,7 @@ class PlannerState:
         Raises:
             ValueError: if the sequence is in a microbatch in flight.
         """
-        return self._changes.export(request_id)
+        return self._changes.export(seq_id)
 
     # --- changes of configurations
 
@@ -364,7 +364,7 @@ class PlannerState:
         due = self._requeue.take(self.sequences, event.now_s, delays)
         for sequence in due:
             self.sequence_table.end(sequence)
-        return [returned(sequence.request_id) for sequence in due]
+        return [returned(sequence.seq_id) for sequence in due]
 
     def _arrive(self, event: RequestArrived) -> list[Command]:
         request = event.request
@@ -372,11 +372,11 @@ class PlannerState:
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
-            return [duplicate_id(sequence.request_id)]
+            return [duplicate_id(sequence.seq_id)]
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if len(self.waiting) >= self.config.max_waiting:
-            return [queue_full(sequence.request_id)]
+            return [queue_full(sequence.seq_id)]
         self._arrivals += 1
         self._newest_s = arrival_s
         if self._feedback is not None:
@@ -442,19 +442,19 @@ class PlannerState:
         """Finish a microbatch whose results include log probabilities or failures."""
         commands: list[Command] = []
         for prefill in plan.prefills:
-            prompt_rows = notes.prompt_logprobs.get(prefill.sequence.request_id)
+            prompt_rows = notes.prompt_logprobs.get(prefill.sequence.seq_id)
             if prompt_rows is not None:
                 prefill.sequence.take_prompt_logprobs(prompt_rows)
         for sequence in samplers:
-            request_id = sequence.request_id
+            seq_id = sequence.seq_id
             if sequence.phase is Phase.ENDED:
                 continue
-            if (reason := notes.failed.get(request_id)) is not None:
+            if (reason := notes.failed.get(seq_id)) is not None:
                 self.sequence_table.end(sequence)
-                commands.append(RefuseRequest(request_id, reason))
+                commands.append(RefuseRequest(seq_id, reason))
             else:
-                rows = notes.logprobs.get(request_id)
-                commands.append(self._append(sequence, sampled[request_id], rows))
+                rows = notes.logprobs.get(seq_id)
+                commands.append(self._append(sequence, sampled[seq_id], rows))
         return commands
 
     def _append(

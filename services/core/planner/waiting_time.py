@@ -63,12 +63,12 @@ class WaitingTimePlanner:
 
     def _since(self, sequence: Sequence) -> tuple[float, int]:
         """Sort key: start of the wait (arrival or end of the last iteration), then iterations."""
-        return self._ended.get(sequence.request_id, (sequence.arrival_s, 0))
+        return self._ended.get(sequence.seq_id, (sequence.arrival_s, 0))
 
     def _note_end(self, now_s: float) -> None:
         """Note the end of the previous iteration, at `now_s` at the latest."""
         for sequence in self._ran:
-            self._ended[sequence.request_id] = now_s, self._since(sequence)[1] + 1
+            self._ended[sequence.seq_id] = now_s, self._since(sequence)[1] + 1
         # Amortised clean-up of ended sequences.
         known = self.sequence_table.sequences
         if len(self._ended) > 2 * len(known) + 64:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 class NamedBlock(NamedTuple):
     """Register block `place` of a sequence's block table under `block_hash`."""
 
-    request_id: str
+    seq_id: str
     place: int
     block_hash: bytes
 
@@ -15,7 +15,7 @@ class NamedBlock(NamedTuple):
 class SharedPrefix(NamedTuple):
     """The block table of a new sequence begins with the blocks registered under these hashes."""
 
-    request_id: str
+    seq_id: str
     hashes: tuple[bytes, ...]
 
 

@@ -137,7 +137,7 @@ class EngineLoop:
         preemptible = microbatch.preemptible
         if not for_requests and not preemptible:
             return None
-        names = (chunk.request_id for chunk in microbatch.batch.chunks)
+        names = (chunk.seq_id for chunk in microbatch.batch.chunks)
         request_ids = frozenset(map(request_id_of, names))
         changing = preemptible and self._member.busy_changing
         started_s = monotonic_s()

@@ -59,10 +59,7 @@ def simulate(
     if against is None and (profile is not None or calibrate is not None):
         raise CommandError("--profile and --calibrate need --against", EXIT_UNUSABLE)
     if against is not None and seed is not None:
-        raise CommandError(
-            "--seed cannot be combined with --against, which uses the seed of the result",
-            EXIT_UNUSABLE,
-        )
+        raise CommandError("--against uses the seed of the result; remove --seed", EXIT_UNUSABLE)
     if against is not None:
         from tideserve.cli.commands.checkout import run_against
 

@@ -287,10 +287,10 @@ class ModelRunner:
             # Prompt log probabilities need logits of many rows; sampling needs the last row alone.
             if chunk.score is not None:
                 first = row + 1
-                prompt_logprobs[chunk.request_id] = self._score(chunk, hidden[first:])
+                prompt_logprobs[chunk.seq_id] = self._score(chunk, hidden[first:])
             row += len(chunk.token_ids)
             if chunk.sample is not None:
-                wanted.append((chunk.request_id, chunk.sample))
+                wanted.append((chunk.seq_id, chunk.sample))
                 last_rows.append(row)
         sampled = Sampled()
         # Slices of rows bound the memory for logits, which is rows times vocabulary.

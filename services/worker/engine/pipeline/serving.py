@@ -229,10 +229,10 @@ class Serving:
         state = self._state
         if state.preemptions_total != self._preemptions_seen:
             self._preemptions_seen = state.preemptions_total
-            self._clock.preempted((sequence.request_id for sequence in state.waiting), now_s)
+            self._clock.preempted((sequence.seq_id for sequence in state.waiting), now_s)
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            self._clock.launched(lambda: (chunk.request_id for chunk in chunks), now_s)
+            self._clock.launched(lambda: (chunk.seq_id for chunk in chunks), now_s)
 
     def run_first(
         self,

@@ -37,7 +37,7 @@ class Measurer:
             batch = Batch(
                 tuple(
                     Chunk(
-                        request_id=f"profile-{index}",
+                        seq_id=f"profile-{index}",
                         start=prefix,
                         token_ids=self._token_ids(index, new),
                         block_ids=tuple(table),

@@ -56,7 +56,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
         log.append(Line(BATCH, Planned(now_s, microbatch)))
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            tokens = {one.request_id: rng.randrange(50) for one in chunks if one.sample}
+            tokens = {one.seq_id: rng.randrange(50) for one in chunks if one.sample}
             handle(IterationFinished(now_s, tokens, microbatch.number))
     return log
 

@@ -115,7 +115,7 @@ def test_a_leader_waits_for_what_is_in_flight(pair: Pair) -> None:
     assert pair.a.switches == 2 and pair.b.switches == 1
     pair.bring(told, "a")
     assert pair.b.switched() == 2
-    assert pair.b.machine.planner.table.request_ids == ("r",)
+    assert pair.b.machine.planner.table.seq_ids == ("r",)
 
 
 def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) -> None:
@@ -128,7 +128,7 @@ def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) ->
     pair.bring(told, "a")
     assert pair.b.switched() == 2
     for member in (pair.a, pair.b):
-        assert member.machine.planner.table.request_ids == ()
+        assert member.machine.planner.table.seq_ids == ()
         assert member.machine.planner.pool.taken_count == 0
     assert "r" in pair.a.machine.planner.sequences
 
@@ -147,10 +147,10 @@ def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_coun
     assert late.blocks and not late.computed
     (told,) = drained(pair.a.turn())
     assert told.frame == Drained(("late",))
-    assert pair.a.machine.planner.table.request_ids == ("r", "long")
+    assert pair.a.machine.planner.table.seq_ids == ("r", "long")
     assert not late.blocks
     pair.bring(told, "a")
-    assert pair.b.machine.planner.table.request_ids == ("r", "long")
+    assert pair.b.machine.planner.table.seq_ids == ("r", "long")
 
 
 def test_a_stage_switches_without_its_leader_after_a_deadline(pair: Pair) -> None:

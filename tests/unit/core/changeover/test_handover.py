@@ -56,7 +56,7 @@ def test_an_aborted_sequence_does_not_come_back_from_a_lost_leader() -> None:
     script.settle()
     assert script.members["a"].settled
     assert script.names_at("a") == ["r"]
-    assert script.members["a"].planner.table.request_ids == ("r",)
+    assert script.members["a"].planner.table.seq_ids == ("r",)
 
 
 def test_an_aborted_sequence_ends_with_the_change() -> None:
@@ -166,7 +166,7 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
     script.do("a", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.do("b", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.settle()
-    assert [one.request_id for one in script.members["a"].planner.waiting] == ["r"]
+    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["r"]
     assert script.taken_at("b") == 0
 
 
@@ -185,7 +185,7 @@ def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> 
     script.lose("c")
     script.settle()
     assert script.members["a"].settled
-    assert [one.request_id for one in script.members["a"].planner.waiting] == ["s"]
+    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["s"]
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

@@ -54,7 +54,7 @@ def test_batch_work_rests_without_kv_and_online_work_moves(scheduling: Schedulin
     assert follower.settled and not follower.busy, "it needs no turns until they are due"
     resting = follower.planner.sequences.values()
     assert all(one.phase is Phase.WAITING and not one.blocks for one in resting)
-    assert all(one.output_count == 1 for one in resting if one.request_id != "w")
+    assert all(one.output_count == 1 for one in resting if one.seq_id != "w")
     assert follower.plan(1.0) is None
     load = follower.planner.load()
     assert (load.batch_waiting, load.waiting_demand, load.kv_blocks_wanted) == (3, 0, 0)

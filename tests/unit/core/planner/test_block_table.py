@@ -58,8 +58,8 @@ def test_random_use_with_moves_and_limits(seed: int) -> None:
             table.apply((), [(f"r{number}", rng.randint(1, 4))])
             for place, block in enumerate(table.block_ids(f"r{number}")):
                 content[block] = (f"r{number}", place)
-        elif table.request_ids and rng.random() < 0.4:
-            table.release(rng.choice(table.request_ids))
+        elif table.seq_ids and rng.random() < 0.4:
+            table.release(rng.choice(table.seq_ids))
         limit = rng.randint(5, table.pool.num_blocks)
         if rng.random() < 0.3:
             table.pool.limit(limit)
@@ -67,9 +67,9 @@ def test_random_use_with_moves_and_limits(seed: int) -> None:
             assert source >= limit > target
             content[target] = content[source]
         if rng.random() < 0.2:
-            table.pool.shrink(max(table.highest_block(table.request_ids) + 1, 10))
+            table.pool.shrink(max(table.highest_block(table.seq_ids) + 1, 10))
             table.pool.grow(table.pool.num_blocks + rng.randint(0, 6))
         table.check_invariants()
-        for name in table.request_ids:
+        for name in table.seq_ids:
             for place, block in enumerate(table.block_ids(name)):
                 assert content[block] == (name, place)

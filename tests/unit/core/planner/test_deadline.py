@@ -50,7 +50,7 @@ def test_the_line_counts_from_when_a_request_came_to_its_gateway() -> None:
             name, prompt, Sampling(), Limits(8), clock.now_s, service=service, waited_s=waited_s
         )
         clock.state.handle(RequestArrived(clock.now_s, request))
-    assert [one.request_id for one in clock.state.waiting] == ["late", "early"]
+    assert [one.seq_id for one in clock.state.waiting] == ["late", "early"]
 
 
 def test_a_stream_that_comes_from_another_worker_goes_before_new_prompts() -> None:
@@ -71,7 +71,7 @@ def test_a_stream_that_comes_from_another_worker_goes_before_new_prompts() -> No
         clock.arrive(f"n{iterations}", promised(0.5), prompt=31, output=1)
         microbatch = clock.state.plan(clock.now_s)
         assert microbatch is not None
-        chunks = {one.request_id: one for one in microbatch.batch.chunks}
+        chunks = {one.seq_id: one for one in microbatch.batch.chunks}
         assert len(chunks["resumed"].token_ids) >= min(31, 220 - chunks["resumed"].start)
         clock.finish(microbatch)
         iterations += 1

@@ -53,7 +53,7 @@ def step(state: PlannerState) -> list[EmitToken] | None:
     if microbatch is None:
         return None
     chunks = microbatch.batch.chunks
-    sampled = {chunk.request_id: FILLER for chunk in chunks if chunk.sample is not None}
+    sampled = {chunk.seq_id: FILLER for chunk in chunks if chunk.sample is not None}
     return state.handle(IterationFinished(0.0, sampled))  # type: ignore[return-value]
 
 
@@ -65,12 +65,9 @@ def step_filled(state: PlannerState) -> list[EmitToken] | None:
 def picture(state: PlannerState) -> object:
     """Everything that a later decision can depend on."""
     return (
-        [
-            (s.request_id, s.phase, s.computed, s.token_ids, s.blocks)
-            for s in state.sequences.values()
-        ],
-        [s.request_id for s in state.running],
-        [s.request_id for s in state.waiting],
+        [(s.seq_id, s.phase, s.computed, s.token_ids, s.blocks) for s in state.sequences.values()],
+        [s.seq_id for s in state.running],
+        [s.seq_id for s in state.waiting],
         state.table.tables,
         state.pool._empty,
         state.load(),
@@ -94,7 +91,7 @@ def test_a_jump_equals_its_steps(seed: int, scheduling: Scheduling) -> None:
         assert (decodes_ahead(jumping), picture(jumping)) == (ahead, picture(stepping))
         if ahead:
             count = rng.randint(1, ahead)
-            before = {s.request_id: s.output_count for s in jumping.running}
+            before = {s.seq_id: s.output_count for s in jumping.running}
             advance_decodes(jumping, count, FILLER)
             for done in range(count):
                 assert step(stepping) == [
@@ -133,14 +130,14 @@ def test_after_the_fast_forward_something_happens(seed: int) -> None:
             if step(state) is None:
                 break
             continue
-        names, preempted = [s.request_id for s in state.running], state.preemptions_total
+        names, preempted = [s.seq_id for s in state.running], state.preemptions_total
         advance_decodes(state, ahead, FILLER)
         tokens = step(state)
         assert tokens is not None
         happened = (
             any(token.finish_reason is not None for token in tokens)
             or state.preemptions_total > preempted
-            or [s.request_id for s in state.running] != names
+            or [s.seq_id for s in state.running] != names
         )
         assert happened, "more decodes could have been skipped"
         ended += 1

@@ -52,7 +52,7 @@ class Pair:
         self.follower.apply(microbatch.released, block_counts(microbatch), news)
         self.follower.check_invariants()
         for chunk in microbatch.batch.chunks:
-            assert len(self.follower.block_ids(chunk.request_id)) == len(chunk.block_ids)
+            assert len(self.follower.block_ids(chunk.seq_id)) == len(chunk.block_ids)
 
     def step(self) -> bool:
         microbatch = self.plan()
@@ -61,7 +61,7 @@ class Pair:
         self.follow(microbatch)
         sampled = {}
         for chunk in microbatch.batch.chunks:
-            name = chunk.request_id
+            name = chunk.seq_id
             self.ran[name] = self.ran.get(name, 0) + len(chunk.token_ids)
             if chunk.sample is not None:
                 sampled[name] = 7
@@ -83,7 +83,7 @@ def test_every_stage_begins_with_the_prefix_that_the_leader_found() -> None:
     pair.ask("b", PROMPT)
     microbatch = pair.plan()
     assert microbatch is not None and microbatch.batch.tokens == 2
-    assert microbatch.prefixes is not None and microbatch.prefixes.shared[0].request_id == "b"
+    assert microbatch.prefixes is not None and microbatch.prefixes.shared[0].seq_id == "b"
     cached = set(pair.follower.pool.cache.find(microbatch.prefixes.shared[0].hashes))
     pair.follow(microbatch)
     assert set(pair.follower.block_ids("b")[:4]) == cached and len(cached) == 4
@@ -165,7 +165,7 @@ def test_a_request_of_which_only_the_leader_knows_starts_again() -> None:
     pair.ask("b", PROMPT)
     assert pair.plan() is not None
     pair.leader.handle(FlightDiscarded())
-    assert [one.request_id for one in pair.leader.waiting] == ["b"]
+    assert [one.seq_id for one in pair.leader.waiting] == ["b"]
     pair.leader.check_invariants()
     while pair.step():
         pass

@@ -97,7 +97,7 @@ def _until_blocks_are_lost(clock: Clock) -> list[str]:
     """Run until a sequence has lost its blocks; returns those that wait then."""
     while not clock.state.preemptions_total:
         clock.run()
-    return [one.request_id for one in clock.state.waiting]
+    return [one.seq_id for one in clock.state.waiting]
 
 
 @pytest.mark.parametrize(("rule", "victim"), [("newest", "urgent"), ("slack", "patient")])

@@ -69,7 +69,7 @@ def started(state: PlannerState, *names: str, prompt: int = 3, output: int = 50)
 
 
 def names_of(microbatch: Microbatch) -> list[str]:
-    return [chunk.request_id for chunk in microbatch.batch.chunks]
+    return [chunk.seq_id for chunk in microbatch.batch.chunks]
 
 
 def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
@@ -124,7 +124,7 @@ def test_a_late_sample_of_a_preempted_request_counts_and_is_waited_for() -> None
     finish(state, second)
     plans = [state.plan(0.0), state.plan(0.0)]
     assert name in plans[0].released
-    chunk = next(c for one in plans for c in one.batch.chunks if c.request_id == name)
+    chunk = next(c for one in plans for c in one.batch.chunks if c.seq_id == name)
     assert chunk.start == 0
     assert chunk.sample is None or chunk.sample.index == before + 1
 
@@ -148,7 +148,7 @@ def test_discarded_positions_run_again_and_late_results_are_ignored() -> None:
     again = state.plan(0.0)
     assert again.number == second.number + 1
     both = [*again.batch.chunks, *state.plan(0.0).batch.chunks]
-    starts = {chunk.request_id: chunk.start for chunk in reversed(both)}
+    starts = {chunk.seq_id: chunk.start for chunk in reversed(both)}
     assert starts["a"] == state.sequences["a"].computed - 1 and starts["c"] == 0
     with pytest.raises(AssertionError):
         state.handle(IterationDropped(0.0))
@@ -160,7 +160,7 @@ def test_the_smallest_stage_limits_what_starts() -> None:
     arrive(state, "a", 20, 4)
     arrive(state, "b", 20, 4)
     flying = deque([state.plan(0.0)])
-    assert [seq.request_id for seq in state.waiting] == ["b"]
+    assert [seq.seq_id for seq in state.waiting] == ["b"]
     assert state.load().kv_blocks_free == 5
     state.handle(CapacityReported(1, 12))
     while state.waiting:
@@ -211,15 +211,15 @@ def test_a_sequence_that_never_ran_has_no_blocks_when_a_configuration_ends() -> 
         finish(state, microbatch)
     never_ran = state.sequences["c"]
     assert never_ran.blocks == 3 and not never_ran.computed
-    assert state.handle(ConfigurationEnded())[0].request_ids == ("c",)
+    assert state.handle(ConfigurationEnded())[0].seq_ids == ("c",)
     state.handle(SequencePreempted("b"))
     with pytest.raises(AssertionError, match="not received"):
         state.handle(StagesConfigured())
-    assert state.handle(ConfigurationEnded())[0].request_ids == ("b",)
-    assert state.table.request_ids == ("a",)
+    assert state.handle(ConfigurationEnded())[0].seq_ids == ("b",)
+    assert state.table.seq_ids == ("a",)
     assert state.pool.taken_count == state.export("a").blocks
     assert state.export("c").blocks == never_ran.blocks == 0
-    assert state.handle(ConfigurationEnded())[0].request_ids == ()
+    assert state.handle(ConfigurationEnded())[0].seq_ids == ()
     state.handle(StagesConfigured())
     state.check_invariants()
 
@@ -232,7 +232,7 @@ def test_a_reset_sequence_is_counted_until_its_stages_say_that_its_blocks_are_fr
     assert (sequence.phase, sequence.blocks, sequence.computed) == (Phase.HELD, 0, 0)
     assert state.export("a").output_ids == output
     assert state.sequence_table.ledger.used == [blocks] and state.pool.taken_count == blocks
-    assert state.handle(ReleasedTaken())[0].request_ids == (), "the stages hear of it another way"
+    assert state.handle(ReleasedTaken())[0].seq_ids == (), "the stages hear of it another way"
     state.table.release("a")
     state.handle(BlocksCredited(1, blocks))
     state.check_invariants()
@@ -256,7 +256,7 @@ def test_a_split_finds_the_blocks_in_the_table() -> None:
         member.handle(SequenceAdopted(leader.export("b")))
     member.handle(SequenceResumed("a"))
     chunk = member.plan(0.0).batch.chunks[0]
-    assert (chunk.request_id, chunk.start) == ("a", exported.computed)
+    assert (chunk.seq_id, chunk.start) == ("a", exported.computed)
     assert chunk.sample.index == len(exported.output_ids)
 
 
@@ -267,7 +267,7 @@ def test_ages_compare_across_workers() -> None:
             arrive(state, name, 3, 5, first_s + number)
     for name in "ab":
         young.handle(SequenceAdopted(old.export(name)))
-    assert [seq.request_id for seq in young.waiting] == list("acbd")
+    assert [seq.seq_id for seq in young.waiting] == list("acbd")
 
 
 def test_what_is_in_flight_or_too_large_is_not_handed_over() -> None:

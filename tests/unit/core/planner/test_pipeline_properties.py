@@ -117,7 +117,7 @@ class Group:
             return False
         assert self.state.stages > 1 or microbatch.batch.chunks
         assert microbatch.batch.tokens <= self.state.config.max_batch_tokens
-        tables = {chunk.request_id: chunk.block_ids for chunk in microbatch.batch.chunks}
+        tables = {chunk.seq_id: chunk.block_ids for chunk in microbatch.batch.chunks}
         self.run(self.own, microbatch, tables)
         self.send(microbatch)
         return True
@@ -131,28 +131,28 @@ class Group:
     def sample(
         self, stage: Stage, microbatch: Microbatch
     ) -> tuple[int, dict[str, int], SampleNotes | None]:
-        stage.sampler.keep_only(stage.table.request_ids)
+        stage.sampler.keep_only(stage.table.seq_ids)
         sampled = {}
         for chunk in microbatch.batch.chunks:
             if chunk.sample is None:
                 continue
-            request = self.world.requests[chunk.request_id]
+            request = self.world.requests[chunk.seq_id]
             stage.sampler.take(request, chunk.sample)
             if request.sampling.reads_output:
                 output = expected_output(request)[: chunk.sample.index]
-                assert stage.sampler.outputs[chunk.request_id] == output
-            sampled[chunk.request_id] = sampled_token(request, chunk.sample.index)
+                assert stage.sampler.outputs[chunk.seq_id] == output
+            sampled[chunk.seq_id] = sampled_token(request, chunk.sample.index)
         notes = stage.sampler.notes(microbatch.batch, self.world.requests, sampled)
         return microbatch.number, sampled, notes
 
     def run(self, stage: Stage, microbatch: Microbatch, tables: dict) -> None:
         for chunk in microbatch.batch.chunks:
-            stage.write(tables[chunk.request_id], chunk.start, list(chunk.token_ids))
+            stage.write(tables[chunk.seq_id], chunk.start, list(chunk.token_ids))
         for chunk in microbatch.batch.chunks:
             end = chunk.start + len(chunk.token_ids)
-            request = self.world.requests[chunk.request_id]
+            request = self.world.requests[chunk.seq_id]
             tokens = [*request.prompt_ids, *expected_output(request)][:end]
-            assert stage.read(tables[chunk.request_id], end) == tokens, "K/V of somebody else"
+            assert stage.read(tables[chunk.seq_id], end) == tokens, "K/V of somebody else"
 
     def step(self, index: int) -> bool:
         """A follower takes the next message of its lane."""
@@ -165,7 +165,7 @@ class Group:
                 stage.table.apply(message.released, block_counts(message), news)
                 tables = {name: stage.table.block_ids(name) for name, _ in block_counts(message)}
                 for chunk in message.batch.chunks:
-                    assert len(tables[chunk.request_id]) == len(chunk.block_ids)
+                    assert len(tables[chunk.seq_id]) == len(chunk.block_ids)
                 self.run(stage, message, tables)
             case ("release", names):
                 stage.table.apply(names, ())
@@ -202,7 +202,7 @@ class Group:
 
     def flush(self) -> None:
         """Let the stages hear of what was freed, in sequence."""
-        self.send(("release", self.state.handle(ReleasedTaken())[0].request_ids))
+        self.send(("release", self.state.handle(ReleasedTaken())[0].seq_ids))
 
     def discard(self) -> None:
         """Whatever is on its way is lost."""
@@ -218,7 +218,7 @@ class Group:
 
     def configure(self, stages: int, blocks: list[int], kept: bool) -> None:
         self.drain()
-        self.send(("release", self.state.handle(ConfigurationEnded())[0].request_ids))
+        self.send(("release", self.state.handle(ConfigurationEnded())[0].seq_ids))
         self.drain()
         followers = []
         old, self.followers = self.followers, []
@@ -252,25 +252,25 @@ class Group:
         absent = stage in sequence.absent
         if absent and self.state.sequence_table.ledger.room(stage) < sequence.blocks:
             with pytest.raises(ValueError, match="no room"):
-                self.state.handle(SequencePlaced(sequence.request_id, stage))
+                self.state.handle(SequencePlaced(sequence.seq_id, stage))
             return False
-        self.state.handle(SequencePlaced(sequence.request_id, stage))
+        self.state.handle(SequencePlaced(sequence.seq_id, stage))
         if absent:
             tokens = sequence.token_ids[: sequence.computed]
             if stage == 0:
-                blocks = self.state.table.block_ids(sequence.request_id)
+                blocks = self.state.table.block_ids(sequence.seq_id)
                 self.own.write(blocks, 0, tokens)
             else:
                 self.flush()
-                self.send(("adopt", stage, sequence.request_id, sequence.blocks, tokens))
+                self.send(("adopt", stage, sequence.seq_id, sequence.blocks, tokens))
         return True
 
     def settle(self, sequence: Sequence) -> None:
         """Place a held sequence everywhere and go on with it, or compute it again."""
         if all([self.place(sequence, stage) for stage in range(self.state.stages)]):
-            self.state.handle(SequenceResumed(sequence.request_id))
+            self.state.handle(SequenceResumed(sequence.seq_id))
         else:
-            self.state.handle(SequencePreempted(sequence.request_id))
+            self.state.handle(SequencePreempted(sequence.seq_id))
 
     def hand_over(self, request_id: str, other: "Group", held: bool) -> None:
         self.drain()
@@ -325,7 +325,7 @@ class Group:
             self.drain()
         self.check()
         for stage in (self.own, *self.followers):
-            assert not stage.table.request_ids
+            assert not stage.table.seq_ids
             assert stage.table.pool.free_count == stage.table.pool.num_blocks
 
     def check(self) -> None:
@@ -338,17 +338,17 @@ class Group:
         if not state.in_flight and not any(self.lanes):
             pending = set(state.sequence_table.released)
             for index, follower in enumerate(self.followers):
-                names = [name for name in follower.table.request_ids if name not in pending]
+                names = [name for name in follower.table.seq_ids if name not in pending]
                 blocks = sum(len(follower.table.block_ids(name)) for name in names)
                 admitted = sum(
-                    seq.blocks - len(follower.table.block_ids(seq.request_id))
+                    seq.blocks - len(follower.table.block_ids(seq.seq_id))
                     for seq in state.sequences.values()
-                    if seq.blocks and index + 1 not in seq.absent and seq.request_id not in pending
+                    if seq.blocks and index + 1 not in seq.absent and seq.seq_id not in pending
                 )
                 again = sum(
                     seq.blocks
                     for seq in state.sequences.values()
-                    if index + 1 not in seq.absent and seq.request_id in pending
+                    if index + 1 not in seq.absent and seq.seq_id in pending
                 )
                 assert blocks + admitted + again == state.sequence_table.ledger.used[index]
 

@@ -53,14 +53,14 @@ def run(state: PlannerState) -> list[str]:
     assert microbatch is not None
     state.check_invariants()
     chunks = microbatch.batch.chunks
-    sampled = {chunk.request_id: 6 for chunk in chunks if chunk.sample is not None}
+    sampled = {chunk.seq_id: 6 for chunk in chunks if chunk.sample is not None}
     state.handle(IterationFinished(9.0, sampled))
     state.check_invariants()
-    return [chunk.request_id for chunk in chunks]
+    return [chunk.seq_id for chunk in chunks]
 
 
 def names(state: PlannerState) -> list[str]:
-    return [one.request_id for one in state.waiting]
+    return [one.seq_id for one in state.waiting]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_batch_gives_its_blocks_before_a_newer_online_sequence(
     while not state.preemptions_total:
         run(state)
     (waiting,) = state.waiting
-    assert waiting.request_id == victim
+    assert waiting.seq_id == victim
 
 
 def test_an_online_request_takes_the_blocks_of_batch_sequences_at_once() -> None:
@@ -131,7 +131,7 @@ def test_what_yielded_goes_on_from_the_blocks_that_nobody_needed() -> None:
     microbatch = state.plan(9.0)
     assert microbatch is not None
     (chunk,) = microbatch.batch.chunks
-    assert (chunk.request_id, chunk.start) == ("batch", 24), "4 blocks were needed, 3 were free"
+    assert (chunk.seq_id, chunk.start) == ("batch", 24), "4 blocks were needed, 3 were free"
 
 
 def test_prompts_of_online_requests_come_before_those_of_batch_that_have_begun() -> None:
@@ -141,7 +141,7 @@ def test_prompts_of_online_requests_come_before_those_of_batch_that_have_begun()
     arrive(state, "online", INTERACTIVE, prompt=30)
     microbatch = state.plan(9.0)
     assert microbatch is not None
-    tokens = {chunk.request_id: len(chunk.token_ids) for chunk in microbatch.batch.chunks}
+    tokens = {chunk.seq_id: len(chunk.token_ids) for chunk in microbatch.batch.chunks}
     assert tokens == {"online": 30, "batch": 2}
 
 
@@ -201,13 +201,13 @@ def test_no_online_sequence_loses_blocks_while_a_batch_sequence_has_some(seed: i
         run(state)
         waited = tuple(one for one in waited if one.phase is Phase.WAITING)
         lost = {
-            one.request_id
+            one.seq_id
             for one in state.waiting
-            if one.request_id in before and one.request.service.online
+            if one.seq_id in before and one.request.service.online
         }
         left = [one for one in state.running if not one.request.service.online]
         assert not (lost and left)
-        started = [one for one in left if one.request_id not in before]
+        started = [one for one in left if one.seq_id not in before]
         assert not (started and any(one.request.service.online for one in waited))
 
 

@@ -153,7 +153,7 @@ def test_it_goes_on_once_nothing_online_can_run() -> None:
     assert state.load().running == 2
     state.handle(RequestArrived(0.0, make_request("o", 3, 1, random.Random(1))))
     online = state.plan(0.0)
-    assert online is not None and [one.request_id for one in online.batch.chunks] == ["o"]
+    assert online is not None and [one.seq_id for one in online.batch.chunks] == ["o"]
     state.handle(IterationFinished(0.0, {"o": 1}))
     again = state.plan(0.0)
     assert again is not None and (again.resumes, again.batch) == (first.number, first.batch)
@@ -182,7 +182,7 @@ def test_its_places_and_blocks_are_there_for_one_that_starts() -> None:
         suspended(state)
         state.handle(RequestArrived(0.0, make_request("o", 20, 1, random.Random(1))))
         online = state.plan(0.0)
-        assert online is not None and online.batch.chunks[0].request_id == "o"
+        assert online is not None and online.batch.chunks[0].seq_id == "o"
         assert state.sequence_table.suspended is None
         state.check_invariants()
 
@@ -236,10 +236,10 @@ def test_no_batch_prompt_joins_that_of_the_one_who_interrupted(scheduling: Sched
     state.handle(RequestArrived(0.0, offline("b2", 20, 2, rng)))
     state.handle(RequestArrived(0.0, make_request("o", 3, 3, rng)))
     first = state.plan(0.0)
-    assert first is not None and [one.request_id for one in first.batch.chunks] == ["o"]
+    assert first is not None and [one.seq_id for one in first.batch.chunks] == ["o"]
     state.handle(IterationFinished(0.0, {"o": 1}))
     second = state.plan(0.0)
-    assert second is not None and [one.request_id for one in second.batch.chunks] == ["o", "b2"]
+    assert second is not None and [one.seq_id for one in second.batch.chunks] == ["o", "b2"]
     state.check_invariants()
 
 
@@ -339,7 +339,7 @@ def test_output_does_not_depend_on_interruptions(seed: int, work: PreemptedWork)
 
 def _disturb(state: PlannerState, rng: random.Random, aborted: set[str]) -> None:
     for sequence in state.held[:]:
-        state.handle(SequenceResumed(sequence.request_id))
+        state.handle(SequenceResumed(sequence.seq_id))
     if not state.sequences or rng.random() < 0.8:
         return
     name = rng.choice(list(state.sequences))

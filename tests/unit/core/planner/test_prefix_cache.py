@@ -85,7 +85,7 @@ class Engine:
     def _run(self, batch: Batch) -> dict[str, int]:
         sampled = {}
         for chunk in batch.chunks:
-            name, end = chunk.request_id, chunk.start + len(chunk.token_ids)
+            name, end = chunk.seq_id, chunk.start + len(chunk.token_ids)
             tokens = tuple(self.tokens[name])
             assert chunk.token_ids == tokens[chunk.start : end]
             self.ran += len(chunk.token_ids)

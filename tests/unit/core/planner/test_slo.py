@@ -65,7 +65,7 @@ class Clock:
 
     def run(self) -> dict[str, int]:
         """Run an iteration; returns the tokens that ran of each request."""
-        before = {one.request_id: one.computed for one in self.state.running}
+        before = {one.seq_id: one.computed for one in self.state.running}
         microbatch = self.state.plan(self.now_s)
         if microbatch is None:
             return {}
@@ -75,15 +75,15 @@ class Clock:
         chunks = microbatch.batch.chunks
         for chunk in chunks:
             if not self.state.config.prefix_caching:  # else it may start again from the cache
-                assert chunk.start in (before.get(chunk.request_id, 0), 0), "a gap between chunks"
+                assert chunk.start in (before.get(chunk.seq_id, 0), 0), "a gap between chunks"
         self.finish(microbatch)
-        return {chunk.request_id: len(chunk.token_ids) for chunk in chunks}
+        return {chunk.seq_id: len(chunk.token_ids) for chunk in chunks}
 
     def finish(self, microbatch: Microbatch) -> None:
         """Its time passes, and its tokens come."""
         chunks = microbatch.batch.chunks
         self.now_s += self.slow * MODEL.batch_s((c.start, len(c.token_ids)) for c in chunks)
-        sampled = {chunk.request_id: 6 for chunk in chunks if chunk.sample is not None}
+        sampled = {chunk.seq_id: 6 for chunk in chunks if chunk.sample is not None}
         for command in self.state.handle(IterationFinished(self.now_s, sampled)):
             assert isinstance(command, EmitToken)
             times = self.tokens.setdefault(command.request_id, [])
@@ -168,7 +168,7 @@ def test_the_prompt_that_is_due_first_starts_first() -> None:
         ("sooner", promised(ttft_s=1.0)),
     ):
         clock.arrive(name, service)
-    assert [one.request_id for one in clock.state.waiting] == [
+    assert [one.seq_id for one in clock.state.waiting] == [
         "sooner",
         "later",
         "untargeted",
@@ -313,7 +313,7 @@ def _check(state: PlannerState, plan: Plan, ran: dict[str, int]) -> None:
         return
     left = state.config.max_batch_tokens - sum(ran.values())
     waiting = [one for one in state.waiting if one.request.service.online]
-    assert not (waiting and left), f"{[one.request_id for one in waiting]} wait beside batch work"
+    assert not (waiting and left), f"{[one.seq_id for one in waiting]} wait beside batch work"
 
 
 def test_an_online_request_runs_while_batch_work_holds_every_block() -> None:

@@ -101,7 +101,7 @@ class Twins:
         if self.flying:
             microbatch = self.flying.pop(0)
             chunks = [one for one in microbatch.batch.chunks if one.sample]
-            sampled = {one.request_id: self.rng.randrange(5) for one in chunks}
+            sampled = {one.seq_id: self.rng.randrange(5) for one in chunks}
             self.handle(IterationFinished(self.now_s, sampled, microbatch.number))
 
     def step(self) -> None:
@@ -226,7 +226,7 @@ def test_beside_many_decodes_they_get_what_they_are_promised(tpot_s: float) -> N
             arrive(state, "long", 2000, 4, at_s=now_s, service=online(ttft_s=2.0))
         while state.has_slot and (microbatch := state.plan(now_s)) is not None:
             flying.append(microbatch)
-            prompt = [one for one in microbatch.batch.chunks if one.request_id == "long"]
+            prompt = [one for one in microbatch.batch.chunks if one.seq_id == "long"]
             decodes = microbatch.batch.tokens - sum(len(one.token_ids) for one in prompt)
             if prompt:
                 assert decodes >= 15 and 60 <= len(prompt[0].token_ids) < 512

@@ -48,10 +48,10 @@ class FakeModel:
             ]
             assert tuple(seen[chunk.start :]) == chunk.token_ids, "two sequences share a block"
             if chunk.sample is not None:
-                terms = chunk.sample.terms or self.terms[chunk.request_id]
-                self.terms[chunk.request_id] = terms
+                terms = chunk.sample.terms or self.terms[chunk.seq_id]
+                self.terms[chunk.seq_id] = terms
                 banned = terms.stop_ids if chunk.sample.index < terms.min_tokens else frozenset()
-                sampled[chunk.request_id] = next_token(seen, banned)
+                sampled[chunk.seq_id] = next_token(seen, banned)
         return sampled
 
 
@@ -207,7 +207,7 @@ def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(overtake
             state.handle(RequestArrived(1.0, make_request("large", 30, 2, rng)))
             for name in shorts:
                 state.handle(RequestArrived(2.0, make_request(name, 2, 1, rng)))
-        started.extend(one.request_id for one in batch.chunks if one.start == 0)
+        started.extend(one.seq_id for one in batch.chunks if one.start == 0)
 
     drive(state, model, outputs, between)
     assert started.index("large") == 1 + overtaken_max, "so many short ones before it, no more"
@@ -288,7 +288,7 @@ def test_decodes_are_never_held_up_by_a_long_prompt() -> None:
     state.handle(RequestArrived(0.0, make_request("long", 150, 2, rng)))
     for _ in range(8):
         batch = state.plan(0.0).batch
-        assert batch.chunks[0].request_id == "decode"
+        assert batch.chunks[0].seq_id == "decode"
         assert batch.tokens == state.config.max_batch_tokens
         state.handle(IterationFinished(0.0, model.run(batch)))
 
@@ -308,7 +308,7 @@ def test_a_sequence_that_cannot_go_on_is_refused_and_leaves_nothing() -> None:
         microbatch = state.plan(0.0)
         if microbatch is None:
             break
-        sampled = {chunk.request_id: 1 for chunk in microbatch.batch.chunks if chunk.sample}
+        sampled = {chunk.seq_id: 1 for chunk in microbatch.batch.chunks if chunk.sample}
         failing = {"first": 0, "later": 3}
         failed = {
             name: "nothing is left" for name in sampled if failing.get(name) == len(outputs[name])

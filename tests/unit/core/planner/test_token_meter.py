@@ -44,7 +44,7 @@ class Ledger:
             state.handle(IterationDropped(0.0))
             return True
         for chunk in microbatch.batch.chunks:
-            request, seen = self.requests[chunk.request_id], self.seen[chunk.request_id]
+            request, seen = self.requests[chunk.seq_id], self.seen[chunk.seq_id]
             seen |= set(range(chunk.start)) - seen
             ran = set(range(chunk.start, chunk.start + len(chunk.token_ids)))
             online = request.service.online
@@ -91,7 +91,7 @@ def test_every_token_that_ran_is_counted_once(seed: int, caching: bool) -> None:
         if arriving and (not running or rng.random() < 0.3):
             state.handle(RequestArrived(0.0, arriving.pop(0)))
         if state.running and rng.random() < 0.1:
-            state.handle(SequencePreempted(rng.choice(state.running).request_id))
+            state.handle(SequencePreempted(rng.choice(state.running).seq_id))
         running = ledger.step(state, model, drop=rng.random() < 0.1)
         assert state.load().tokens == ledger.counts()
     outputs = sum(one.limits.max_tokens for one in requests)

@@ -217,7 +217,7 @@ class MetadataBuilder:
         if tables.min() < 0 or tables.max() >= num_blocks:
             outside = np.flatnonzero((tables < 0) | (tables >= num_blocks))[0]
             index = int(np.searchsorted(spans[:, 3], outside, "right")) - 1
-            name = batch.chunks[index].request_id
+            name = batch.chunks[index].seq_id
             raise InvalidBatch(f"request {name}: a block id is outside the KV cache")
         return AttentionMetadata(spans, tables, self.block_size, self.device, self.compute_dtype)
 
@@ -225,7 +225,7 @@ class MetadataBuilder:
         """Number of blocks up to the chunk's last token. Raises InvalidBatch."""
         needed = blocks_for(chunk.start + len(chunk.token_ids), self.block_size)
         if not chunk.token_ids or len(chunk.block_ids) < needed:
-            raise InvalidBatch(f"request {chunk.request_id}: the block table is too short")
+            raise InvalidBatch(f"request {chunk.seq_id}: the block table is too short")
         return needed
 
 

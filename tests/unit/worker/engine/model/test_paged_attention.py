@@ -150,9 +150,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         blocks[index * BLOCKS : (index + 1) * BLOCKS] = cache.blocks
         alone.append(cache.attend(begin, end, sample))
         ids = tuple(index * BLOCKS + block for block in cache.table)
-        chunks.append(
-            cache.chunk(begin, end, sample)._replace(request_id=str(index), block_ids=ids)
-        )
+        chunks.append(cache.chunk(begin, end, sample)._replace(seq_id=str(index), block_ids=ids))
     rows_of = dict(zip(caches, spans, strict=True))
     together = caches[0].attention.forward(
         *(

@@ -60,7 +60,7 @@ def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None
     asked: list[list[str]] = []
 
     def interrupts(microbatch: Microbatch) -> Any:
-        asked.append([request_id_of(chunk.request_id) for chunk in microbatch.batch.chunks])
+        asked.append([request_id_of(chunk.seq_id) for chunk in microbatch.batch.chunks])
         return (lambda: True) if len(asked) % 2 else None
 
     while not group.streams["r0"].over:
