@@ -116,8 +116,8 @@ def check_sources_wait(group: EngineGroup) -> None:
             for name in {one.source for one in move.transfers} | move.leaving:
                 source = group.engines[name].member
                 if source.links.epoch == engine.member.links.epoch:
-                    held = move.request_id in source.state.table
-                    assert not (held and source.settled), f"{name} has {move.request_id}"
+                    held = move.seq_id in source.state.table
+                    assert not (held and source.settled), f"{name} has {move.seq_id}"
 
 
 def replayed(path: Path) -> list[LogEntry]:

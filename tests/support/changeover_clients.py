@@ -136,7 +136,7 @@ class Clients:
 
     def move(self, worker_id: str, command: NoteMoved) -> None:
         """A worker sends the readers of a request on."""
-        request_id = request_id_of(command.request_id)
+        request_id = request_id_of(command.seq_id)
         self.sources[worker_id, request_id].moved_to = command.worker_id
         self._read(request_id)
 

@@ -295,10 +295,10 @@ class WorldMember:
         sampled = {}
         payload, self._payload = self._payload, {}
         for chunk in frame.chunks:
-            tokens = payload[chunk.request_id]
-            token = self._run(chunk.request_id, chunk.start, tokens, chunk.sample)
+            tokens = payload[chunk.seq_id]
+            token = self._run(chunk.seq_id, chunk.start, tokens, chunk.sample)
             if token is not None:
-                sampled[chunk.request_id] = token
+                sampled[chunk.seq_id] = token
         configuration = self.machine.configuration
         assert configuration is not None
         passed_on = Samples(frame.number, sampled) if configuration.is_last else frame
@@ -335,13 +335,13 @@ class WorldMember:
     def _send_blocks(self, command: vocabulary.SendBlocks) -> None:
         layers = range(command.transfer.first_layer, command.transfer.end_layer)
         pieces = deque((layer, place) for layer in layers for place in range(command.blocks))
-        had = self.planner.table.block_ids(command.request_id)
+        had = self.planner.table.block_ids(command.seq_id)
         self.sending[command.transfer_id] = Sending(command, self.epoch, had, pieces)
 
     def pack(self, sending: Sending) -> bool:
         """Read the next piece; False if the sequence has gone."""
         layer, place = sending.pieces[0]
-        ids = self.planner.table.block_ids(sending.command.request_id)
+        ids = self.planner.table.block_ids(sending.command.seq_id)
         if len(ids) <= place or ids[place] != sending.had[place] or sending.epoch != self.epoch:
             return False
         sending.packed = self.memory.pack(layer, ids[place])
@@ -350,7 +350,7 @@ class WorldMember:
     def unpack(self, sending: Sending) -> bool:
         """Store the piece that was read; False if it is not expected any more."""
         command, (layer, place) = sending.command, sending.pieces[0]
-        ids = self.machine.kv_blocks_for(command.transfer_id, command.request_id)
+        ids = self.machine.kv_blocks_for(command.transfer_id, command.seq_id)
         if place >= len(ids) or sending.epoch != self.epoch:
             return False
         assert sending.packed is not None

@@ -49,13 +49,13 @@ def leaving(*names: str) -> Script:
             script.memories["b"].write(layer, block_ids, name, 0, (5,) * 2)
     script.transfers_run = False
     script.change(groups(2, "ab"))
-    assert {one.request_id for one in script.sending.values()} == set(names)
+    assert {one.seq_id for one in script.sending.values()} == set(names)
     return script
 
 
 def read_what_is_sent(script: Script) -> None:
     for one in script.sending.values():
-        (block,) = script.members["b"].planner.table.block_ids(one.request_id)
+        (block,) = script.members["b"].planner.table.block_ids(one.seq_id)
         script.memories["b"].pack(one.transfer.first_layer, block)
 
 

@@ -322,7 +322,7 @@ class Script:
 
 
 def _sampled(frame: Activations) -> dict[str, int]:
-    return {chunk.request_id: TOKEN for chunk in frame.chunks if chunk.sample is not None}
+    return {chunk.seq_id: TOKEN for chunk in frame.chunks if chunk.sample is not None}
 
 
 def kinds(commands: Iterable[vocabulary.Command]) -> list[type]:

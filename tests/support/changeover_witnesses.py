@@ -149,7 +149,7 @@ def what_is_still_to_be_sent_is_there() -> None:
     script = leaving("r", "s")
     script.do("a", RequestAborted(0.0, "r"))
     script.settle()
-    assert {one.request_id for one in script.sending.values()} == {"s"}
+    assert {one.seq_id for one in script.sending.values()} == {"s"}
     read_what_is_sent(script)
 
 

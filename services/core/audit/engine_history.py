@@ -153,7 +153,7 @@ class EngineHistory:
             case PeersLost(workers=workers):
                 self.lost_peers = self.lost_peers or bool(workers)
             case NoteMoved():
-                self.open_sequences.discard(value.request_id)
+                self.open_sequences.discard(value.seq_id)
 
     # --- memory
 

@@ -54,7 +54,7 @@ class FrameHandlers:
         if self.drained or self.lost.isolation.lost_member:
             # After a loss, microbatches are missing even if the member has reconnected.
             return
-        chunks = tuple((chunk.request_id, chunk.blocks) for chunk in frame.chunks)
+        chunks = tuple((chunk.seq_id, chunk.blocks) for chunk in frame.chunks)
         self.context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
         self.kv.forget(frame.released)
         self.kv.claim(seq_id for seq_id, _ in chunks)
@@ -97,8 +97,8 @@ class FrameHandlers:
     def _note_freed(self, peer: str, frame: frames.KvFreed) -> None:
         if self.context.leads:
             self.moves.note_freed(peer, frame)
-        if self.handover.note_freed(peer, frame.request_id):
-            self.lost.go_on(frame.request_id)
+        if self.handover.note_freed(peer, frame.seq_id):
+            self.lost.go_on(frame.seq_id)
 
 
 _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
@@ -113,7 +113,7 @@ _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
     ),
     frames.Adopt: FrameHandlers._adopt,
     frames.Adopted: lambda self, peer, frame: self.handover.note_adopted(peer, frame),
-    frames.RequestDropped: lambda self, _peer, frame: self.abort(frame.request_id),
+    frames.RequestDropped: lambda self, _peer, frame: self.abort(frame.seq_id),
     frames.AllAdopted: FrameHandlers._note_all_adopted,
     frames.AllMoved: lambda self, _peer, frame: self.orphaned_kv.note_all_moved(
         frame, self.lost.unreachable

@@ -5,7 +5,7 @@ microbatches in order, so all stages agree on the number of blocks of each reque
 a new configuration overtakes the last microbatch of the old configuration.
 
 The fields are encoded by name: renaming a field needs another `PROTOCOL_VERSION`.
-`request_id` fields hold sequence ids: each start of a request has an id of its own.
+`seq_id` fields hold sequence ids: each start of a request has an id of its own.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class StageChunk(NamedTuple):
     first token in a configuration or after a preemption, which keeps later frames small.
     """
 
-    request_id: str
+    seq_id: str
     start: int
     tokens: int
     blocks: int
@@ -136,7 +136,7 @@ class Adopt:
 class Adopted:
     """To the old leader: this member leads the request and emits tokens from `next_index` on."""
 
-    request_id: str
+    seq_id: str
     next_index: int
 
 
@@ -144,7 +144,7 @@ class Adopted:
 class RequestDropped:
     """From the old leader of an adopted request: its client has aborted it."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Reserve:
     """
 
     worker_id: str
-    request_id: str
+    seq_id: str
     blocks: int
     transfer_ids: tuple[str, ...]
     released: tuple[str, ...] = ()
@@ -201,14 +201,14 @@ class Reserve:
 class Reserved:
     """To the leader: the blocks are reserved, and the transfers are accepted from now on."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
     """From the leader to `transfer.source`: send the KV of the request's first `blocks` blocks."""
 
-    request_id: str
+    seq_id: str
     transfer_id: str
     transfer: Transfer
     blocks: int
@@ -221,7 +221,7 @@ class KvEnded:
     Reports the `TransferOutcome` of a member; a frame of its own, since its bytes are on the wire.
     """
 
-    request_id: str
+    seq_id: str
     transfer_id: str
     intact: bool
 
@@ -234,7 +234,7 @@ class FreeKv:
     Answered by `KvFreed`.
     """
 
-    request_id: str
+    seq_id: str
     whole_table: bool
 
 
@@ -242,7 +242,7 @@ class FreeKv:
 class KvFreed:
     """To the leader: the KV is freed, and this member now has `capacity` blocks."""
 
-    request_id: str
+    seq_id: str
     capacity: int
 
 

@@ -255,7 +255,7 @@ class Handover:
 
     def note_adopted(self, peer: str, frame: Adopted) -> None:
         """Forget a sequence that its new leader has adopted, and redirect its readers."""
-        context, seq_id = self._context, frame.request_id
+        context, seq_id = self._context, frame.seq_id
         if self.pending.pop(seq_id, None) is None:
             return
         context.change(SequenceForgotten(seq_id))

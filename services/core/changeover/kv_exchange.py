@@ -28,16 +28,16 @@ from services.core.planner.sequence import Sequence
 from services.core.request import blocks_for
 
 
-def transfer_id_of(epoch: int, request_id: str, transfer: Transfer) -> str:
+def transfer_id_of(epoch: int, seq_id: str, transfer: Transfer) -> str:
     """Unique: a request moves between two workers at most once in an epoch."""
-    return f"{epoch}/{request_id}/{transfer.source}>{transfer.destination}"
+    return f"{epoch}/{seq_id}/{transfer.source}>{transfer.destination}"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """The move of a request's KV to the stages that will run it."""
 
-    request_id: str
+    seq_id: str
     origin: str  # id of the group that the request comes from
     blocks: int  # KV blocks of the request
     tokens: int  # computed tokens, whose KV is in the blocks
@@ -66,7 +66,7 @@ class Move:
         """The move of a sequence's KV from `old` stages to `new` stages."""
         before, now = ({stage.worker_id for stage in stages} for stages in (old, new))
         return cls(
-            request_id=sequence.seq_id,
+            seq_id=sequence.seq_id,
             origin=origin,
             blocks=sequence.blocks,
             tokens=sequence.computed,
@@ -88,7 +88,7 @@ class MoveAdded:
 class RequestGone:
     """The request was aborted or preempted, which released its blocks in its group."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ ExchangeEvent = MoveAdded | FrameReceived[ExchangeFrame] | RequestGone | SourceL
 class ResumeRequest:
     """The request's KV is complete at every stage, so it may run."""
 
-    request_id: str
+    seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRequest:
     """Preempt the request: its blocks in the group are freed and it is recomputed later."""
 
-    request_id: str
+    seq_id: str
 
 
 ExchangeCommand = SendFrame[Reserve | SendKv | FreeKv] | ResumeRequest | RecomputeRequest
@@ -166,12 +166,12 @@ class ExchangeState:
             case FrameReceived(now_s=now_s, frame=KvEnded() as frame):
                 self._ended(now_s, frame, commands)
             case FrameReceived(peer=peer, frame=KvFreed() as frame):
-                self._freeing.discard((frame.request_id, peer))
-            case RequestGone(request_id=request_id):
-                if request_id in self.underway:
-                    self._free_sources(self._abandon(request_id), commands)
-                elif request_id in self.waiting:
-                    self._free_sources(self.waiting.pop(request_id), commands)
+                self._freeing.discard((frame.seq_id, peer))
+            case RequestGone(seq_id=seq_id):
+                if seq_id in self.underway:
+                    self._free_sources(self._abandon(seq_id), commands)
+                elif seq_id in self.waiting:
+                    self._free_sources(self.waiting.pop(seq_id), commands)
             case SourceLost(worker_id=worker_id):
                 self._lose(worker_id, commands)
             case RoomReported(free_blocks=free_blocks):
@@ -187,7 +187,7 @@ class ExchangeState:
         # Deadlock: no move in flight will free blocks, so a waiting request must. Least KV
         # means the cheapest recomputation.
         if self.waiting and not self.underway and not self._freeing:
-            victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.request_id))
+            victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.seq_id))
             self._recompute(victim, commands)
         return commands
 
@@ -195,19 +195,19 @@ class ExchangeState:
         """Raise AssertionError if the state contradicts itself."""
         assert not self.waiting.keys() & self.underway.keys()
         self.window.check_invariants(
-            {request_id: entry.move.sizes for request_id, entry in self.underway.items()}
+            {seq_id: entry.move.sizes for seq_id, entry in self.underway.items()}
         )
         for entry in self.underway.values():
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
         assert not self._lost & {worker_id for _, worker_id in self._freeing}
 
     def _add(self, move: Move, commands: list[ExchangeCommand]) -> None:
-        assert move.request_id not in self.waiting
-        assert move.request_id not in self.underway
+        assert move.seq_id not in self.waiting
+        assert move.seq_id not in self.underway
         if any(transfer.source in self._lost for transfer in move.transfers):
             self._recompute(move, commands)
         elif move.transfers:
-            self.waiting[move.request_id] = move
+            self.waiting[move.seq_id] = move
         else:
             self._complete(move, commands)
 
@@ -215,14 +215,14 @@ class ExchangeState:
         """Recompute the requests that still need KV of `worker_id`, and forget its `FreeKv`s."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
-        unfinished = {request_id: move.transfers for request_id, move in self.waiting.items()}
+        unfinished = {seq_id: move.transfers for seq_id, move in self.waiting.items()}
         unfinished |= {
-            request_id: (*move.unfinished.values(),) for request_id, move in self.underway.items()
+            seq_id: (*move.unfinished.values(),) for seq_id, move in self.underway.items()
         }
-        for request_id, transfers in unfinished.items():
+        for seq_id, transfers in unfinished.items():
             if any(transfer.source == worker_id for transfer in transfers):
-                is_underway = request_id in self.underway
-                move = self._abandon(request_id) if is_underway else self.waiting[request_id]
+                is_underway = seq_id in self.underway
+                move = self._abandon(seq_id) if is_underway else self.waiting[seq_id]
                 self._recompute(move, commands)
 
     def _queues(self) -> dict[str, deque[Move]]:
@@ -230,7 +230,7 @@ class ExchangeState:
         queues: dict[str, deque[Move]] = {}
         by_block = sorted(
             self.waiting.values(),
-            key=lambda move: (move.highest_block, move.request_id),
+            key=lambda move: (move.highest_block, move.seq_id),
             reverse=True,
         )
         for move in by_block:
@@ -254,7 +254,7 @@ class ExchangeState:
             key=lambda move: (
                 move.origin != self._last_origin,
                 move.highest_block,
-                move.request_id,
+                move.seq_id,
             ),
         )
         return queues[move.origin].popleft()
@@ -263,68 +263,68 @@ class ExchangeState:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
 
     def _begin(self, move: Move, now_s: float, commands: list[ExchangeCommand]) -> None:
-        del self.waiting[move.request_id]
-        self.window.begin(move.request_id, move.sizes, now_s)
+        del self.waiting[move.seq_id]
+        self.window.begin(move.seq_id, move.sizes, now_s)
         self._last_origin = move.origin
-        request_id, destinations = move.request_id, {to.destination for to in move.transfers}
-        transfers = {transfer_id_of(self.epoch, request_id, to): to for to in move.transfers}
-        self.underway[request_id] = _Underway(move, destinations, transfers)
+        seq_id, destinations = move.seq_id, {to.destination for to in move.transfers}
+        transfers = {transfer_id_of(self.epoch, seq_id, to): to for to in move.transfers}
+        self.underway[seq_id] = _Underway(move, destinations, transfers)
         for worker_id in sorted(destinations):
             if worker_id in move.lacking:
                 self._free[worker_id] -= move.blocks
             ids = tuple(key for key, to in transfers.items() if to.destination == worker_id)
-            frame = Reserve(worker_id, request_id, move.blocks, ids)
+            frame = Reserve(worker_id, seq_id, move.blocks, ids)
             commands.append(SendFrame(worker_id, frame))
 
     def _reserved(
         self, now_s: float, peer: str, frame: Reserved, commands: list[ExchangeCommand]
     ) -> None:
-        entry = self.underway.get(frame.request_id)
+        entry = self.underway.get(frame.seq_id)
         if entry is None or peer not in entry.unreserved:
             return
         entry.unreserved.remove(peer)
         if entry.unreserved:
             return
         # Send only after every destination has reserved: KV without blocks would be refused.
-        self.window.reserve(frame.request_id, now_s)
+        self.window.reserve(frame.seq_id, now_s)
         blocks = blocks_for(entry.move.tokens, self.block_size)
         for transfer_id, transfer in entry.unfinished.items():
-            send = SendKv(frame.request_id, transfer_id, transfer, blocks)
+            send = SendKv(frame.seq_id, transfer_id, transfer, blocks)
             commands.append(SendFrame(transfer.source, send))
 
     def _ended(self, now_s: float, frame: KvEnded, commands: list[ExchangeCommand]) -> None:
-        entry = self.underway.get(frame.request_id)
+        entry = self.underway.get(frame.seq_id)
         if entry is None or frame.transfer_id not in entry.unfinished:
             return
         # A failed transfer loses the KV of its layers, and with that the whole request's.
         if not frame.intact:
-            self._recompute(self._abandon(frame.request_id), commands)
+            self._recompute(self._abandon(frame.seq_id), commands)
             return
         del entry.unfinished[frame.transfer_id]
         if not entry.unfinished:
-            move = self.underway.pop(frame.request_id).move
-            self.window.arrive(frame.request_id, move.sizes, now_s)
+            move = self.underway.pop(frame.seq_id).move
+            self.window.arrive(frame.seq_id, move.sizes, now_s)
             self._complete(move, commands)
 
-    def _abandon(self, request_id: str) -> Move:
+    def _abandon(self, seq_id: str) -> Move:
         """Abandon an in-flight move."""
-        move = self.underway.pop(request_id).move
-        self.window.end(request_id, move.sizes)
+        move = self.underway.pop(seq_id).move
+        self.window.end(seq_id, move.sizes)
         return move
 
     def _complete(self, move: Move, commands: list[ExchangeCommand]) -> None:
-        commands.append(ResumeRequest(move.request_id))
+        commands.append(ResumeRequest(move.seq_id))
         self._free_sources(move, commands)
 
     def _recompute(self, move: Move, commands: list[ExchangeCommand]) -> None:
-        self.waiting.pop(move.request_id, None)
-        commands.append(RecomputeRequest(move.request_id))
+        self.waiting.pop(move.seq_id, None)
+        commands.append(RecomputeRequest(move.seq_id))
         self._free_sources(move, commands)
 
     def _free_sources(self, move: Move, commands: list[ExchangeCommand]) -> None:
         """Have the sources free their copies; lost workers need not."""
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):
-            self._freeing.add((move.request_id, worker_id))
-            frame = FreeKv(move.request_id, whole_table=worker_id in move.leaving)
+            self._freeing.add((move.seq_id, worker_id))
+            frame = FreeKv(move.seq_id, whole_table=worker_id in move.leaving)
             commands.append(SendFrame(worker_id, frame))

@@ -53,9 +53,9 @@ class LeaderMoves:
         """Start a configuration; the last has settled, or its requests are recomputed."""
         self._exchange = self._new_exchange()
 
-    def add(self, request_id: str, origin: str, old: Row[Stage], highest_block: int) -> None:
+    def add(self, seq_id: str, origin: str, old: Row[Stage], highest_block: int) -> None:
         """Move a held request's KV from `old` stages to the present ones, then resume it."""
-        sequence = self._context.planner.sequences[request_id]
+        sequence = self._context.planner.sequences[seq_id]
         move = Move.between(sequence, origin, old, self._context.stages, highest_block)
         self._carry_out(self._exchange.handle(MoveAdded(move)))
 
@@ -78,7 +78,7 @@ class LeaderMoves:
 
     def receive(self, peer: str, frame: Reserved | KvEnded) -> None:
         """Take a member's report of reserved blocks, or of the end of a transfer."""
-        self._drop_gone((frame.request_id,))
+        self._drop_gone((frame.seq_id,))
         self._forward(peer, frame)
 
     def note_freed(self, peer: str, frame: KvFreed) -> None:
@@ -99,13 +99,13 @@ class LeaderMoves:
         event = FrameReceived(self._context.now_s, peer, frame)
         self._carry_out(self._exchange.handle(event))
 
-    def _drop_gone(self, request_ids: Iterable[str]) -> None:
+    def _drop_gone(self, seq_ids: Iterable[str]) -> None:
         """Remove those of these requests from the exchange that were aborted or preempted since."""
         sequences = self._context.planner.sequences
-        for request_id in request_ids:
-            sequence = sequences.get(request_id)
+        for seq_id in seq_ids:
+            sequence = sequences.get(seq_id)
             if sequence is None or sequence.phase is not Phase.HELD:
-                self._carry_out(self._exchange.handle(RequestGone(request_id)))
+                self._carry_out(self._exchange.handle(RequestGone(seq_id)))
 
     def _carry_out(self, commands: list[ExchangeCommand]) -> None:
         context = self._context
@@ -116,17 +116,17 @@ class LeaderMoves:
                 case SendFrame():
                     context.commands.append(command)
                 case ResumeRequest():
-                    context.change(SequenceResumed(command.request_id))
+                    context.change(SequenceResumed(command.seq_id))
                 case RecomputeRequest():
-                    context.change(SequencePreempted(command.request_id))
+                    context.change(SequencePreempted(command.seq_id))
 
     def _reserve(self, frame: Reserve) -> None:
         context, configuration = self._context, self._context.configuration
         assert configuration is not None
-        request_id, worker_id = frame.request_id, frame.worker_id
-        if worker_id in self._exchange.underway[request_id].move.lacking:
+        seq_id, worker_id = frame.seq_id, frame.worker_id
+        if worker_id in self._exchange.underway[seq_id].move.lacking:
             # The ledger counts the blocks as used before the stage has adopted them.
-            context.change(SequencePlaced(request_id, configuration.stage_of(worker_id)))
+            context.change(SequencePlaced(seq_id, configuration.stage_of(worker_id)))
         if worker_id == context.worker_id:
             context.send(worker_id, frame)
         else:

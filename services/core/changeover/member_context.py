@@ -82,6 +82,6 @@ class MemberContext:
         assert isinstance(freed, BlocksFreed)
         return freed.seq_ids
 
-    def highest_block(self, request_ids: Iterable[str]) -> int:
+    def highest_block(self, seq_ids: Iterable[str]) -> int:
         """The highest block id of these requests here; -1 without blocks."""
-        return self.table.highest_block(request_ids)
+        return self.table.highest_block(seq_ids)

@@ -54,9 +54,9 @@ class MoveWindow:
                 return False
         return True
 
-    def begin(self, request_id: str, sizes: Mapping[str, int], now_s: float) -> None:
+    def begin(self, seq_id: str, sizes: Mapping[str, int], now_s: float) -> None:
         """Note the start of a move."""
-        self._began_s[request_id] = now_s
+        self._began_s[seq_id] = now_s
         for worker_id, blocks in sizes.items():
             source = self._source(worker_id)
             if not source.moves and not source.arrived:
@@ -64,21 +64,21 @@ class MoveWindow:
             source.moves += 1
             source.blocks += blocks
 
-    def reserve(self, request_id: str, now_s: float) -> None:
+    def reserve(self, seq_id: str, now_s: float) -> None:
         """Note that every destination of a move has reserved its blocks."""
-        self._reserving_s = max(self._reserving_s, now_s - self._began_s[request_id])
+        self._reserving_s = max(self._reserving_s, now_s - self._began_s[seq_id])
 
-    def end(self, request_id: str, sizes: Mapping[str, int]) -> None:
+    def end(self, seq_id: str, sizes: Mapping[str, int]) -> None:
         """Remove a move that was abandoned."""
-        del self._began_s[request_id]
+        del self._began_s[seq_id]
         for worker_id, blocks in sizes.items():
             source = self._source(worker_id)
             source.moves -= 1
             source.blocks -= blocks
 
-    def arrive(self, request_id: str, sizes: Mapping[str, int], now_s: float) -> None:
+    def arrive(self, seq_id: str, sizes: Mapping[str, int], now_s: float) -> None:
         """Remove a completed move, and update the measured bandwidth of its sources."""
-        self.end(request_id, sizes)
+        self.end(seq_id, sizes)
         for worker_id, blocks in sizes.items():
             source = self._source(worker_id)
             source.arrived += blocks

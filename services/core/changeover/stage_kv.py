@@ -37,7 +37,7 @@ from services.core.planner.configuration_events import (
 
 
 class _Transfer(NamedTuple):
-    request_id: str
+    seq_id: str
     leader: str
 
 
@@ -45,7 +45,7 @@ class _Freed(NamedTuple):
     """A report that is due once departed KV is released."""
 
     peer: str | None  # the leader that sent `FreeKv`; None if no leader did
-    request_id: str = ""
+    seq_id: str = ""
     blocks: int = 0  # freed blocks of the whole table
 
 
@@ -86,10 +86,10 @@ class StageKv:
         table, led = self._context.table, self._context.planner.sequences
         return any(seq_id in table and seq_id not in led for seq_id in self._unclaimed)
 
-    def claim(self, request_ids: Iterable[str]) -> None:
+    def claim(self, seq_ids: Iterable[str]) -> None:
         """Mark requests as belonging to this worker's group."""
         if self._unclaimed:
-            self._unclaimed.difference_update(request_ids)
+            self._unclaimed.difference_update(seq_ids)
 
     def enter(self, switched: StageSwitched) -> None:
         """Start a configuration: KV of layers that left this stage is departing from now on."""
@@ -109,19 +109,19 @@ class StageKv:
         """Reserve blocks for a request's KV, and accept its transfers."""
         context = self._context
         if peer != context.worker_id:
-            context.change(BlocksAdopted(frame.request_id, frame.blocks))
-        elif frame.request_id not in context.table:
+            context.change(BlocksAdopted(frame.seq_id, frame.blocks))
+        elif frame.seq_id not in context.table:
             return  # this leader reserved its own blocks itself, and the request has ended since
         for transfer_id in frame.transfer_ids:
-            self._expected[transfer_id] = _Transfer(frame.request_id, peer)
-        context.send(peer, Reserved(frame.request_id))
+            self._expected[transfer_id] = _Transfer(frame.seq_id, peer)
+        context.send(peer, Reserved(frame.seq_id))
 
-    def blocks_for(self, transfer_id: str, request_id: str) -> tuple[int, ...]:
+    def blocks_for(self, transfer_id: str, seq_id: str) -> tuple[int, ...]:
         """Block ids for the KV of an incoming transfer; () if it is not expected any more."""
         expected = self._expected.get(transfer_id)
-        if expected is None or expected.request_id != request_id:
+        if expected is None or expected.seq_id != seq_id:
             return ()
-        return self._context.table.block_ids(request_id)
+        return self._context.table.block_ids(seq_id)
 
     def take_released(self) -> tuple[str, ...]:
         """Ids of newly released requests, for the next stages; refuses their transfers here."""
@@ -145,7 +145,7 @@ class StageKv:
             self._expected = {
                 transfer_id: entry
                 for transfer_id, entry in self._expected.items()
-                if entry.request_id not in seq_ids
+                if entry.seq_id not in seq_ids
             }
 
     def note_outcome(self, outcome: TransferOutcome) -> None:
@@ -159,24 +159,24 @@ class StageKv:
         entry = entry or self._expected.pop(transfer_id, None)
         if entry is not None:
             intact = status is TransferStatus.RECEIVED
-            self._context.send(entry.leader, KvEnded(entry.request_id, transfer_id, intact))
+            self._context.send(entry.leader, KvEnded(entry.seq_id, transfer_id, intact))
 
     # --- outgoing KV
 
     def send(self, peer: str, frame: SendKv) -> None:
         """Start a transfer in the background, or report its failure if the KV is gone."""
-        here = len(self._context.table.block_ids(frame.request_id))
-        if frame.request_id not in self._held or here < frame.blocks:
-            self._context.send(peer, KvEnded(frame.request_id, frame.transfer_id, intact=False))
+        here = len(self._context.table.block_ids(frame.seq_id))
+        if frame.seq_id not in self._held or here < frame.blocks:
+            self._context.send(peer, KvEnded(frame.seq_id, frame.transfer_id, intact=False))
             return
-        self._sending[frame.transfer_id] = _Transfer(frame.request_id, peer)
+        self._sending[frame.transfer_id] = _Transfer(frame.seq_id, peer)
         self._context.commands.append(
-            SendBlocks(frame.transfer_id, frame.request_id, frame.transfer, frame.blocks)
+            SendBlocks(frame.transfer_id, frame.seq_id, frame.transfer, frame.blocks)
         )
 
     def free(self, peer: str, frame: FreeKv) -> None:
         """Free a request's departed KV, and with `whole_table` all its blocks."""
-        context, seq_id = self._context, frame.request_id
+        context, seq_id = self._context, frame.seq_id
         self._unclaimed.discard(seq_id)
         self._departing.discard(seq_id)
         if frame.whole_table:
@@ -228,10 +228,10 @@ class StageKv:
             self._context.change(PoolGrown(answer.blocks))
         self._report_freed(self._releases.popleft(), grown)
 
-    def _cancel_sending(self, request_ids: Collection[str]) -> None:
+    def _cancel_sending(self, seq_ids: Collection[str]) -> None:
         """Cancel outgoing transfers of these requests: their blocks may be reused at once."""
         for transfer_id, entry in self._sending.items():
-            if entry.request_id in request_ids:
+            if entry.seq_id in seq_ids:
                 self._context.commands.append(CancelTransfer(transfer_id))
 
     def _release(self, freed: _Freed) -> None:
@@ -244,7 +244,7 @@ class StageKv:
         context = self._context
         capacity = context.capacity
         if freed.peer is not None:
-            context.send(freed.peer, KvFreed(freed.request_id, capacity))
+            context.send(freed.peer, KvFreed(freed.seq_id, capacity))
         if context.leads:
             return
         # `KvFreed` reports the capacity only to its own leader; this group's must learn it as well.

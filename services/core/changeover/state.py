@@ -263,9 +263,9 @@ class Changeover:
         """The id of the sequence that answers a request here; "" if there is none."""
         return self._context.names.seq_id_of(request_id)
 
-    def kv_blocks_for(self, transfer_id: str, request_id: str) -> tuple[int, ...]:
+    def kv_blocks_for(self, transfer_id: str, seq_id: str) -> tuple[int, ...]:
         """Block ids for the KV of an incoming transfer; () if it is not expected any more."""
-        return self._kv.blocks_for(transfer_id, request_id)
+        return self._kv.blocks_for(transfer_id, seq_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError on inconsistent state; tests call it after every event."""

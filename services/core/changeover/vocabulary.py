@@ -223,7 +223,7 @@ class SendBlocks:
     """Send the KV of a request's first `blocks` blocks; ends with a `TransferOutcome`."""
 
     transfer_id: str
-    request_id: str
+    seq_id: str
     transfer: Transfer
     blocks: int
 
@@ -323,7 +323,7 @@ class NoteAdopted:
 class NoteMoved:
     """Leader `worker_id` of `group` has adopted a sequence; it emits tokens from `next_index`."""
 
-    request_id: str
+    seq_id: str
     worker_id: str
     group: GroupStages
     next_index: int

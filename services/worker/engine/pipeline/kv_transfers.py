@@ -37,13 +37,13 @@ class KvTransfers:
         memory = self.stage.runner.stage_memory
         cut = KvCut(
             command.transfer_id,
-            command.request_id,
+            command.seq_id,
             range(command.transfer.first_layer, command.transfer.end_layer),
             command.blocks,
             memory.kv_ranges[0].shape.size_bytes,
         )
         piece_bytes = partial(self.mover.piece_bytes, command.transfer.destination)
-        pieces = kv_pieces(cut, piece_bytes, self._packer(command.request_id))
+        pieces = kv_pieces(cut, piece_bytes, self._packer(command.seq_id))
         try:
             self.mover.send(
                 command.transfer_id,
@@ -65,25 +65,25 @@ class KvTransfers:
         """
         self.failpoints.changing("kv_arrived")
         with self.stage.lock:
-            ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.request_id)
+            ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.seq_id)
             end = piece.first_block + piece.num_blocks
             if end > len(ids):
-                raise TransferRefused(f"{piece.request_id} is not expected here any more")
+                raise TransferRefused(f"{piece.seq_id} is not expected here any more")
             blocks = ids[piece.first_block : end]
             memory = self.stage.runner.stage_memory
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
-    def _packer(self, request_id: str) -> PackBlocks:
+    def _packer(self, seq_id: str) -> PackBlocks:
         """A packer of the request's present blocks; it raises once the request has others."""
-        had = self.stage.table.block_ids(request_id)
+        had = self.stage.table.block_ids(seq_id)
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:
             self.failpoints.changing("kv_piece")
             # The request may have been released, or preempted and readmitted with other blocks.
             with self.stage.lock:
-                ids = self.stage.table.block_ids(request_id)[first : first + count]
+                ids = self.stage.table.block_ids(seq_id)[first : first + count]
                 if len(ids) < count or ids != had[first : first + count]:
-                    raise TransferRefused(f"{request_id} is gone")
+                    raise TransferRefused(f"{seq_id} is gone")
                 memory = self.stage.runner.stage_memory
                 memory.pack_kv(layer, ids, torch.from_numpy(target))
 

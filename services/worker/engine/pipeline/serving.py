@@ -61,43 +61,43 @@ class RequestClock:
         # Requests that wait to run: usually none, so an iteration costs nothing.
         self._waiting: set[str] = set()
 
-    def begin(self, request_id: str, now_s: float, decodes: bool = False) -> None:
+    def begin(self, seq_id: str, now_s: float, decodes: bool = False) -> None:
         """Start the clock of a request; `decodes`: it already has output from another engine."""
-        self._entries[request_id] = _Entry(now_s, now_s, decodes=decodes)
-        self._waiting.add(request_id)
+        self._entries[seq_id] = _Entry(now_s, now_s, decodes=decodes)
+        self._waiting.add(seq_id)
 
-    def launched(self, request_ids: Callable[[], Iterable[str]], now_s: float) -> None:
-        """Note the requests of the next microbatch; `request_ids` is called only if any wait."""
+    def launched(self, seq_ids: Callable[[], Iterable[str]], now_s: float) -> None:
+        """Note the requests of the next microbatch; `seq_ids` is called only if any wait."""
         if not self._waiting:
             return
-        for request_id in self._waiting.intersection(request_ids()):
-            entry = self._entries[request_id]
+        for seq_id in self._waiting.intersection(seq_ids()):
+            entry = self._entries[seq_id]
             entry.switch_to(_Activity.DECODE if entry.decodes else _Activity.PREFILL, now_s)
-            self._waiting.discard(request_id)
+            self._waiting.discard(seq_id)
 
-    def emitted(self, request_id: str, now_s: float) -> None:
+    def emitted(self, seq_id: str, now_s: float) -> None:
         """Note an output token of the request."""
-        entry = self._entries.get(request_id)
+        entry = self._entries.get(seq_id)
         if entry is not None and not entry.decodes:
             entry.decodes = True
             if entry.activity is _Activity.PREFILL:
                 entry.switch_to(_Activity.DECODE, now_s)
 
-    def preempted(self, request_ids: Iterable[str], now_s: float) -> None:
+    def preempted(self, seq_ids: Iterable[str], now_s: float) -> None:
         """Note waiting requests: those that were running have been preempted."""
-        for request_id in request_ids:
-            entry = self._entries.get(request_id)
-            if entry is None or request_id in self._waiting:
+        for seq_id in seq_ids:
+            entry = self._entries.get(seq_id)
+            if entry is None or seq_id in self._waiting:
                 continue
             entry.switch_to(_Activity.WAIT, now_s)
-            self._waiting.add(request_id)
+            self._waiting.add(seq_id)
             if len(entry.preempted_s) < PREEMPTIONS_REPORTED:
                 entry.preempted_s.append(now_s - entry.began_s)
 
-    def end(self, request_id: str, now_s: float) -> RequestTimes | None:
+    def end(self, seq_id: str, now_s: float) -> RequestTimes | None:
         """Stop the clock of a request; returns its times, None if it is unknown."""
-        self._waiting.discard(request_id)
-        entry = self._entries.pop(request_id, None)
+        self._waiting.discard(seq_id)
+        entry = self._entries.pop(seq_id, None)
         if entry is None:
             return None
         entry.switch_to(entry.activity, now_s)
@@ -112,8 +112,8 @@ class RequestClock:
     def prune(self, known: Container[str], count: int) -> None:
         """Once there are many entries, remove those not in `known`, which has `count` requests."""
         if len(self._entries) > 2 * count + SLACK:
-            for request_id in [seq_id for seq_id in self._entries if seq_id not in known]:
-                self.end(request_id, 0.0)
+            for seq_id in [seq_id for seq_id in self._entries if seq_id not in known]:
+                self.end(seq_id, 0.0)
 
     def check_invariants(self, running: Mapping[str, object]) -> None:
         """Raise AssertionError unless all waiting and `running` requests have entries."""
@@ -204,10 +204,10 @@ class Serving:
 
     def note_moved(self, command: NoteMoved, address: str) -> None:
         """Report a sequence that another engine, at `address`, has adopted."""
-        self._note_end(command.request_id)
+        self._note_end(command.seq_id)
         self.outbox.moved.append(
             MovedRequest(
-                request_id_of(command.request_id),
+                request_id_of(command.seq_id),
                 command.worker_id,
                 address,
                 command.group.group_id,

@@ -71,10 +71,10 @@ class StageRunner:
         batch = Batch(
             tuple(
                 Chunk(
-                    chunk.request_id,
+                    chunk.seq_id,
                     chunk.start,
                     (0,) * chunk.tokens,  # embedded by the first stage
-                    self.table.block_ids(chunk.request_id),
+                    self.table.block_ids(chunk.seq_id),
                     chunk.sample,
                     chunk.score,
                 )

@@ -122,7 +122,7 @@ class RequestState:
 class SampleRow(NamedTuple):
     """A row of logits for output `index` of a request."""
 
-    request_id: str
+    seq_id: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     state: RequestState
 
@@ -158,12 +158,12 @@ class Sampler:
         """Number of requests with a state."""
         return len(self._states)
 
-    def keep_only(self, request_ids: Collection[str]) -> None:
-        """Drop the states of requests that are not in `request_ids`."""
+    def keep_only(self, seq_ids: Collection[str]) -> None:
+        """Drop the states of requests that are not in `seq_ids`."""
         # Comparing the lengths makes the usual call, with nothing to drop, constant time.
-        if len(self._states) > len(request_ids):
-            for request_id in [name for name in self._states if name not in request_ids]:
-                del self._states[request_id]
+        if len(self._states) > len(seq_ids):
+            for seq_id in [name for name in self._states if name not in seq_ids]:
+                del self._states[seq_id]
 
     def prepare(self, specs: Iterable[SampleSpec | None]) -> None:
         """Start compiling the grammars that `sample` will need."""
@@ -202,7 +202,7 @@ class Sampler:
             draws = [(wanted[row].state.draws, wanted[row].index) for row in plain]
             terms = [request_draws.terms for request_draws, _ in draws]
             tokens = draw_on_device(logits, plain, terms, draw_numbers(draws))
-            names = (wanted[row].request_id for row in plain)  # in the order of `tokens`
+            names = (wanted[row].seq_id for row in plain)  # in the order of `tokens`
             into.tokens.update(zip(names, tokens, strict=True))
         if len(plain) == len(wanted):
             return logits, []
@@ -227,12 +227,12 @@ class Sampler:
         for row in modified:
             # All tokens are masked. A row with NaN is an overflow of the model instead.
             if best[row] == -np.inf and not np.isnan(rows[row]).any():
-                into.failed.setdefault(wanted[row].request_id, NOTHING_LEFT)
+                into.failed.setdefault(wanted[row].seq_id, NOTHING_LEFT)
         if scored:
             self._add_logprobs(rows, sorted(set(scored).difference(modified)), tokens, wanted, into)
         for output, token in zip(wanted, tokens, strict=True):
-            if output.request_id not in into.failed:
-                into.tokens[output.request_id] = token
+            if output.seq_id not in into.failed:
+                into.tokens[output.seq_id] = token
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
         """Log probabilities of `token_ids[i]` and of the `top` best tokens at row i of `logits`."""
@@ -258,9 +258,9 @@ class Sampler:
         _modify(logits, (row,), wanted, into)
         output = wanted[row]
         top = output.state.terms.top_logprobs
-        if output.request_id not in into.failed and top is not None:
+        if output.seq_id not in into.failed and top is not None:
             tokens, _ = self._choose(logits[row : row + 1], (output,))
-            into.logprobs[output.request_id] = logprob_rows(self._scorer, raw, (0,), tokens, top)
+            into.logprobs[output.seq_id] = logprob_rows(self._scorer, raw, (0,), tokens, top)
 
     def _add_logprobs(
         self,
@@ -277,17 +277,17 @@ class Sampler:
             group_tokens = [tokens[row] for row in group]
             logprobs = logprob_rows(self._scorer, logits, group, group_tokens, top)
             for place, row in enumerate(group):
-                into.logprobs[wanted[row].request_id] = logprobs.rows(place, place + 1)
+                into.logprobs[wanted[row].seq_id] = logprobs.rows(place, place + 1)
 
-    def _update(self, request_id: str, spec: SampleSpec) -> RequestState:
+    def _update(self, seq_id: str, spec: SampleSpec) -> RequestState:
         """Return the request's state, updated by `spec`. Raises InvalidBatch."""
         # A spec with terms replaces the state; later specs carry only the new output tokens.
         if spec.terms is not None:
-            created = self._states[request_id] = self._create(spec.terms)
+            created = self._states[seq_id] = self._create(spec.terms)
             return created
-        state = self._states.get(request_id)
+        state = self._states.get(seq_id)
         if state is None:
-            raise InvalidBatch(f"the sampler never received the terms of {request_id}")
+            raise InvalidBatch(f"the sampler never received the terms of {seq_id}")
         if state.rules is not None:
             state.rules.add(spec.output_ids)
         return state
@@ -314,9 +314,9 @@ def _modify(
     penalised = [(row, counts) for row, counts in counted if counts is not None]
     penalise(logits, [row for row, _ in penalised], [counts for _, counts in penalised])
     for row in rows:
-        request_id, index, state = wanted[row]
+        seq_id, index, state = wanted[row]
         if state.refused is not None:
-            into.failed[request_id] = state.refused.reason
+            into.failed[seq_id] = state.refused.reason
         elif state.rules is None:
             # Without rules, only `min_tokens` can modify a row: no stop token yet.
             logits[row, list(state.terms.stop_ids)] = -np.inf
@@ -325,4 +325,4 @@ def _modify(
             try:
                 state.rules.forbid(logits[row], index)
             except GrammarRefused as refused:
-                into.failed[request_id] = str(refused)
+                into.failed[seq_id] = str(refused)

@@ -25,7 +25,7 @@ class KvPiece(msgspec.Struct, frozen=True, array_like=True):
     transfer_id: str
     piece: int
     last: bool
-    request_id: str
+    seq_id: str
     layer: int
     first_block: int
     num_blocks: int
@@ -81,7 +81,7 @@ class KvCut:
     """The non-empty KV of a request to send; `block_bytes` is a block's size in a single layer."""
 
     transfer_id: str
-    request_id: str
+    seq_id: str
     layers: Sequence[int]
     num_blocks: int
     block_bytes: int
@@ -117,7 +117,7 @@ def kv_pieces(
         while first < cut.num_blocks:
             count = min(cut.num_blocks - first, max(1, chunk_bytes() // cut.block_bytes))
             last = layer == cut.layers[-1] and first + count == cut.num_blocks
-            header = KvPiece(cut.transfer_id, piece, last, cut.request_id, layer, first, count)
+            header = KvPiece(cut.transfer_id, piece, last, cut.seq_id, layer, first, count)
             size = count * cut.block_bytes
             yield OutgoingPiece(header, size, partial(pack, layer, first, count))
             first += count

@@ -64,27 +64,27 @@ class Cluster:
     ended: dict[str, str] = field(default_factory=dict)
 
     def add(self, move: Move, held_by: list[str]) -> None:
-        self.lacking[move.request_id] = move.lacking
+        self.lacking[move.seq_id] = move.lacking
         for worker_id in held_by:
-            self.holding[move.request_id, worker_id] = move.blocks
+            self.holding[move.seq_id, worker_id] = move.blocks
         self.carry_out(self.exchange.handle(MoveAdded(move)))
 
     def carry_out(self, commands: list[ExchangeCommand]) -> None:
         for command in commands:
             match command:
                 case SendFrame(peer=peer, frame=Reserve() as frame):
-                    blocks = frame.blocks if peer in self.lacking[frame.request_id] else 0
+                    blocks = frame.blocks if peer in self.lacking[frame.seq_id] else 0
                     self.free[peer] -= blocks
                     assert self.free[peer] >= 0, "a stage is overfull"
-                    self.holding[frame.request_id, peer] = blocks
+                    self.holding[frame.seq_id, peer] = blocks
                     self.todo.append(command)
                 case SendFrame():
                     self.todo.append(command)
                 case ResumeRequest():
-                    self.end(command.request_id, "resumed")
+                    self.end(command.seq_id, "resumed")
                 case RecomputeRequest():
-                    self.end(command.request_id, "recomputed")
-                    self.release(command.request_id)
+                    self.end(command.seq_id, "recomputed")
+                    self.release(command.seq_id)
         self.exchange.check_invariants()
 
     def end(self, request_id: str, how: str) -> None:
@@ -109,15 +109,15 @@ class Cluster:
             return False
         command = self.todo.pop(self.rng.randrange(len(self.todo)))
         match command.frame:
-            case Reserve(request_id=request_id):
-                self.receive(command.peer, Reserved(request_id))
-            case SendKv(request_id=request_id, transfer_id=transfer_id):
+            case Reserve(seq_id=seq_id):
+                self.receive(command.peer, Reserved(seq_id))
+            case SendKv(seq_id=seq_id, transfer_id=transfer_id):
                 intact = self.rng.random() >= self.failing
-                self.receive(command.peer, KvEnded(request_id, transfer_id, intact))
-            case FreeKv(request_id=request_id):
+                self.receive(command.peer, KvEnded(seq_id, transfer_id, intact))
+            case FreeKv(seq_id=seq_id):
                 # The chunks of departed layers make room at the tails of those that stay.
                 self.free[command.peer] += 1
-                self.receive(command.peer, KvFreed(request_id, self.free[command.peer]))
+                self.receive(command.peer, KvFreed(seq_id, self.free[command.peer]))
         return True
 
     def receive(self, peer: str, frame: Reserved | KvEnded | KvFreed) -> None:
@@ -173,7 +173,7 @@ def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -
         merge_move("b-high", "b", 1, highest=7),
     ):
         exchange.handle(MoveAdded(move))
-    order = [frame.request_id for frame in started(exchange)]
+    order = [frame.seq_id for frame in started(exchange)]
     assert [name[2:] for name in order] == ["high", "high", "low", "low"]
     assert order[0][0] != order[1][0]
     assert order[2][0] != order[3][0]
@@ -206,7 +206,7 @@ def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_
     for name in ("whole", "begun", "reserving", "waiting"):
         exchange.handle(MoveAdded(split_move(name)))
     exchange.handle(RoomReported({"a": 100}))
-    begun_moves = {frame.request_id for frame in started(exchange)}
+    begun_moves = {frame.seq_id for frame in started(exchange)}
     assert len(begun_moves) == 3
     (whole, begun, _reserving), (waiting,) = sorted(begun_moves), set(exchange.waiting)
     for name in (whole, begun):
@@ -219,7 +219,7 @@ def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_
     ]
     commands = exchange.handle(SourceLost("b"))
     assert all(isinstance(command, RecomputeRequest) for command in commands)
-    assert {command.request_id for command in commands} == {begun, _reserving, waiting}
+    assert {command.seq_id for command in commands} == {begun, _reserving, waiting}
     assert exchange.settled
     exchange.check_invariants()
     assert exchange.handle(SourceLost("b")) == []
