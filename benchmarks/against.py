@@ -238,9 +238,9 @@ def _scale_of(
     """
     sections = result.get("scenarios") or {result["scenario"]: result}
     scales = [
-        found["cost_scale"]
-        for system, found in sections.get(load, result)["systems"].items()
-        if "cost_scale" in found
+        figures["cost_scale"]
+        for system, figures in sections.get(load, result)["systems"].items()
+        if "cost_scale" in figures
         and system != without
         and dtype_of(system) is None
         and not result["config"]["systems"][system].get("paced")
@@ -264,7 +264,7 @@ def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
         return load_profile(profile)
     wanted = f"{config['model']}, cpu, {config['dtype']}, "
     stored = map(load_profile, sorted((cache_root() / PROFILES).glob("*.yaml")))
-    fitting = [one for one in stored if one.name.startswith(wanted)]
+    fitting = [profile_ for profile_ in stored if profile_.name.startswith(wanted)]
     if len(fitting) != 1:
         remedy = f"run 'tideserve profile --dtype {config['dtype']}' first"
         raise ConfigError(
@@ -340,7 +340,11 @@ def _settings(cls: type[T], values: Mapping[str, Any], **more: Any) -> T:
 def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
     """Change-overs of workers with `kv_tokens` each, on one host. Raises ConfigError."""
     memmgr, limits = options.get("memmgr") or {}, options.get("worker") or {}
-    monitor = {one.name: memmgr[one.name] for one in fields(OverloadConfig) if one.name in memmgr}
+    monitor = {
+        setting.name: memmgr[setting.name]
+        for setting in fields(OverloadConfig)
+        if setting.name in memmgr
+    }
     shape = profile.shape
     if shape is None or profile.hidden_bytes is None:
         raise ConfigError(
@@ -359,7 +363,7 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
 
 def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
     case = measured.case
-    arrivals = [_arrival(one, measured.token_group) for one in made.requests]
+    arrivals = [_arrival(request, measured.token_group) for request in made.requests]
     if case.backlog is not None:
         backlog = case.backlog(turn)
         requests = (_arrival(backlog.request(number)) for number in count())
@@ -371,6 +375,8 @@ def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
     return ClosedLoop(iter(arrivals), case.concurrency)
 
 
-def _arrival(one: PlannedRequest, token_group: int = 1) -> Arrival:
-    service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s, token_group)
-    return Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens, service=service)
+def _arrival(request: PlannedRequest, token_group: int = 1) -> Arrival:
+    service = Service(ServiceClass(request.slo_class), request.ttft_s, request.tpot_s, token_group)
+    return Arrival(
+        request.arrival_s, len(request.prompt_ids), request.output_tokens, service=service
+    )

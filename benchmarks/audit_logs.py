@@ -38,16 +38,16 @@ class Audited:
     def differing(self) -> list[str]:
         """A sentence for each log whose replay decides otherwise."""
         return [
-            f"{name} decides otherwise when replayed: {one.difference}"
-            for name, one in self.replayed.items()
-            if one.difference
+            f"{name} decides otherwise when replayed: {replay.difference}"
+            for name, replay in self.replayed.items()
+            if replay.difference
         ]
 
     @property
     def unchecked(self) -> list[str]:
         """A sentence for each invariant of which the logs tell nothing."""
-        untold = [one for one in INVARIANTS if not self.findings.checks[one]]
-        return [f"nothing in the logs tells of {one}" for one in untold]
+        unchecked = [invariant for invariant in INVARIANTS if not self.findings.checks[invariant]]
+        return [f"nothing in the logs tells of {invariant}" for invariant in unchecked]
 
     @property
     def problems(self) -> list[str]:
@@ -62,7 +62,7 @@ class Audited:
     @property
     def checks(self) -> dict[str, int]:
         """How often each invariant was checked."""
-        return {one: self.findings.checks[one] for one in INVARIANTS}
+        return {invariant: self.findings.checks[invariant] for invariant in INVARIANTS}
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -108,10 +108,10 @@ def audit_logs(
 
 
 def _logs(folder: Path, pattern: str) -> Sequence[Path]:
-    found = sorted(folder.glob(f"{pattern}.jsonl"))
-    if not found:
+    logs = sorted(folder.glob(f"{pattern}.jsonl"))
+    if not logs:
         raise SystemUnavailable(f"there is no event log {pattern} in {folder}")
-    return found
+    return logs
 
 
 def _replay_engine(path: Path, findings: Findings) -> Replayed:

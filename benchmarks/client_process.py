@@ -53,7 +53,7 @@ def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, 
 def run_answered(job: Job) -> tuple[SentRequest, ...]:
     """The same; raises SystemUnavailable, too, if a request does not complete."""
     records = run_job(job, lambda line: None)
-    failed = [one for one in records if one.outcome is not RequestOutcome.COMPLETED]
+    failed = [record for record in records if record.outcome is not RequestOutcome.COMPLETED]
     if failed:
         places = ", ".join(job.urls)
         raise SystemUnavailable(f"{len(failed)} requests over {places} failed: {failed[0].error}")

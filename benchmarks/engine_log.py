@@ -40,9 +40,9 @@ class EngineTimes:
 
     def planning_share(self, from_s: float, to_s: float) -> float | None:
         """Planning time over iteration time, of the iterations that ended in between."""
-        kept = [one for one in self.iterations if from_s <= one.end_s <= to_s]
-        total_s = sum(one.duration_s for one in kept)
-        return sum(one.planning_s for one in kept) / total_s if total_s else None
+        kept = [iteration for iteration in self.iterations if from_s <= iteration.end_s <= to_s]
+        total_s = sum(iteration.duration_s for iteration in kept)
+        return sum(iteration.planning_s for iteration in kept) / total_s if total_s else None
 
 
 def read_engine_logs(folder: Path) -> EngineTimes:

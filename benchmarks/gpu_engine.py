@@ -184,8 +184,8 @@ def interruptions(measurer: Measurer, device: torch.device) -> dict[str, float]:
         if ended is None:
             late_ms.append(1e3 * (stopped_s - asked_s))
     checked_ms = typical_ms(partial(measurer.duration_s, LONG, lambda: False), 5)
-    found = {"whole_ms": whole_ms, "interruptible_ms": checked_ms, "stopped": len(late_ms)}
-    return found | ({"stop_ms": median(late_ms), "longest_ms": max(late_ms)} if late_ms else {})
+    figures = {"whole_ms": whole_ms, "interruptible_ms": checked_ms, "stopped": len(late_ms)}
+    return figures | ({"stop_ms": median(late_ms), "longest_ms": max(late_ms)} if late_ms else {})
 
 
 def drop(runner: ModelRunner) -> dict[str, float]:

@@ -62,7 +62,9 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
                 axes.step(times_s, tokens, where="post", color=colours[name], linestyle=style)
         if first.capacity_tokens and not changing:
             own = first.capacity_tokens
-            near = next((one for one in capacities if abs(one - own) <= CLOSE * own), own)
+            near = next(
+                (capacity for capacity in capacities if abs(capacity - own) <= CLOSE * own), own
+            )
             capacities.setdefault(near, []).append(name)
     # An ample capacity far above the demand would flatten the curves.
     top = 1.15 * max((line.get_ydata().max() for line in axes.get_lines()), default=1)
@@ -93,7 +95,10 @@ def _draw_ttft(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
         due_s = [record.due_s - _start_s(first) for record in done]
         ttfts_s = [record.ttft_s for record in done]
         axes.plot(due_s, ttfts_s, marker="o", markersize=3, linewidth=1, color=colours[name])
-    _scale(axes.yaxis, [v for one in rounds.values() for v in latencies(one[0].records, "ttft_s")])
+    _scale(
+        axes.yaxis,
+        [v for measured in rounds.values() for v in latencies(measured[0].records, "ttft_s")],
+    )
     _finish(axes, f"{case}: time to first token, round 1", "arrival [s]", "TTFT [s]")
 
 
@@ -103,7 +108,7 @@ def _draw_distribution(
     metric, label = what
     pooled: list[float] = []
     for name, measured in rounds.items():
-        values = sorted(v for one in measured for v in latencies(one.records, metric))
+        values = sorted(v for round_ in measured for v in latencies(round_.records, metric))
         shares = [(rank + 1) / len(values) for rank in range(len(values))]
         axes.step(values, shares, where="post", color=colours[name])
         pooled += values
@@ -130,5 +135,5 @@ def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
-def _start_s(one: Round) -> float:
-    return min((record.due_s for record in one.records), default=0.0)
+def _start_s(round_: Round) -> float:
+    return min((record.due_s for record in round_.records), default=0.0)

@@ -84,48 +84,52 @@ def figures(
     best_p50_s: Mapping[str, float | None],
 ) -> Figures:
     """One system's figures, pooled over its rounds, with the spread between them."""
-    found = _core([list(one.records) for one in rounds], targets, best_p50_s)
-    found["preemptions"] = _sum([one.preemptions for one in rounds])
-    found["busy_s"] = _sum([one.busy_s for one in rounds])
-    found["bubble_s"] = _sum([one.bubble_s for one in rounds])
-    found["cost_scale"] = {phase: cost_scale(rounds, phase) for phase in PHASES}
-    found["bubble_share"] = bubble_share(rounds)
-    found["bubble_share_arriving"] = bubble_share_arriving(rounds)
-    ratios = [peak_ratio(one.records, one.capacity_tokens) for one in rounds if one.capacity_tokens]
+    pooled = _core([list(round_.records) for round_ in rounds], targets, best_p50_s)
+    pooled["preemptions"] = _sum([round_.preemptions for round_ in rounds])
+    pooled["busy_s"] = _sum([round_.busy_s for round_ in rounds])
+    pooled["bubble_s"] = _sum([round_.bubble_s for round_ in rounds])
+    pooled["cost_scale"] = {phase: cost_scale(rounds, phase) for phase in PHASES}
+    pooled["bubble_share"] = bubble_share(rounds)
+    pooled["bubble_share_arriving"] = bubble_share_arriving(rounds)
+    ratios = [
+        peak_ratio(round_.records, round_.capacity_tokens)
+        for round_ in rounds
+        if round_.capacity_tokens
+    ]
     # The mildest round counts: an overload is claimed only where every round had it.
-    found["kv_demand_peak_ratio"] = min(ratios) if ratios else None
-    classes = sorted({record.slo_class for one in rounds for record in one.records})
-    found["classes"] = {
+    pooled["kv_demand_peak_ratio"] = min(ratios) if ratios else None
+    classes = sorted({record.slo_class for round_ in rounds for record in round_.records})
+    pooled["classes"] = {
         name: _core(
-            [[r for r in one.records if r.slo_class == name] for one in rounds],
+            [[r for r in round_.records if r.slo_class == name] for round_ in rounds],
             targets,
             best_p50_s,
         )
         for name in classes
     }
-    found["rounds"] = [
-        _round_figures(list(one.records))
+    pooled["rounds"] = [
+        _round_figures(list(round_.records))
         | {
-            "bubble_share": bubble_share([one]),
-            "bubble_share_arriving": bubble_share_arriving([one]),
+            "bubble_share": bubble_share([round_]),
+            "bubble_share_arriving": bubble_share_arriving([round_]),
         }
-        for one in rounds
+        for round_ in rounds
     ]
-    found["spread"] = _spread(found["rounds"])
-    return found
+    pooled["spread"] = _spread(pooled["rounds"])
+    return pooled
 
 
 def cost_scale(rounds: Sequence[Round], phase: str) -> float | None:
     """Measured over predicted time of the iterations of a phase; None if that is unknown."""
-    measured_s = sum(getattr(one, f"{phase}_s") or 0.0 for one in rounds)
-    predicted_s = sum(getattr(one, f"{phase}_predicted_s") or 0.0 for one in rounds)
+    measured_s = sum(getattr(round_, f"{phase}_s") or 0.0 for round_ in rounds)
+    predicted_s = sum(getattr(round_, f"{phase}_predicted_s") or 0.0 for round_ in rounds)
     return quotient(measured_s or None, predicted_s)
 
 
 def bubble_share(rounds: Sequence[Round]) -> float | None:
     """Bubbles' share of the stages' time in pipelines; None where there was no pipeline."""
-    busy_s = sum(one.busy_s or 0.0 for one in rounds)
-    bubble_s = sum(one.bubble_s or 0.0 for one in rounds if one.busy_s is not None)
+    busy_s = sum(round_.busy_s or 0.0 for round_ in rounds)
+    bubble_s = sum(round_.bubble_s or 0.0 for round_ in rounds if round_.busy_s is not None)
     return bubble_s / (busy_s + bubble_s) if busy_s else None
 
 
@@ -135,11 +139,11 @@ def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
     None where there was no pipeline then, or nothing was sampled.
     """
     busy_s = bubble_s = 0.0
-    for one in rounds:
-        due_s = [record.due_s for record in one.records]
+    for round_ in rounds:
+        due_s = [record.due_s for record in round_.records]
         within = [
             sample
-            for sample in one.pipeline_samples
+            for sample in round_.pipeline_samples
             if due_s and min(due_s) <= sample[0] <= max(due_s) + REPORT_S
         ]
         if within:
@@ -166,7 +170,7 @@ def best_p50_s(systems: Mapping[str, Sequence[Round]]) -> dict[str, float | None
     best: dict[str, float | None] = {}
     for metric in LATENCIES:
         medians = [
-            percentile([v for one in rounds for v in latencies(one.records, metric)], 0.5)
+            percentile([v for round_ in rounds for v in latencies(round_.records, metric)], 0.5)
             for rounds in systems.values()
         ]
         best[metric] = min((m for m in medians if m is not None), default=None)
@@ -178,7 +182,7 @@ def _core(
     targets: Sequence[LatencyTarget],
     best: Mapping[str, float | None],
 ) -> Figures:
-    records = [record for one in rounds for record in one]
+    records = [record for round_ in rounds for record in round_]
     count = {outcome: sum(r.outcome is outcome for r in records) for outcome in RequestOutcome}
     gaps = [g for r in records if r.outcome is RequestOutcome.COMPLETED for g in r.inter_token_s]
     return {
@@ -212,37 +216,37 @@ def _round_figures(records: Sequence[SentRequest]) -> Figures:
 
 def _spread(rounds: Sequence[Figures]) -> dict[str, float | None]:
     """(largest − smallest) / median over the rounds."""
-    found: dict[str, float | None] = {}
+    spread: dict[str, float | None] = {}
     for name in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "throughput_tokens_per_s"):
-        values = [one[name] for one in rounds if one[name] is not None]
+        values = [round_[name] for round_ in rounds if round_[name] is not None]
         middle = percentile(values, 0.5)
-        found[name] = (max(values) - min(values)) / middle if middle else None
-    return found
+        spread[name] = (max(values) - min(values)) / middle if middle else None
+    return spread
 
 
-def _ratios(one: Figures, other: Figures) -> dict[str, float]:
-    requests = min(one["completed"], other["completed"])
+def _ratios(own: Figures, other: Figures) -> dict[str, float]:
+    requests = min(own["completed"], other["completed"])
     compared = [name for name in PERCENTILES if requests >= COMPARED_FROM.get(name, 0)]
-    found = {
-        f"{metric}.{name}": quotient(one[metric][name], other[metric][name])
+    quotients = {
+        f"{metric}.{name}": quotient(own[metric][name], other[metric][name])
         for metric in LATENCIES
         for name in compared
     }
     key = "throughput_tokens_per_s"
-    found[key] = quotient(one[key], other[key])
+    quotients[key] = quotient(own[key], other[key])
     # A stall of the machine sets the pooled P99 of a hundred requests, but is in one round only.
-    middle = (_middle_round(figures, "ttft_p99_s") for figures in (one, other))
-    found["ttft_s.p99.median_round"] = quotient(*middle)
-    return {key: ratio for key, ratio in found.items() if ratio is not None}
+    middle = (_middle_round(figures, "ttft_p99_s") for figures in (own, other))
+    quotients["ttft_s.p99.median_round"] = quotient(*middle)
+    return {key: ratio for key, ratio in quotients.items() if ratio is not None}
 
 
 def _middle_round(system: Figures, key: str) -> float | None:
-    return percentile([one[key] for one in system["rounds"] if one[key] is not None], 0.5)
+    return percentile([round_[key] for round_ in system["rounds"] if round_[key] is not None], 0.5)
 
 
-def quotient(one: float | None, other: float | None) -> float | None:
+def quotient(numerator: float | None, other: float | None) -> float | None:
     """Their ratio; None if one is unknown, or the second 0."""
-    return one / other if one is not None and other else None
+    return numerator / other if numerator is not None and other else None
 
 
 def _sum(values: Sequence[Number | None]) -> Number | None:

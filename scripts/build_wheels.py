@@ -36,21 +36,21 @@ class BuildFailed(Exception):
 def version() -> str:
     """The version of the tree, which all distributions have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = str(project["version"])
-    wanted = f"tideserve-api=={found}"
+    declared = str(project["version"])
+    wanted = f"tideserve-api=={declared}"
     client = tomllib.loads(CLIENT.read_text(encoding="utf-8"))["project"]
     for name, needed in (("pyproject.toml", project), (CLIENT.name, client)):
         if wanted not in needed["dependencies"]:
             raise BuildFailed(f"'dependencies' in {name} must have {wanted}; correct it")
-    return found
+    return declared
 
 
 def lay_out_api(folder: Path) -> None:
     """Make `folder` the source tree of tideserve-api."""
     _describe(folder, API)
-    contracts = (one for one in (ROOT / "tideserve").iterdir() if one.is_dir())
+    contracts = (folder for folder in (ROOT / "tideserve").iterdir() if folder.is_dir())
     others = {*WRITTEN, *PRIVATE, "__pycache__"}
-    _copy(folder, [one.name for one in contracts if one.name not in others])
+    _copy(folder, [contract.name for contract in contracts if contract.name not in others])
 
 
 def lay_out_client(folder: Path) -> None:

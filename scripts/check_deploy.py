@@ -57,17 +57,17 @@ def strict_schemas() -> Iterator[str]:
     sets[f"chart with {EXAMPLE.name}"] = _rendered([EXAMPLE])
     sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
-        for one in objects:
-            validator = own.get(one["kind"].lower())
+        for obj in objects:
+            validator = own.get(obj["kind"].lower())
             try:
                 if validator is not None:
-                    validator.validate(one)
+                    validator.validate(obj)
                 else:
-                    kubernetes_validate.validate(one, KUBERNETES, strict=True)
+                    kubernetes_validate.validate(obj, KUBERNETES, strict=True)
             except jsonschema.ValidationError as error:
-                yield f"{name}: {identity(one)}: {error.message}"
+                yield f"{name}: {identity(obj)}: {error.message}"
             except kubernetes_validate.SchemaNotFoundError:
-                yield f"{name}: {identity(one)} is of a kind without a schema"
+                yield f"{name}: {identity(obj)} is of a kind without a schema"
 
 
 def code_and_manifests() -> Iterator[str]:
@@ -123,8 +123,8 @@ def values_files(variant: Variant) -> list[Path]:
 def chart_equality() -> Iterator[str]:
     """The chart renders to the objects that kustomize builds."""
     for variant in SETS:
-        expected = {identity(one): _unordered(one) for one in build_variant(variant)}
-        rendered = {identity(one): _unordered(one) for one in _rendered(values_files(variant))}
+        expected = {identity(obj): _unordered(obj) for obj in build_variant(variant)}
+        rendered = {identity(obj): _unordered(obj) for obj in _rendered(values_files(variant))}
         for name in sorted(expected.keys() ^ rendered.keys()):
             where = "chart" if name in rendered else "kustomization"
             yield f"{variant.name}: only the {where} has {name}"

@@ -62,7 +62,7 @@ def untested(rules: Path = RULES, cases: Path = CASES) -> list[str]:
     for case in yaml.safe_load(cases.read_text())["tests"]:
         for test in case["alert_rule_test"]:
             kinds.setdefault(test["alertname"], set()).add(bool(test["exp_alerts"]))
-    return sorted(name for name, found in kinds.items() if found != {True, False})
+    return sorted(name for name, outcomes in kinds.items() if outcomes != {True, False})
 
 
 def main() -> int:

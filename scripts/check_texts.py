@@ -72,9 +72,9 @@ def _line(text: str, match: re.Match[str]) -> int:
 
 def main() -> int:
     """1 when a name or a link is broken."""
-    found = findings()
-    print("".join(f"{line}\n" for line in found), end="")
-    return 1 if found else 0
+    broken = findings()
+    print("".join(f"{line}\n" for line in broken), end="")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

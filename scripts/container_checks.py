@@ -142,8 +142,8 @@ async def merge_split(cluster: Containers) -> None:
     flooded = await stream_all(cluster.url, range(FLOOD), FLOOD_TOKENS, FLOOD)
 
     def changed_twice() -> bool:
-        found = configurations(cluster)
-        return len(found) == 2 and all(2 in one and one[-1] == 1 for one in found)
+        stages = configurations(cluster)
+        return len(stages) == 2 and all(2 in counts and counts[-1] == 1 for counts in stages)
 
     await asyncio.to_thread(eventually, changed_twice, 60)
     await compare(cluster, flooded)
@@ -215,15 +215,17 @@ async def two_memmgrs(cluster: Containers) -> None:
 
 def leaders(cluster: Containers) -> list[str]:
     """The memory managers that say they lead."""
-    found = []
+    leading = []
     for name in cluster.names("memmgr"):
         done = subprocess.run(
             ["docker", "logs", name], capture_output=True, text=True, timeout=30, check=False
         )
-        told = [line for line in done.stderr.splitlines() if LEADS in line or LEADS_NOT in line]
-        if told and LEADS in told[-1]:
-            found.append(name)
-    return found
+        elections = [
+            line for line in done.stderr.splitlines() if LEADS in line or LEADS_NOT in line
+        ]
+        if elections and LEADS in elections[-1]:
+            leading.append(name)
+    return leading
 
 
 def issue(folder: Path) -> None:

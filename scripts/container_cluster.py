@@ -77,8 +77,8 @@ def free_ports(count: int) -> int:
             first = int(probe.getsockname()[1])
         try:
             for port in range(first, first + count):
-                with socket.socket() as one:
-                    one.bind(("127.0.0.1", port))
+                with socket.socket() as listener:
+                    listener.bind(("127.0.0.1", port))
         except (OSError, OverflowError):
             continue
         return first
@@ -114,21 +114,21 @@ class Containers:
             **settings,
         }
 
-    def compose(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    def compose(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run `docker compose`. Raises CommandFailed."""
         files = [word for name in self.files for word in ("--file", name)]
-        command = ["docker", "compose", "--project-name", self.project, *files, *words]
+        command = ["docker", "compose", "--project-name", self.project, *files, *arguments]
         return run(command, timeout_s, self.settings)
 
     def build(self) -> None:
         """Build all images."""
         self.compose("build", "--quiet", timeout_s=BUILD_TIMEOUT_S)
 
-    def up(self, *words: str) -> None:
+    def up(self, *arguments: str) -> None:
         """Start what does not run, and wait until it is healthy."""
         waiting = ("--wait", "--wait-timeout", str(int(UP_TIMEOUT_S)))
         try:
-            self.compose("up", "--detach", *waiting, *words, timeout_s=UP_TIMEOUT_S + 60)
+            self.compose("up", "--detach", *waiting, *arguments, timeout_s=UP_TIMEOUT_S + 60)
         except CommandFailed as error:
             raise CommandFailed(f"{error}\n{self.tail()}") from error
 
@@ -142,13 +142,13 @@ class Containers:
 
     def tail(self) -> str:
         """The last lines of every container that is not well."""
-        found = []
+        tails = []
         for row in self.rows():
             ended = row["State"] == "exited" and row["ExitCode"] == 0
             if row["Health"] != "healthy" and not ended:
                 lines = self.compose("logs", "--tail", str(LOG_LINES), row["Service"])
-                found.append(f"{row['Name']} is {row['Status']}\n{lines}")
-        return "\n".join(found)
+                tails.append(f"{row['Name']} is {row['Status']}\n{lines}")
+        return "\n".join(tails)
 
     def rows(self) -> list[dict[str, Any]]:
         """What `docker compose ps` tells of each container, ended ones too."""

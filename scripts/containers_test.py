@@ -104,7 +104,7 @@ class Report:
 
 def _sentences(error: BaseException) -> list[str]:
     if isinstance(error, BaseExceptionGroup):
-        return [text for one in error.exceptions for text in _sentences(one)]
+        return [text for nested in error.exceptions for text in _sentences(nested)]
     return [f"{type(error).__name__}: {error}"]
 
 

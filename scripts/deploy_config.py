@@ -57,8 +57,8 @@ def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
         secret.flush()
         files = {
             variable(f"{key}_file"): secret.name
-            for key, one in settings_of(cls).items()
-            if one.secret
+            for key, setting in settings_of(cls).items()
+            if setting.secret
         }
         given = {name: files.get(name, value) for name, value in environment.items()}
         return load_settings(cls, None, given).config
@@ -75,7 +75,7 @@ def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
         yield (
             name,
             {
-                key: VARIABLE.sub(lambda found: found["default"] or "", str(value))
+                key: VARIABLE.sub(lambda match: match["default"] or "", str(value))
                 for key, value in environment.items()
                 if value is not None
             },
@@ -84,7 +84,7 @@ def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
 
 def check_objects(objects: Iterable[Object], version: str) -> list[str]:
     """What is wrong with the Deployments in `objects`, a sentence each; `version` tags images."""
-    known = {identity(one): one for one in objects}
+    known = {identity(obj): obj for obj in objects}
     problems = []
     configs = {}
     for service in CONFIGS:
@@ -93,7 +93,9 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
             problems.append(f"there is no Deployment tideserve-{service}")
             continue
         pod = deployment["spec"]["template"]["spec"]
-        container = next(one for one in pod["containers"] if one["name"] == service)
+        container = next(
+            container_ for container_ in pod["containers"] if container_["name"] == service
+        )
         try:
             config = read_config(service, environment_of(container, known))
         except ConfigError as error:
@@ -170,7 +172,9 @@ def _files(container: Object) -> Iterator[str]:
         path = row.get("value", "")
         if not row["name"].endswith("_FILE"):
             continue
-        mount = next((one for one in mounts if path.startswith(f"{one['mountPath']}/")), None)
+        mount = next(
+            (mount_ for mount_ in mounts if path.startswith(f"{mount_['mountPath']}/")), None
+        )
         if mount is None:
             yield f"{row['name']} is {path}, which is in no mount"
         elif "subPath" in mount:
@@ -210,7 +214,7 @@ def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) 
 
 def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterator[str]:
     """Every connection between services has to be let through, and only clients may come in."""
-    policies = [one for one in known.values() if one["kind"] == "NetworkPolicy"]
+    policies = [obj for obj in known.values() if obj["kind"] == "NetworkPolicy"]
     ports = {name: getattr(config, PORT_KEYS[name]["grpc"]) for name, config in configs.items()}
     ways = [
         Way(source, target, ports[target], ports[target])
@@ -242,18 +246,18 @@ def _memory(container: Object, config: ServiceConfig) -> Iterator[str]:
 
 def _services(known: Mapping[str, Object]) -> Iterator[str]:
     """Every port of a Service has to be one of the pods that it selects."""
-    pods = [one["spec"]["template"] for one in known.values() if "template" in one.get("spec", {})]
-    for one in known.values():
-        if one["kind"] != "Service":
+    pods = [obj["spec"]["template"] for obj in known.values() if "template" in obj.get("spec", {})]
+    for obj in known.values():
+        if obj["kind"] != "Service":
             continue
-        selector = one["spec"]["selector"].items()
+        selector = obj["spec"]["selector"].items()
         names = [
             {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
             for pod in pods
             if selector <= pod["metadata"]["labels"].items()
         ]
         if not names:
-            yield f"Service {one['metadata']['name']} selects no pods"
-        for port in one["spec"]["ports"]:
+            yield f"Service {obj['metadata']['name']} selects no pods"
+        for port in obj["spec"]["ports"]:
             if any(port["targetPort"] not in own for own in names):
-                yield f"Service {one['metadata']['name']}: no port {port['targetPort']} in its pods"
+                yield f"Service {obj['metadata']['name']}: no port {port['targetPort']} in its pods"

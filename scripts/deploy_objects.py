@@ -94,7 +94,7 @@ def build(folder: Path) -> list[Object]:
 
 def parsed(text: str) -> list[Object]:
     """The objects in the documents of a YAML text."""
-    return [one for one in yaml.safe_load_all(text) if one is not None]
+    return [document for document in yaml.safe_load_all(text) if document is not None]
 
 
 def run_tool(
@@ -134,6 +134,6 @@ def build_variant(variant: Variant) -> list[Object]:
         return build(folder)
 
 
-def identity(one: Object) -> str:
+def identity(obj: Object) -> str:
     """Kind/name: two objects of a set never share it, since there is one namespace."""
-    return f"{one['kind']}/{one['metadata']['name']}"
+    return f"{obj['kind']}/{obj['metadata']['name']}"

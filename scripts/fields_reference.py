@@ -62,15 +62,15 @@ def _definition(
     """The object that a field holds, if it holds one of its own kind."""
     for option in field.get("anyOf", (field,)):
         if "$ref" in option:
-            found: Mapping[str, Any] = definitions[option["$ref"].rpartition("/")[2]]
-            return found
+            definition: Mapping[str, Any] = definitions[option["$ref"].rpartition("/")[2]]
+            return definition
     return None
 
 
 def values_of(schema: Mapping[str, Any]) -> str:
     """What a value may be, in words, such as "0 to 2"; null is always possible and not told."""
     if "anyOf" in schema:
-        options = (values_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+        options = (values_of(option) for option in schema["anyOf"] if option.get("type") != "null")
         return ", or ".join(dict.fromkeys(options))
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
@@ -140,8 +140,8 @@ def _object(schema: Mapping[str, Any]) -> str:
     return f"an object of up to {schema['maxProperties']} token ids, each with {values_of(values)}"
 
 
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _json(value: Any) -> str:

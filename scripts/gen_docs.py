@@ -52,7 +52,7 @@ def configuration() -> str:
     shared = settings_of(ServiceConfig)
     parts = ["## All services\n", _key_table(list(shared.values()))]
     for name, title in SERVICES.items():
-        own = [one for key, one in settings_of(CONFIGS[name]).items() if key not in shared]
+        own = [setting for key, setting in settings_of(CONFIGS[name]).items() if key not in shared]
         parts += [f"## {title}\n", _key_table(own)]
     return _with_made("configuration", "\n".join(parts), _up_table())
 
@@ -63,8 +63,13 @@ def metrics() -> str:
     for name, entries in reference().items():
         parts.append(f"## {SERVICES.get(name, 'All services')}\n")
         lines = [
-            (f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.help)
-            for one in entries
+            (
+                f"`{entry.name}`",
+                entry.kind,
+                ", ".join(f"`{label}`" for label in entry.labels),
+                entry.help,
+            )
+            for entry in entries
         ]
         parts.append(table(("metric", "type", "labels", "what it is"), lines))
     return _with_made("metrics", "\n".join(parts))
@@ -83,9 +88,9 @@ def fields() -> str:
 def grpc() -> str:
     """The page on gRPC, with its table of errors."""
     lines = {
-        (kind_of(code, reason).__name__, f"`{code.name}`", f"`{reason}`", str(one.status))
-        for one, code in grpc_errors.TABLE.items()
-        for reason in (grpc_errors.reason_of(one("an error")),)
+        (kind_of(code, reason).__name__, f"`{code.name}`", f"`{reason}`", str(error.status))
+        for error, code in grpc_errors.TABLE.items()
+        for reason in (grpc_errors.reason_of(error("an error")),)
     }
     rows = [(f"`{name}`", *others) for name, *others in sorted(lines)]
     return _with_made("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
@@ -159,14 +164,14 @@ def _key_table(settings: Sequence[Setting]) -> str:
         ("key", "environment", "values", "default", "what it is"),
         [
             (
-                f"`{one.key}`",
-                f"`{variable(one.key)}`",
-                one.values_text,
-                one.default_text,
-                f"**Secret.** {one.help}" if one.secret else one.help,
+                f"`{setting.key}`",
+                f"`{variable(setting.key)}`",
+                setting.values_text,
+                setting.default_text,
+                f"**Secret.** {setting.help}" if setting.secret else setting.help,
             )
-            for one in settings
-            if "expert" not in one.metadata
+            for setting in settings
+            if "expert" not in setting.metadata
         ],
     )
 
@@ -178,13 +183,13 @@ def _up_table() -> str:
             (
                 f"`--{key.replace('_', '-')}`",
                 f"`{key}`",
-                one.values_text,
-                one.default_text,
-                one.help,
-                _passed_on(one),
+                setting.values_text,
+                setting.default_text,
+                setting.help,
+                _passed_on(setting),
             )
-            for key, one in settings_of(ClusterOptions).items()
-            if key not in SECTIONS and "expert" not in one.metadata
+            for key, setting in settings_of(ClusterOptions).items()
+            if key not in SECTIONS and "expert" not in setting.metadata
         ],
     )
 
@@ -224,14 +229,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the pages of docs/ that follow from code.")
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     check_only = parser.parse_args().check
-    found = outdated(ROOT)
+    changed = outdated(ROOT)
     if not check_only:
         write(ROOT)
-        print(f"{len(found)} of {len(PAGES)} pages changed")
+        print(f"{len(changed)} of {len(PAGES)} pages changed")
         return 0
-    for name in found:
+    for name in changed:
         print(f"{name} is not what the code gives: run `make gen` and commit it.")
-    return 1 if found else 0
+    return 1 if changed else 0
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def differences(expected: Path, found: Path) -> list[str]:
+def differences(expected: Path, actual: Path) -> list[str]:
     """One line per file that is missing, left over or different in `found`."""
-    fresh, committed = contents(expected), contents(found)
+    fresh, committed = contents(expected), contents(actual)
     lines = [f"missing:   {name}" for name in sorted(fresh.keys() - committed.keys())]
     lines += [f"left over: {name}" for name in sorted(committed.keys() - fresh.keys())]
     same_name = sorted(fresh.keys() & committed.keys())

@@ -196,12 +196,12 @@ def ask_pip(wanted: Iterable[Pin], machine: str) -> dict[Pin, str]:
             check=True,
         )
         report = json.loads(answer.read_text())
-    found = {}
+    digests = {}
     for package in report["install"]:
         metadata = package["metadata"]
         digest = package["download_info"]["archive_info"]["hashes"]["sha256"]
-        found[str(canonicalize_name(metadata["name"])), str(metadata["version"])] = digest
-    return found
+        digests[str(canonicalize_name(metadata["name"])), str(metadata["version"])] = digest
+    return digests
 
 
 def digests_of(

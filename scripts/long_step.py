@@ -109,5 +109,5 @@ def _last_line(log: Path) -> str:
         size_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, size_bytes - 4096))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    told = (line.strip() for line in reversed(lines))
-    return next((line for line in told if not line.startswith(ASIDES)), "starting")
+    progress = (line.strip() for line in reversed(lines))
+    return next((line for line in progress if not line.startswith(ASIDES)), "starting")

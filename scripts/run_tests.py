@@ -123,10 +123,10 @@ def main() -> int:
             results = Path(folder) / f"{number}.xml"
             print(f"==> pytest {' '.join(paths)}", flush=True)
             statuses.append(run_pytest(workers, paths, results, chosen))
-            found = count(results)
-            if statuses[-1] and not (found["failed"] or found["errors"]):
-                found["errors"] = 1  # pytest itself could not run, or was ended
-            totals += found
+            counts = count(results)
+            if statuses[-1] and not (counts["failed"] or counts["errors"]):
+                counts["errors"] = 1  # pytest itself could not run, or was ended
+            totals += counts
     kinds = ("failed", "passed", "skipped", "errors")
     parts = [f"{totals[kind]} {kind}" for kind in kinds if totals[kind]] or ["no tests ran"]
     line = f" {', '.join(parts)} in {time.monotonic() - started_s:.2f}s "

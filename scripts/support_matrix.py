@@ -132,6 +132,6 @@ def grpc_methods() -> list[Line]:
         ("KServe", inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]),
     )
     return [
-        (api, f"`{one.full_name}`", ", ".join(rpc.name for rpc in one.methods))
-        for api, one in services
+        (api, f"`{service.full_name}`", ", ".join(rpc.name for rpc in service.methods))
+        for api, service in services
     ]

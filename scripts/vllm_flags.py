@@ -64,8 +64,8 @@ def options(command: str) -> set[str]:
     """The flags of a command of `tideserve`, and the names of its arguments in capitals."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    one = group.commands[command]
-    parameters = one.get_params(typer.Context(one))
+    typer_command = group.commands[command]
+    parameters = typer_command.get_params(typer.Context(typer_command))
     return {opt if opt.startswith("-") else opt.upper() for each in parameters for opt in each.opts}
 
 

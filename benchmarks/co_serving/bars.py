@@ -262,14 +262,16 @@ def _rival_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
 def _changes(merge: bool) -> Value:
     def count(figures: Figures) -> float | None:
         changes = figures.get("changes")
-        return None if changes is None else float(sum(one["merge"] is merge for one in changes))
+        return (
+            None if changes is None else float(sum(change["merge"] is merge for change in changes))
+        )
 
     return count
 
 
 def _longest_change_s(figures: Figures) -> float | None:
     """None if nothing changed; infinite if a change has not settled."""
-    times_s = [one["settled_s"] for one in figures.get("changes") or ()]
+    times_s = [change["settled_s"] for change in figures.get("changes") or ()]
     return float("inf") if None in times_s else max(times_s, default=None)
 
 

@@ -42,41 +42,41 @@ def co_serving_figures(
     A request without a token counts in `ttft_s` with the time it waited: to its end, or to that of
     the round if it was refused or failed before. It has met no target of `promised`.
     """
-    windows = [window(one.records, window_from_s) for one in rounds]
+    windows = [window(round_.records, window_from_s) for round_ in rounds]
     online_rounds = [
-        msgspec.structs.replace(one, records=_within(one.records, span))
-        for one, span in zip(rounds, windows, strict=True)
+        msgspec.structs.replace(round_, records=_within(round_.records, span))
+        for round_, span in zip(rounds, windows, strict=True)
     ]
-    found = figures(online_rounds, targets, best_p50_s)
-    ends_s = [max((r.end_s for r in one.records), default=0.0) for one in rounds]
+    pooled = figures(online_rounds, targets, best_p50_s)
+    ends_s = [max((r.end_s for r in round_.records), default=0.0) for round_ in rounds]
     waited = [
         ttft_s(record, end_s)
-        for one, end_s in zip(online_rounds, ends_s, strict=True)
-        for record in one.records
+        for round_, end_s in zip(online_rounds, ends_s, strict=True)
+        for record in round_.records
     ]
-    records = [record for one in online_rounds for record in one.records]
-    online = found["classes"].pop(records[0].slo_class if records else "", {}) | _class_figures(
+    records = [record for round_ in online_rounds for record in round_.records]
+    online = pooled["classes"].pop(records[0].slo_class if records else "", {}) | _class_figures(
         records, waited
     )
     kept = [kept_of(record, promised) for record in records]
     online["slo_attainment"] = online.get("slo_attainment", {}) | attainment(kept)
-    batch_rounds = [[r for r in one.records if r.slo_class == BATCH_CLASS] for one in rounds]
+    batch_rounds = [[r for r in round_.records if r.slo_class == BATCH_CLASS] for round_ in rounds]
     batch = [record for of_round in batch_rounds for record in of_round]
     batch_waited = [r.ttft_s for r in batch if r.token_times_s]
     counted = _Counted(rounds, windows)
-    found |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
-    found |= counted.all_tokens() | {"window_s": counted.seconds}
-    found["classes"] = {
+    pooled |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
+    pooled |= counted.all_tokens() | {"window_s": counted.seconds}
+    pooled["classes"] = {
         "online": online | counted.of_class(online=True) | goodput(kept, counted.seconds),
         "batch": _class_figures(batch, batch_waited)
         | counted.of_class(online=False)
         | _ended_figures(batch_rounds, windows),
     }
-    found["rounds"] = [
-        of_round | _Counted([one], [span]).all_tokens()
-        for of_round, one, span in zip(found["rounds"], rounds, windows, strict=True)
+    pooled["rounds"] = [
+        of_round | _Counted([round_], [span]).all_tokens()
+        for of_round, round_, span in zip(pooled["rounds"], rounds, windows, strict=True)
     ]
-    return found
+    return pooled
 
 
 def window(records: Sequence[SentRequest], from_s: float = WINDOW_FROM_S) -> Span | None:
@@ -120,7 +120,7 @@ def counted_at(samples: Sequence[TokenSample], time_s: float, count: Count) -> f
 
     Before the first and after the last sample it is that one's.
     """
-    known = [(one.time_s, value) for one in samples if (value := count(one)) is not None]
+    known = [(sample.time_s, value) for sample in samples if (value := count(sample)) is not None]
     if not known:
         return None
     after = bisect_left(known, (time_s, float("-inf")))
@@ -135,24 +135,26 @@ class _Counted:
 
     def __init__(self, rounds: Sequence[Round], windows: Sequence[Span | None]) -> None:
         parts = zip(rounds, windows, strict=True)
-        self._parts = [(one.token_samples, span) for one, span in parts if span is not None]
+        self._parts = [(samples.token_samples, span) for samples, span in parts if span is not None]
         self.seconds = sum(end_s - begin_s for _, (begin_s, end_s) in self._parts)
 
     def all_tokens(self) -> Figures:
         """The figures of both classes together."""
-        output = self._rise(lambda one: one.output)
+        output = self._rise(lambda sample: sample.output)
         return {
-            **self._tokens(lambda one: one.processed, lambda one: one.recomputed),
+            **self._tokens(lambda sample: sample.processed, lambda sample: sample.recomputed),
             "output_tokens_per_s": quotient(output, self.seconds),
         }
 
     def of_class(self, online: bool) -> Figures:
         """The figures of the batch requests, or of all others."""
         if not online:
-            return self._tokens(lambda one: one.batch_processed, lambda one: one.batch_recomputed)
+            return self._tokens(
+                lambda sample: sample.batch_processed, lambda sample: sample.batch_recomputed
+            )
         return self._tokens(
-            lambda one: _less(one.processed, one.batch_processed),
-            lambda one: _less(one.recomputed, one.batch_recomputed),
+            lambda sample: _less(sample.processed, sample.batch_processed),
+            lambda sample: _less(sample.recomputed, sample.batch_recomputed),
         )
 
     def _tokens(self, processed: Count, recomputed: Count) -> Figures:

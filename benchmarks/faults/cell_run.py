@@ -141,7 +141,7 @@ class CellRun:
         time.sleep(max(0.0, ends_s - monotonic_s()))
         watch = StableWatch(lambda: cluster.stable(self._survivors()))
         seen.outcomes = streams.wait()
-        seen.blocks_free_s = self._blocks_free_s(max(one.ended_s for one in seen.outcomes))
+        seen.blocks_free_s = self._blocks_free_s(max(outcome.ended_s for outcome in seen.outcomes))
         self._say("waiting for all workers")
         if await_true(lambda: cluster.stable(self._pids), WHOLE_TIMEOUT_S):
             seen.whole_s = max(0.0, monotonic_s() - ends_s)
@@ -258,8 +258,8 @@ def forget_history(etcd_url: str) -> None:
     each change, is refused. So this shows something only if it is done again and again.
     """
     key, value = (b64encode(text).decode() for text in (b"/tideserve-bench", b""))
-    found = _etcd(etcd_url, "kv/put", {"key": key, "value": value})
-    _etcd(etcd_url, "kv/compaction", {"revision": found["header"]["revision"]})
+    response = _etcd(etcd_url, "kv/put", {"key": key, "value": value})
+    _etcd(etcd_url, "kv/compaction", {"revision": response["header"]["revision"]})
 
 
 def _etcd(url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

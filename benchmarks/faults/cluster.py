@@ -199,7 +199,9 @@ def is_stable(
     may have no group yet.
     """
     workers = {
-        one["id"]: one for one in status["workers"] if all(is_alive(pid) for pid in one["pids"])
+        worker["id"]: worker
+        for worker in status["workers"]
+        if all(is_alive(pid) for pid in worker["pids"])
     }
     epochs: dict[str, list[int]] = {}
     for group in status["groups"]:
@@ -234,5 +236,5 @@ def blocks_free(status: Mapping[str, Any]) -> bool:
     """Whether there are workers, and none has a block in use."""
     workers = status["workers"]
     return bool(workers) and all(
-        one["kv_blocks_free"] == one["kv_blocks_total"] > 0 for one in workers
+        worker["kv_blocks_free"] == worker["kv_blocks_total"] > 0 for worker in workers
     )

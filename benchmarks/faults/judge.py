@@ -91,7 +91,9 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     """The verdict on what was seen; `problems` has a sentence for all that should not be."""
     gateway_lost = FAULTS[seen.cell.fault].by_hand == "gateway-kill"
     hit_s = seen.hit_s
-    left = [one for one in seen.outcomes if hit_s is not None and one.has_tokens_left(hit_s)]
+    left = [
+        outcome for outcome in seen.outcomes if hit_s is not None and outcome.has_tokens_left(hit_s)
+    ]
     counted: Counter[str] = Counter(sent=0, **dict.fromkeys(KINDS, 0))
     problems: list[str] = []
     for outcomes, when in ((seen.outcomes, ""), (seen.probed, " after the fault")):
@@ -105,7 +107,11 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
                 problems.append(ending_problem(name, ending, outcome, len(wanted.token_ids)))
     online = seen.outcomes[PHASES[seen.cell.phase].batch :]
     silence_s = max(
-        (one.silence_s(hit_s) for one in online if hit_s is not None and one.runs(hit_s)),
+        (
+            outcome.silence_s(hit_s)
+            for outcome in online
+            if hit_s is not None and outcome.runs(hit_s)
+        ),
         default=0.0,
     )
     if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
@@ -128,18 +134,18 @@ def matrix_figures(
     lines: Iterable[Mapping[str, Any]], wanted: Sequence[FaultCell], lease_s: float
 ) -> dict[str, Any]:
     """The figures of a matrix from the lines of its cells; `wanted` are those that belong to it."""
-    known = {(one.size, one.phase, one.role, one.fault) for one in wanted}
+    known = {(cell.size, cell.phase, cell.role, cell.fault) for cell in wanted}
     done = {key: line for line in lines if (key := key_of(line)) in known}
     cells = [done[key] for key in sorted(done)]
     counts = (*("sent",), *KINDS)
-    stable = [one["stable_after_s"] for one in cells if one["stable_after_s"] is not None]
+    stable = [cell["stable_after_s"] for cell in cells if cell["stable_after_s"] is not None]
     return {
-        "cells": sum(one["hit"] for one in cells),
+        "cells": sum(cell["hit"] for cell in cells),
         "cells_wanted": len(known),
         "cells_not_run": len(known) - len(cells),
         "by_cell": cells,
-        "violations": sum(one["violations"] for one in cells),
-        "requests": {name: sum(one["requests"][name] for one in cells) for name in counts},
+        "violations": sum(cell["violations"] for cell in cells),
+        "requests": {name: sum(cell["requests"][name] for cell in cells) for name in counts},
         "longest_silence_s": {
             "seen": _longest(cells, seen=True),
             "unseen": _longest(cells, seen=False),
@@ -153,13 +159,13 @@ def matrix_figures(
 def matrix_problems(figures: Mapping[str, Any]) -> list[str]:
     """A sentence for each cell in which something is wrong, or that does not count."""
     problems = []
-    for one in figures["by_cell"]:
-        name = "/".join(str(part) for part in key_of(one))
-        if not one["hit"]:
+    for cell in figures["by_cell"]:
+        name = "/".join(str(part) for part in key_of(cell))
+        if not cell["hit"]:
             problems.append(
-                f"{name} does not count: {one['streams']} streams had tokens left at the fault"
+                f"{name} does not count: {cell['streams']} streams had tokens left at the fault"
             )
-        problems += [f"{name}: {problem}" for problem in one["problems"][:1]]
+        problems += [f"{name}: {problem}" for problem in cell["problems"][:1]]
     return problems
 
 
@@ -192,6 +198,6 @@ def first_of(problems: Sequence[str]) -> list[str]:
 def _longest(cells: Iterable[Mapping[str, Any]], seen: bool) -> float | None:
     """The longest silence of a stream under faults that others learn of at once, or not."""
     return max(
-        (one["longest_silence_s"] for one in cells if FAULTS[one["fault"]].seen is seen),
+        (cell["longest_silence_s"] for cell in cells if FAULTS[cell["fault"]].seen is seen),
         default=None,
     )

@@ -191,11 +191,11 @@ class Streams(Load):
         salt: str,
         at_once: int | None = None,
     ) -> None:
-        salted = [replace(one, cache_salt=salt) for one in requests]
+        salted = [replace(request, cache_salt=salt) for request in requests]
         super().__init__(url, model, salted, at_once or len(salted))
         self._answers = [StreamedAnswer() for _ in salted]
         self._outcomes: dict[int, StreamOutcome] = {}
-        self._batch = [n for n, one in enumerate(salted) if one.slo_class == BATCH_CLASS]
+        self._batch = [n for n, request in enumerate(salted) if request.slo_class == BATCH_CLASS]
 
     @property
     def begun(self) -> int:
@@ -276,6 +276,6 @@ def undisturbed_answers(
                 f" {outcome.failure or 'it ended too early'}"
             )
     return [
-        Undisturbed(one.token_ids, one.text, one.finish_reason, one.prompt_tokens)
-        for one in outcomes
+        Undisturbed(outcome.token_ids, outcome.text, outcome.finish_reason, outcome.prompt_tokens)
+        for outcome in outcomes
     ]

@@ -36,7 +36,7 @@ class FaultPhase:
     it; None: all. told: for people.
     """
 
-    told: str
+    description: str
     point: str
     nth: int = 1
     merged: bool = False
@@ -121,7 +121,7 @@ class Fault:
     whom it makes a difference. told: for people.
     """
 
-    told: str
+    description: str
     action: str
     lasts_s: float = 0.0
     seen: bool = True
@@ -130,8 +130,8 @@ class Fault:
     by_hand: str = ""
 
 
-def _by_hand(told: str, kind: str, lasts_s: float = 0.0) -> Fault:
-    return Fault(told, HOLD, lasts_s, roles=ROLES[:1], by_hand=kind)
+def _by_hand(description: str, kind: str, lasts_s: float = 0.0) -> Fault:
+    return Fault(description, HOLD, lasts_s, roles=ROLES[:1], by_hand=kind)
 
 
 def _stopped(seconds: float) -> Fault:
@@ -139,8 +139,8 @@ def _stopped(seconds: float) -> Fault:
 
     A stream may be silent for the lease and 3 s.
     """
-    told = f"servicer and engine stand still for {seconds:g} s"
-    return Fault(told, STOP_WORKER, seconds, seen=False, silence_max_s=13)
+    description = f"servicer and engine stand still for {seconds:g} s"
+    return Fault(description, STOP_WORKER, seconds, seen=False, silence_max_s=13)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -203,15 +203,15 @@ def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
     if pattern is None:
         return cells
     try:
-        found = [cell for cell in cells if re.search(pattern, cell.name)]
+        matching = [cell for cell in cells if re.search(pattern, cell.name)]
     except re.error as error:
         raise BenchError(f"'{pattern}' is no regular expression: {error}") from error
-    if not found:
+    if not matching:
         all_names = [cell.name for cell in _all(SIZES, tuple(FAULTS))]
         exists = any(re.search(pattern, name) for name in all_names)
         more = "; there is such a one without --quick" if exists else ""
         raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}{more}")
-    return found
+    return matching
 
 
 def told_cells() -> list[str]:

@@ -30,9 +30,9 @@ class Undisturbed:
 
     def wrong_end(self, outcome: "StreamOutcome") -> str:
         """How another run that ended with all its tokens differs; "" if it does not."""
-        told = outcome.told_tokens
-        if told != (wanted := len(self.token_ids)):
-            return f"usage has {told} completion tokens and not {wanted}"
+        completion_tokens = outcome.told_tokens
+        if completion_tokens != (wanted := len(self.token_ids)):
+            return f"usage has {completion_tokens} completion tokens and not {wanted}"
         if outcome.prompt_tokens != self.prompt_tokens:
             return f"usage has {outcome.prompt_tokens} prompt tokens and not {self.prompt_tokens}"
         if outcome.finish_reason != self.finish_reason:
@@ -170,12 +170,16 @@ class Tally:
 
     def counts(self) -> dict[str, int]:
         """The figures, for a file."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "errors"}
+        return {
+            field_.name: getattr(self, field_.name)
+            for field_ in fields(self)
+            if field_.name != "errors"
+        }
 
     def add(self, other: "Tally") -> None:
         """Count what another load has counted, too."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for field_ in fields(self):
+            setattr(self, field_.name, getattr(self, field_.name) + getattr(other, field_.name))
 
 
 def request_rows(requests: Mapping[str, int]) -> list[tuple[str, str]]:

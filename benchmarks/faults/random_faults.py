@@ -46,13 +46,13 @@ RANDOM_FAULTS = (
 class Struck:
     """What was hit, for people, and the processes that end by it."""
 
-    told: str
+    description: str
     killed: frozenset[int]
 
 
 def drawn(rng: Random) -> RandomFault:
     """One of them."""
-    return rng.choices(RANDOM_FAULTS, [one.weight for one in RANDOM_FAULTS])[0]
+    return rng.choices(RANDOM_FAULTS, [fault.weight for fault in RANDOM_FAULTS])[0]
 
 
 def strike(
@@ -67,7 +67,7 @@ def strike(
     `status` names the workers' processes, `services` has the process ids of the others.
     """
     if fault.whom in ("worker", "engine"):
-        worker = rng.choice(sorted(status["workers"], key=lambda one: str(one["id"])))
+        worker = rng.choice(sorted(status["workers"], key=lambda row: str(row["id"])))
         pids, name = [int(pid) for pid in worker["pids"]], str(worker["id"])
         if fault.whom == "engine":
             pids = [pid for pid in pids if parent_of(pid) in pids]

@@ -53,7 +53,7 @@ class Loss:
     @property
     def before(self) -> tuple[float, float]:
         """From the first end of a request, when as many run as ever will, to the death."""
-        return min(one.ended_s for one in self.outcomes), self.hit_s
+        return min(outcome.ended_s for outcome in self.outcomes), self.hit_s
 
     @property
     def after(self) -> tuple[float, float]:
@@ -64,7 +64,7 @@ class Loss:
         """
         if self.alone_s is None:
             return self.hit_s, self.hit_s
-        ends_s = sorted(one.ended_s for one in self.outcomes)
+        ends_s = sorted(outcome.ended_s for outcome in self.outcomes)
         last_sent_s = ends_s[max(0, len(ends_s) - self.at_once - 1)]
         until_s = last_sent_s if self.whole_s is None else min(last_sent_s, self.whole_s)
         return self.alone_s, max(self.alone_s, until_s)
@@ -75,8 +75,8 @@ class Loss:
         if until_s - since_s < WINDOW_MIN_S:
             return None
         counts = (
-            bisect_left(one.times_s, until_s) - bisect_left(one.times_s, since_s)
-            for one in self.outcomes
+            bisect_left(outcome.times_s, until_s) - bisect_left(outcome.times_s, since_s)
+            for outcome in self.outcomes
         )
         return sum(counts) / (until_s - since_s)
 
@@ -96,7 +96,7 @@ class Loss:
             "requests": {"sent": len(self.outcomes)} | {kind: counts[kind] for kind in KINDS},
             "alone_after_s": _after(self.hit_s, self.alone_s),
             "whole_after_s": _after(self.hit_s, self.whole_s),
-            "longest_silence_s": max(one.silence_s(self.hit_s) for one in self.outcomes),
+            "longest_silence_s": max(outcome.silence_s(self.hit_s) for outcome in self.outcomes),
             "window_s": {name: until - since for name, (since, until) in windows.items()},
             "tokens_per_s": {name: self.tokens_per_s(window) for name, window in windows.items()},
             "share_alive": self.share_alive,
@@ -164,10 +164,10 @@ class Crowd(Loss):
         """
         held = 0
         ends = []
-        for prompt, one in zip(self.prompts, self.outcomes, strict=True):
-            if one.times_s and one.times_s[0] <= self.hit_s < one.ended_s:
-                held += prompt + bisect_left(one.times_s, self.hit_s)
-                ends.append((one.ended_s, prompt + len(one.token_ids)))
+        for prompt, outcome in zip(self.prompts, self.outcomes, strict=True):
+            if outcome.times_s and outcome.times_s[0] <= self.hit_s < outcome.ended_s:
+                held += prompt + bisect_left(outcome.times_s, self.hit_s)
+                ends.append((outcome.ended_s, prompt + len(outcome.token_ids)))
         wait_s, left = 0.0, held - self.survivors_tokens
         for ended_s, tokens in sorted(ends):
             if left <= 0:
@@ -212,7 +212,9 @@ class Outage:
         A memory manager without etcd may know of none; if they were gone, they come back at other
         epochs.
         """
-        layout = tuple(sorted((one["id"], one["epoch"], tuple(one["members"])) for one in groups))
+        layout = tuple(
+            sorted((group["id"], group["epoch"], tuple(group["members"])) for group in groups)
+        )
         if layout and layout not in self.layouts[-1:]:
             self.layouts.append(layout)
 

@@ -92,9 +92,9 @@ def _table(
                 # For each token of a request, an engine reads all of its weights.
                 base: quotient(
                     replace(plan.deployment, dtype=dtype).parameter_bytes or None,
-                    found["tpot_s"]["p50"],
+                    figures_["tpot_s"]["p50"],
                 )
-                for base, (dtype, found) in chosen.items()
+                for base, (dtype, figures_) in chosen.items()
             }
         if row:
             loads[load] = row
@@ -116,12 +116,12 @@ def _ratios(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def faster_than_chosen(found: Mapping[str, Any]) -> Sequence[str]:
+def faster_than_chosen(compared: Mapping[str, Any]) -> Sequence[str]:
     """A sentence for each system that was faster in another dtype than the rule has chosen."""
-    chosen = found.get("rule_dtype")
+    chosen = compared.get("rule_dtype")
     fastest = {
         base: next(iter(rates))
-        for base, rates in found.get("throughput_by_dtype", {}).items()
+        for base, rates in compared.get("throughput_by_dtype", {}).items()
         if chosen in rates
     }
     return [

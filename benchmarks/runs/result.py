@@ -33,8 +33,8 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
             case: {"scenario": case} | shared | _compared(plan, by_system)
             for case, by_system in outcomes.rounds.items()
         }
-    for name, found in outcomes.inspections.items():
-        result["systems"].get(name, {}).update(found)
+    for name, inspected in outcomes.inspections.items():
+        result["systems"].get(name, {}).update(inspected)
     if plan.scenario.steps:
         result["steps"] = {
             part["scenario"]: effects(plan.scenario.steps, part["systems"])
@@ -71,10 +71,10 @@ def _too_mild(plan: BenchPlan, systems: Mapping[str, Figures]) -> Sequence[str]:
         f"{name}: KV demand came to {ratio:.3g} × what the workers hold, less than the"
         f" {plan.scenario.demand_min:g} × that {plan.scenario.name} is about; give a higher --rate"
         " or less --memory"
-        for name, found in systems.items()
+        for name, figures in systems.items()
         if not is_reference(name)
         and device_of(name) == (plan.deployment.paced or "")
-        and (ratio := found["kv_demand_peak_ratio"]) is not None
+        and (ratio := figures["kv_demand_peak_ratio"]) is not None
         and ratio < plan.scenario.demand_min
     ]
 
@@ -82,16 +82,17 @@ def _too_mild(plan: BenchPlan, systems: Mapping[str, Figures]) -> Sequence[str]:
 def _compared(plan: BenchPlan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     best: dict[str, Mapping[str, float | None]] = {}
     for device in {device_of(name) for name in rounds}:
-        own = {name: found for name, found in rounds.items() if device_of(name) == device}
+        own = {name: measured for name, measured in rounds.items() if device_of(name) == device}
         # A system without a memory limit is a yardstick, not a competitor.
-        rivals = {name: found for name, found in own.items() if not is_reference(name)}
+        rivals = {name: measured for name, measured in own.items() if not is_reference(name)}
         best[device] = best_p50_s(rivals or own)
     make: Callable[..., Figures] = figures
     if (beside := plan.scenario.co_serving) is not None:
         load = beside.load(plan.choice)
         make = partial(co_serving_figures, promised=load.targets, window_from_s=load.window_from_s)
     systems = {
-        name: make(found, plan.targets, best[device_of(name)]) for name, found in rounds.items()
+        name: make(measured, plan.targets, best[device_of(name)])
+        for name, measured in rounds.items()
     }
     return {"systems": systems, "ratios": ratios(systems)}
 

@@ -298,14 +298,14 @@ class Runner:
         if failed:
             self._say(f"{label}: {len(failed)} requests failed, the first: {failed[0].error}")
         # Slow is a result; a round without any answer of another cause is not.
-        if len(failed) == len(records) and any(one.error != UNFINISHED for one in failed):
+        if len(failed) == len(records) and any(record.error != UNFINISHED for record in failed):
             raise SystemUnavailable(f"every request failed, the first: {failed[0].error}")
 
     def _check_requests(self) -> None:
         """Note systems without any completed request, and quick runs that were too slow."""
         for key in self._systems:
-            rounds = [one for by in self.outcomes.rounds.values() for one in by.get(key, ())]
-            records = [record for one in rounds for record in one.records]
+            rounds = [round_ for by in self.outcomes.rounds.values() for round_ in by.get(key, ())]
+            records = [record for round_ in rounds for record in round_.records]
             # Beside batch work, answers may last longer than a round.
             beside = self._plan.scenario.co_serving is not None
             answered = any(

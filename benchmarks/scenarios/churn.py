@@ -80,9 +80,12 @@ def _at_rest(admin_url: str, done: Churned) -> Callable[[], bool]:
     def at_rest() -> bool:
         workers = read_status(admin_url)["workers"]
         done.blocks = {
-            one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
+            worker["id"]: (int(worker["kv_blocks_free"]), int(worker["kv_blocks_total"]))
+            for worker in workers
         }
-        idle = bool(workers) and not any(one["running"] or one["waiting"] for one in workers)
+        idle = bool(workers) and not any(
+            worker["running"] or worker["waiting"] for worker in workers
+        )
         return idle and all(free == total > 0 for free, total in done.blocks.values())
 
     return at_rest
@@ -110,13 +113,13 @@ def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
         "rss_bytes": done.memory.figures(),
         "kv_blocks_free_and_total": done.blocks,
         "replayed": {
-            name: {"events": one.events, "decisions": one.decisions}
-            for name, one in audited.replayed.items()
+            name: {"events": replay.events, "decisions": replay.decisions}
+            for name, replay in audited.replayed.items()
         },
         **audited.figures,
         "problems": problems,
     }
-    decisions = sum(one.decisions for one in audited.replayed.values())
+    decisions = sum(replay.decisions for replay in audited.replayed.values())
     rows = [
         ("merges / splits", f"{done.merges} / {done.splits} in {done.duration_s:,.0f} s"),
         ("refused at first and repeated", str(done.refused)),

@@ -63,7 +63,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     """
     alone = replace(deployment, workers=1, cores=deployment.cores[:1])
     clients = [(client, client.ensure(deployment.cache, say)) for client in LOAD_GENERATORS]
-    found: Reports = {}
+    reports: Reports = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tideserve-bench-")))
 
@@ -74,7 +74,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
                     progress(f"round {turn + 1}: {load.name} by {client.name}, {system.name}")
                     asked = client_load(load, choice, turn, number)
                     report = run_generator(client, python, server, asked, folder, LIMIT_S)
-                    found.setdefault((system.name, client.name, load.name), []).append(report)
+                    reports.setdefault((system.name, client.name, load.name), []).append(report)
 
         peer: Vllm | None = None
         for turn in range(1 if choice.quick else ROUNDS):
@@ -97,25 +97,25 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             peer.wake()
             measure(peer, turn)
             peer.rest()
-    return judge(found, choice, deployment.dtype)
+    return judge(reports, choice, deployment.dtype)
 
 
-def judge(found: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
+def judge(measured: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
     """Medians over the rounds, and tideserve's over vLLM's. Lost requests are problems."""
     figures: dict[str, Any] = {"dtype": dtype, "systems": {}, "ratios": {}}
     rows, problems = [], []
-    for (system, client, load), reports in found.items():
+    for (system, client, load), reports in measured.items():
         of_system = figures["systems"].setdefault(system, {})
         of_system.setdefault(client, {})[load] = {
-            "rounds": [asdict(one) for one in reports],
-            **{key: _median([asdict(one)[key] for one in reports]) for key, _ in FIGURES},
+            "rounds": [asdict(report) for report in reports],
+            **{key: _median([asdict(report)[key] for report in reports]) for key, _ in FIGURES},
         }
     for number, mix in enumerate(loads(choice)):
         wanted = client_load(mix, choice, 0, number).requests
-        for client in (one.name for one in LOAD_GENERATORS):
+        for client in (generator.name for generator in LOAD_GENERATORS):
             pair = [figures["systems"][name][client][mix.name] for name in (OURS, PEER)]
             for name, of_load in zip((OURS, PEER), pair, strict=True):
-                least = min(one["completed"] for one in of_load["rounds"])
+                least = min(report["completed"] for report in of_load["rounds"])
                 if least < wanted:
                     problems.append(
                         f"{client} completed {least} of {wanted} requests of {mix.name} against"

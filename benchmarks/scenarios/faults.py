@@ -101,7 +101,7 @@ def _rows(figures: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     silence = figures["longest_silence_s"]
     return [
         ("cells that count / wanted", f"{figures['cells']} / {figures['cells_wanted']}"),
-        ("cells with a problem", str(sum(bool(one["problems"]) for one in figures["by_cell"]))),
+        ("cells with a problem", str(sum(bool(cell["problems"]) for cell in figures["by_cell"]))),
         ("cells not run yet", str(figures["cells_not_run"])),
         *request_rows(figures["requests"]),
         ("broken invariants", str(figures["violations"])),

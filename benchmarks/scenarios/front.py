@@ -113,28 +113,28 @@ class Sides:
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start one engine each, then two, and measure."""
-    found = FrontRecord()
+    record = FrontRecord()
     with ExitStack() as stack:
-        compare_costs(Sides.start(deployment, 1, say, stack), found, choice, progress)
+        compare_costs(Sides.start(deployment, 1, say, stack), record, choice, progress)
     with ExitStack() as stack:
-        compare_dispatch(Sides.start(deployment, 2, say, stack), found, choice, progress)
-    return judge(found)
+        compare_dispatch(Sides.start(deployment, 2, say, stack), record, choice, progress)
+    return judge(record)
 
 
-def compare_costs(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
+def compare_costs(sides: Sides, record: FrontRecord, choice: LoadChoice, progress: Say) -> None:
     """Pairs of both closed loops; which system is first alternates."""
     pairs = QUICK_PAIRS if choice.quick else PAIRS
     for number in range(-1, pairs):  # what loads at the first request does not count
         progress(f"pair {number + 1} of {pairs}")
         for name in sorted((FRONT, PLAIN), reverse=bool(number % 2)):
             seed = choice.seed * 1000 + number
-            alone, together = (sides.measure(name, one, seed) for one in (ALONE, TOGETHER))
+            alone, together = (sides.measure(name, shape, seed) for shape in (ALONE, TOGETHER))
             if number >= 0:
-                found.alone[name].append(alone)
-                found.together[name].append(together)
+                record.alone[name].append(alone)
+                record.together[name].append(together)
 
 
-def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
+def compare_dispatch(sides: Sides, record: FrontRecord, choice: LoadChoice, progress: Say) -> None:
     """Rounds with both kinds of lengths; in a round both systems get the same arrivals.
 
     Both systems get the load that tells the rate, so that neither begins cold. No prompt begins as
@@ -145,11 +145,11 @@ def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progr
     recorded = trace.slice(AZURE_CODE_BEGIN_S, AZURE_CODE_S)
     for number, (lengths, scale) in enumerate(LENGTHS.items()):
         first_seed = (choice.seed * len(LENGTHS) + number) * 1000
-        by = found.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
+        by = record.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
         progress(f"{lengths}: how many requests a second are too many")
         load = from_trace(recorded, scale, first_seed, lengths)
         answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
-        rate = found.rates_per_s[lengths] = UTILISATION * answered[PLAIN]
+        rate = record.rates_per_s[lengths] = UTILISATION * answered[PLAIN]
         for turn in range(rounds):
             progress(f"{lengths}: round {turn + 1} of {rounds}")
             seed = first_seed + 1 + turn
@@ -158,26 +158,28 @@ def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progr
                 by[name].append(_ttfts(sides.send(name, load, None)))
 
 
-def judge(found: FrontRecord) -> TrialVerdict:
+def judge(record: FrontRecord) -> TrialVerdict:
     """Figures, and what is above its bound."""
     problems: list[str] = []
     figures: dict[str, Any] = {}
     rows: list[tuple[str, str]] = []
-    for load, by in (("one at a time", found.alone), ("eight at a time", found.together)):
+    for load, by in (("one at a time", record.alone), ("eight at a time", record.together)):
         added_s = [a.ttft_s - b.ttft_s for a, b in zip(by[FRONT], by[PLAIN], strict=True)]
-        beside = [one.cost.total_s / one.cost.engine_s - 1 for one in by[FRONT]]
+        beside = [load_cost.cost.total_s / load_cost.cost.engine_s - 1 for load_cost in by[FRONT]]
         whole = [
             (a.cost.total_s / a.tokens) / (b.cost.total_s / b.tokens)
             for a, b in zip(by[FRONT], by[PLAIN], strict=True)
         ]
         figures[load] = {
             "ttft_added_s": added_s,
-            "ttft_s": {name: [one.ttft_s for one in each] for name, each in by.items()},
+            "ttft_s": {name: [load_cost.ttft_s for load_cost in each] for name, each in by.items()},
             "cpu_s_per_1000_tokens": {
-                name: [1e3 * one.cost.total_s / one.tokens for one in each]
+                name: [1e3 * load_cost.cost.total_s / load_cost.tokens for load_cost in each]
                 for name, each in by.items()
             },
-            "cpu_s": {name: [one.cost.seconds for one in each] for name, each in by.items()},
+            "cpu_s": {
+                name: [load_cost.cost.seconds for load_cost in each] for name, each in by.items()
+            },
             "cpu_beside_engine": beside,
             "cpu_over_plain": whole,
         }
@@ -192,42 +194,44 @@ def judge(found: FrontRecord) -> TrialVerdict:
     share = median(figures["eight at a time"]["cpu_beside_engine"])
     if share > CPU_SHARE_MAX:
         problems.append(f"the control plane takes {100 * share:.1f} % of the engine's processor")
-    for lengths in found.ttfts_s:
-        _judge_dispatch(found, lengths, figures, rows, problems)
+    for lengths in record.ttfts_s:
+        _judge_dispatch(record, lengths, figures, rows, problems)
     return TrialVerdict(figures, rows, problems)
 
 
 def _judge_dispatch(
-    found: FrontRecord,
+    record: FrontRecord,
     lengths: str,
     figures: dict[str, Any],
     rows: list[tuple[str, str]],
     problems: list[str],
 ) -> None:
     """Add what both systems' two engines did with requests of one kind of lengths."""
-    ttfts = found.ttfts_s[lengths]
-    p99s = {name: [_p99(one) for one in each] for name, each in ttfts.items()}
+    ttfts = record.ttfts_s[lengths]
+    p99s = {name: [_p99(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()}
     ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
     together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
     ratio = together[FRONT] / together[PLAIN]
     figures[lengths] = {
-        "requests_per_s": found.rates_per_s[lengths],
-        "requests": [len(one) for one in ttfts[FRONT]],
-        "ttft_s": {name: [percentiles(one) for one in each] for name, each in ttfts.items()},
+        "requests_per_s": record.rates_per_s[lengths],
+        "requests": [len(ttfts_s) for ttfts_s in ttfts[FRONT]],
+        "ttft_s": {
+            name: [percentiles(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()
+        },
         "p99_ratios": ratios,
         "p99_s": together,
         "p99_ratio": ratio,
     }
-    told = ", ".join(f"{one:.2f} s {name}" for name, one in together.items())
-    rounds = ", ".join(f"{one:.2f}" for one in ratios)
-    rate = f"{found.rates_per_s[lengths]:.1f} requests/s"
-    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {told}: {ratio:.2f} x ({rounds})"))
+    pooled = ", ".join(f"{p99_s:.2f} s {name}" for name, p99_s in together.items())
+    rounds = ", ".join(f"{ratio_:.2f}" for ratio_ in ratios)
+    rate = f"{record.rates_per_s[lengths]:.1f} requests/s"
+    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {pooled}: {ratio:.2f} x ({rounds})"))
     if ratio > P99_SHARE_MAX[lengths]:
         problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
 
 
 def _ttfts(records: Sequence[SentRequest]) -> list[float]:
-    return [one.ttft_s for one in records]
+    return [record.ttft_s for record in records]
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -235,8 +239,8 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def _answered_per_s(records: Sequence[SentRequest]) -> float:
-    last_s = max(one.token_times_s[-1] for one in records)
-    return len(records) / (last_s - min(one.sent_s for one in records))
+    last_s = max(record.token_times_s[-1] for record in records)
+    return len(records) / (last_s - min(record.sent_s for record in records))
 
 
 SCENARIO = Scenario(

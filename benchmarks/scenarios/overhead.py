@@ -55,18 +55,18 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
 
 def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, Any]:
     """Overhead by system, of those whose engines keep a log."""
-    found = {}
+    inspected = {}
     for name, system in systems.items():
         if isinstance(system, Tideserve):
             times = read_engine_logs(system.event_logs)
             alone = rounds.get(ALONE, {}).get(name, ())
             together = rounds.get(TOGETHER, {}).get(name, ())
             cost = system.gateway_cost().since(system.cost_at_start)
-            found[name] = {
+            inspected[name] = {
                 "overhead": overhead(times, alone, together)
                 | {"gateway_cpu_s_per_1000_tokens": cost.per_thousand_s}
             }
-    return found
+    return inspected
 
 
 def overhead(
@@ -75,8 +75,8 @@ def overhead(
     """Seconds added to a first token, to the engine and back, and shares of planning."""
     done = [
         record
-        for one in alone
-        for record in one.records
+        for round_ in alone
+        for record in round_.records
         if record.outcome is RequestOutcome.COMPLETED and record.request_id in times.first_token_s
     ]
     there = [times.arrived_s[record.request_id] - record.sent_s for record in done]
@@ -94,9 +94,9 @@ def overhead(
 def _planning_share(times: EngineTimes, rounds: Sequence[Round]) -> float | None:
     """Mean over the rounds; None without any."""
     windows = [
-        (min(r.sent_s for r in one.records), max(r.end_s for r in one.records))
-        for one in rounds
-        if one.records
+        (min(r.sent_s for r in round_.records), max(r.end_s for r in round_.records))
+        for round_ in rounds
+        if round_.records
     ]
     shares = [share for span in windows if (share := times.planning_share(*span)) is not None]
     return sum(shares) / len(shares) if shares else None

@@ -81,7 +81,7 @@ class Found:
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start both clusters, chat, count, simulate."""
-    found = Found()
+    record = Found()
     with ExitStack() as stack:
         clients = {}
         for name in (ON, OFF):
@@ -96,19 +96,19 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
                 kv_tokens = system.counters().capacity_tokens
                 if kv_tokens is None:
                     raise SystemUnavailable("the worker does not report its number of KV blocks")
-                found.capacity_blocks = kv_tokens // BLOCK_TOKENS
+                record.capacity_blocks = kv_tokens // BLOCK_TOKENS
         chats = QUICK_CHAT_COUNT if choice.quick else CHAT_COUNT
         for number in range(-1, chats):  # modules that load at the first request do not count
             progress(f"chat {number + 1} of {chats}")
             for name in sorted(clients, reverse=bool(number % 2)):
                 answers = chat(clients[name], f"{choice.seed} {number}")
                 if number >= 0:
-                    found.ttfts_s[name].append([one.ttft_s for one in answers])
+                    record.ttfts_s[name].append([answer.ttft_s for answer in answers])
         requests = QUICK_COUNTED_REQUESTS if choice.quick else COUNTED_REQUESTS
-        count_hits(clients[ON], found, requests, choice.seed, progress)
-        found.foreign_hits = foreign_hits(clients[ON], choice.seed)
-    simulate(found, choice, progress)
-    return judge(found)
+        count_hits(clients[ON], record, requests, choice.seed, progress)
+        record.foreign_hits = foreign_hits(clients[ON], choice.seed)
+    simulate(record, choice, progress)
+    return judge(record)
 
 
 def chat(client: OneByOne, seed: str) -> list[TurnAnswer]:
@@ -122,15 +122,15 @@ def chat(client: OneByOne, seed: str) -> list[TurnAnswer]:
     return answers
 
 
-def count_hits(client: OneByOne, found: Found, requests: int, seed: int, progress: Say) -> None:
+def count_hits(client: OneByOne, record: Found, requests: int, seed: int, progress: Say) -> None:
     """Turns of several chats in any order, until they overflow the cache; counted twice.
 
     The first requests only fill both caches, so that what was cached before is gone.
     """
     rng = Random(f"counted {seed}")
-    counted = CountedCache(found.capacity_blocks, BLOCK_TOKENS)
+    counted = CountedCache(record.capacity_blocks, BLOCK_TOKENS)
     said: dict[int, tuple[int, ...]] = {}
-    filler = found.capacity_blocks * BLOCK_TOKENS
+    filler = record.capacity_blocks * BLOCK_TOKENS
     place = 0
     while filler > 0:
         prompt = prompt_ids(min(filler, 1500), f"filler {seed} {place}")
@@ -142,14 +142,14 @@ def count_hits(client: OneByOne, found: Found, requests: int, seed: int, progres
         which = rng.randrange(COUNTED_CHATS)
         question = prompt_ids(rng.randint(*COUNTED_QUESTION), f"counted {seed} {number}")
         prompt = (*said.get(which, ()), *question)
-        if len(prompt) > found.capacity_blocks * BLOCK_TOKENS // 3:
+        if len(prompt) > record.capacity_blocks * BLOCK_TOKENS // 3:
             prompt = question
         answer = client.ask(prompt, COUNTED_ANSWER)
         counted.request(prompt, answer.output_ids)
         said[which] = (*prompt, *answer.output_ids)
-        found.queries += answer.prompt_tokens
-        found.hits += answer.cached_tokens
-    found.counted_hits = counted.hits
+        record.queries += answer.prompt_tokens
+        record.hits += answer.cached_tokens
+    record.counted_hits = counted.hits
 
 
 def foreign_hits(client: OneByOne, seed: int) -> int:
@@ -165,7 +165,7 @@ def foreign_hits(client: OneByOne, seed: int) -> int:
     return foreign
 
 
-def simulate(found: Found, choice: LoadChoice, progress: Say) -> None:
+def simulate(record: Found, choice: LoadChoice, progress: Say) -> None:
     """Both dispatches, on generated conversations or on the chosen trace. Raises TraceError."""
     duration_s = QUICK_SIMULATED_S if choice.quick else SIMULATED_S
     if choice.trace is not None:
@@ -183,7 +183,7 @@ def simulate(found: Found, choice: LoadChoice, progress: Say) -> None:
         for capacity in CAPACITIES[-1:] if choice.quick else CAPACITIES:
             for dispatch in (LEAST_LOADED, PREFIX):
                 progress(f"simulating {len(arrivals):,} requests of {load}, dispatch {dispatch}")
-                found.served.append(serve(load, arrivals, dispatch, capacity))
+                record.served.append(serve(load, arrivals, dispatch, capacity))
 
 
 def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens: int) -> Served:
@@ -203,7 +203,9 @@ def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens
         scheduler=StateConfig(1_000_000, 1e6, dispatch, ttft=model if dispatch == PREFIX else None),
     )
     outcomes = Cluster(spec, CostTimeModel(model), OpenLoop(arrivals)).run()
-    ttfts_s = [one.ttft_s for one in outcomes.records if one.outcome is Outcome.COMPLETED]
+    ttfts_s = [
+        request.ttft_s for request in outcomes.records if request.outcome is Outcome.COMPLETED
+    ]
     return Served(
         load,
         dispatch,
@@ -215,18 +217,20 @@ def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens
     )
 
 
-def judge(found: Found) -> TrialVerdict:
+def judge(record: Found) -> TrialVerdict:
     """Figures, and a problem for each bar that is not reached."""
-    last = {name: median(one[-1] for one in chats) for name, chats in found.ttfts_s.items()}
+    last = {
+        name: median(ttfts_s[-1] for ttfts_s in chats) for name, chats in record.ttfts_s.items()
+    }
     share = last[ON] / last[OFF]
-    error = found.hits / found.counted_hits - 1 if found.counted_hits else 1.0
-    gains = _gains(found.served)
+    error = record.hits / record.counted_hits - 1 if record.counted_hits else 1.0
+    gains = _gains(record.served)
     problems = {
         f"the first token of turn {TURNS} takes {share:.2f} of the time without a cache, more than"
         f" {TTFT_SHARE_MAX:g}": share > TTFT_SHARE_MAX,
-        f"{found.hits:,} tokens were hits, {error:+.1%} beside the {found.counted_hits:,} that"
+        f"{record.hits:,} tokens were hits, {error:+.1%} beside the {record.counted_hits:,} that"
         " were counted": abs(error) > COUNT_ERROR_MAX,
-        f"{found.foreign_hits} tokens of another salt were hits": found.foreign_hits > 0,
+        f"{record.foreign_hits} tokens of another salt were hits": record.foreign_hits > 0,
         **{
             f"dispatch {PREFIX} finds {gain:.2f} times the hits of {LEAST_LOADED} on {name}, less"
             f" than {GAIN_MIN:g}": gain < GAIN_MIN
@@ -236,28 +240,28 @@ def judge(found: Found) -> TrialVerdict:
     missed = [sentence for sentence, applies in problems.items() if applies]
     figures = {
         "chat": f"{TURNS} turns of {QUESTION_TOKENS} in and {ANSWER_TOKENS} out",
-        "ttft_s_by_chat_and_turn": found.ttfts_s,
+        "ttft_s_by_chat_and_turn": record.ttfts_s,
         "ttft_s_last_turn": last,
         "ttft_share": share,
-        "capacity_tokens": found.capacity_blocks * BLOCK_TOKENS,
-        "query_tokens": found.queries,
-        "hit_tokens": found.hits,
-        "counted_hit_tokens": found.counted_hits,
+        "capacity_tokens": record.capacity_blocks * BLOCK_TOKENS,
+        "query_tokens": record.queries,
+        "hit_tokens": record.hits,
+        "counted_hit_tokens": record.counted_hits,
         "hit_error": error,
-        "foreign_hit_tokens": found.foreign_hits,
-        "simulated": [asdict(one) for one in found.served],
+        "foreign_hit_tokens": record.foreign_hits,
+        "simulated": [asdict(served) for served in record.served],
         "simulated_gains": gains,
         "problems": missed,
     }
-    return TrialVerdict(figures, _rows(found, last, share, error), missed)
+    return TrialVerdict(figures, _rows(record, last, share, error), missed)
 
 
 def _gains(served: Sequence[Served]) -> dict[str, float]:
     """Hits of `prefix` in multiples of those of `least_loaded`, by load and capacity."""
     shares: dict[str, dict[str, float]] = {}
-    for one in served:
-        name = f"{one.load}, {one.capacity_tokens:,} tokens"
-        shares.setdefault(name, {})[one.dispatch] = one.hit_share
+    for load in served:
+        name = f"{load.load}, {load.capacity_tokens:,} tokens"
+        shares.setdefault(name, {})[load.dispatch] = load.hit_share
     return {
         name: by[PREFIX] / by[LEAST_LOADED] if by[LEAST_LOADED] else 0.0
         for name, by in shares.items()
@@ -265,7 +269,7 @@ def _gains(served: Sequence[Served]) -> dict[str, float]:
 
 
 def _rows(
-    found: Found, last: Mapping[str, float], share: float, error: float
+    record: Found, last: Mapping[str, float], share: float, error: float
 ) -> list[tuple[str, str]]:
     return [
         (
@@ -274,17 +278,17 @@ def _rows(
         ),
         (
             "hits at a full cache",
-            f"{found.hits:,} of {found.queries:,} prompt tokens; counted {found.counted_hits:,}"
+            f"{record.hits:,} of {record.queries:,} prompt tokens; counted {record.counted_hits:,}"
             f" ({error:+.1%})",
         ),
-        ("hits of another salt", str(found.foreign_hits)),
+        ("hits of another salt", str(record.foreign_hits)),
         *(
             (
-                f"simulated, {WORKERS} workers of {one.capacity_tokens:,} tokens, {one.load}",
-                f"{one.dispatch}: {one.hit_share:.1%} hits, first token"
-                f" P50 {one.ttft_p50_s or 0:.2f} s, P99 {one.ttft_p99_s or 0:.2f} s",
+                f"simulated, {WORKERS} workers of {load.capacity_tokens:,} tokens, {load.load}",
+                f"{load.dispatch}: {load.hit_share:.1%} hits, first token"
+                f" P50 {load.ttft_p50_s or 0:.2f} s, P99 {load.ttft_p99_s or 0:.2f} s",
             )
-            for one in found.served
+            for load in record.served
         ),
     ]
 

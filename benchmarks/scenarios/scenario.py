@@ -190,9 +190,9 @@ class Scenario:
 def find_scenario(name: str) -> Scenario:
     """The scenario called `name`; raises BenchError."""
     if name == ABLATION:
-        found: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
-        return found
+        scenario: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
+        return scenario
     if name not in SUMMARIES:
         raise BenchError(f"unknown scenario '{name}'; there are {', '.join(SUMMARIES)}")
-    found = importlib.import_module(f"benchmarks.scenarios.{name}").SCENARIO
-    return found
+    scenario = importlib.import_module(f"benchmarks.scenarios.{name}").SCENARIO
+    return scenario

@@ -96,8 +96,8 @@ def judge(parts: Mapping[str, Loss | Outage], audited: Audited) -> TrialVerdict:
     figures: dict[str, Any] = {name: part.figures() for name, part in parts.items()}
     rows = [
         (f"{part}: {what}", text)
-        for part, found in figures.items()
-        for what, text in _part_rows(found)
+        for part, part_figures in figures.items()
+        for what, text in _part_rows(part_figures)
     ]
     figures |= audited.figures | {"problems": problems}
     return TrialVerdict(figures, [*rows, *audited.rows], problems)
@@ -137,9 +137,9 @@ class Trouble:
         loss = self._kill_worker(
             "crowded", requests, wanted, count, lambda streams: streams.begun == count
         )
-        prompts = [len(one.prompt_ids) for one in requests]
-        demand_tokens = sum(prompts) + sum(one.output_tokens for one in requests)
-        seen = {one.name: getattr(loss, one.name) for one in fields(loss)}
+        prompts = [len(request.prompt_ids) for request in requests]
+        demand_tokens = sum(prompts) + sum(request.output_tokens for request in requests)
+        seen = {field_.name: getattr(loss, field_.name) for field_ in fields(loss)}
         return Crowd(
             **seen, prompts=prompts, demand_tokens=demand_tokens, survivors_tokens=survivors_tokens
         )
@@ -234,12 +234,12 @@ SHOWN = {
 """For people: figures by name, how they are called, and their format."""
 
 
-def _part_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = request_rows(found["requests"])
+def _part_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = request_rows(figures["requests"])
     for name, (label, form) in SHOWN.items():
-        if name in found:
-            rows.append((label, "–" if found[name] is None else form.format(found[name])))
-    for when, rate in found.get("tokens_per_s", {}).items():
+        if name in figures:
+            rows.append((label, "–" if figures[name] is None else form.format(figures[name])))
+    for when, rate in figures.get("tokens_per_s", {}).items():
         rows.append((f"tokens a second {when}", "–" if rate is None else f"{rate:,.0f}"))
     return rows
 

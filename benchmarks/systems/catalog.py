@@ -52,7 +52,7 @@ def make_system(name: str, deployment: Deployment, api_key: str | None = None) -
         return Vllm(name, off, replace(deployment, paced=None))
     if base in SCHEDULINGS:
         own = options_of(base, off, deployment.workers)
-        off = tuple(one for one in off if not is_suffix(one))
+        off = tuple(suffix for suffix in off if not is_suffix(suffix))
         deployment = replace(deployment, options=merged(deployment.options, own))
     label = f"{name}{PACED_MARK}{deployment.paced}" if deployment.paced else name
     return Tideserve(label, off, deployment)
@@ -110,7 +110,7 @@ def _check_url(name: str) -> tuple[str, str]:
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
     scheduled = scheduling_of(name)
     base, suffixes = scheduled or (name.split("-")[0], name.split("-")[1:])
-    off = [one for one in suffixes if one not in DTYPES]
+    off = [suffix for suffix in suffixes if suffix not in DTYPES]
     known = VLLM_SUFFIXES if base == VLLM else tuple(MECHANISMS)
     if base != VLLM and base not in {*POLICIES, *SCHEDULINGS}:
         dashed = name.replace("_", "-")

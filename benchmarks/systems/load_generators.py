@@ -141,14 +141,14 @@ def guidellm_report(result: Mapping[str, Any]) -> ClientReport:
     done = result["benchmarks"][0]["requests"]["successful"] or []
     if not done:
         return ClientReport(0, 0.0, None, None, None, None)
-    begin_s = min(one["request_start_time"] for one in done)
-    end_s = max(one["request_end_time"] for one in done)
+    begin_s = min(request["request_start_time"] for request in done)
+    end_s = max(request["request_end_time"] for request in done)
     latencies = {}
     for name, key in (("ttft", "time_to_first_token_ms"), ("tpot", "inter_token_latency_ms")):
-        values = [one[key] / 1e3 for one in done if one[key] is not None]
+        values = [request[key] / 1e3 for request in done if request[key] is not None]
         latencies[f"{name}_p50_s"] = percentile(values, 0.5)
         latencies[f"{name}_p95_s"] = percentile(values, 0.95)
-    tokens = sum(one["output_tokens"] for one in done)
+    tokens = sum(request["output_tokens"] for request in done)
     return ClientReport(len(done), tokens / (end_s - begin_s), **latencies)
 
 
@@ -189,7 +189,7 @@ def run_generator(
         start_new_session=True,
     ) as process:
         try:
-            told = process.communicate(timeout=limit_s)[0]
+            output = process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired as error:
             raise SystemUnavailable(f"{client.name} did not end within {limit_s:.0f} s") from error
         finally:
@@ -198,5 +198,5 @@ def run_generator(
     try:
         return client.report(json.loads(result.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        last = " ".join(told.split())[-TAIL_CHARS:]
+        last = " ".join(output.split())[-TAIL_CHARS:]
         raise SystemUnavailable(f"{client.name} left no result: {last}") from error

@@ -34,15 +34,15 @@ class Processor:
 
 def read_processor(path: Path = CPUINFO) -> Processor:
     """The first processor of this machine, as the kernel describes it; without it, its family."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")
-            found.setdefault(key.strip(), value.strip())
+            entries.setdefault(key.strip(), value.strip())
     except OSError:
-        found = {}
-    name = found.get("model name") or platform.processor() or platform.machine()
-    flags = (found.get("flags") or found.get("Features") or "").split()
+        entries = {}
+    name = entries.get("model name") or platform.processor() or platform.machine()
+    flags = (entries.get("flags") or entries.get("Features") or "").split()
     return Processor(name, tuple(flag for flag in TOLD if flag in flags))
 
 
@@ -50,12 +50,12 @@ def read_gpus() -> list[str]:
     """Name and driver of each NVIDIA GPU, as nvidia-smi tells them; none without it."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, timeout=GPUS_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return told.stdout.splitlines()
+    return completed.stdout.splitlines()
 
 
 def fastest_dtype(flags: Collection[str]) -> str:

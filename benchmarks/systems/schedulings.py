@@ -75,7 +75,7 @@ def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
     """(a key of `SCHEDULINGS`, the suffixes after it); None if the name begins with none."""
     for key in SCHEDULINGS:
         if name == key or name.startswith(f"{key}-"):
-            return key, [one for one in name[len(key) :].split("-") if one]
+            return key, [suffix for suffix in name[len(key) :].split("-") if suffix]
     return None
 
 
@@ -99,12 +99,12 @@ def options_of(key: str, suffixes: Sequence[str], workers: int) -> Options:
 
 def merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> Options:
     """Both; `more` wins, key by key also within the sections that are passed on to services."""
-    found = dict(options)
+    options_ = dict(options)
     for key, value in more.items():
-        own = found.get(key)
+        own = options_.get(key)
         nested = isinstance(own, Mapping) and isinstance(value, Mapping)
-        found[key] = merged(own or {}, value) if nested else value
-    return found
+        options_[key] = merged(own or {}, value) if nested else value
+    return options_
 
 
 def serves_batch(label: str) -> bool:

@@ -130,7 +130,7 @@ class System(Protocol):
 def _parameters_in(path: Path) -> int:
     """How many there are in a file of safetensors, by its header. Raises SystemUnavailable."""
     try:
-        return sum(prod(one["shape"]) for one in read_header(path).tensors.values())
+        return sum(prod(tensor["shape"]) for tensor in read_header(path).tensors.values())
     except DAMAGED as error:
         raise SystemUnavailable(f"{path} is no file of safetensors") from error
 
@@ -149,17 +149,17 @@ def parse_metrics(text: str) -> dict[str, float]:
 
     Those with a label `class` also under `name{class}`, such as `tokens_total{batch}`.
     """
-    found: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for name, labels, text_value in _SAMPLE.findall(text):
         try:
             value = float(text_value)
         except ValueError:
             continue
-        found[name] = found.get(name, 0.0) + value
-        if (told := _CLASS.search(labels)) is not None:
-            of_class = f"{name}{{{told[1]}}}"
-            found[of_class] = found.get(of_class, 0.0) + value
-    return found
+        samples[name] = samples.get(name, 0.0) + value
+        if (label := _CLASS.search(labels)) is not None:
+            of_class = f"{name}{{{label[1]}}}"
+            samples[of_class] = samples.get(of_class, 0.0) + value
+    return samples
 
 
 def served_model(url: str, api_key: str | None) -> str:

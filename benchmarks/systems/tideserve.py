@@ -187,11 +187,11 @@ class Tideserve:
 
     def metrics(self) -> dict[str, float]:
         """The cluster's metrics, summed over its processes; none of one that does not answer."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for address in metrics_addresses(self.targets):
             for name, value in read_metrics(f"http://{address}").items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def counters(self) -> Counters:
         metrics = self.metrics()
@@ -240,6 +240,6 @@ class Tideserve:
 def metrics_addresses(path: Path) -> list[str]:
     """host:port of the processes' metrics, from the file for Prometheus; none without it."""
     try:
-        return [address for one in json.loads(path.read_text()) for address in one["targets"]]
+        return [address for group in json.loads(path.read_text()) for address in group["targets"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

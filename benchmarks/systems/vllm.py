@@ -127,12 +127,12 @@ class Vllm:
             process.thaw()
 
     def counters(self) -> Counters:
-        found = [vllm_counters(read_metrics(url)) for url in self.urls]
+        counters = [vllm_counters(read_metrics(url)) for url in self.urls]
         return Counters(
-            preemptions=_total([one.preemptions for one in found]),
+            preemptions=_total([instance.preemptions for instance in counters]),
             capacity_tokens=self.blocks * BLOCK_TOKENS * self._deployment.workers,
-            processed=_total([one.processed for one in found]),
-            output=_total([one.output for one in found]),
+            processed=_total([instance.processed for instance in counters]),
+            output=_total([instance.output for instance in counters]),
         )
 
     def describe(self) -> Mapping[str, Any]:
@@ -168,5 +168,5 @@ class Vllm:
 
 def _total(values: Sequence[Number | None]) -> Number | None:
     """Their sum; None if one is unknown."""
-    known = [one for one in values if one is not None]
+    known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
