@@ -1,4 +1,4 @@
-"""Runs the load generator in another process and reads its records."""
+"""Run the load generator in a separate process and read its records."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ from tideserve.load.client import Job
 from tideserve.load.record import RequestOutcome, SentRequest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Time beyond the job's own deadline, to start the interpreter and to write the result.
+# Grace after the job's own deadline, to start the interpreter and write the result.
 GRACE_S = 60.0
 
 
 def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, ...]:
-    """Send the job's requests from another process; raises SystemUnavailable if it dies."""
+    """Send the job's requests from a separate process. Raises SystemUnavailable if it dies."""
     with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
         job_path, result_path = Path(folder) / "job", Path(folder) / "result"
         job_path.write_bytes(msgspec.msgpack.encode(job))
@@ -51,7 +51,7 @@ def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, 
 
 
 def run_answered(job: Job) -> tuple[SentRequest, ...]:
-    """The same; raises SystemUnavailable, too, if a request does not complete."""
+    """Like `run_job`, but also raises SystemUnavailable if a request does not complete."""
     records = run_job(job, lambda line: None)
     failed = [record for record in records if record.outcome is not RequestOutcome.COMPLETED]
     if failed:

@@ -1,4 +1,4 @@
-"""Figures from records. Pure: no clock, no I/O."""
+"""Figures computed from records. Pure: no clock, no I/O."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ LATENCIES: Mapping[str, Callable[[SentRequest], float | None]] = {
     "normalized_latency_s": lambda record: record.normalized_s,
 }
 REPORT_S = 1.0
-"""Seconds after which workers report their counters at the latest."""
+"""Maximum seconds between counter reports of a worker."""
 PHASES = ("prefill", "decode")
 COMPARED_FROM = {"p99.9": 1000}
-"""Requests from which a percentile is compared: of fewer it is the maximum, which is chance."""
+"""Minimum number of requests to compare a percentile; with fewer it is merely the maximum."""
 
 BLOCK_TOKENS = 16
 Timeline = list[tuple[float, int]]
@@ -28,7 +28,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class LatencyTarget:
-    """A service level: a latency at most `limit` seconds, or `limit` × the best system's P50."""
+    """A latency target: at most `limit` seconds, or `limit` × the best system's P50."""
 
     metric: str
     limit: float
@@ -40,17 +40,17 @@ class LatencyTarget:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """All of `PERCENTILES`."""
+    """The percentiles in `PERCENTILES`."""
     return {name: percentile(values, share) for name, share in PERCENTILES.items()}
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """All of `PERCENTILES`, and `max`: the slowest one."""
+    """The percentiles in `PERCENTILES`, and the maximum."""
     return percentiles(values) | {"max": max(values, default=None)}
 
 
 def latencies(records: Iterable[SentRequest], metric: str) -> list[float]:
-    """One latency of every completed request that has it."""
+    """The latency `metric` of every completed request that has it."""
     measure = LATENCIES[metric]
     values = [
         measure(r) for r in records if r.outcome is RequestOutcome.COMPLETED and r.token_times_s
@@ -68,11 +68,11 @@ def throughput(rounds: Sequence[Sequence[SentRequest]]) -> float | None:
 def attainment(
     records: Sequence[SentRequest], target: LatencyTarget, best_p50_s: float | None
 ) -> float | None:
-    """Share of all sent requests that met the target: refused and failed ones did not."""
+    """Share of all sent requests that met the target; refused and failed requests did not."""
     if not records or (target.relative and best_p50_s is None):
         return None
     limit_s = target.limit * best_p50_s if target.relative and best_p50_s else target.limit
-    # A request of one token has no time per further token to miss.
+    # A request with a single token has no TPOT, so it cannot miss it.
     measure = LATENCIES[target.metric]
     completed = [r for r in records if r.outcome is RequestOutcome.COMPLETED and r.token_times_s]
     return sum((measure(r) or 0.0) <= limit_s for r in completed) / len(records)
@@ -83,7 +83,7 @@ def figures(
     targets: Sequence[LatencyTarget],
     best_p50_s: Mapping[str, float | None],
 ) -> Figures:
-    """One system's figures, pooled over its rounds, with the spread between them."""
+    """A system's figures, pooled over its rounds, with the spread between rounds."""
     pooled = _core([list(round_.records) for round_ in rounds], targets, best_p50_s)
     pooled["preemptions"] = _sum([round_.preemptions for round_ in rounds])
     pooled["busy_s"] = _sum([round_.busy_s for round_ in rounds])
@@ -96,7 +96,7 @@ def figures(
         for round_ in rounds
         if round_.capacity_tokens
     ]
-    # The mildest round counts: an overload is claimed only where every round had it.
+    # Use the mildest round: only an overload in every round counts.
     pooled["kv_demand_peak_ratio"] = min(ratios) if ratios else None
     classes = sorted({record.slo_class for round_ in rounds for record in round_.records})
     pooled["classes"] = {
@@ -120,23 +120,23 @@ def figures(
 
 
 def cost_scale(rounds: Sequence[Round], phase: str) -> float | None:
-    """Measured over predicted time of the iterations of a phase; None if that is unknown."""
+    """Measured over predicted time of the iterations of a phase; None if unknown."""
     measured_s = sum(getattr(round_, f"{phase}_s") or 0.0 for round_ in rounds)
     predicted_s = sum(getattr(round_, f"{phase}_predicted_s") or 0.0 for round_ in rounds)
     return quotient(measured_s or None, predicted_s)
 
 
 def bubble_share(rounds: Sequence[Round]) -> float | None:
-    """Bubbles' share of the stages' time in pipelines; None where there was no pipeline."""
+    """Share of bubbles in the stages' time in pipelines; None without pipelines."""
     busy_s = sum(round_.busy_s or 0.0 for round_ in rounds)
     bubble_s = sum(round_.bubble_s or 0.0 for round_ in rounds if round_.busy_s is not None)
     return bubble_s / (busy_s + bubble_s) if busy_s else None
 
 
 def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
-    """The same while requests arrive: the last answers cannot fill a pipeline.
+    """The bubble share while requests arrive, since the last answers cannot fill a pipeline.
 
-    None where there was no pipeline then, or nothing was sampled.
+    None without pipelines or samples in that time.
     """
     busy_s = bubble_s = 0.0
     for round_ in rounds:
@@ -153,9 +153,9 @@ def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
 
 
 def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
-    """Every system against every other: `a/b` above 1 means that a's value is larger.
+    """Ratios of every system to every other: `a/b` above 1 means that a's value is larger.
 
-    Without percentiles that too few requests make (`COMPARED_FROM`).
+    Percentiles over too few requests (`COMPARED_FROM`) are left out.
     """
     return {
         f"{name}/{other}": _ratios(systems[name], systems[other])
@@ -166,7 +166,7 @@ def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
 
 
 def best_p50_s(systems: Mapping[str, Sequence[Round]]) -> dict[str, float | None]:
-    """The smallest median of each latency over the systems."""
+    """The smallest median over the systems, by latency."""
     best: dict[str, float | None] = {}
     for metric in LATENCIES:
         medians = [
@@ -234,7 +234,7 @@ def _ratios(own: Figures, other: Figures) -> dict[str, float]:
     }
     key = "throughput_tokens_per_s"
     quotients[key] = quotient(own[key], other[key])
-    # A stall of the machine sets the pooled P99 of a hundred requests, but is in one round only.
+    # A stall of the machine sets the pooled P99 of a hundred requests, but affects a single round.
     middle = (_middle_round(figures, "ttft_p99_s") for figures in (own, other))
     quotients["ttft_s.p99.median_round"] = quotient(*middle)
     return {key: ratio for key, ratio in quotients.items() if ratio is not None}
@@ -244,9 +244,9 @@ def _middle_round(system: Figures, key: str) -> float | None:
     return percentile([round_[key] for round_ in system["rounds"] if round_[key] is not None], 0.5)
 
 
-def quotient(numerator: float | None, other: float | None) -> float | None:
-    """Their ratio; None if one is unknown, or the second 0."""
-    return numerator / other if numerator is not None and other else None
+def quotient(numerator: float | None, denominator: float | None) -> float | None:
+    """The ratio of two figures; None if either is unknown or the denominator is 0."""
+    return numerator / denominator if numerator is not None and denominator else None
 
 
 def _sum(values: Sequence[Number | None]) -> Number | None:
@@ -255,10 +255,10 @@ def _sum(values: Sequence[Number | None]) -> Number | None:
 
 
 def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -> Timeline:
-    """KV demand as the client knows it, from each time on, one entry for every change.
+    """KV demand over time as seen by the client, an entry per change.
 
-    A request that was sent and has no token yet needs its prompt and one block more. One with
-    tokens needs its prompt and those tokens, whether it runs or was preempted.
+    A request without a token needs its prompt and a further block. A request with tokens needs its
+    prompt and these tokens, whether it is running or preempted.
     """
     changes: list[tuple[float, int]] = []
     for record in records:
@@ -275,7 +275,7 @@ def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -
 
 
 def peak_ratio(records: Sequence[SentRequest], capacity_tokens: int) -> float:
-    """The largest demand as a multiple of the capacity."""
+    """The peak demand as a multiple of the capacity."""
     peak = max((demand for _, demand in timeline(records)), default=0)
     return peak / capacity_tokens
 
@@ -295,5 +295,5 @@ def _changes(record: SentRequest, block_tokens: int) -> Timeline:
 
 
 def _blocks(tokens: int, block_tokens: int) -> int:
-    """Tokens that the blocks of `tokens` tokens could hold."""
+    """`tokens` rounded up to whole blocks."""
     return -(-tokens // block_tokens) * block_tokens

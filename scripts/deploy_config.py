@@ -9,7 +9,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from deploy_network import Way, calls, check_ways, lets_strangers_in, sources_of_services
+from deploy_network import (
+    Connection,
+    admits_strangers,
+    calls,
+    check_connections,
+    sources_of_services,
+)
 from deploy_objects import ROOT, Object, identity
 
 from services.common.errors import ConfigError
@@ -94,7 +100,7 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
             continue
         pod = deployment["spec"]["template"]["spec"]
         container = next(
-            container_ for container_ in pod["containers"] if container_["name"] == service
+            candidate for candidate in pod["containers"] if candidate["name"] == service
         )
         try:
             config = read_config(service, environment_of(container, known))
@@ -173,7 +179,7 @@ def _files(container: Object) -> Iterator[str]:
         if not row["name"].endswith("_FILE"):
             continue
         mount = next(
-            (mount_ for mount_ in mounts if path.startswith(f"{mount_['mountPath']}/")), None
+            (candidate for candidate in mounts if path.startswith(f"{candidate['mountPath']}/")), None
         )
         if mount is None:
             yield f"{row['name']} is {path}, which is in no mount"
@@ -216,8 +222,8 @@ def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterato
     """Every connection between services has to be let through, and only clients may come in."""
     policies = [obj for obj in known.values() if obj["kind"] == "NetworkPolicy"]
     ports = {name: getattr(config, PORT_KEYS[name]["grpc"]) for name, config in configs.items()}
-    ways = [
-        Way(source, target, ports[target], ports[target])
+    connections = [
+        Connection(source, target, ports[target], ports[target])
         for source, target in sorted(calls(sources_of_services()))
     ]
     worker = configs["worker"]
@@ -227,12 +233,12 @@ def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterato
         (worker.bulk_port, worker.bulk_port),
         (int(first), int(last)),
     ):
-        ways.append(Way("worker", "worker", low, high))
-    yield from check_ways(ways, policies)
+        connections.append(Connection("worker", "worker", low, high))
+    yield from check_connections(connections, policies)
     for name, port in ports.items():
-        if lets_strangers_in(policies, name, port):
+        if admits_strangers(policies, name, port):
             yield f"a NetworkPolicy lets anybody in at port {port} of {name}"
-    if not lets_strangers_in(policies, "gateway", configs["gateway"].port):
+    if not admits_strangers(policies, "gateway", configs["gateway"].port):
         yield "no NetworkPolicy lets clients in"
 
 

@@ -18,7 +18,7 @@ PEERS = {"peer": "gateway"}
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Connection:
     """A connection from pods of one component to a range of ports of another's."""
 
     source: str
@@ -47,17 +47,17 @@ def sources_of_services() -> dict[str, str]:
     }
 
 
-def check_ways(wanted: Iterable[Way], policies: Iterable[Object]) -> Iterator[str]:
-    """A sentence for each way in `wanted` that `policies` close at one of its ends."""
+def check_connections(wanted: Iterable[Connection], policies: Iterable[Object]) -> Iterator[str]:
+    """A sentence for each connection in `wanted` that `policies` close at one of its ends."""
     policies = list(policies)
-    for way in wanted:
+    for connection in wanted:
         for end in ("ingress", "egress"):
-            if not any(_opens(policy, way, end) for policy in policies):
-                ports = f"{way.first}" if way.first == way.last else f"{way.first}-{way.last}"
-                yield f"no NetworkPolicy has {end} from {way.source} to {way.target} at {ports}"
+            if not any(_opens(policy, connection, end) for policy in policies):
+                ports = f"{connection.first}" if connection.first == connection.last else f"{connection.first}-{connection.last}"
+                yield f"no NetworkPolicy has {end} from {connection.source} to {connection.target} at {ports}"
 
 
-def lets_strangers_in(policies: Iterable[Object], component: str, port: int) -> bool:
+def admits_strangers(policies: Iterable[Object], component: str, port: int) -> bool:
     """Whether pods that are none of ours may dial `port` of `component`."""
     return any(
         selects(policy["spec"]["podSelector"], component) and _covers(rule, port, port)
@@ -79,13 +79,13 @@ def selects(selector: Object, component: str) -> bool:
     )
 
 
-def _opens(policy: Object, way: Way, end: str) -> bool:
-    inside, outside = (way.target, way.source) if end == "ingress" else (way.source, way.target)
+def _opens(policy: Object, connection: Connection, end: str) -> bool:
+    inside, outside = (connection.target, connection.source) if end == "ingress" else (connection.source, connection.target)
     if not selects(policy["spec"]["podSelector"], inside):
         return False
     direction = "from" if end == "ingress" else "to"
     return any(
-        _covers(rule, way.first, way.last)
+        _covers(rule, connection.first, connection.last)
         and (
             direction not in rule
             or any(selects(peer.get("podSelector", {}), outside) for peer in rule[direction])

@@ -54,7 +54,7 @@ def configuration() -> str:
     for name, title in SERVICES.items():
         own = [setting for key, setting in settings_of(CONFIGS[name]).items() if key not in shared]
         parts += [f"## {title}\n", _key_table(own)]
-    return _with_made("configuration", "\n".join(parts), _up_table())
+    return _fill_generated("configuration", "\n".join(parts), _up_table())
 
 
 def metrics() -> str:
@@ -72,7 +72,7 @@ def metrics() -> str:
             for entry in entries
         ]
         parts.append(table(("metric", "type", "labels", "what it is"), lines))
-    return _with_made("metrics", "\n".join(parts))
+    return _fill_generated("metrics", "\n".join(parts))
 
 
 def fields() -> str:
@@ -82,7 +82,7 @@ def fields() -> str:
         rows = [(f"`{row.name}`", row.effect, row.values, row.note) for row in fields_of(endpoint)]
         parts.append(f"## {endpoint}\n")
         parts.append(table(("field", "effect", "values", "what to know"), rows))
-    return _with_made("fields", "\n".join(parts))
+    return _fill_generated("fields", "\n".join(parts))
 
 
 def grpc() -> str:
@@ -93,7 +93,7 @@ def grpc() -> str:
         for reason in (grpc_errors.reason_of(error("an error")),)
     }
     rows = [(f"`{name}`", *others) for name, *others in sorted(lines)]
-    return _with_made("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
+    return _fill_generated("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
 
 
 def supported() -> str:
@@ -120,7 +120,7 @@ def flags_of_vllm() -> str:
     return f"{GENERATED}{vllm_flags.INTRODUCTION}\n{table(columns, list(vllm_flags.rows()))}"
 
 
-def _with_made(page: str, *made: str) -> str:
+def _fill_generated(page: str, *made: str) -> str:
     """The page of docs/ with what is made in it made anew, part by part."""
     first, *parts = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(BEGIN)
     rest = [part.partition(END)[2] for part in parts]

@@ -73,7 +73,7 @@ class PipStep:
 
     def is_done(self) -> bool:
         """Whether it left its stamp. Without an index, packages of any index will do."""
-        done, wanted = stamp_words(self.name), self.key().split()
+        done, wanted = stamp_fields(self.name), self.key().split()
         return bool(done) and done[: len(wanted)] == wanted
 
 
@@ -82,7 +82,7 @@ def digest_of(index: str) -> str:
     return hashlib.sha256(index.encode()).hexdigest() if index else ""
 
 
-def stamp_words(name: str) -> list[str]:
+def stamp_fields(name: str) -> list[str]:
     """The words in the stamp of a step, none if it has not been done."""
     stamp = STAMPS / name
     return stamp.read_text().split() if stamp.is_file() else []
@@ -194,7 +194,7 @@ def ensure_venv(lock: IO[str], torch_index: str) -> None:
     key = f"{sys.version}\n{sys.executable}\n{ROOT}\n"
     stamp = STAMPS / "venv"
     if stamp.is_file() and stamp.read_text() == key and PYTHON.exists():
-        installed = stamp_words(TORCH)
+        installed = stamp_fields(TORCH)
         other_index = bool(torch_index and installed) and digest_of(torch_index) not in installed
         if not UNFINISHED.exists() and not other_index:
             return

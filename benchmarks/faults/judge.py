@@ -1,4 +1,4 @@
-"""What a fault did to the requests and to the cluster: pure."""
+"""Verdict on the effects of a fault on requests and cluster. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,26 +19,26 @@ from benchmarks.faults.outcomes import (
 )
 
 STREAMS_MIN = 32
-"""Streams with tokens left when the fault begins, or the cell does not count."""
+"""Minimum number of unfinished streams at the fault; with fewer, the cell does not count."""
 BLOCKS_FREE_WITHIN_S = 15.0
-"""For requests whose gateway was lost."""
+"""Limit for freeing the blocks of requests whose gateway was lost."""
 STABLE_WITHIN_S = 30.0
-"""From the end of the fault."""
+"""Limit from the end of the fault."""
 PROBLEMS_MAX = 12
 CUT_OFF = "cut_off"
-"""The request of a gateway that was killed: its client hung up, in effect."""
+"""Ending of a request whose gateway was killed: its client has, in effect, disconnected."""
 
 
 @dataclass(slots=True)
 class CellSeen:
-    """What was seen in a run of a cell.
+    """Observations of a cell run.
 
-    `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted` are
-    the answers of an undisturbed run, by request. `stable_s`: seconds from the end of the fault
-    until every survivor served and all records were settled for good, None if that never came;
-    `whole_s`: until those that were started anew served, too.
-    `blocks_free_s`: seconds until no request had a block, once none should. `broken` are sentences
-    of the audit and of the replays; `probed` are requests after the fault.
+    `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted`:
+    answers of an undisturbed run, by request. `stable_s`: seconds from the end of the fault until
+    every survivor served and all records stayed settled, None if that never happened; `whole_s`:
+    until restarted workers served as well. `blocks_free_s`: seconds from the end of all requests
+    until no KV block was in use. `broken`: problems reported by audit and replays; `probed`:
+    requests sent after the fault.
     """
 
     cell: FaultCell
@@ -55,9 +55,9 @@ class CellSeen:
 
 @dataclass(slots=True)
 class CellVerdict:
-    """The verdict on a cell. It counts only if it was `hit` while enough streams were running.
+    """The verdict on a cell, which counts only if it was `hit` while enough streams were running.
 
-    `logs`: where those of a cell are kept in which something was wrong.
+    `logs`: folder of the kept logs if there were problems.
     """
 
     cell: FaultCell
@@ -71,7 +71,7 @@ class CellVerdict:
     logs: Path | None = None
 
     def line(self) -> dict[str, Any]:
-        """As a line of the file that a matrix is resumed from."""
+        """The verdict as a line of the file from which a matrix is resumed."""
         return {
             "size": self.cell.size,
             "phase": self.cell.phase,
@@ -88,7 +88,7 @@ class CellVerdict:
 
 
 def judge_cell(seen: CellSeen) -> CellVerdict:
-    """The verdict on what was seen; `problems` has a sentence for all that should not be."""
+    """The verdict on the observations; `problems` has one sentence per problem."""
     gateway_lost = FAULTS[seen.cell.fault].by_hand == "gateway-kill"
     hit_s = seen.hit_s
     left = [
@@ -115,7 +115,7 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
         default=0.0,
     )
     if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
-        problems.append(f"a stream was silent for {silence_s:.1f} s, over {silence_max_s:g} s")
+        problems.append(f"a stream was silent for {silence_s:.1f} s, more than {silence_max_s:g} s")
     problems += _cluster_problems(seen, gateway_lost) if hit_s is not None else []
     problems += seen.broken
     return CellVerdict(
@@ -133,7 +133,7 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
 def matrix_figures(
     lines: Iterable[Mapping[str, Any]], wanted: Sequence[FaultCell], lease_s: float
 ) -> dict[str, Any]:
-    """The figures of a matrix from the lines of its cells; `wanted` are those that belong to it."""
+    """The figures of a matrix from the lines of its cells; `wanted` are all cells of the matrix."""
     known = {(cell.size, cell.phase, cell.role, cell.fault) for cell in wanted}
     done = {key: line for line in lines if (key := key_of(line)) in known}
     cells = [done[key] for key in sorted(done)]
@@ -157,7 +157,7 @@ def matrix_figures(
 
 
 def matrix_problems(figures: Mapping[str, Any]) -> list[str]:
-    """A sentence for each cell in which something is wrong, or that does not count."""
+    """A sentence per cell that has problems or does not count."""
     problems = []
     for cell in figures["by_cell"]:
         name = "/".join(str(part) for part in key_of(cell))
@@ -170,33 +170,33 @@ def matrix_problems(figures: Mapping[str, Any]) -> list[str]:
 
 
 def key_of(line: Mapping[str, Any]) -> tuple[int, str, str, str]:
-    """What identifies the cell of a line."""
+    """The key of the cell of a line: size, phase, role, fault."""
     return int(line["size"]), str(line["phase"]), str(line["role"]), str(line["fault"])
 
 
 def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:
     problems = []
     if seen.stable_s is None:
-        problems.append("the cluster is not stable again")
+        problems.append("the cluster did not become stable again")
     elif seen.stable_s > STABLE_WITHIN_S:
-        problems.append(f"the cluster was stable {seen.stable_s:.0f} s after the fault had ended")
+        problems.append(f"the cluster was stable only {seen.stable_s:.0f} s after the fault")
     if seen.whole_s is None:
         problems.append("not all workers serve again")
     if seen.blocks_free_s is None:
-        problems.append("blocks are in use though no request runs")
+        problems.append("blocks are in use although no request runs")
     elif gateway_lost and seen.blocks_free_s > BLOCKS_FREE_WITHIN_S:
-        problems.append(f"blocks of a lost gateway were free after {seen.blocks_free_s:.0f} s")
+        problems.append(f"blocks of a lost gateway were freed after {seen.blocks_free_s:.0f} s")
     return problems
 
 
 def first_of(problems: Sequence[str]) -> list[str]:
-    """The first of many problems, and how many more there are."""
+    """The first problems, and the number of further problems."""
     more = len(problems) - PROBLEMS_MAX
     return [*problems[:PROBLEMS_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _longest(cells: Iterable[Mapping[str, Any]], seen: bool) -> float | None:
-    """The longest silence of a stream under faults that others learn of at once, or not."""
+    """The longest silence of a stream under faults that peers do (`seen`) or do not see at once."""
     return max(
         (cell["longest_silence_s"] for cell in cells if FAULTS[cell["fault"]].seen is seen),
         default=None,

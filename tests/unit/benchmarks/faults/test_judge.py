@@ -23,7 +23,7 @@ WANTED = Undisturbed(IDS, "a bc", "length", 24)
 GOOD = StreamOutcome(
     *(IDS, (9.0, 9.5, 11.5, 12.0), 12.0),
     finished=True,
-    told_tokens=4,
+    completion_tokens=4,
     sent_s=8.5,
     text="a bc",
     finish_reason="length",
@@ -55,16 +55,20 @@ def cut(count: int, failure: str = "the server closed the connection") -> Stream
         (cut(4), "lost", ""),
         (replace(GOOD, failure="an error event"), "lost", ""),
         (replace(GOOD, finished=False), "lost", ""),
-        (replace(cut(3), finished=True, failure="", told_tokens=3), "lost", ""),
+        (replace(cut(3), finished=True, failure="", completion_tokens=3), "lost", ""),
         (replace(cut(2), stuck=True), "stuck", ""),
-        (replace(GOOD, token_ids=(*IDS, 9), told_tokens=5), "duplicated", ""),
+        (replace(GOOD, token_ids=(*IDS, 9), completion_tokens=5), "duplicated", ""),
         (replace(GOOD, token_ids=(5, 6, 6, 7, 8)), "duplicated", ""),
         (replace(cut(2), token_ids=(*IDS, 8)), "duplicated", ""),
         (replace(GOOD, token_ids=(5, 6, 6, 7)), "different", ""),
         (replace(GOOD, token_ids=(5, 6, 8, 7)), "different", "token 2 is 8 and not 7"),
         (replace(cut(2), token_ids=(5, 9)), "different", ""),
         (replace(cut(2), token_ids=(5, 9), stuck=True), "different", ""),
-        (replace(GOOD, told_tokens=3), "different", "usage has 3 completion tokens and not 4"),
+        (
+            replace(GOOD, completion_tokens=3),
+            "different",
+            "usage has 3 completion tokens and not 4",
+        ),
         (replace(GOOD, text="a b"), "different", ""),
         (replace(GOOD, text="a bd"), "different", "the text is another one"),
         (
@@ -165,7 +169,7 @@ def test_clients_of_a_killed_gateway_are_cut_off_and_its_blocks_are_free_soon() 
     assert late.problems == ["blocks of a lost gateway were free after 16 s"]
     wrong = judge_cell(seen([replace(cut(2), token_ids=(5, 9))], cell=GATEWAY))
     assert wrong.requests["different"] == 1
-    short = replace(cut(3), finished=True, failure="", told_tokens=3)
+    short = replace(cut(3), finished=True, failure="", completion_tokens=3)
     ended = judge_cell(seen([short], cell=GATEWAY))
     assert ended.requests["lost"] == 1, "the gateway itself has ended it, too early"
 
