@@ -1,7 +1,7 @@
-"""Whether manifests and compose files say to the services what these understand.
+"""Check that manifests and compose files configure the services correctly.
 
-Each container's environment is read by the very loader that the service has, so a variable that is
-none, or a value out of range, is found here and not at the start of a pod.
+Each container's environment is read by the service's own loader, so an unknown variable or an
+invalid value is detected here instead of at the start of a pod.
 """
 
 import re
@@ -26,7 +26,7 @@ from services.common.size import parse_size_bytes
 from services.worker.config import WorkerConfig
 from tideserve.cli.cluster_options import CONFIGS
 
-# Which key of the configuration the port of a container is, by the port's name.
+# Configuration key of a container's port, by port name.
 PORT_KEYS = {
     "gateway": {
         "http": "port",
@@ -44,7 +44,7 @@ PORT_KEYS = {
     },
 }
 GRACE_MARGIN_S = 15
-# Stands for what a Secret holds.
+# Placeholder for the value of a Secret.
 SECRET = "a secret that is long enough"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 # Compose replaces ${NAME}, ${NAME:-default} and ${NAME-default}; here the environment is empty.
@@ -52,10 +52,10 @@ VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
 
 
 def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
-    """The configuration of `service` in `environment`, whose secret files need not exist here.
+    """The configuration of `service` in `environment`; secret files need not exist.
 
     Raises:
-        ConfigError: as the service itself would.
+        ConfigError: under the same conditions as in the service.
     """
     cls = CONFIGS[service]
     with tempfile.NamedTemporaryFile("w") as secret:
@@ -89,7 +89,7 @@ def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def check_objects(objects: Iterable[Object], version: str) -> list[str]:
-    """What is wrong with the Deployments in `objects`, a sentence each; `version` tags images."""
+    """A sentence per problem of the Deployments in `objects`; `version` is the image tag."""
     known = {identity(obj): obj for obj in objects}
     problems = []
     configs = {}
@@ -124,12 +124,12 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
 
 
 def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, str]:
-    """The environment that Kubernetes would give to the container, with `SECRET` from Secrets.
+    """The environment that Kubernetes would set, with `SECRET` for values of Secrets.
 
-    A field of the pod is given by its path.
+    A field of the pod is represented by its path.
 
     Raises:
-        ConfigError: on a ConfigMap or key that does not exist.
+        ConfigError: if a ConfigMap or key does not exist.
     """
 
     def data(name: str) -> Mapping[str, str]:
@@ -168,23 +168,24 @@ def _ports(service: str, container: Object, config: ServiceConfig) -> Iterator[s
         if ports.get(name) != getattr(config, key):
             yield f"port {name} is {ports.get(name)}, but '{key}' is {getattr(config, key)}"
     for name in ports.keys() - PORT_KEYS[service].keys():
-        yield f"port {name} is none of this service"
+        yield f"port {name} does not belong to this service"
 
 
 def _files(container: Object) -> Iterator[str]:
-    """Files that settings name lie in mounts, and in such as follow what they are mounted from."""
+    """Files named by settings are in mounts, and these mounts follow updates of their source."""
     mounts = container["volumeMounts"]
     for row in container["env"]:
         path = row.get("value", "")
         if not row["name"].endswith("_FILE"):
             continue
         mount = next(
-            (candidate for candidate in mounts if path.startswith(f"{candidate['mountPath']}/")), None
+            (candidate for candidate in mounts if path.startswith(f"{candidate['mountPath']}/")),
+            None,
         )
         if mount is None:
             yield f"{row['name']} is {path}, which is in no mount"
         elif "subPath" in mount:
-            yield f"{row['name']} is in a mount with a subPath, which is never updated"
+            yield f"{row['name']} is in a mount with a subPath, which Kubernetes never updates"
 
 
 def _probes(service: str, container: Object) -> Iterator[str]:
@@ -203,11 +204,11 @@ def _probes(service: str, container: Object) -> Iterator[str]:
             address, _, health = probe["exec"]["command"][-1].partition("//")[2].partition("/")
             port = int(address.rpartition(":")[2])
         if port not in ports.values():
-            yield f"{name} asks port {port}, which the container has not"
+            yield f"{name} uses port {port}, which the container does not have"
         if health and f'"{health}"' not in served:
-            yield f"{name} asks for '{health}', which the service does not serve"
+            yield f"{name} checks '{health}', which the service does not serve"
         if name == "readinessProbe" and "httpGet" not in probe and not health:
-            yield "readinessProbe asks whether the process lives, not whether it is ready"
+            yield "readinessProbe checks liveness instead of readiness"
 
 
 def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) -> Iterator[str]:
@@ -215,11 +216,11 @@ def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) 
     drain_s = getattr(config, "drain_delay_s", 0) + getattr(config, "drain_timeout_s", 0)
     least = hook + drain_s + GRACE_MARGIN_S
     if pod["terminationGracePeriodSeconds"] < least:
-        yield f"terminationGracePeriodSeconds is less than the {least:g} s of sleep and drain"
+        yield f"terminationGracePeriodSeconds is shorter than the {least:g} s of sleep and drain"
 
 
 def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterator[str]:
-    """Every connection between services has to be let through, and only clients may come in."""
+    """Policies allow every connection between services, and external access only for clients."""
     policies = [obj for obj in known.values() if obj["kind"] == "NetworkPolicy"]
     ports = {name: getattr(config, PORT_KEYS[name]["grpc"]) for name, config in configs.items()}
     connections = [
@@ -237,21 +238,21 @@ def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterato
     yield from check_connections(connections, policies)
     for name, port in ports.items():
         if admits_strangers(policies, name, port):
-            yield f"a NetworkPolicy lets anybody in at port {port} of {name}"
+            yield f"a NetworkPolicy allows external access to port {port} of {name}"
     if not admits_strangers(policies, "gateway", configs["gateway"].port):
-        yield "no NetworkPolicy lets clients in"
+        yield "no NetworkPolicy allows clients"
 
 
 def _memory(container: Object, config: ServiceConfig) -> Iterator[str]:
-    """On a processor the device's memory is the container's."""
+    """The memory limit exceeds `memory_bytes`: on CPUs, device memory is container memory."""
     assert isinstance(config, WorkerConfig)
     limit = parse_size_bytes(container["resources"]["limits"]["memory"] + "b")
     if config.device == "cpu" and limit <= config.memory_bytes:
-        yield "the limit of memory leaves nothing beside 'memory_bytes'"
+        yield "the memory limit leaves nothing beyond 'memory_bytes'"
 
 
 def _services(known: Mapping[str, Object]) -> Iterator[str]:
-    """Every port of a Service has to be one of the pods that it selects."""
+    """Every port of a Service is a port of the selected pods."""
     pods = [obj["spec"]["template"] for obj in known.values() if "template" in obj.get("spec", {})]
     for obj in known.values():
         if obj["kind"] != "Service":

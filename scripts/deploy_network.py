@@ -1,6 +1,6 @@
-"""Whether the network policies let through what services say to each other, and no one else.
+"""Check that the network policies allow the connections between services, and no others.
 
-Which service calls which is read from the code: the stubs that a service's sources make.
+The connections are read from the code: the stubs that the sources of a service create.
 """
 
 import re
@@ -11,15 +11,15 @@ from deploy_objects import ROOT, Object
 
 SERVICES = ("gateway", "scheduler", "memmgr", "worker")
 STUB = re.compile(r"\b(\w+)_pb2_grpc\.\w+Stub\(")
-# Every service has it, and a caller may ask any of them.
+# Every service serves it, and a caller may call any of them.
 EVERYWHERE = "process"
-# Services whose instances ask each other, by the contract's file.
+# Services whose instances call each other, by the contract's file.
 PEERS = {"peer": "gateway"}
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A connection from pods of one component to a range of ports of another's."""
+    """A connection from pods of a component to a range of ports of another component."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Connection:
 
 
 def calls(sources: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Pairs of caller and called, from the source code of each service."""
+    """(caller, callee) pairs, from the source code of each service."""
     pairs = set()
     for service, text in sources.items():
         for called in STUB.findall(text):
@@ -48,17 +48,24 @@ def sources_of_services() -> dict[str, str]:
 
 
 def check_connections(wanted: Iterable[Connection], policies: Iterable[Object]) -> Iterator[str]:
-    """A sentence for each connection in `wanted` that `policies` close at one of its ends."""
+    """A sentence per connection in `wanted` that `policies` block at an end."""
     policies = list(policies)
     for connection in wanted:
         for end in ("ingress", "egress"):
             if not any(_opens(policy, connection, end) for policy in policies):
-                ports = f"{connection.first}" if connection.first == connection.last else f"{connection.first}-{connection.last}"
-                yield f"no NetworkPolicy has {end} from {connection.source} to {connection.target} at {ports}"
+                ports = (
+                    f"{connection.first}"
+                    if connection.first == connection.last
+                    else f"{connection.first}-{connection.last}"
+                )
+                yield (
+                    f"no NetworkPolicy allows {end} from {connection.source} to {connection.target}"
+                    f" at {ports}"
+                )
 
 
 def admits_strangers(policies: Iterable[Object], component: str, port: int) -> bool:
-    """Whether pods that are none of ours may dial `port` of `component`."""
+    """Whether foreign pods may connect to `port` of `component`."""
     return any(
         selects(policy["spec"]["podSelector"], component) and _covers(rule, port, port)
         for policy in policies
@@ -68,7 +75,7 @@ def admits_strangers(policies: Iterable[Object], component: str, port: int) -> b
 
 
 def selects(selector: Object, component: str) -> bool:
-    """Whether `selector` takes the pods of `component`."""
+    """Whether `selector` matches the pods of `component`."""
     labels = {
         "app.kubernetes.io/name": "tideserve",
         "app.kubernetes.io/part-of": "tideserve",
@@ -80,7 +87,11 @@ def selects(selector: Object, component: str) -> bool:
 
 
 def _opens(policy: Object, connection: Connection, end: str) -> bool:
-    inside, outside = (connection.target, connection.source) if end == "ingress" else (connection.source, connection.target)
+    inside, outside = (
+        (connection.target, connection.source)
+        if end == "ingress"
+        else (connection.source, connection.target)
+    )
     if not selects(policy["spec"]["podSelector"], inside):
         return False
     direction = "from" if end == "ingress" else "to"

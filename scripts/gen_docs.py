@@ -1,15 +1,15 @@
-"""Write the pages that are made from the code, or check that they are up to date.
+"""Generate pages from the code, or check that they are up to date.
 
 docs/configuration.md    every option of every service and of `tideserve up`
 docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
 docs/grpc.md             its table of errors
-docs/states.md           a diagram of every machine of core that has a table
+docs/states.md           a diagram of every state machine of core with a transition table
 docs/support.md          engines, models and APIs, and the groups that merge
-docs/vllm-flags.md       flags of `vllm serve` and the settings that stand for them
-deploy/components/monitoring/prometheus_rule.yaml, and the template of the chart for it: the alerts
+docs/vllm-flags.md       flags of `vllm serve` and the corresponding settings
+deploy/components/monitoring/prometheus_rule.yaml, and its template in the chart: the alerts
 
-In the first four, what is around the tables is written by hand.
+In the first four, the text around the tables is written by hand.
 """
 
 import argparse
@@ -115,20 +115,20 @@ def supported() -> str:
 
 
 def flags_of_vllm() -> str:
-    """The page of vLLM's flags."""
+    """The page of the flags of vLLM."""
     columns = ("vLLM", "tideserve", "note")
     return f"{GENERATED}{vllm_flags.INTRODUCTION}\n{table(columns, list(vllm_flags.rows()))}"
 
 
 def _fill_generated(page: str, *made: str) -> str:
-    """The page of docs/ with what is made in it made anew, part by part."""
+    """The page of docs/ with its generated parts replaced by `made`."""
     first, *parts = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(BEGIN)
     rest = [part.partition(END)[2] for part in parts]
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
 def alerts() -> str:
-    """The rules of Prometheus as an object for its operator, which takes no files."""
+    """The Prometheus rules as an object for its operator, which reads no files."""
     labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -141,7 +141,7 @@ def alerts() -> str:
 
 
 def alerts_template() -> str:
-    """The same in the chart; the braces of Prometheus' own templates are escaped."""
+    """The template of the rules in the chart, with the braces of Prometheus' templates escaped."""
     escaped = alerts().replace("{{", '{{ "{{" }}')
     return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
 
@@ -208,7 +208,7 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def outdated(root: Path) -> list[str]:
-    """Pages below `root` that are missing or not what the code gives."""
+    """Pages below `root` that are missing or out of date."""
     return [
         name
         for name, make in PAGES.items()
@@ -225,8 +225,10 @@ def write(root: Path) -> None:
 
 
 def main() -> int:
-    """Write the pages, or with `--check` compare them; 1 when they differ."""
-    parser = argparse.ArgumentParser(description="Make the pages of docs/ that follow from code.")
+    """Write the pages, or with `--check` compare them; returns 1 if they differ."""
+    parser = argparse.ArgumentParser(
+        description="Generate the pages of docs/ that derive from the code."
+    )
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     check_only = parser.parse_args().check
     changed = outdated(ROOT)
@@ -235,7 +237,7 @@ def main() -> int:
         print(f"{len(changed)} of {len(PAGES)} pages changed")
         return 0
     for name in changed:
-        print(f"{name} is not what the code gives: run `make gen` and commit it.")
+        print(f"{name} is out of date: run `make gen` and commit it.")
     return 1 if changed else 0
 
 

@@ -22,33 +22,33 @@ from tideserve.kserve.v2 import inference_pb2
 Line = Sequence[str]
 MODELS = {
     EngineKind.TIDESERVE: f"{len(FAMILIES)} architectures, see below",
-    EngineKind.VLLM: "text generation, as vLLM has it",
+    EngineKind.VLLM: "text generation, as supported by vLLM",
 }
 STATES = {
     (EngineKind.TIDESERVE, "cpu"): "tested",
-    (EngineKind.TIDESERVE, "cuda"): "first version: has run on an H200, see [gpus](gpus.md)",
+    (EngineKind.TIDESERVE, "cuda"): "first version: tested on an H200, see [gpus](gpus.md)",
     (EngineKind.VLLM, "cpu"): "tested",
-    (EngineKind.VLLM, "cuda"): "has not run",
+    (EngineKind.VLLM, "cuda"): "untested",
 }
 MERGES = (
     ("workers of tideserve's engine on CPUs", "merge and split"),
-    ("workers of tideserve's engine on GPUs", "first version: has not run as a cluster"),
+    ("workers of tideserve's engine on GPUs", "first version: untested as a cluster"),
     ("workers with vLLM", "never"),
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
-    ("all workers with `--overload-policy recompute`", "only by hand: `tideserve drop`"),
+    ("all workers with `--overload-policy recompute`", "only manually: `tideserve drop`"),
 )
 INTRODUCTION = (
     "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
     " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
     "Written by hand: the line above, models and states of engines, and the table of groups"
-    " that merge; all other cells come from the code."
+    " that merge; all other cells are generated from the code."
 )
 
 
 def engines() -> list[Line]:
-    """A line for each engine and device."""
+    """A line per engine and device."""
     return [
         (
             *(f"`{kind}`", f"`{device}`", ", ".join(_dtypes(kind))),
@@ -72,7 +72,7 @@ def _dtypes(kind: EngineKind) -> Iterator[str]:
 
 
 def families() -> list[Line]:
-    """A line for each architecture of tideserve's own engine."""
+    """A line per architecture of tideserve's engine."""
     lines: list[Line] = []
     for name, family in sorted(FAMILIES.items()):
         windows = "per layer" if family.windows_by_layer else "all layers"
@@ -90,7 +90,7 @@ def families() -> list[Line]:
 
 
 def parts() -> list[Line]:
-    """What else a model's files may name."""
+    """Supported features named by the files of a model."""
     return [
         ("activations", _listed(ACTIVATIONS)),
         ("types of RoPE", _listed(ROPE_TYPES)),
@@ -104,7 +104,7 @@ def _listed(names: Any) -> str:
 
 
 def http_routes() -> list[Line]:
-    """A line for each route of the gateway's public port, with the first sentence on it."""
+    """A line per route of the gateway's public port, with the first sentence of its description."""
     part = cast(Any, SimpleNamespace(tokenizer=SimpleNamespace(texts=None)))
     part.metrics, part.refuse_unknown = None, False
     routers = (
@@ -126,7 +126,7 @@ def _first_sentence(route: APIRoute) -> str:
 
 
 def grpc_methods() -> list[Line]:
-    """A line for each gRPC service of the gateway for clients."""
+    """A line per client-facing gRPC service of the gateway."""
     services = (
         ("tideserve", gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"]),
         ("KServe", inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]),

@@ -36,7 +36,7 @@ class Undisturbed:
         if outcome.prompt_tokens != self.prompt_tokens:
             return f"usage has {outcome.prompt_tokens} prompt tokens, not {self.prompt_tokens}"
         if outcome.finish_reason != self.finish_reason:
-            return f"the finish reason is '{outcome.finish_reason}' not '{self.finish_reason}'"
+            return f"the finish reason is '{outcome.finish_reason}', not '{self.finish_reason}'"
         return "" if outcome.text == self.text else "the text differs"
 
 

@@ -82,7 +82,7 @@ def test_a_stream_without_tokens_for_long_is_given_up() -> None:
         streams.start()
         (outcome,) = streams.wait()
     assert outcome.stuck and not outcome.hung_up
-    assert outcome.failure == "nothing came for 1 s"
+    assert outcome.failure == "no token for 1 s"
 
 
 async def test_a_steady_load_counts_how_requests_end() -> None:
