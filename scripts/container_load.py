@@ -101,11 +101,11 @@ async def stream_all(
     """The answers by number, with at most `at_once` concurrent streams."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(number: int) -> tuple[int, Answer]:
+    async def stream_number(number: int) -> tuple[int, Answer]:
         async with gate:
             return number, await stream(url, number, max_tokens)
 
-    return dict(await asyncio.gather(*map(one, numbers)))
+    return dict(await asyncio.gather(*map(stream_number, numbers)))
 
 
 def tokens_by_request(lines: Sequence[list[object]]) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 Each finished step writes a stamp keyed by its inputs, so that a second run takes a fraction of a
 second. An interrupted step leaves a marker instead, and the next run recreates the environment,
-since pip takes a half-written package for an installed one. A file lock excludes concurrent runs.
+since pip takes a half-written package for installed. A file lock excludes concurrent runs.
 
 Standard library only: this runs before anything is installed.
 """

@@ -41,7 +41,7 @@ MACHINES = (
             coordinator.ChangePhase.COMMITTED: "Its members are changing over.",
             coordinator.ChangePhase.STABLE: "All members serve the new groups; KV still moves.",
             coordinator.ChangePhase.SETTLED: "The change is complete.",
-            coordinator.ChangePhase.LEFT: "Its KV migration takes too long; members finish it alone.",
+            coordinator.ChangePhase.LEFT: "Its KV migration takes too long; members finish alone.",
             coordinator.ChangePhase.FAILED: "It was refused or aborted,"
             " or a member did not change over in time.",
         },

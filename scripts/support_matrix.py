@@ -26,13 +26,13 @@ MODELS = {
 }
 STATES = {
     (EngineKind.TIDESERVE, "cpu"): "tested",
-    (EngineKind.TIDESERVE, "cuda"): "first version: tested on an H200, see [gpus](gpus.md)",
+    (EngineKind.TIDESERVE, "cuda"): "first version: has run on an H200, see [gpus](gpus.md)",
     (EngineKind.VLLM, "cpu"): "tested",
-    (EngineKind.VLLM, "cuda"): "untested",
+    (EngineKind.VLLM, "cuda"): "not run yet",
 }
 MERGES = (
     ("workers of tideserve's engine on CPUs", "merge and split"),
-    ("workers of tideserve's engine on GPUs", "first version: untested as a cluster"),
+    ("workers of tideserve's engine on GPUs", "first version: not run as a cluster yet"),
     ("workers with vLLM", "never"),
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),

@@ -150,7 +150,7 @@ def test_what_cannot_be_done_on_a_gpu(
         ("--systems", "drop,vllm"): "vllm is started on processors only",
         (): "the --memory per worker",
         ("--systems", "drop-chunking"): "leave the suffix out",
-        ("--systems", "mine=http://x"): "no system of this run is one",
+        ("--systems", "mine=http://x"): "no system of this run is tideserve",
         ("--systems", "drop,recompute-ample"): "leave systems with -ample out",
         ("--memory", "16GiB", "--cells", "x"): "does not use --cells",
     }

@@ -73,8 +73,8 @@ def deployment(tmp_path: Path) -> Deployment:
         (["mine-ample=http://x"], "'mine-ample' is the name of a built-in system"),
         (["mine@night=http://x"], "'mine@night' is the name of a built-in system"),
         (["a=http://x", "a=http://y"], "'a' is given twice"),
-        (["vllm-float32-bfloat16"], "'vllm-float32-bfloat16' asks for two dtypes"),
-        ([], "no system is named"),
+        (["vllm-float32-bfloat16"], "'vllm-float32-bfloat16' has two dtypes"),
+        ([], "no system is given"),
     ],
 )
 def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:

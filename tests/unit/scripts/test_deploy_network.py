@@ -34,10 +34,10 @@ OUT = policy(
 def test_a_way_needs_both_ends():
     assert list(check_connections([WAY], [IN, OUT])) == []
     assert list(check_connections([WAY], [IN])) == [
-        "no NetworkPolicy has egress from gateway to worker at 50051"
+        "no NetworkPolicy allows egress from gateway to worker at 50051"
     ]
     assert list(check_connections([WAY], [OUT])) == [
-        "no NetworkPolicy has ingress from gateway to worker at 50051"
+        "no NetworkPolicy allows ingress from gateway to worker at 50051"
     ]
 
 
