@@ -301,6 +301,7 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
 def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
     options = measured.description["options"]
     block_size = options["block_size"]
+    # The measured capacity is the total over all workers.
     blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
     limits = _default_values(WorkerConfig) | options | options["worker"]
     iteration = replace(
@@ -315,6 +316,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         StateConfig, queue | scheduling, queue_deadline_s=options["queue_deadline"]
     )
     case = measured.case
+    # With a backlog the measured round is cut off at its limit, so the simulation drains as long.
     last_s = case.workload(0).requests[-1].arrival_s
     return ClusterSpec(
         instances=measured.workers,

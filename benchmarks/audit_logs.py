@@ -91,6 +91,7 @@ def audit_logs(
     memory_managers = _logs(folder, "memmgr-*")
     gateways: dict[bool, list[Path]] = {False: [], True: []}
     for path in _logs(folder, "gateway-*"):
+        # Requests in the log of a killed gateway need not have ended.
         gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
     audit = Audit(stopped_until_s=stopped_until_s or {})
     try:

@@ -23,6 +23,7 @@ def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, 
     with tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
         job_path, result_path = Path(folder) / "job", Path(folder) / "result"
         job_path.write_bytes(msgspec.msgpack.encode(job))
+        # Write stderr to a file: an unread pipe could fill up and block the client.
         errors = Path(folder) / "errors"
         command = [sys.executable, "-m", "tideserve.load.client", str(job_path), str(result_path)]
         with (
@@ -47,6 +48,7 @@ def run_job(job: Job, on_progress: Callable[[str], None]) -> tuple[SentRequest, 
             last = errors.read_text(errors="replace").strip().splitlines()[-1:]
             raise SystemUnavailable(f"the load generator ended with {status}: {' '.join(last)}")
         records = msgspec.msgpack.decode(result_path.read_bytes(), type=tuple[SentRequest, ...])
+    # Records arrive in order of completion.
     return tuple(sorted(records, key=lambda record: record.due_s))
 
 

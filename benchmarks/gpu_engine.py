@@ -84,6 +84,7 @@ def main() -> None:
         "drop": drop(runner),
     }
     runner.check_invariants()
+    # Free the engine's memory for the weights of the plain products.
     runner.close()
     weights = product_weights(SIZES[chosen.size], device)
     for name, times in figures["iterations"].items():
@@ -174,6 +175,7 @@ def interruptions(measurer: Measurer, device: torch.device) -> dict[str, float]:
 
     for number in range(INTERRUPTIONS):
         stop.clear()
+        # Interrupt at points spread over the iteration.
         timer = threading.Timer(whole_ms / 1e3 * (0.1 + 0.7 * number / INTERRUPTIONS), ask)
         timer.start()
         ended = measurer.duration_s(LONG, stop.is_set)
@@ -195,6 +197,7 @@ def drop(runner: ModelRunner) -> dict[str, float]:
     times: dict[str, float] = {"prepare_ms": timed_ms(partial(memory.prepare_drop, 0, half))}
     report = memory.set_stage(0, half)
     slices = [timed_ms(memory.finish_drop)]
+    # Finish the drop in slices, as a worker does between iterations.
     while memory.arena.retired_chunks:
         slices.append(timed_ms(memory.finish_drop))
     times |= {

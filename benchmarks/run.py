@@ -258,6 +258,7 @@ def _deployment(
     Raises BenchError, ModelUnavailable.
     """
     tiny, on_gpu = _is_tiny(arguments, scenario), arguments.choice.on_gpu
+    # The default model and memory are sized for CPUs.
     if on_gpu and not tiny and None in (arguments.memory, arguments.model):
         raise BenchError("on a GPU, give a --model that fills it and the --memory per worker")
     memory = arguments.memory or scenario.memory_for(arguments.choice, tiny)

@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--fetch", action="store_true", help="unpack promtool if it is missing")
     parser.add_argument("--if-possible", action="store_true", help="exit with 0 without promtool")
     arguments = parser.parse_args()
+    # This check needs no promtool, so it always runs.
     for name in (missing := untested()):
         print(f"{name} lacks a case in which it fires or a case in which it does not")
     reason = fetch() if arguments.fetch and find("promtool") is None else None

@@ -78,6 +78,7 @@ async def stream(
             request_id, first = chunk.id, False
             if chunk.choices:
                 reason = chunk.choices[0].finish_reason or reason
+            # A chunk may have several tokens, so count with the usage.
             tokens = chunk.usage.completion_tokens if chunk.usage else tokens
     assert tokens == max_tokens, f"the stream ended with {tokens} of {max_tokens} tokens: {reason}"
     return Answer(request_id, reason, tokens)

@@ -118,6 +118,7 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
         if service == "worker":
             own += _memory(container, config)
         problems += [f"{service}: {problem}" for problem in own]
+    # The policies depend on the ports of all services.
     if configs.keys() == CONFIGS.keys():
         problems += _network(configs, known)
     return [*problems, *_services(known)]
@@ -147,6 +148,7 @@ def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, 
         if "fieldRef" in source:
             environment[row["name"]] = source["fieldRef"]["fieldPath"]
         elif reference is None:
+            # Secrets are not in the tree, so use a placeholder.
             environment[row["name"]] = SECRET if "secretKeyRef" in source else row["value"]
         elif reference["key"] in data(reference["name"]):
             environment[row["name"]] = data(reference["name"])[reference["key"]]

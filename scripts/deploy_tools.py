@@ -47,6 +47,7 @@ def fetch() -> list[str]:
     commands = {"the Debian packages": debian}
     stamp = folder / "python" / "requirements.txt"
     if not stamp.is_file() or stamp.read_bytes() != SCHEMAS.read_bytes():
+        # pip would not remove files of earlier versions from a target folder.
         shutil.rmtree(stamp.parent, ignore_errors=True)
         target = ["--no-deps", "--no-compile", "--target", str(stamp.parent), "-r", str(SCHEMAS)]
         commands["the schemas of Kubernetes"] = [
@@ -66,6 +67,7 @@ def fetch() -> list[str]:
             reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
             missing.append(f"{what} cannot be fetched: {reason}")
         elif "pip" in command:
+            # Write the stamp only after success, so that an interrupted fetch is repeated.
             stamp.write_bytes(SCHEMAS.read_bytes())
     return missing
 
@@ -98,6 +100,7 @@ def renderer() -> Path:
     }
     command = [str(go_root / "bin" / "go"), "build", "-o", str(program), str(RENDERER)]
     run_tool(command, f"{RENDERER.name} cannot be built", GO_TIMEOUT_S, environment)
+    # Mark the program as newer than its source, for the check above.
     os.utime(program)
     return program
 

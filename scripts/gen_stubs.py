@@ -114,6 +114,7 @@ def main() -> int:
             return 1 if lines else 0
         if lines:
             for name in {Path(name).parts[0] for name in contents(STUBS)}:
+                # Remove generated folders first, so that stubs of deleted contracts vanish.
                 shutil.rmtree(STUBS / name)
             shutil.copytree(fresh / PACKAGE, STUBS, dirs_exist_ok=True)
         print(f"{len(lines)} of {len(contents(fresh / PACKAGE))} files changed in {STUBS}")

@@ -133,6 +133,7 @@ def closure(
     Raises:
         LookupError: if a package has no pin.
     """
+    # Start with the excluded packages, so that the traversal skips them.
     wanted = set(without)
     waiting = [canonicalize_name(name) for name in names]
     while waiting:
@@ -225,6 +226,7 @@ def main() -> int:
     for path in SETS.glob("*.txt"):
         known = {**known, **read_set(path.read_text())}
     if not checking:
+        # Query pip only for pins that no set has.
         known = digests_of({pin for pins in wanted.values() for pin in pins}, known)
     wrong = []
     for name, packages in wanted.items():

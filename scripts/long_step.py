@@ -75,6 +75,7 @@ def run_step(
         _watch(child, log, started_s)
     finally:
         if child.poll() is None:
+            # An interrupt or an error here must not leave pip running.
             child.kill()
             child.wait()
     elapsed_s = time.monotonic() - started_s

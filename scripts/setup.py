@@ -209,6 +209,7 @@ def ensure_venv(lock: IO[str], torch_index: str) -> None:
     remedy = "Run it again; if that fails too, `make clean` first."
     title = f"Creating .venv with Python {sys.version.split()[0]}"
     run_step(title, create, log, clean_environment(), lock.fileno(), remedy)
+    # Write the stamp last, so that an interrupted creation is repeated.
     STAMPS.mkdir()
     stamp.write_text(key)
 
@@ -349,10 +350,12 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.parent:
+        # Do not outlive the calling shell script.
         end_with_parent(arguments.parent)
     os.chdir(ROOT)
     try:
         if arguments.goal == "clean":
+            # Deleting files under a running set-up would break it.
             with take_lock():
                 clean(arguments.cache)
         else:

@@ -147,6 +147,8 @@ def _bars(rule: Rule, named: Named, targets: OnlineTargets) -> Iterator[dict[str
         if rule.over:
             value = _ratio(named, name, rule.over, rule.value)
         wanted = _wanted(least, most) + rule.aim
+        # An arrival waits for the running iteration, so the strict ratio cannot hold on a fast
+        # base.
         if most is not None and rule.budget:
             base_s, strict = _value(named, rule.over, rule.value), most
             most = max(most, 1 + targets.tpot_s / base_s) if base_s else most
@@ -159,6 +161,7 @@ def _bars(rule: Rule, named: Named, targets: OnlineTargets) -> Iterator[dict[str
             holds = (least is None or value >= least) and (most is None or value <= most)
             verdict = Judgement.HOLDS if holds else Judgement.FAILS
             remedy = "" if holds else rule.remedy(value)
+        # Rules with `if_failed` are reported only when they explain a failure.
         if verdict == Judgement.FAILS or not rule.if_failed:
             yield {
                 "what": rule.what,

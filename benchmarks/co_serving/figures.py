@@ -41,6 +41,7 @@ def co_serving_figures(
     A request without a token counts in `ttft_s` with its waiting time: to its end, or to the end of
     the round if it was refused or failed before. It counts as missing the targets of `promised`.
     """
+    # Online figures cover only arrivals in the window, outside of which the load is not steady.
     windows = [window(round_.records, window_from_s) for round_ in rounds]
     online_rounds = [
         msgspec.structs.replace(round_, records=_within(round_.records, span))

@@ -139,6 +139,7 @@ class CellRun:
         self._say("the fault has begun")
         ends_s = max(self._act(), hit_s + self._fault.lasts_s)
         time.sleep(max(0.0, ends_s - monotonic_s()))
+        # Watch while the streams still run: survivors must be stable without waiting for the load.
         watch = StableWatch(lambda: cluster.stable(self._survivors()))
         seen.outcomes = streams.wait()
         seen.blocks_free_s = self._blocks_free_s(max(outcome.ended_s for outcome in seen.outcomes))
@@ -146,6 +147,7 @@ class CellRun:
         if await_true(lambda: cluster.stable(self._pids), WHOLE_TIMEOUT_S):
             seen.whole_s = max(0.0, monotonic_s() - ends_s)
             self._say("checking that all workers serve")
+            # The probes also check that restarted workers serve.
             after = Streams(cluster.url, cluster.model, probes, "probes")
             after.start()
             seen.probed = after.wait()
@@ -193,6 +195,8 @@ class CellRun:
         await_stopped([int(hit["pid"]) for hit in self._hits() if hit["action"] == HOLD])
         ends_s = monotonic_s() + fault.lasts_s
         match fault.by_hand:
+            # In each case, inject the fault before the held process continues, so that it meets the
+            # fault.
             case "etcd-stop":
                 os.kill(pids["etcd"], signal.SIGSTOP)
                 self._let_go()
@@ -202,6 +206,7 @@ class CellRun:
                 url = self._cluster.state["etcd_url"]
                 forget_history(url)
                 self._let_go()
+                # A single compaction may miss the moment in which a watch is opened.
                 while monotonic_s() < ends_s:
                     forget_history(url)
             case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:

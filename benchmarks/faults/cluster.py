@@ -209,10 +209,12 @@ def is_stable(
             return False
         for name in group["members"]:
             epochs.setdefault(name, []).append(group["epoch"])
+    # A record still has a member whose processes are gone.
     if not epochs.keys() <= workers.keys():
         return False
     return all(
         name in workers
+        # A worker in two groups, or at an old epoch, has not finished its change-over.
         and epochs.get(name) == [workers[name]["epoch"]]
         and not workers[name]["unsettled"]
         for name in survivors

@@ -99,12 +99,14 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
     for outcomes, when in ((seen.outcomes, ""), (seen.probed, " after the fault")):
         for number, (outcome, wanted) in enumerate(zip(outcomes, seen.wanted, strict=not when)):
             ending, name = ending_of(outcome, wanted), f"request {number}{when}"
+            # The connection of the client died with its gateway, so a cut-off stream is no defect.
             if gateway_lost and not when and ending[0] == LOST and not outcome.finished:
                 counted[CUT_OFF] += 1
                 continue
             counted.update(("sent", ending[0]))
             if ending[0] != COMPLETED:
                 problems.append(ending_problem(name, ending, outcome, len(wanted.token_ids)))
+    # Batch work yields to online requests, so only the latter have a limit of silence.
     online = seen.outcomes[PHASES[seen.cell.phase].batch :]
     silence_s = max(
         (
@@ -135,6 +137,7 @@ def matrix_figures(
 ) -> dict[str, Any]:
     """The figures of a matrix from the lines of its cells; `wanted` are all cells of the matrix."""
     known = {(cell.size, cell.phase, cell.role, cell.fault) for cell in wanted}
+    # A resumed file may have cells of another selection.
     done = {key: line for line in lines if (key := key_of(line)) in known}
     cells = [done[key] for key in sorted(done)]
     counts = (*("sent",), *KINDS)

@@ -138,6 +138,7 @@ class Load(ABC):
             await self._while_it_advances(sending, answer)
         else:
             await asyncio.wait((sending,), timeout=patience_s)
+        # A no-op if the request has ended; otherwise the client disconnects.
         sending.cancel()
         failure = answer.error if answer.status == 200 else ""
         try:

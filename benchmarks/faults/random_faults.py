@@ -70,6 +70,7 @@ def strike(
         worker = rng.choice(sorted(status["workers"], key=lambda row: str(row["id"])))
         pids, name = [int(pid) for pid in worker["pids"]], str(worker["id"])
         if fault.whom == "engine":
+            # The engine is the child of its servicer.
             pids = [pid for pid in pids if parent_of(pid) in pids]
     else:
         pids, name = [services[fault.whom]], fault.whom
@@ -77,6 +78,7 @@ def strike(
     if fault.stops_s:
         sleep(fault.stops_s)
         _signal(pids, signal.SIGCONT)
+    # Suspended processes continue, so only killed processes are gone.
     return Struck(f"{fault.name}: {name}", frozenset(() if fault.stops_s else pids))
 
 

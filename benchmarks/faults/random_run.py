@@ -84,6 +84,7 @@ def judge(done: RandomRun, audited: Audited) -> TrialVerdict:
     """Figures, and a problem for every violated property."""
     problems = [*done.problems, *done.tally.problems(refusals=True), *done.memory.problems()]
     problems += audited.problems
+    # Without a merge and a split, the run did not test change-overs.
     if done.workers not in done.groups_seen:
         problems.append("the groups were never seen split")
     if not any(count < done.workers for count in done.groups_seen):
@@ -118,6 +119,7 @@ def _disturbed(
     shape = Shape(ALWAYS, output_tokens=(48, 160), seed=seed, temperature=0.8, distinct=DISTINCT)
     requests = [shape.request(number) for number in range(DISTINCT)]
     say("an undisturbed run")
+    # Record the undisturbed answers before the first fault, on the same cluster.
     wanted = undisturbed_answers(cluster.url, cluster.model, requests)
     done, began_s = RandomRun(workers), monotonic_s()
     ended = threading.Event()
@@ -131,6 +133,7 @@ def _disturbed(
     finally:
         ended.set()
         floods.join()
+    # Without requests, any block in use is a leak.
     if not cluster.rests(REST_TIMEOUT_S):
         done.problems.append("blocks are in use in an idle cluster, or the workers are gone")
     done.duration_s = monotonic_s() - began_s

@@ -100,6 +100,7 @@ def load_layout(arena_bytes: int) -> StageMemory:
         )
     chunks = arena_bytes // CHUNK_BYTES
     kv_chunks_per_layer = max(1, int(chunks * KV_SHARE / LAYERS))
+    # Embedding and head are slabs like the layers.
     slab_chunks = (chunks - LAYERS * kv_chunks_per_layer) // (LAYERS + 2)
     if slab_chunks < 1:
         raise WorkerError(f"{arena_bytes / GIB:.2f} GiB cannot hold {LAYERS} layers; choose more")
@@ -197,6 +198,7 @@ def _restore(memory: StageMemory) -> dict[str, Any]:
     mapping = _repeat(map_next)
     for name in missing:
         memory.load_layer(name)
+    # Measure the verification of a single slab in 8 MiB steps, and finish the others at once.
     verify = _repeat(lambda: memory.finish_layer(missing[0], 8 << 20))
     for name in missing[1:]:
         memory.finish_layer(name)

@@ -176,6 +176,7 @@ def measure_in(config: UcxLaneConfig, trips: int, chunk_bytes: int) -> dict[str,
         cached = SlabWalk.of(PLAIN_UNDER_WAY * PLAIN_BYTES)
         rates: list[tuple[float, float, float]] = []
         try:
+            # Warm up connections and caches without counting.
             _trips(activations, gate, WARM_UP_TRIPS, None, _Tally())
             for _ in range(ROUNDS):
                 own = max(1, trips // ROUNDS)

@@ -265,6 +265,7 @@ class Runner:
         with sampled(system) as samples:
             records = self._send(system, case, turn, label)
         self._note_failures(label, records)
+        # Wait until the servers have reported their final counters.
         if before.preemptions is not None:
             time.sleep(SETTLE_S)
         after = system.counters()

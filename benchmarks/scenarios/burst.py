@@ -112,6 +112,7 @@ def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: floa
         )
     limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS * time_share
     last_s = workload.requests[-1].arrival_s
+    # The end of a round would cut these requests off.
     if last_s >= limit_s:
         raise BenchError(
             f"the last request would arrive after {last_s:.0f} s, but a round ends after"
@@ -220,6 +221,7 @@ def ablation_cases(choice: LoadChoice) -> Sequence[Case]:
     first = flood_case(choice, "ablation/flood", load, 1 - TRICKLE_SHARE)
 
     def trickle(turn: int) -> Workload:
+        # Reuse the lengths of the flood, so that only the arrival rate differs.
         requests = tuple(
             replace(request, arrival_s=number / TRICKLE_RATE_PER_S)
             for number, request in enumerate(first.workload(turn).requests[:TRICKLE_REQUESTS])

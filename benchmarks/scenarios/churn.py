@@ -60,6 +60,7 @@ def churn(
                 say(f"cycle {cycle + 1} of {cycles}, {load.tally.ended} requests have ended")
                 done.refused += change_groups(admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
                 done.merges += 1
+                # Let the merged group serve requests before the split.
                 time.sleep(PAUSE_S)
                 done.refused += change_groups(admin_url, SPLIT_PATH, CHANGE_TIMEOUT_S)
                 done.splits += 1

@@ -115,6 +115,7 @@ def judge(measured: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
         for client in (generator.name for generator in LOAD_GENERATORS):
             pair = [figures["systems"][name][client][mix.name] for name in (OURS, PEER)]
             for name, of_load in zip((OURS, PEER), pair, strict=True):
+                # Figures over fewer requests would favour a system that fails under load.
                 least = min(report["completed"] for report in of_load["rounds"])
                 if least < wanted:
                     problems.append(

@@ -102,6 +102,7 @@ def _memory(rounds: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     yield "parameters dropped", f"{first['dropped_bytes'] / 2**20:,.0f} MiB"
     yield "KV blocks before and after", f"{before:,} → {after:,}"
     for prepared, label in ((True, "prepared"), (False, "at once")):
+        # CPU time excludes the time in which other processes used the core.
         if chosen := [turn for turn in rounds if turn["prepared"] is prepared]:
             pause_ms, cpu_ms = (
                 median(turn["drop"][key] for turn in chosen) / 1e3

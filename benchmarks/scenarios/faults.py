@@ -46,11 +46,13 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             continue
         if choice.minutes is not None and monotonic_s() - began_s > 60 * choice.minutes:
             break
+        # A busy machine explains long silences, so record its load with the cell.
         load = os.getloadavg()[0]
         verdict = run_cell(
             deployment, cell, choice.seed + number % SEEDS, undisturbed, kept, progress
         )
         lines.append(line := verdict.line() | {"load_average_before": round(load, 1)})
+        # Write each line at once, so that an interrupted matrix can be resumed.
         _append(choice.append, line)
         say(_cell_line(cell, line, verdict.logs))
     figures = matrix_figures(lines, cells, LEASE_S)

@@ -85,6 +85,7 @@ def _online(choice: LoadChoice, load: OnlineLoad, turn: int) -> Sequence[Planned
     flood = burst.flood(choice, turn, _flood_of(choice)).requests
     first, *others = burst.flood(choice, turn + 500, _flood_of(choice)).requests
     ends_s = load.window_from_s + flood[-1].arrival_s
+    # Spread the requests after the flood over the rest of the window.
     pause_s = (load.last_s - ends_s) / AFTER
     timed = [(0.0, first)]
     timed += [(load.window_from_s + request.arrival_s, request) for request in flood]

@@ -163,6 +163,7 @@ def judge(record: FrontRecord) -> TrialVerdict:
     figures: dict[str, Any] = {}
     rows: list[tuple[str, str]] = []
     for load, by in (("one at a time", record.alone), ("eight at a time", record.together)):
+        # Compare within pairs, so that drift of the machine cancels out.
         added_s = [a.ttft_s - b.ttft_s for a, b in zip(by[FRONT], by[PLAIN], strict=True)]
         beside = [load_cost.cost.total_s / load_cost.cost.engine_s - 1 for load_cost in by[FRONT]]
         whole = [
@@ -209,6 +210,7 @@ def _judge_dispatch(
     ttfts = record.ttfts_s[lengths]
     p99s = {name: [_p99(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()}
     ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
+    # Judge the P99 over all rounds: a single round has too few requests for a stable P99.
     together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
     ratio = together[FRONT] / together[PLAIN]
     figures[lengths] = {

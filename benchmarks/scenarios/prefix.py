@@ -134,6 +134,7 @@ def count_hits(
     said: dict[int, tuple[int, ...]] = {}
     filler = record.capacity_blocks * BLOCK_TOKENS
     place = 0
+    # Fill both caches with unrelated prompts, so that they start in the same state.
     while filler > 0:
         prompt = prompt_ids(min(filler, 1500), f"filler {seed} {place}")
         counted.request(prompt, client.ask(prompt, 1).output_ids)
@@ -144,6 +145,7 @@ def count_hits(
         which = rng.randrange(COUNTED_CHATS)
         question = prompt_ids(rng.randint(*COUNTED_QUESTION), f"counted {seed} {number}")
         prompt = (*said.get(which, ()), *question)
+        # Restart a chat before it dominates the cache.
         if len(prompt) > record.capacity_blocks * BLOCK_TOKENS // 3:
             prompt = question
         answer = client.ask(prompt, COUNTED_ANSWER)
@@ -204,6 +206,7 @@ def serve(
             prefix_caching=True,
         ),
         max_model_len=capacity_tokens,
+        # The queue is practically unlimited, so that no request is refused.
         scheduler=StateConfig(1_000_000, 1e6, dispatch, ttft=model if dispatch == PREFIX else None),
     )
     outcomes = Cluster(spec, CostTimeModel(model), OpenLoop(arrivals)).run()

@@ -164,6 +164,7 @@ class Trouble:
         self._say(f"etcd: suspending it for {stopped_s:.0f} s during a flood")
         with SteadyLoad(cluster.url, cluster.model, shape, wanted) as load:
             time.sleep(FLOOD_BEFORE_S)
+            # Watch through the outage, so that every change of the groups is noted.
             watch = StableWatch(lambda: cluster.holds(settled))
             try:
                 strike(RandomFault("etcd", stops_s=stopped_s), {}, cluster.pids, self._rng)
@@ -207,6 +208,7 @@ class Trouble:
         pids = {str(row["id"]): set(row["pids"]) for row in status["workers"]}
         survivors = {worker for worker in pids if not pids[worker] & struck.killed}
         alive = alive_but(struck.killed)
+        # The survivors may serve long before the killed worker is replaced.
         alone = StableWatch(lambda: cluster.holds(lambda now: serve_alone(now, survivors, alive)))
         whole = StableWatch(lambda: cluster.stable(pids, struck.killed))
         try:

@@ -175,8 +175,10 @@ def run_generator(
     All processes of the client end with it.
     """
     result = folder / RESULT
+    # A stale result of the previous round must not pass for this round's.
     result.unlink(missing_ok=True)
     environment = {**os.environ, **ENVIRONMENT}
+    # The client has its own environment and must not import our packages.
     environment.pop("PYTHONPATH", None)
     with subprocess.Popen(
         client.command(python, server, load, folder),
@@ -194,6 +196,7 @@ def run_generator(
             raise SystemUnavailable(f"{client.name} did not end within {limit_s:.0f} s") from error
         finally:
             with suppress(ProcessLookupError):
+                # Kill the whole session, since load generators start child processes.
                 os.killpg(process.pid, signal.SIGKILL)
     try:
         return client.report(json.loads(result.read_text(encoding="utf-8")))
