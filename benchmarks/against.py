@@ -166,6 +166,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
     """Each metric as measured and as simulated; `difference` is a share of the measured value."""
     simulated = simulate(measured, profile, scale)
     rows = []
+    # With a backlog, figures over both classes would mix latencies of different meaning.
     metrics = METRICS if measured.case.backlog is None else CLASS_METRICS
     for name, read in metrics.items():
         real, made_up = read(measured.figures), read(simulated)
@@ -354,6 +355,7 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
             f"{profile.name} has no layer size, which merges depend on; run 'tideserve profile'"
             " again"
         )
+    # A simulated worker has the measured KV capacity in addition to a full copy of the parameters.
     kv_bytes = kv_tokens * shape.kv_bytes * shape.num_layers
     return ChangeSpec(
         shape,

@@ -147,10 +147,12 @@ def product_ms(weights: list[torch.Tensor], rows: int, last: int, device: torch.
     def multiply() -> None:
         for weight in weights[:-1]:
             functional.linear(inputs[weight.shape[1]], weight)
+        # The head is computed only for sampled tokens.
         functional.linear(inputs[weights[-1].shape[1]][:last], weights[-1])
 
     def on_device_s() -> float:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Keep the device busy while the host launches, so that launch latency is not timed.
         torch.cuda._sleep(LEAD_CYCLES)
         began.record()
         multiply()

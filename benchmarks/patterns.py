@@ -33,6 +33,7 @@ def made_up(pattern: str, lengths: Trace, rng: Random) -> tuple[Trace, float]:
     times_s = tuple(phased_times(phases, cv, rng))
     if not times_s:
         raise BenchError(f"the pattern '{pattern}' has no arrivals")
+    # A pattern has only arrival times, so draw lengths from the rows of the trace.
     drawn = rng.choices(lengths.rows, k=len(times_s))
     rows = tuple(
         replace(row, arrival_s=time_s, prefix_ids=())

@@ -34,6 +34,7 @@ class CountedCache:
         usable = (len(prompt) - 1) // self.block_size
         hit = 0
         for number in self._walk(prompt[: usable * self.block_size]):
+            # A prefix hit ends at the first missing block.
             if number not in self._kept:
                 break
             hit += self.block_size

@@ -75,6 +75,7 @@ def run_bench(arguments: BenchArguments) -> None:
     Raises:
         CommandError: if the run is impossible (exit code 2) or the scenario failed (1).
     """
+    # Raise KeyboardInterrupt on SIGTERM, so that all servers are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report()
     with _command_errors(), tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:

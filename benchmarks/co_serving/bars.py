@@ -91,6 +91,7 @@ def judge(
         "bars": [bar for rule in applied for bar in _bars(rule, named, targets)],
         "notes": [
             *rules.notes(named, targets),
+            # Only paced iterations have a duration to keep.
             *(_late_notes(named) if paced else ()),
             *_cut_off_notes(named),
         ],

@@ -207,6 +207,7 @@ def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
     except re.error as error:
         raise BenchError(f"'{pattern}' is not a regular expression: {error}") from error
     if not matching:
+        # Distinguish a typo from a cell of the full matrix.
         all_names = [cell.name for cell in _all(SIZES, tuple(FAULTS))]
         exists = any(re.search(pattern, name) for name in all_names)
         more = "; it exists without --quick" if exists else ""

@@ -166,9 +166,11 @@ class Crowd(Loss):
         ends = []
         for prompt, outcome in zip(self.prompts, self.outcomes, strict=True):
             if outcome.times_s and outcome.times_s[0] <= self.hit_s < outcome.ended_s:
+                # KV at the death: the prompt and the tokens generated until then.
                 held += prompt + bisect_left(outcome.times_s, self.hit_s)
                 ends.append((outcome.ended_s, prompt + len(outcome.token_ids)))
         wait_s, left = 0.0, held - self.survivors_tokens
+        # Requests free their KV in the order of their ends.
         for ended_s, tokens in sorted(ends):
             if left <= 0:
                 break

@@ -347,6 +347,7 @@ def take() -> None:
         transport.progress()
         while under_way and under_way[0].completed:
             under_way.popleft()
+        # Limit the fetches in flight to the buffers, so that none is overwritten.
         arrival = transport.probe() if len(under_way) < PLAIN_BUFFERS else None
         if arrival is not None:
             place = memory[arrival.tag].next(arrival.size_bytes)

@@ -33,6 +33,7 @@ def pairs(plan: BenchPlan, figures: ByLoad) -> dict[str, Any]:
     dtypes = {base: next(iter(by_dtype)) for base, by_dtype in rates.items()}
     second = plan.scenario.second_dtype
     tables = {"fastest": _table(plan, figures, variants, dtypes)}
+    # If every system is fastest in the second dtype, both tables would be equal.
     if second is not None and set(dtypes.values()) != {second}:
         both = {
             base: {second: labels[second]} for base, labels in variants.items() if second in labels

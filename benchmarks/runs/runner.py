@@ -344,6 +344,7 @@ def sampled(system: System) -> Iterator[list[tuple[float, Counters]]]:
             counters = system.counters()
             samples.append((monotonic_s(), counters))
 
+    # Sample in a thread, since the caller blocks on the load generator.
     thread = threading.Thread(target=sample, name="sampler", daemon=True)
     thread.start()
     try:

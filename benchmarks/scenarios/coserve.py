@@ -87,6 +87,7 @@ def online_requests(
     return [
         PlannedRequest(
             time_s,
+            # A seed per request, so that prompts share no prefixes.
             prompt_ids(prompt(rng), f"{seed} {turn} {number}"),
             output(rng),
             number,

@@ -153,6 +153,7 @@ def compare_dispatch(sides: Sides, record: FrontRecord, choice: LoadChoice, prog
             progress(f"{lengths}: round {turn + 1} of {rounds}")
             seed = first_seed + 1 + turn
             load = from_trace(recorded.at_random(rate, seed), scale, seed, lengths)
+            # Alternate the order, so that drift of the machine affects both systems.
             for name in sorted(by, reverse=bool(turn % 2)):
                 by[name].append(_ttfts(sides.send(name, load, None)))
 

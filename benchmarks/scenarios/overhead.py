@@ -79,6 +79,7 @@ def overhead(
         for record in round_.records
         if record.outcome is RequestOutcome.COMPLETED and record.request_id in times.first_token_s
     ]
+    # Client and engine share the machine's monotonic clock, so the times can be subtracted.
     there = [times.arrived_s[record.request_id] - record.sent_s for record in done]
     back = [record.token_times_s[0] - times.first_token_s[record.request_id] for record in done]
     return {
