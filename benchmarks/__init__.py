@@ -1,1 +1,1 @@
-"""Measures tideserve and its peers: traces, workloads, a client process, systems, reports."""
+"""Benchmarks of tideserve and its peers: traces, workloads, a client process, systems, reports."""

@@ -1,12 +1,12 @@
-"""`tideserve simulate --against`: simulate what `tideserve bench` measured, side by side with it.
+"""`tideserve simulate --against`: simulate a `tideserve bench` result and compare both.
 
-The load is made again from what the result says was chosen; instances, KV blocks and limits are
-those of the measured cluster. Nothing is fitted to the result: time comes from the device profile.
+The load is regenerated from the options in the result; instances, KV blocks and limits are those of
+the measured cluster. Nothing is fitted to the result: times come from the device profile.
 
-A profile does not know what else a host runs while it serves. So `--calibrate` takes a result in
-which workers counted how much longer than predicted iterations took: under the same load if that
-was measured there, else over all loads. It may be the simulated result itself: each system is then
-scaled by the others.
+A profile ignores what else the host runs while it serves. `--calibrate` therefore takes a result in
+which workers compared iteration times with the predictions: under the same load if the result has
+it, else over all loads. It may be the simulated result itself: each system is then scaled by the
+other systems.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,12 +53,12 @@ from tideserve.sim.workload import Arrival, ClosedLoop, CoServed, OpenLoop, Work
 T = TypeVar("T")
 DIFFERENCE_MAX = 0.15
 ONE_HOST = LinkSpec(bytes_per_s=5e8, latency_s=0.001, piece_bytes=1 << 20)
-"""Between workers that share two processors, as `tideserve bench drop` measures it."""
+"""Between workers that share two processors, measured by `tideserve bench drop`."""
 BUSY_HOST = Delays(ask_s=0.003, start_s=0.002, token_s=0.0035)
-"""Between services on processors that workers keep busy: measured beside two of them on two cores.
+"""Between services on busy processors: measured beside two workers on two cores.
 
-A client sent 1.2 ms late at the median; the quickest request took 3.6 ms to the engine, a token
-3.3 to 3.9 ms back at the median.
+The client sent 1.2 ms late (median); the fastest request reached the engine after 3.6 ms, and a
+token took 3.3 to 3.9 ms back (median).
 """
 METRICS = {
     "TTFT p50": at("ttft_s", "p50"),
@@ -72,12 +72,12 @@ CLASS_METRICS = {
     "online tokens/s": at(*ONLINE, "processed_tokens_per_s"),
     "batch tokens/s": at(*BATCH, "processed_tokens_per_s"),
 }
-"""For a load with a backlog of batch requests; tokens are those that workers processed."""
+"""For a load with a backlog of batch requests; tokens are those processed by workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measured system under one load."""
+    """A measured system under a load."""
 
     case: Case
     system: str
@@ -89,20 +89,20 @@ class Measured:
 
     @property
     def token_group(self) -> int:
-        """Over how many tokens its online requests' target holds, as its gateway was told."""
+        """Tokens over which the gateway averages the TPOT target of online requests."""
         classes = self.description["options"].get("gateway", {}).get("classes", {})
         return int(classes.get("interactive", {}).get("token_group", 1))
 
     @property
     def merges(self) -> bool:
-        """Whether its workers may merge."""
+        """Whether the overload policy may merge its workers."""
         policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
         return bool(policy == OverloadPolicy.DROP)
 
 
 @dataclass(frozen=True, slots=True)
 class CostScale:
-    """Measured time of iterations as a multiple of the profile's prediction."""
+    """Measured iteration time over the profile's prediction, by phase."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -113,9 +113,9 @@ def run_against(
 ) -> None:
     """Simulate each tideserve system of the result at `path` and print both. Raises CommandError.
 
-    `profile` names the device; None takes the one that `tideserve profile` stored for its model.
-    `calibrate` is a result that tells how much longer iterations take; None takes the profile's
-    word for it. Of the result at `path` itself, only the other systems are asked.
+    `profile` names the device; None selects the profile that `tideserve profile` stored for the
+    model. `calibrate` is a result with measured-over-predicted iteration times; None keeps the
+    profile's times. If it is the result at `path` itself, a system is scaled by the other systems.
     """
     check_writable(json_path)
     report = Report()
@@ -130,29 +130,29 @@ def run_against(
                     paced = measured.description["paced"]
                     if measured.merges and paced:
                         report.line(
-                            f"{measured.system} is left out: it keeps the times of another model"
-                            " than its own, so a merge frees another share of its memory than of"
-                            " that device's"
+                            f"skipping {measured.system}: it is paced to the times of another"
+                            " model, so a merge frees a different share of its memory than on the"
+                            " modelled device"
                         )
                         continue
                     scale = CostScale()
                     if calibrate is not None and other is not None:
                         without = measured.system if calibrate.samefile(path) else None
                         scale = _scale_of(other, measured.case.name, calibrate, without)
-                        whose = "" if without is None else f" of the systems other than {without}"
+                        whose = "" if without is None else f" of systems other than {without}"
                         report.line(
                             f"{measured.case.name}: in {calibrate.name}, iterations{whose} took"
                             f" {scale.prefill:.2f} (prefill) and {scale.decode:.2f} (decode) times"
                             " as long as the profile predicts"
                         )
-                    # A paced system takes the time of the profile that it was paced to.
+                    # A paced system already keeps to the times of its profile.
                     rows += compare(measured, load_profile(paced) if paced else device, scale)
     except (KeyError, TypeError) as error:
         raise CommandError(
-            f"{path} is no result of this version's 'tideserve bench': {error}", EXIT_UNUSABLE
+            f"{path} is not a result of this version of 'tideserve bench': {error}", EXIT_UNUSABLE
         ) from error
     if not rows:
-        raise CommandError(f"no system in {path} is a tideserve that ran", EXIT_UNUSABLE)
+        raise CommandError(f"{path} has no tideserve system that ran", EXIT_UNUSABLE)
     show(rows, Console(highlight=False))
     if json_path is not None:
         written = {"scenario": result["scenario"], "device": device.name, "compared": rows}
@@ -166,6 +166,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
     """Each metric as measured and as simulated; `difference` is a share of the measured value."""
     simulated = simulate(measured, profile, scale)
     rows = []
+    # With a backlog, figures over both classes would mix latencies of different meaning.
     metrics = METRICS if measured.case.backlog is None else CLASS_METRICS
     for name, read in metrics.items():
         real, made_up = read(measured.figures), read(simulated)
@@ -184,7 +185,7 @@ def compare(measured: Measured, profile: DeviceProfile, scale: CostScale) -> lis
 
 
 def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> dict[str, Any]:
-    """Figures pooled over as many rounds as were measured; a paced system is not scaled."""
+    """Figures pooled over the measured number of rounds; a paced system is not scaled."""
     if measured.description["paced"]:
         scale = CostScale()
     spec = _spec(measured, profile)
@@ -200,7 +201,7 @@ def simulate(measured: Measured, profile: DeviceProfile, scale: CostScale) -> di
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print the rows for people."""
+    """Print the rows as a table."""
     table = Table(box=SIMPLE, header_style="dim", padding=(0, 1, 0, 0))
     for column in ("load", "system", "", "measured", "simulated", "difference"):
         table.add_column(column, justify="left" if column in ("load", "system", "") else "right")
@@ -223,24 +224,25 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(result, dict) or not {"scenario", "config", "systems"} <= result.keys():
-        raise ConfigError(f"{path} is no result of 'tideserve bench'")
+        raise ConfigError(f"{path} is not a result of 'tideserve bench'")
     return result
 
 
 def _scale_of(
     result: Mapping[str, Any], load: str, path: Path, without: str | None = None
 ) -> CostScale:
-    """The mean of the tideserve systems that were not paced, except the one called `without`.
+    """The mean over the unpaced tideserve systems, except the system `without`.
 
-    Raises ConfigError without any.
+    Raises:
+        ConfigError: if there are none.
     """
     sections = result.get("scenarios") or {result["scenario"]: result}
     scales = [
-        found["cost_scale"]
-        for system, found in sections.get(load, result)["systems"].items()
-        if "cost_scale" in found
+        figures["cost_scale"]
+        for system, figures in sections.get(load, result)["systems"].items()
+        if "cost_scale" in figures
         and system != without
         and dtype_of(system) is None
         and not result["config"]["systems"][system].get("paced")
@@ -250,10 +252,10 @@ def _scale_of(
         known = [scale[phase] for scale in scales if scale[phase] is not None]
         if not known:
             raise ConfigError(
-                f"{path} does not tell how long iterations"
-                + (f" of other systems than {without}" if without else "")
-                + " took beside a profile: have 'tideserve profile' store one for the model and"
-                " dtype, then run the benchmark"
+                f"{path} has no measured-over-predicted iteration times"
+                + (f" of systems other than {without}" if without else "")
+                + ": store a profile for the model and dtype with 'tideserve profile', then run the"
+                " benchmark again"
             )
         means.append(sum(known) / len(known))
     return CostScale(*means)
@@ -264,12 +266,12 @@ def _device(config: Mapping[str, Any], profile: str | None) -> DeviceProfile:
         return load_profile(profile)
     wanted = f"{config['model']}, cpu, {config['dtype']}, "
     stored = map(load_profile, sorted((cache_root() / PROFILES).glob("*.yaml")))
-    fitting = [one for one in stored if one.name.startswith(wanted)]
+    fitting = [candidate for candidate in stored if candidate.name.startswith(wanted)]
     if len(fitting) != 1:
         remedy = f"run 'tideserve profile --dtype {config['dtype']}' first"
         raise ConfigError(
-            f"{len(fitting)} stored profiles are of {wanted.removesuffix(', ')};"
-            f" {'name one with --profile' if fitting else remedy}"
+            f"{len(fitting)} stored profiles match {wanted.removesuffix(', ')};"
+            f" {'choose with --profile' if fitting else remedy}"
         )
     return fitting[0]
 
@@ -284,12 +286,12 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
         stated = config.get("workload", {}).get(case.name)
         if stated not in (None, case.workload(0).statement):
             raise ConfigError(
-                f"this version of tideserve makes another load for {case.name} than the one that"
-                " was measured, so nothing can be compared; measure it again"
+                f"this version of tideserve generates another load for {case.name} than the"
+                " measured version, so the figures cannot be compared; measure again"
             )
         for system, figures in sections.get(case.name, {}).get("systems", {}).items():
             description = config["systems"].get(system, {})
-            # The profile is that of the run's dtype.
+            # The device profile was measured in the run's dtype.
             if description.get("kind") == "tideserve" and dtype_of(system) is None:
                 rounds = len(figures["rounds"])
                 yield Measured(
@@ -300,6 +302,7 @@ def _measured(result: Mapping[str, Any]) -> Iterator[Measured]:
 def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
     options = measured.description["options"]
     block_size = options["block_size"]
+    # The measured capacity is the total over all workers.
     blocks = measured.description["kv_capacity_tokens"] // measured.workers // block_size
     limits = _default_values(WorkerConfig) | options | options["worker"]
     iteration = replace(
@@ -314,6 +317,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         StateConfig, queue | scheduling, queue_deadline_s=options["queue_deadline"]
     )
     case = measured.case
+    # With a backlog the measured round is cut off at its limit, so the simulation drains as long.
     last_s = case.workload(0).requests[-1].arrival_s
     return ClusterSpec(
         instances=measured.workers,
@@ -332,21 +336,26 @@ def _default_values(config: type[Any]) -> dict[str, Any]:
 
 
 def _settings(cls: type[T], values: Mapping[str, Any], **more: Any) -> T:
-    """Those of the values that are settings of core. Raises ConfigError."""
+    """A core config from the values that name its settings. Raises ConfigError."""
     own = settings_of(cls).keys() & values.keys()
     return from_mapping(cls, {key: values[key] for key in own} | more, "the result")
 
 
 def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
-    """Change-overs of workers with `kv_tokens` each, on one host. Raises ConfigError."""
+    """Change-over costs for workers with `kv_tokens` each on one host. Raises ConfigError."""
     memmgr, limits = options.get("memmgr") or {}, options.get("worker") or {}
-    monitor = {one.name: memmgr[one.name] for one in fields(OverloadConfig) if one.name in memmgr}
+    monitor = {
+        setting.name: memmgr[setting.name]
+        for setting in fields(OverloadConfig)
+        if setting.name in memmgr
+    }
     shape = profile.shape
     if shape is None or profile.hidden_bytes is None:
         raise ConfigError(
-            f"{profile.name} does not say how large layers are, which merges depend on; run"
-            " 'tideserve profile' again"
+            f"{profile.name} has no layer size, which merges depend on; run 'tideserve profile'"
+            " again"
         )
+    # A simulated worker has the measured KV capacity in addition to a full copy of the parameters.
     kv_bytes = kv_tokens * shape.kv_bytes * shape.num_layers
     return ChangeSpec(
         shape,
@@ -359,7 +368,7 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
 
 def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
     case = measured.case
-    arrivals = [_arrival(one, measured.token_group) for one in made.requests]
+    arrivals = [_arrival(request, measured.token_group) for request in made.requests]
     if case.backlog is not None:
         backlog = case.backlog(turn)
         requests = (_arrival(backlog.request(number)) for number in count())
@@ -371,6 +380,8 @@ def _workload(measured: Measured, made: Requests, turn: int) -> Workload:
     return ClosedLoop(iter(arrivals), case.concurrency)
 
 
-def _arrival(one: PlannedRequest, token_group: int = 1) -> Arrival:
-    service = Service(ServiceClass(one.slo_class), one.ttft_s, one.tpot_s, token_group)
-    return Arrival(one.arrival_s, len(one.prompt_ids), one.output_tokens, service=service)
+def _arrival(request: PlannedRequest, token_group: int = 1) -> Arrival:
+    service = Service(ServiceClass(request.slo_class), request.ttft_s, request.tpot_s, token_group)
+    return Arrival(
+        request.arrival_s, len(request.prompt_ids), request.output_tokens, service=service
+    )

@@ -1,4 +1,4 @@
-"""Replays and audits the event logs that the processes of a cluster wrote to one folder."""
+"""Replay and audit the event logs that the processes of a cluster wrote to one folder."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ INVARIANTS = tuple(f"I{number}" for number in range(1, 12))
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What the logs show: by log, how far its replay came; the invariants; changes of groups."""
+    """Outcome of an audit: the replay of each log, the invariants, the changes of groups."""
 
     replayed: dict[str, Replayed]
     findings: Findings
@@ -36,42 +36,42 @@ class Audited:
 
     @property
     def differing(self) -> list[str]:
-        """A sentence for each log whose replay decides otherwise."""
+        """A sentence per log whose replay diverges."""
         return [
-            f"{name} decides otherwise when replayed: {one.difference}"
-            for name, one in self.replayed.items()
-            if one.difference
+            f"{name} diverges when replayed: {replay.difference}"
+            for name, replay in self.replayed.items()
+            if replay.difference
         ]
 
     @property
     def unchecked(self) -> list[str]:
-        """A sentence for each invariant of which the logs tell nothing."""
-        untold = [one for one in INVARIANTS if not self.findings.checks[one]]
-        return [f"nothing in the logs tells of {one}" for one in untold]
+        """A sentence per invariant that no log entry checks."""
+        unchecked = [invariant for invariant in INVARIANTS if not self.findings.checks[invariant]]
+        return [f"no log entry checks {invariant}" for invariant in unchecked]
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for all that should not be; of the violations only some."""
+        """A sentence per problem; violations are capped."""
         return [*self.differing, *self.findings.violations, *self.unchecked]
 
     @property
     def violations(self) -> int:
-        """Broken invariants, replays that decide otherwise, and invariants without a check."""
+        """Number of broken invariants, diverging replays and unchecked invariants."""
         return self.findings.broken + len(self.differing) + len(self.unchecked)
 
     @property
     def checks(self) -> dict[str, int]:
-        """How often each invariant was checked."""
-        return {one: self.findings.checks[one] for one in INVARIANTS}
+        """Number of checks per invariant."""
+        return {invariant: self.findings.checks[invariant] for invariant in INVARIANTS}
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The figures, for a file."""
+        """The figures as JSON."""
         return {"invariants_checked": self.checks, "violations": self.findings.broken}
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures, for people."""
+        """The figures as table rows."""
         checked = ", ".join(f"{name} {count:,}×" for name, count in self.checks.items())
         return [("invariants checked", checked), ("violations", str(self.findings.broken))]
 
@@ -79,17 +79,19 @@ class Audited:
 def audit_logs(
     folder: Path, killed: Collection[int] = (), stopped_until_s: Mapping[str, float] | None = None
 ) -> Audited:
-    """Read while the cluster is at rest, before it is stopped: a stop dissolves its groups.
+    """Audit the logs of an idle cluster. Call it before the cluster stops, which dissolves its
+    groups.
 
     `killed`: process ids of gateways; `stopped_until_s` as in `Audit`.
 
     Raises:
-        SystemUnavailable: if a log is missing or cannot be read.
+        SystemUnavailable: if a log is missing or unreadable.
     """
     engines = _logs(folder, "worker-*")
     memory_managers = _logs(folder, "memmgr-*")
     gateways: dict[bool, list[Path]] = {False: [], True: []}
     for path in _logs(folder, "gateway-*"):
+        # Requests in the log of a killed gateway need not have ended.
         gateways[int(path.stem.rpartition("-")[2]) in killed].append(path)
     audit = Audit(stopped_until_s=stopped_until_s or {})
     try:
@@ -108,10 +110,10 @@ def audit_logs(
 
 
 def _logs(folder: Path, pattern: str) -> Sequence[Path]:
-    found = sorted(folder.glob(f"{pattern}.jsonl"))
-    if not found:
-        raise SystemUnavailable(f"there is no event log {pattern} in {folder}")
-    return found
+    logs = sorted(folder.glob(f"{pattern}.jsonl"))
+    if not logs:
+        raise SystemUnavailable(f"no event log {pattern} in {folder}")
+    return logs
 
 
 def _replay_engine(path: Path, findings: Findings) -> Replayed:

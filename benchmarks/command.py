@@ -1,4 +1,4 @@
-"""`tideserve bench`. Everything heavy is imported when it runs."""
+"""The command `tideserve bench`. Heavy modules are imported when it runs."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -17,17 +17,17 @@ OF_SCENARIO = Wording(default="the scenario's")
 FLAGS = Flags(
     ("model", "load_format", "workers", "memory", "dtype", "device", "paced"),
     {
-        "workers": Wording("Workers, and instances of vLLM."),
+        "workers": Wording("Number of workers, and of vLLM instances."),
         "memory": OF_SCENARIO,
         "dtype": OF_SCENARIO,
         "device": Wording(
-            "Device of tideserve's workers; cuda:0 is one GPU that they share. With a GPU, give"
-            " --model and --memory (of a worker); churn, faults and survive also run without."
+            "Device of tideserve's workers; with cuda:0 they share a GPU. A GPU needs --model and"
+            " --memory (per worker), except for churn, faults and survive."
         ),
         "load_format": Wording("Weights of --model: its files (auto) or random (dummy)."),
         "paced": Wording(
-            "Device profile whose iteration times are kept: A100-14B, or A100-14B:2 at half its"
-            " speed. Without --model, a tiny model runs, which computes fast enough for that."
+            "Device profile whose iteration times workers keep to: A100-14B, or A100-14B:2 at half"
+            " its speed. Without --model, a tiny model runs, which is fast enough for that."
         ),
     },
 )
@@ -46,35 +46,35 @@ EPILOG = (
 
 ScenarioName = Annotated[
     str,
-    typer.Argument(help="What to measure, see below. With --help: the options of this scenario."),
+    typer.Argument(help="Scenario to run, see below. With --help: the options of this scenario."),
 ]
 Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Measure for at most four minutes per system (coserve: five; realtime: nine).",
+        help="Measure at most four minutes per system (coserve: five; realtime: nine).",
     ),
 ]
 Ablation = Annotated[
     bool,
-    typer.Option("--ablation", help="burst: add the mechanisms of drop one after the other."),
+    typer.Option("--ablation", help="burst: add the mechanisms of drop step by step."),
 ]
 Systems = Annotated[
     str | None,
     typer.Option(
-        help="Separated by commas: tideserve (default overload policy), drop, recompute (overload"
+        help="Comma-separated: tideserve (default overload policy), drop, recompute (overload"
         " policies), a scheduling (fcfs, priority, eager, prefill-first, round-robin, bros,"
         " waiting-time, slo, slo-quarter, slo-half, slo-full, reserved, online-only), vllm,"
-        " vllm-priority, name=URL. Suffixes switch off a mechanism: -exchange, -lookahead,"
+        " vllm-priority, name=URL. Suffixes disable a mechanism: -exchange, -lookahead,"
         " -restore, -chunking, -ample (the memory limit, also of vllm). After a scheduling, -256"
-        " sets the tokens of an iteration, -preempting lets online requests interrupt batch work,"
-        " -packing, -slots and -victims switch on parts of BROS, -groups sets a deadline for each"
+        " limits the tokens of an iteration, -preempting lets online requests interrupt batch work,"
+        " -packing, -slots and -victims enable parts of BROS, -groups sets a deadline for each"
         " token instead of each group. -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]
 FiguresFile = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
-PictureFile = Annotated[Path | None, typer.Option(help="Draw them: .png, .svg or .pdf.")]
+PictureFile = Annotated[Path | None, typer.Option(help="Plot the figures: .png, .svg or .pdf.")]
 Targets = Annotated[
     list[str] | None,
     typer.Option(help="Latency target: ttft=1.5 (seconds), tpot=5x (times the best P50)."),
@@ -82,7 +82,7 @@ Targets = Annotated[
 Trace = Annotated[
     str | None,
     typer.Option(
-        help="Azure or BurstGPT CSV, Mooncake JSONL, or made-up arrivals:"
+        help="Azure or BurstGPT CSV, Mooncake JSONL, or synthetic arrivals:"
         " gamma:RATE,CV,SECONDS or phases:SECONDS@RATE,…",
         show_default="Azure conversations",
     ),
@@ -98,17 +98,17 @@ TraceRepeat = Annotated[
     typer.Option(
         min=1,
         max=1000,
-        help="Repetitions of the slice, one after the other.",
+        help="Consecutive repetitions of the slice.",
         show_default="1; 2 in a full run of the scenario's own slice",
     ),
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Mean (online) requests a second; the pattern is kept."),
+    typer.Option(min=0.001, help="Mean (online) requests per second; keeps the arrival pattern."),
 ]
 TimeScale = Annotated[
     float | None,
-    typer.Option(min=0.001, help="In place of --rate: factor of the times between arrivals."),
+    typer.Option(min=0.001, help="Instead of --rate: factor on the times between arrivals."),
 ]
 Cycles = Annotated[
     int | None,
@@ -121,23 +121,21 @@ Cells = Annotated[
     ),
 ]
 Append = Annotated[
-    Path | None, typer.Option(help="faults: file of the finished cells, which are not run again.")
+    Path | None, typer.Option(help="faults: file with the finished cells, which are skipped.")
 ]
 Minutes = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="faults: no cell begins after so many minutes; without --cells and --append, random"
-        " faults and floods for so long (not with --quick).",
+        help="faults: start no cell after this many minutes; without --cells and --append, run"
+        " random faults and floods for this long (not with --quick).",
     ),
 ]
-Seed = Annotated[
-    int, typer.Option(min=0, help="Seed of the prompts, and of the arrivals of a pattern.")
-]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the prompts and of synthetic arrivals.")]
 
 
 def of_scenario(command: TyperCommand, arguments: Sequence[str]) -> TyperCommand | None:
-    """The command with the options and the description of the scenario among `arguments`."""
+    """The command with the options and description of the scenario in `arguments`."""
     name = next((argument for argument in arguments if argument in SUMMARIES), None)
     if name is None:
         return None
@@ -151,7 +149,7 @@ def of_scenario(command: TyperCommand, arguments: Sequence[str]) -> TyperCommand
     tiny = scenario.run is not None and bool(scenario.tiny_model)
     for param in params:
         if param.name == "model" and isinstance(param, TyperOption) and tiny:
-            param.show_default = "a tiny one with random weights"
+            param.show_default = "a tiny model with random weights"
     return TyperCommand(
         name=command.name,
         callback=command.callback,

@@ -1,7 +1,7 @@
-"""Reads from the workers' event logs when a request reached the engine and what planning cost.
+"""Read arrival times at the engine and planning times from the workers' event logs.
 
-The decisions are replayed through the same code of core and timed: the time is that of planning
-alone, without the rest of an iteration.
+The decisions are replayed through the planner of core and timed: the time covers planning alone,
+without the rest of an iteration.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ TYPES = LOGGED | {kind.__name__: kind for kind in FACTS}
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration that ended at `end_s` on the monotonic clock and took `duration_s`."""
+    """An iteration that ended at `end_s` on the monotonic clock and took `duration_s`."""
 
     end_s: float
     duration_s: float
@@ -39,10 +39,10 @@ class EngineTimes:
     iterations: list[Iteration] = field(default_factory=list)
 
     def planning_share(self, from_s: float, to_s: float) -> float | None:
-        """Planning time over iteration time, of the iterations that ended in between."""
-        kept = [one for one in self.iterations if from_s <= one.end_s <= to_s]
-        total_s = sum(one.duration_s for one in kept)
-        return sum(one.planning_s for one in kept) / total_s if total_s else None
+        """Planning time over iteration time, for iterations that ended in [from_s, to_s]."""
+        kept = [iteration for iteration in self.iterations if from_s <= iteration.end_s <= to_s]
+        total_s = sum(iteration.duration_s for iteration in kept)
+        return sum(iteration.planning_s for iteration in kept) / total_s if total_s else None
 
 
 def read_engine_logs(folder: Path) -> EngineTimes:
@@ -80,7 +80,7 @@ def _replay(path: Path, times: EngineTimes) -> None:
                 times.iterations.append(Iteration(now_s, now_s - idle_until_s, planning_s))
                 planning_s, idle_until_s = 0.0, now_s
             case Planned(microbatch=None):
-                # A plan for an empty queue is no part of an iteration.
+                # Planning for an empty queue is not part of an iteration.
                 planning_s = 0.0
 
 

@@ -2,4 +2,4 @@
 
 
 class BenchError(Exception):
-    """The measurement cannot be carried out as requested; the message names cause and remedy."""
+    """The measurement cannot run as requested; the message names cause and remedy."""

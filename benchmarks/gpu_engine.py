@@ -1,9 +1,9 @@
-"""Time iterations of the engine on a GPU beside their matrix products, and the pause of a drop.
+"""Time engine iterations and their matrix products on a GPU, and the pause of a drop.
 
     python -m benchmarks.gpu_engine FILE [--size 14B] [--memory-gib 60]
 
-Weights are random: they do not influence the time. FILE gets the figures as JSON. `--device cpu
---size tiny --memory-gib 0.1` runs the same steps where there is no GPU.
+Weights are random, which does not affect the time. The figures are written to FILE as JSON.
+`--device cpu --size tiny --memory-gib 0.1` runs the same steps without a GPU.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.measurer import Measurer
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as a worker has it
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in a worker
 DTYPE = torch.bfloat16
 REPEATS, INTERRUPTIONS = 12, 20
-LEAD_CYCLES = 20_000_000  # about 10 ms, in which the host launches what is timed
+LEAD_CYCLES = 20_000_000  # about 10 ms: the host launches the timed kernels meanwhile
 LONG = ((0, 2048),)
 BATCHES: dict[str, tuple[tuple[int, int], ...]] = {
     "decode of 1 at 1,000": ((1000, 1),),
@@ -59,9 +59,9 @@ SIZES = {
 
 
 def main() -> None:
-    """Measure, and write the file."""
+    """Measure and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, help="where the figures go")
+    parser.add_argument("file", type=Path, help="output file of the figures")
     parser.add_argument("--size", default="14B", choices=SIZES)
     parser.add_argument("--memory-gib", type=float, default=60, help="budget of the engine")
     parser.add_argument("--device", default="cuda")
@@ -84,6 +84,7 @@ def main() -> None:
         "drop": drop(runner),
     }
     runner.check_invariants()
+    # Free the engine's memory for the weights of the plain products.
     runner.close()
     weights = product_weights(SIZES[chosen.size], device)
     for name, times in figures["iterations"].items():
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def load(size: dict[str, int], device: torch.device, budget_bytes: int) -> ModelRunner:
-    """The engine with random weights of this size."""
+    """An engine with random weights of the given size."""
     folder = Path(tempfile.mkdtemp())
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -117,19 +118,19 @@ def load(size: dict[str, int], device: torch.device, budget_bytes: int) -> Model
 
 
 def typical_ms(act: Callable[[], float | None], repeats: int = REPEATS) -> float:
-    """The median of the seconds that `act` returns, in ms; the first three runs do not count."""
+    """Median of the seconds returned by `act`, in ms, without three warm-up runs."""
     return 1e3 * median([act() or 0.0 for _ in range(repeats + 3)][3:])
 
 
 def timed_ms(act: Callable[[], object]) -> float:
-    """Milliseconds on the host."""
+    """Host time of `act` in ms."""
     began_s = time.perf_counter()
     act()
     return 1e3 * (time.perf_counter() - began_s)
 
 
 def product_weights(size: dict[str, int], device: torch.device) -> list[torch.Tensor]:
-    """The weights of all layers' products in order, and the head's."""
+    """The weights of the matrix products of all layers in order, then of the head."""
     hidden, inner = size["hidden_size"], size["num_attention_heads"] * size["head_dim"]
     qkv = inner + 2 * size["num_key_value_heads"] * size["head_dim"]
     middle = size["intermediate_size"]
@@ -139,17 +140,19 @@ def product_weights(size: dict[str, int], device: torch.device) -> list[torch.Te
 
 
 def product_ms(weights: list[torch.Tensor], rows: int, last: int, device: torch.device) -> float:
-    """The products of an iteration of `rows` tokens, of which `last` are sampled."""
+    """Time of the products of an iteration of `rows` tokens, `last` of them sampled."""
     widths = {weight.shape[1] for weight in weights}
     inputs = {n: torch.randn(rows, n, dtype=DTYPE, device=device) for n in widths}
 
     def multiply() -> None:
         for weight in weights[:-1]:
             functional.linear(inputs[weight.shape[1]], weight)
+        # The head is computed only for sampled tokens.
         functional.linear(inputs[weights[-1].shape[1]][:last], weights[-1])
 
     def on_device_s() -> float:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Keep the device busy while the host launches, so that launch latency is not timed.
         torch.cuda._sleep(LEAD_CYCLES)
         began.record()
         multiply()
@@ -163,7 +166,7 @@ def product_ms(weights: list[torch.Tensor], rows: int, last: int, device: torch.
 
 
 def interruptions(measurer: Measurer, device: torch.device) -> dict[str, float]:
-    """How long a prefill of 2,048 tokens goes on after a request to stop."""
+    """How long a prefill of 2,048 tokens continues after an interrupt."""
     whole_ms = typical_ms(partial(measurer.duration_s, LONG), 5)
     stop, asked_s, late_ms = threading.Event(), 0.0, []
 
@@ -174,6 +177,7 @@ def interruptions(measurer: Measurer, device: torch.device) -> dict[str, float]:
 
     for number in range(INTERRUPTIONS):
         stop.clear()
+        # Interrupt at points spread over the iteration.
         timer = threading.Timer(whole_ms / 1e3 * (0.1 + 0.7 * number / INTERRUPTIONS), ask)
         timer.start()
         ended = measurer.duration_s(LONG, stop.is_set)
@@ -184,17 +188,18 @@ def interruptions(measurer: Measurer, device: torch.device) -> dict[str, float]:
         if ended is None:
             late_ms.append(1e3 * (stopped_s - asked_s))
     checked_ms = typical_ms(partial(measurer.duration_s, LONG, lambda: False), 5)
-    found = {"whole_ms": whole_ms, "interruptible_ms": checked_ms, "stopped": len(late_ms)}
-    return found | ({"stop_ms": median(late_ms), "longest_ms": max(late_ms)} if late_ms else {})
+    figures = {"whole_ms": whole_ms, "interruptible_ms": checked_ms, "stopped": len(late_ms)}
+    return figures | ({"stop_ms": median(late_ms), "longest_ms": max(late_ms)} if late_ms else {})
 
 
 def drop(runner: ModelRunner) -> dict[str, float]:
-    """Half of the layers go and their memory becomes KV; then a layer gets memory again."""
+    """Time a drop of half of the layers, which frees memory for KV, and remapping one layer."""
     memory = runner.stage_memory
     half, blocks = memory.num_layers // 2, memory.num_blocks
     times: dict[str, float] = {"prepare_ms": timed_ms(partial(memory.prepare_drop, 0, half))}
     report = memory.set_stage(0, half)
     slices = [timed_ms(memory.finish_drop)]
+    # Finish the drop in slices, as a worker does between iterations.
     while memory.arena.retired_chunks:
         slices.append(timed_ms(memory.finish_drop))
     times |= {

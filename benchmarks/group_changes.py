@@ -1,4 +1,4 @@
-"""Merges and splits groups of a cluster by hand, as `tideserve drop` and `tideserve restore` do."""
+"""Manual merges and splits of groups, as by `tideserve drop` and `tideserve restore`."""
 
 import json
 import time
@@ -15,14 +15,14 @@ DATA = b"data:"
 
 
 class ChangeFailed(Exception):
-    """The groups did not change in time; the message is the cluster's last word."""
+    """The groups did not change in time; the message is the last reply of the cluster."""
 
 
 def change_groups(url: str, path: str, timeout_s: float) -> int:
-    """Ask the admin port at `url` until it is done; returns how often it was refused before.
+    """Repeat the request to the admin port at `url` until it succeeds; returns the refusals before.
 
     Raises:
-        ChangeFailed: if it is still refused after `timeout_s`.
+        ChangeFailed: if the change is still refused after `timeout_s`.
     """
     deadline_s = monotonic_s() + timeout_s
     refused = 0
@@ -35,12 +35,13 @@ def change_groups(url: str, path: str, timeout_s: float) -> int:
 
 
 def _try(url: str) -> str:
-    """Why it failed, "" if it did not."""
+    """Request the change; returns the error, "" on success."""
     request = urllib.request.Request(url, data=b"{}", method="POST")
     request.add_header("Content-Type", "application/json")
     request.add_header("X-Tideserve-Admin", "1")
+    # Bypass proxies: the cluster is local.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    phase, message = "", "the answer broke off"
+    phase, message = "", "the reply was cut off"
     try:
         with opener.open(request, timeout=STEP_TIMEOUT_S) as response:
             for line in response:

@@ -1,4 +1,4 @@
-"""Requests one after the other, each of which may need the answer to the one before."""
+"""Sequential requests, each of which may depend on the previous answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """One answer; `cached_tokens` of its prompt were in a prefix cache."""
+    """An answer; `cached_tokens` of its prompt were prefix-cache hits."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -25,7 +25,7 @@ class TurnAnswer:
 
 
 class OneByOne:
-    """`with OneByOne(url, model) as client:`; asks and waits, from this thread."""
+    """`with OneByOne(url, model) as client:`; a blocking client."""
 
     def __init__(self, url: str, model: str) -> None:
         self._model = model
@@ -41,7 +41,7 @@ class OneByOne:
         self._runner.__exit__(*error)
 
     def ask(self, prompt_ids: Sequence[int], output_tokens: int, salt: str = "bench") -> TurnAnswer:
-        """The answer to one prompt. Raises SystemUnavailable if there is none."""
+        """The answer to a prompt. Raises SystemUnavailable if the request fails."""
         return self._runner.run(self._ask(tuple(prompt_ids), output_tokens, salt))
 
     async def _ask(self, prompt_ids: tuple[int, ...], output_tokens: int, salt: str) -> TurnAnswer:
@@ -58,7 +58,7 @@ class OneByOne:
         except (TimeoutError, StreamFailed, OSError) as failure:
             raise SystemUnavailable(f"a request failed: {failure or 'no answer'}") from failure
         if answer.status != 200 or answer.error or len(answer.output_ids) != output_tokens:
-            reason = answer.error or answer.body or f"{len(answer.output_ids)} tokens came"
+            reason = answer.error or answer.body or f"{len(answer.output_ids)} tokens received"
             raise SystemUnavailable(f"a request failed with {answer.status}: {reason}")
         return TurnAnswer(
             len(prompt_ids),

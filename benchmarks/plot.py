@@ -1,4 +1,4 @@
-"""Pictures of a run: KV demand and capacity, TTFT over time, distributions of latencies."""
+"""Plots of a run: KV demand and capacity, TTFT over time, latency distributions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ LATENCIES = (
     ("e2e_s", "end-to-end latency"),
 )
 CLOSE = 0.05
-"""Capacities that differ by less share a line."""
+"""Relative difference below which capacities share a line."""
 DECADE = 10
 Rounds = Mapping[str, Sequence[Round]]
 Colours = Mapping[str, str]
@@ -28,8 +28,8 @@ Colours = Mapping[str, str]
 
 
 def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
-    """Write one picture with two rows of panels for each case: demand and TTFT over time of the
-    first round, then distributions over all rounds. The path's suffix is the format.
+    """Write a picture with two rows of panels per case: demand and TTFT over time of the first
+    round, then distributions over all rounds. The suffix of `path` selects the format.
     """
     matplotlib.use("Agg")
     rows = 2 * len(cases)
@@ -45,7 +45,7 @@ def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
             start = first + 6 + 2 * number
             axes = figure.add_subplot(rows, 6, (start, start + 1))
             _draw_distribution(axes, case, rounds, colours, what)
-    # One legend for all panels: in them it would hide curves.
+    # A shared legend outside the panels, where it hides no curves.
     lines = [Line2D([], [], color=colour) for colour in colours.values()]
     figure.legend(lines, list(colours), loc="outside lower center", ncols=min(4, len(colours)))
     figure.savefig(path)
@@ -62,7 +62,9 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
                 axes.step(times_s, tokens, where="post", color=colours[name], linestyle=style)
         if first.capacity_tokens and not changing:
             own = first.capacity_tokens
-            near = next((one for one in capacities if abs(one - own) <= CLOSE * own), own)
+            near = next(
+                (capacity for capacity in capacities if abs(capacity - own) <= CLOSE * own), own
+            )
             capacities.setdefault(near, []).append(name)
     # An ample capacity far above the demand would flatten the curves.
     top = 1.15 * max((line.get_ydata().max() for line in axes.get_lines()), default=1)
@@ -70,7 +72,7 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
     for capacity, owners in sorted(capacities.items()):
         label = f"{', '.join(owners)}: {'about ' if len(owners) > 1 else ''}{capacity:,}"
         if capacity > top:
-            above.append(f"{label}, above the picture")
+            above.append(f"{label}, above the plot")
             continue
         colour = colours[owners[0]] if len(owners) == 1 else "0.4"
         axes.axhline(capacity, color=colour, linestyle="--")
@@ -82,7 +84,7 @@ def _draw_demand(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None
 
 
 def _note(axes: Any, height: float, text: str, side: str) -> None:
-    """A line of text at the right, its `side` at `height`."""
+    """Add a line of text at the right edge, its `side` at `height`."""
     place = {"horizontalalignment": "right", "verticalalignment": side}
     axes.text(0.99, height, text, transform=axes.get_yaxis_transform(), fontsize=8, **place)
 
@@ -93,7 +95,10 @@ def _draw_ttft(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
         due_s = [record.due_s - _start_s(first) for record in done]
         ttfts_s = [record.ttft_s for record in done]
         axes.plot(due_s, ttfts_s, marker="o", markersize=3, linewidth=1, color=colours[name])
-    _scale(axes.yaxis, [v for one in rounds.values() for v in latencies(one[0].records, "ttft_s")])
+    _scale(
+        axes.yaxis,
+        [v for measured in rounds.values() for v in latencies(measured[0].records, "ttft_s")],
+    )
     _finish(axes, f"{case}: time to first token, round 1", "arrival [s]", "TTFT [s]")
 
 
@@ -103,7 +108,7 @@ def _draw_distribution(
     metric, label = what
     pooled: list[float] = []
     for name, measured in rounds.items():
-        values = sorted(v for one in measured for v in latencies(one.records, metric))
+        values = sorted(v for round_ in measured for v in latencies(round_.records, metric))
         shares = [(rank + 1) / len(values) for rank in range(len(values))]
         axes.step(values, shares, where="post", color=colours[name])
         pooled += values
@@ -113,10 +118,10 @@ def _draw_distribution(
 
 
 def _scale(axis: Any, values: Sequence[float]) -> None:
-    """Logarithmic over a decade and more, with plain numbers; linear below, where it says more."""
+    """Use a logarithmic axis with plain numbers from a decade of range on, else a linear axis."""
     positive = [value for value in values if value > 0]
     if positive and max(positive) >= DECADE * min(positive):
-        # The axis itself has no public way to scale it.
+        # Axis has no public method to set its scale.
         (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -130,5 +135,5 @@ def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
-def _start_s(one: Round) -> float:
-    return min((record.due_s for record in one.records), default=0.0)
+def _start_s(round_: Round) -> float:
+    return min((record.due_s for record in round_.records), default=0.0)

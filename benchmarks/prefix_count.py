@@ -1,8 +1,8 @@
-"""An independent count of prefix cache hits, beside which those of a system are judged.
+"""An independent reference count of prefix-cache hits.
 
-It shares no code with the cache of the engine: a block is named by its place in a tree of all
-sequences seen, and the one that was used longest ago makes room for a new one. Nothing runs at the
-same time, so a request that begins while another one like it still runs counts as a hit here.
+It shares no code with the engine's cache: a block is identified by its node in a tree of all
+sequences seen, and eviction is LRU. Requests do not overlap here, so a request that starts while a
+request with the same prefix is still running counts as a hit.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 Tokens = Sequence[int]
 _Name = tuple[int, tuple[int, ...]]
-"""The number of the block before, and the block's own tokens."""
+"""The number of the parent block, and the block's own tokens."""
 
 
 @dataclass(slots=True)
@@ -26,14 +26,15 @@ class CountedCache:
     _kept: OrderedDict[int, None] = field(default_factory=OrderedDict)  # oldest first
 
     def request(self, prompt: Tokens, output: Tokens = ()) -> int:
-        """A request runs from beginning to end; returns how many tokens of its prompt are hits.
+        """Run a request from start to end; returns the number of prompt tokens that are hits.
 
-        The last token of a prompt is never one: the first output comes from it. The last output is
-        not in the cache, since nothing has been computed from it.
+        The last prompt token is never a hit, since the first output is computed from it. The last
+        output token is not cached, since it has not been processed.
         """
         usable = (len(prompt) - 1) // self.block_size
         hit = 0
         for number in self._walk(prompt[: usable * self.block_size]):
+            # A prefix hit ends at the first missing block.
             if number not in self._kept:
                 break
             hit += self.block_size
@@ -44,7 +45,7 @@ class CountedCache:
         return hit
 
     def _walk(self, tokens: Tokens) -> Iterator[int]:
-        """The numbers of the full blocks of a sequence; new ones get the next number."""
+        """The numbers of a sequence's full blocks; new blocks get the next number."""
         size, before = self.block_size, -1
         for start in range(0, len(tokens) - size + 1, size):
             name = (before, tuple(tokens[start : start + size]))
@@ -52,7 +53,7 @@ class CountedCache:
             yield before
 
     def _keep(self, numbers: Iterable[int]) -> None:
-        """These were used now; of a sequence the last block is the first to go."""
+        """Mark blocks as used now; the last block of a sequence is evicted first."""
         for number in reversed(list(numbers)):
             self._kept.pop(number, None)
             self._kept[number] = None

@@ -1,4 +1,4 @@
-"""`tideserve bench`: run a scenario, and report it as tables, JSON and pictures."""
+"""`tideserve bench`: run a scenario, and report tables, JSON and plots."""
 
 import signal
 import tempfile
@@ -47,9 +47,9 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class BenchArguments:
-    """The options of the command; None leaves the choice to the scenario.
+    """The options of the command; None selects the scenario's default.
 
-    `given` are the names of the parameters that are on the command line.
+    `given` are the names of the parameters given on the command line.
     """
 
     scenario: str
@@ -73,8 +73,9 @@ def run_bench(arguments: BenchArguments) -> None:
     """Measure and report.
 
     Raises:
-        CommandError: if it cannot be done (exit code 2), or the scenario failed (1).
+        CommandError: if the run is impossible (exit code 2) or the scenario failed (1).
     """
+    # Raise KeyboardInterrupt on SIGTERM, so that all servers are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report()
     with _command_errors(), tempfile.TemporaryDirectory(prefix="tideserve-bench-") as folder:
@@ -90,22 +91,22 @@ def run_bench(arguments: BenchArguments) -> None:
 
 @contextmanager
 def _command_errors() -> Iterator[None]:
-    """Errors of a measurement as the command's."""
+    """Convert errors of a measurement to CommandError."""
     try:
         with unusable(BenchError, TraceError, ConfigError, ModelUnavailable):
             yield
     except SystemUnavailable as error:
         raise CommandError(str(error), EXIT_FAILED) from error
     except KeyboardInterrupt:
-        raise CommandError("stopped before the end; nothing was written", 130) from None
+        raise CommandError("interrupted; no result was written", 130) from None
 
 
 def _check_options(arguments: BenchArguments, scenario: Scenario) -> None:
-    """Check what can be checked without a model. Raises BenchError, ConfigError, CommandError."""
+    """Check the options that need no model. Raises BenchError, ConfigError, CommandError."""
     for name in sorted(arguments.given - scenario.reads):
         flag = f"--{name.replace('_', '-')}"
         raise BenchError(f"'{scenario.name}' does not use {flag}; leave it out")
-    # By the rules of `tideserve up`.
+    # Apply the rules of `tideserve up`.
     names = ("workers", "memory", "dtype", "device", "load_format", "paced")
     read_options(None, {name: getattr(arguments, name) for name in names})
     choice, plot = arguments.choice, arguments.plot
@@ -114,7 +115,7 @@ def _check_options(arguments: BenchArguments, scenario: Scenario) -> None:
     if plot is not None and plot.suffix not in PICTURES:
         raise BenchError(f"--plot is '{plot}', but must end in one of {', '.join(PICTURES)}")
     if choice.rate_per_s is not None and choice.time_scale is not None:
-        raise BenchError("--rate and --time-scale both say how dense arrivals are; give one")
+        raise BenchError("--rate and --time-scale both set the arrival rate; give only one of them")
     if choice.quick and choice.draws_faults:
         raise BenchError(
             "--quick chooses fewer cells, and --minutes alone runs random faults; leave one out"
@@ -122,13 +123,13 @@ def _check_options(arguments: BenchArguments, scenario: Scenario) -> None:
     if choice.paced and not scenario.paced_memory:
         raise BenchError(f"'{scenario.name}' has no load for --paced's tiny model; give a --model")
     if choice.paced and choice.on_gpu:
-        raise BenchError("--paced with the tiny model is for processors; leave --device out")
+        raise BenchError("--paced with the tiny model runs on processors; leave --device out")
     if _is_tiny(arguments, scenario) and arguments.load_format is not None:
         raise BenchError("the tiny model has random weights; leave --load-format out")
 
 
 def _is_tiny(arguments: BenchArguments, scenario: Scenario) -> bool:
-    """Whether the model is a tiny one with random weights."""
+    """Whether the run uses a tiny model with random weights."""
     alone = scenario.run is not None and bool(scenario.tiny_model)
     return arguments.choice.paced or (alone and arguments.model is None)
 
@@ -136,7 +137,7 @@ def _is_tiny(arguments: BenchArguments, scenario: Scenario) -> bool:
 def _run(
     arguments: BenchArguments, scenario: Scenario, report: Report, folder: Path
 ) -> Sequence[str]:
-    """Run a scenario that measures on its own; returns its problems."""
+    """Run a scenario with its own measurement; returns its problems."""
     assert scenario.run is not None
     deployment = _deployment(arguments, scenario, report, folder)
     machine = describe_machine(deployment)
@@ -153,13 +154,13 @@ def _run(
 def _compare(
     arguments: BenchArguments, scenario: Scenario, report: Report, folder: Path
 ) -> Sequence[str]:
-    """Measure systems in turn; returns the bars that failed, or the systems that did not run."""
+    """Measure the systems in turn; returns the failed bars, or the systems that did not run."""
     choice = arguments.choice
     names = _system_names(arguments, scenario)
     check_names(names)
     _check_servable(arguments, names)
     targets = tuple(read_target(text) for text in arguments.slos)
-    scenario.cases(choice)  # a bad trace is reported before the model is fetched
+    scenario.cases(choice)  # report a bad trace before the model is fetched
     deployment = _deployment(arguments, scenario, report, folder)
     plan = BenchPlan(
         *(scenario, choice, names, deployment, targets or scenario.targets, arguments.api_key)
@@ -212,21 +213,25 @@ def _system_names(arguments: BenchArguments, scenario: Scenario) -> tuple[str, .
 
 
 def _check_servable(arguments: BenchArguments, names: Sequence[str]) -> None:
-    """Refuse systems that cannot run this model on this device. Raises BenchError."""
+    """Reject systems that cannot run this model on this device. Raises BenchError."""
     vllm, ours = any(map(is_vllm, names)), any(map(is_tideserve, names))
     device, on_gpu = arguments.choice, arguments.choice.on_gpu
     refused = {
-        "--paced paces tideserve, and no system of this run is one": arguments.paced and not ours,
-        "the model has no weights, so vllm cannot serve it; leave it out": (
+        "--paced applies to tideserve, but no system of this run is tideserve": (
+            arguments.paced and not ours
+        ),
+        "the model has no weights, so vllm cannot serve it; leave vllm out": (
             vllm and (device.paced or arguments.load_format == "dummy")
         ),
-        "vllm is started on processors only; choose --systems without it, and name=URL for one"
-        " that you start on a GPU": on_gpu and vllm,
-        "--device is for tideserve, and no system of this run is one": on_gpu and not ours,
-        "ample memory is more than a GPU has; leave systems with -ample out": (
+        "vllm is started on processors only; leave it out of --systems, and use name=URL for a"
+        " server that you start on a GPU": on_gpu and vllm,
+        "--device applies to tideserve, but no system of this run is tideserve": (
+            on_gpu and not ours
+        ),
+        "ample memory exceeds a GPU; leave systems with -ample out": (
             on_gpu and any(map(is_reference, names))
         ),
-        "on a GPU, iterations are as long without chunking; leave its suffix out": (
+        "on a GPU, -chunking does not change iterations; leave the suffix out": (
             on_gpu and any(is_tideserve(name) and "chunking" in name.split("-") for name in names)
         ),
     }
@@ -236,7 +241,7 @@ def _check_servable(arguments: BenchArguments, names: Sequence[str]) -> None:
 
 
 def _dtype(arguments: BenchArguments, scenario: Scenario) -> str:
-    """The dtype of every system whose name asks for none."""
+    """The dtype of systems without a dtype suffix."""
     if arguments.dtype is not None:
         return arguments.dtype
     if _is_tiny(arguments, scenario):
@@ -249,13 +254,14 @@ def _dtype(arguments: BenchArguments, scenario: Scenario) -> str:
 def _deployment(
     arguments: BenchArguments, scenario: Scenario, report: Report, folder: Path
 ) -> Deployment:
-    """The deployment that every system gets; a tiny model is written into `folder`.
+    """The deployment of every system; a tiny model is written into `folder`.
 
     Raises BenchError, ModelUnavailable.
     """
     tiny, on_gpu = _is_tiny(arguments, scenario), arguments.choice.on_gpu
+    # The default model and memory are sized for CPUs.
     if on_gpu and not tiny and None in (arguments.memory, arguments.model):
-        raise BenchError("on a GPU, give a --model that fills it, and the --memory of a worker")
+        raise BenchError("on a GPU, give a --model that fills it and the --memory per worker")
     memory = arguments.memory or scenario.memory_for(arguments.choice, tiny)
     memory_bytes = parse_size_bytes(memory)
     load_format = arguments.load_format or "auto"
@@ -286,7 +292,7 @@ def read_target(text: str) -> LatencyTarget:
     """A target such as "ttft=1.5" (seconds) or "tpot=5x" (times the best system's P50).
 
     Raises:
-        BenchError: if the text is no target.
+        BenchError: if the text is not a target.
     """
     name, _, value = text.partition("=")
     metrics = {metric.removesuffix("_s"): metric for metric in LATENCIES}
@@ -297,7 +303,7 @@ def read_target(text: str) -> LatencyTarget:
         limit = 0.0
     if name not in metrics or not 0 < limit < float("inf"):
         raise BenchError(
-            f"'{text}' is no target; write a latency and seconds (ttft=1.5) or multiples of the"
-            f" best P50 (tpot=5x); there are {', '.join(metrics)}"
+            f"'{text}' is not a target; write a latency and seconds (ttft=1.5) or multiples of the"
+            f" best P50 (tpot=5x); latencies are {', '.join(metrics)}"
         )
     return LatencyTarget(metrics[name], limit, relative=number != value)

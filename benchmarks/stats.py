@@ -1,4 +1,4 @@
-"""Figures from records. Pure: no clock, no I/O."""
+"""Figures computed from records. Pure: no clock, no I/O."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ LATENCIES: Mapping[str, Callable[[SentRequest], float | None]] = {
     "normalized_latency_s": lambda record: record.normalized_s,
 }
 REPORT_S = 1.0
-"""Seconds after which workers report their counters at the latest."""
+"""Maximum seconds between counter reports of a worker."""
 PHASES = ("prefill", "decode")
 COMPARED_FROM = {"p99.9": 1000}
-"""Requests from which a percentile is compared: of fewer it is the maximum, which is chance."""
+"""Minimum number of requests to compare a percentile; with fewer it is merely the maximum."""
 
 BLOCK_TOKENS = 16
 Timeline = list[tuple[float, int]]
@@ -28,7 +28,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class LatencyTarget:
-    """A service level: a latency at most `limit` seconds, or `limit` × the best system's P50."""
+    """A latency target: at most `limit` seconds, or `limit` × the best system's P50."""
 
     metric: str
     limit: float
@@ -40,17 +40,17 @@ class LatencyTarget:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """All of `PERCENTILES`."""
+    """The percentiles in `PERCENTILES`."""
     return {name: percentile(values, share) for name, share in PERCENTILES.items()}
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """All of `PERCENTILES`, and `max`: the slowest one."""
+    """The percentiles in `PERCENTILES`, and the maximum."""
     return percentiles(values) | {"max": max(values, default=None)}
 
 
 def latencies(records: Iterable[SentRequest], metric: str) -> list[float]:
-    """One latency of every completed request that has it."""
+    """The latency `metric` of every completed request that has it."""
     measure = LATENCIES[metric]
     values = [
         measure(r) for r in records if r.outcome is RequestOutcome.COMPLETED and r.token_times_s
@@ -68,11 +68,11 @@ def throughput(rounds: Sequence[Sequence[SentRequest]]) -> float | None:
 def attainment(
     records: Sequence[SentRequest], target: LatencyTarget, best_p50_s: float | None
 ) -> float | None:
-    """Share of all sent requests that met the target: refused and failed ones did not."""
+    """Share of all sent requests that met the target; refused and failed requests did not."""
     if not records or (target.relative and best_p50_s is None):
         return None
     limit_s = target.limit * best_p50_s if target.relative and best_p50_s else target.limit
-    # A request of one token has no time per further token to miss.
+    # A request with a single token has no TPOT, so it cannot miss it.
     measure = LATENCIES[target.metric]
     completed = [r for r in records if r.outcome is RequestOutcome.COMPLETED and r.token_times_s]
     return sum((measure(r) or 0.0) <= limit_s for r in completed) / len(records)
@@ -83,63 +83,67 @@ def figures(
     targets: Sequence[LatencyTarget],
     best_p50_s: Mapping[str, float | None],
 ) -> Figures:
-    """One system's figures, pooled over its rounds, with the spread between them."""
-    found = _core([list(one.records) for one in rounds], targets, best_p50_s)
-    found["preemptions"] = _sum([one.preemptions for one in rounds])
-    found["busy_s"] = _sum([one.busy_s for one in rounds])
-    found["bubble_s"] = _sum([one.bubble_s for one in rounds])
-    found["cost_scale"] = {phase: cost_scale(rounds, phase) for phase in PHASES}
-    found["bubble_share"] = bubble_share(rounds)
-    found["bubble_share_arriving"] = bubble_share_arriving(rounds)
-    ratios = [peak_ratio(one.records, one.capacity_tokens) for one in rounds if one.capacity_tokens]
-    # The mildest round counts: an overload is claimed only where every round had it.
-    found["kv_demand_peak_ratio"] = min(ratios) if ratios else None
-    classes = sorted({record.slo_class for one in rounds for record in one.records})
-    found["classes"] = {
+    """A system's figures, pooled over its rounds, with the spread between rounds."""
+    pooled = _core([list(round_.records) for round_ in rounds], targets, best_p50_s)
+    pooled["preemptions"] = _sum([round_.preemptions for round_ in rounds])
+    pooled["busy_s"] = _sum([round_.busy_s for round_ in rounds])
+    pooled["bubble_s"] = _sum([round_.bubble_s for round_ in rounds])
+    pooled["cost_scale"] = {phase: cost_scale(rounds, phase) for phase in PHASES}
+    pooled["bubble_share"] = bubble_share(rounds)
+    pooled["bubble_share_arriving"] = bubble_share_arriving(rounds)
+    ratios = [
+        peak_ratio(round_.records, round_.capacity_tokens)
+        for round_ in rounds
+        if round_.capacity_tokens
+    ]
+    # Use the mildest round: only an overload in every round counts.
+    pooled["kv_demand_peak_ratio"] = min(ratios) if ratios else None
+    classes = sorted({record.slo_class for round_ in rounds for record in round_.records})
+    pooled["classes"] = {
         name: _core(
-            [[r for r in one.records if r.slo_class == name] for one in rounds],
+            [[r for r in round_.records if r.slo_class == name] for round_ in rounds],
             targets,
             best_p50_s,
         )
         for name in classes
     }
-    found["rounds"] = [
-        _round_figures(list(one.records))
+    pooled["rounds"] = [
+        _round_figures(list(round_.records))
         | {
-            "bubble_share": bubble_share([one]),
-            "bubble_share_arriving": bubble_share_arriving([one]),
+            "bubble_share": bubble_share([round_]),
+            "bubble_share_arriving": bubble_share_arriving([round_]),
         }
-        for one in rounds
+        for round_ in rounds
     ]
-    found["spread"] = _spread(found["rounds"])
-    return found
+    pooled["spread"] = _spread(pooled["rounds"])
+    return pooled
 
 
 def cost_scale(rounds: Sequence[Round], phase: str) -> float | None:
-    """Measured over predicted time of the iterations of a phase; None if that is unknown."""
-    measured_s = sum(getattr(one, f"{phase}_s") or 0.0 for one in rounds)
-    predicted_s = sum(getattr(one, f"{phase}_predicted_s") or 0.0 for one in rounds)
+    """Measured over predicted time of the iterations of a phase; None if unknown."""
+    measured_s = sum(getattr(round_, f"{phase}_s") or 0.0 for round_ in rounds)
+    predicted_s = sum(getattr(round_, f"{phase}_predicted_s") or 0.0 for round_ in rounds)
     return quotient(measured_s or None, predicted_s)
 
 
 def bubble_share(rounds: Sequence[Round]) -> float | None:
-    """Bubbles' share of the stages' time in pipelines; None where there was no pipeline."""
-    busy_s = sum(one.busy_s or 0.0 for one in rounds)
-    bubble_s = sum(one.bubble_s or 0.0 for one in rounds if one.busy_s is not None)
+    """Share of bubbles in the stages' time in pipelines; None without pipelines."""
+    busy_s = sum(round_.busy_s or 0.0 for round_ in rounds)
+    bubble_s = sum(round_.bubble_s or 0.0 for round_ in rounds if round_.busy_s is not None)
     return bubble_s / (busy_s + bubble_s) if busy_s else None
 
 
 def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
-    """The same while requests arrive: the last answers cannot fill a pipeline.
+    """The bubble share while requests arrive, since the last answers cannot fill a pipeline.
 
-    None where there was no pipeline then, or nothing was sampled.
+    None without pipelines or samples in that time.
     """
     busy_s = bubble_s = 0.0
-    for one in rounds:
-        due_s = [record.due_s for record in one.records]
+    for round_ in rounds:
+        due_s = [record.due_s for record in round_.records]
         within = [
             sample
-            for sample in one.pipeline_samples
+            for sample in round_.pipeline_samples
             if due_s and min(due_s) <= sample[0] <= max(due_s) + REPORT_S
         ]
         if within:
@@ -149,9 +153,9 @@ def bubble_share_arriving(rounds: Sequence[Round]) -> float | None:
 
 
 def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
-    """Every system against every other: `a/b` above 1 means that a's value is larger.
+    """Ratios of every system to every other: `a/b` above 1 means that a's value is larger.
 
-    Without percentiles that too few requests make (`COMPARED_FROM`).
+    Percentiles over too few requests (`COMPARED_FROM`) are left out.
     """
     return {
         f"{name}/{other}": _ratios(systems[name], systems[other])
@@ -162,11 +166,11 @@ def ratios(systems: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
 
 
 def best_p50_s(systems: Mapping[str, Sequence[Round]]) -> dict[str, float | None]:
-    """The smallest median of each latency over the systems."""
+    """The smallest median over the systems, by latency."""
     best: dict[str, float | None] = {}
     for metric in LATENCIES:
         medians = [
-            percentile([v for one in rounds for v in latencies(one.records, metric)], 0.5)
+            percentile([v for round_ in rounds for v in latencies(round_.records, metric)], 0.5)
             for rounds in systems.values()
         ]
         best[metric] = min((m for m in medians if m is not None), default=None)
@@ -178,7 +182,7 @@ def _core(
     targets: Sequence[LatencyTarget],
     best: Mapping[str, float | None],
 ) -> Figures:
-    records = [record for one in rounds for record in one]
+    records = [record for round_ in rounds for record in round_]
     count = {outcome: sum(r.outcome is outcome for r in records) for outcome in RequestOutcome}
     gaps = [g for r in records if r.outcome is RequestOutcome.COMPLETED for g in r.inter_token_s]
     return {
@@ -212,37 +216,37 @@ def _round_figures(records: Sequence[SentRequest]) -> Figures:
 
 def _spread(rounds: Sequence[Figures]) -> dict[str, float | None]:
     """(largest − smallest) / median over the rounds."""
-    found: dict[str, float | None] = {}
+    spread: dict[str, float | None] = {}
     for name in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "throughput_tokens_per_s"):
-        values = [one[name] for one in rounds if one[name] is not None]
+        values = [round_[name] for round_ in rounds if round_[name] is not None]
         middle = percentile(values, 0.5)
-        found[name] = (max(values) - min(values)) / middle if middle else None
-    return found
+        spread[name] = (max(values) - min(values)) / middle if middle else None
+    return spread
 
 
-def _ratios(one: Figures, other: Figures) -> dict[str, float]:
-    requests = min(one["completed"], other["completed"])
+def _ratios(own: Figures, other: Figures) -> dict[str, float]:
+    requests = min(own["completed"], other["completed"])
     compared = [name for name in PERCENTILES if requests >= COMPARED_FROM.get(name, 0)]
-    found = {
-        f"{metric}.{name}": quotient(one[metric][name], other[metric][name])
+    quotients = {
+        f"{metric}.{name}": quotient(own[metric][name], other[metric][name])
         for metric in LATENCIES
         for name in compared
     }
     key = "throughput_tokens_per_s"
-    found[key] = quotient(one[key], other[key])
-    # A stall of the machine sets the pooled P99 of a hundred requests, but is in one round only.
-    middle = (_middle_round(figures, "ttft_p99_s") for figures in (one, other))
-    found["ttft_s.p99.median_round"] = quotient(*middle)
-    return {key: ratio for key, ratio in found.items() if ratio is not None}
+    quotients[key] = quotient(own[key], other[key])
+    # A stall of the machine sets the pooled P99 of a hundred requests, but affects a single round.
+    middle = (_middle_round(figures, "ttft_p99_s") for figures in (own, other))
+    quotients["ttft_s.p99.median_round"] = quotient(*middle)
+    return {key: ratio for key, ratio in quotients.items() if ratio is not None}
 
 
 def _middle_round(system: Figures, key: str) -> float | None:
-    return percentile([one[key] for one in system["rounds"] if one[key] is not None], 0.5)
+    return percentile([round_[key] for round_ in system["rounds"] if round_[key] is not None], 0.5)
 
 
-def quotient(one: float | None, other: float | None) -> float | None:
-    """Their ratio; None if one is unknown, or the second 0."""
-    return one / other if one is not None and other else None
+def quotient(numerator: float | None, denominator: float | None) -> float | None:
+    """The ratio of two figures; None if either is unknown or the denominator is 0."""
+    return numerator / denominator if numerator is not None and denominator else None
 
 
 def _sum(values: Sequence[Number | None]) -> Number | None:
@@ -251,10 +255,10 @@ def _sum(values: Sequence[Number | None]) -> Number | None:
 
 
 def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -> Timeline:
-    """KV demand as the client knows it, from each time on, one entry for every change.
+    """KV demand over time as seen by the client, an entry per change.
 
-    A request that was sent and has no token yet needs its prompt and one block more. One with
-    tokens needs its prompt and those tokens, whether it runs or was preempted.
+    A request without a token needs its prompt and a further block. A request with tokens needs its
+    prompt and these tokens, whether it is running or preempted.
     """
     changes: list[tuple[float, int]] = []
     for record in records:
@@ -271,7 +275,7 @@ def timeline(records: Sequence[SentRequest], block_tokens: int = BLOCK_TOKENS) -
 
 
 def peak_ratio(records: Sequence[SentRequest], capacity_tokens: int) -> float:
-    """The largest demand as a multiple of the capacity."""
+    """The peak demand as a multiple of the capacity."""
     peak = max((demand for _, demand in timeline(records)), default=0)
     return peak / capacity_tokens
 
@@ -291,5 +295,5 @@ def _changes(record: SentRequest, block_tokens: int) -> Timeline:
 
 
 def _blocks(tokens: int, block_tokens: int) -> int:
-    """Tokens that the blocks of `tokens` tokens could hold."""
+    """`tokens` rounded up to whole blocks."""
     return -(-tokens // block_tokens) * block_tokens

@@ -4,8 +4,8 @@ tideserve-api     the generated stubs, `tideserve.<contract>.v1`, with types
 tideserve-client  the Python client, `tideserve.client`; needs tideserve-api
 tideserve         services, command line and simulator; needs tideserve-api
 
-`tideserve` is a namespace package: each distribution has a part of it. All are built from copies,
-so that the tree stays as it is, and with the setuptools of this environment: nothing is fetched.
+`tideserve` is a namespace package: each distribution contains a part of it. The wheels are built
+from copies, which leaves the tree unchanged, and with the setuptools of this environment, offline.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from gen_stubs import WRITTEN
 ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "proto" / "tideserve-api.toml"
 CLIENT = ROOT / "proto" / "tideserve-client.toml"
-# Stubs of the server alone: a process can have one package's stubs of KServe's protocol.
+# Only in the server: a process can load the KServe stubs of a single package.
 PRIVATE = ("kserve",)
 SERVER = tuple(name for name in (*WRITTEN, *PRIVATE) if name != "client")
 BUILD_TIMEOUT_S = 300
@@ -30,27 +30,27 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 
 
 class BuildFailed(Exception):
-    """A distribution could not be built; the message says why."""
+    """A distribution could not be built; the message gives the cause."""
 
 
 def version() -> str:
-    """The version of the tree, which all distributions have."""
+    """The version of the tree, shared by all distributions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = str(project["version"])
-    wanted = f"tideserve-api=={found}"
+    declared = str(project["version"])
+    wanted = f"tideserve-api=={declared}"
     client = tomllib.loads(CLIENT.read_text(encoding="utf-8"))["project"]
     for name, needed in (("pyproject.toml", project), (CLIENT.name, client)):
         if wanted not in needed["dependencies"]:
             raise BuildFailed(f"'dependencies' in {name} must have {wanted}; correct it")
-    return found
+    return declared
 
 
 def lay_out_api(folder: Path) -> None:
     """Make `folder` the source tree of tideserve-api."""
     _describe(folder, API)
-    contracts = (one for one in (ROOT / "tideserve").iterdir() if one.is_dir())
+    contracts = (folder for folder in (ROOT / "tideserve").iterdir() if folder.is_dir())
     others = {*WRITTEN, *PRIVATE, "__pycache__"}
-    _copy(folder, [one.name for one in contracts if one.name not in others])
+    _copy(folder, [contract.name for contract in contracts if contract.name not in others])
 
 
 def lay_out_client(folder: Path) -> None:
@@ -68,7 +68,7 @@ def lay_out_server(folder: Path) -> None:
 
 
 def _describe(folder: Path, project: Path) -> None:
-    """Lay beside the sources what `project` says about them, and their version."""
+    """Copy the metadata of `project` and the version to the sources in `folder`."""
     shutil.copy(project, folder / "pyproject.toml")
     shutil.copy(ROOT / "LICENSE", folder)
     (folder / "VERSION").write_text(version())
@@ -82,10 +82,10 @@ def _copy(folder: Path, names: Iterable[str]) -> None:
 
 
 def build(dist: Path) -> list[Path]:
-    """Build the wheels into `dist`, emptied of earlier distributions; returns them.
+    """Build the wheels into `dist`, after removing earlier distributions; returns their paths.
 
     Raises:
-        BuildFailed: if one cannot be built.
+        BuildFailed: if a wheel cannot be built.
     """
     dist.mkdir(parents=True, exist_ok=True)
     for old in (*dist.glob("*.whl"), *dist.glob("*.tar.gz")):
@@ -104,7 +104,7 @@ def build(dist: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Build, and print the paths; 1 when it cannot be done."""
+    """Build the wheels and print their paths; returns 1 on failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder for the wheels")
     try:

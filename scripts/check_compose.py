@@ -1,7 +1,7 @@
-"""Have `docker compose` read the compose files in every combination; no engine has to run for that.
+"""Validate the compose files in every combination with `docker compose`, which needs no engine.
 
-Where it is not installed, the one of a private engine in the cache is taken; without either it
-says so and passes.
+If it is not installed, the script uses that of a private engine in the cache; without either it
+reports so and passes.
 """
 
 import os
@@ -26,12 +26,12 @@ OTHERS = (
     "docker/compose.test.yaml",
 )
 TIMEOUT_S = 60.0
-# The file of the test needs these variables.
+# The compose file of the test needs these variables.
 SETTINGS = {"TEST_SUBNET": "10.213.0.0/24"}
 
 
 def find_compose() -> list[str] | None:
-    """The command of compose; None if there is none."""
+    """The command of compose; None if not installed."""
     plugins = cache_root() / "engine" / "unpacked" / "usr" / "libexec" / "docker" / "cli-plugins"
     for command in (["docker", "compose"], ["docker-compose"], [str(plugins / "docker-compose")]):
         if shutil.which(command[0]) and _answers([*command, "version"]):
@@ -45,10 +45,10 @@ def _answers(command: list[str]) -> bool:
 
 
 def main() -> int:
-    """1 if a combination is not valid."""
+    """Returns 1 if a combination is invalid."""
     compose = find_compose()
     if compose is None:
-        print("docker compose is not installed: its files are read by the tests alone")
+        print("docker compose is not installed: only the tests check the compose files")
         return 0
     wrong = 0
     every = chain.from_iterable(combinations(OTHERS, count) for count in range(len(OTHERS) + 1))

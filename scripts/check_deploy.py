@@ -1,7 +1,7 @@
-"""Check deploy/ and the compose files: manifests, chart, and all of them against the code.
+"""Check deploy/ and the compose files: manifests, chart, and their agreement with the code.
 
-Exit status: 0, or 1 when a check failed, or 77 when none did but a tool for one is missing (0 with
---if-possible). --fetch gets missing tools into the cache folder first.
+Exit status: 0; 1 if a check failed; 77 if no check failed but a tool is missing (0 with
+--if-possible). --fetch first downloads missing tools into the cache folder.
 """
 
 import argparse
@@ -41,12 +41,12 @@ EXAMPLE = DEPLOY / "helm" / "example-values.yaml"
 EXAMPLE_VERSION = "1.2.3"
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
-# Each variant with a values file, and sets that take several.
+# Variants with a values file, and variants that combine several.
 SETS = (*VARIANTS, Variant(features=EVERYTHING), Variant(device="gpu", features=EVERYTHING))
 
 
 def strict_schemas() -> Iterator[str]:
-    """Every object is one that Kubernetes, or the operator it is for, takes."""
+    """Every object is valid for Kubernetes or for the operator of its kind."""
     kubernetes_schemas()
     import kubernetes_validate  # type: ignore[import-not-found]
 
@@ -57,21 +57,22 @@ def strict_schemas() -> Iterator[str]:
     sets[f"chart with {EXAMPLE.name}"] = _rendered([EXAMPLE])
     sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
-        for one in objects:
-            validator = own.get(one["kind"].lower())
+        for obj in objects:
+            # Kinds of operators have their schema in deploy/schemas.
+            validator = own.get(obj["kind"].lower())
             try:
                 if validator is not None:
-                    validator.validate(one)
+                    validator.validate(obj)
                 else:
-                    kubernetes_validate.validate(one, KUBERNETES, strict=True)
+                    kubernetes_validate.validate(obj, KUBERNETES, strict=True)
             except jsonschema.ValidationError as error:
-                yield f"{name}: {identity(one)}: {error.message}"
+                yield f"{name}: {identity(obj)}: {error.message}"
             except kubernetes_validate.SchemaNotFoundError:
-                yield f"{name}: {identity(one)} is of a kind without a schema"
+                yield f"{name}: there is no schema for the kind of {identity(obj)}"
 
 
 def code_and_manifests() -> Iterator[str]:
-    """Settings, ports, probes, drains and images fit the services."""
+    """Settings, ports, probes, drains and images match the services."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for variant in SETS:
         for problem in check_objects(build_variant(variant), version):
@@ -79,13 +80,13 @@ def code_and_manifests() -> Iterator[str]:
 
 
 def code_and_chart() -> Iterator[str]:
-    """The same with other values than the chart's own."""
+    """The chart matches the code with non-default values."""
     for problem in check_objects(_rendered([EXAMPLE]), EXAMPLE_VERSION):
         yield f"chart with {EXAMPLE.name}: {problem}"
 
 
 def compose_files() -> Iterator[str]:
-    """Services take the environment that the compose files give them."""
+    """Services accept the environment that the compose files set."""
     first = ROOT / "compose.yaml"
     whole = dict(compose_services(_parsed(first))) if first.is_file() else {}
     for path in sorted(ROOT.glob("compose*.yaml")):
@@ -97,7 +98,7 @@ def compose_files() -> Iterator[str]:
 
 
 def chart_values() -> Iterator[str]:
-    """values.schema.json takes every values file and refuses names that are none."""
+    """values.schema.json accepts every values file and rejects unknown names."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)
@@ -107,11 +108,11 @@ def chart_values() -> Iterator[str]:
             yield f"{path.name}: {error.message}"
     for wrong in _typos(defaults):
         if validator.is_valid(wrong):
-            yield f"the schema takes the unknown value in {json.dumps(wrong)[:200]}"
+            yield f"the schema accepts the unknown value in {json.dumps(wrong)[:200]}"
 
 
 def values_files(variant: Variant) -> list[Path]:
-    """The values files of the chart that together make it render `variant`."""
+    """The values files with which the chart renders `variant`."""
     parts = [variant]
     if variant not in VARIANTS:
         parts = [Variant(device=variant.device)]
@@ -123,11 +124,11 @@ def values_files(variant: Variant) -> list[Path]:
 def chart_equality() -> Iterator[str]:
     """The chart renders to the objects that kustomize builds."""
     for variant in SETS:
-        expected = {identity(one): _unordered(one) for one in build_variant(variant)}
-        rendered = {identity(one): _unordered(one) for one in _rendered(values_files(variant))}
+        expected = {identity(obj): _unordered(obj) for obj in build_variant(variant)}
+        rendered = {identity(obj): _unordered(obj) for obj in _rendered(values_files(variant))}
         for name in sorted(expected.keys() ^ rendered.keys()):
             where = "chart" if name in rendered else "kustomization"
-            yield f"{variant.name}: only the {where} has {name}"
+            yield f"{variant.name}: {name} is only in the {where}"
         for name in sorted(expected.keys() & rendered.keys()):
             if expected[name] != rendered[name]:
                 yield f"{variant.name}: {name} differs between chart and kustomization"
@@ -144,10 +145,12 @@ CHECKS: dict[str, Callable[[], Any]] = {
 
 
 def main() -> int:
-    """See the top of the file."""
+    """Run the checks; see the module docstring for the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fetch", action="store_true", help="fetch missing tools first")
-    parser.add_argument("--if-possible", action="store_true", help="0 even if a tool is missing")
+    parser.add_argument(
+        "--if-possible", action="store_true", help="exit 0 even if a tool is missing"
+    )
     arguments = parser.parse_args()
     for sentence in fetch() if arguments.fetch else ():
         print(f"check-deploy: {sentence}")
@@ -177,7 +180,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Values with one name that is none, at each level of the tree of values."""
+    """Values with an unknown name, at each level of the tree of values."""
     yield {**tree, "replicaz": 1}
     services = ("gateway", "scheduler", "memmgr", "worker")
     for key in ("image", "etcd", "model", "apiKeys", "keda", *services):
@@ -185,15 +188,15 @@ def _typos(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _rendered(files: Sequence[Path]) -> list[Object]:
-    """The objects of the chart with the values in `files`; raises ToolMissing."""
+    """The objects of the chart rendered with the values in `files`. Raises ToolMissing."""
     command = [str(renderer()), str(CHART), *map(str, files)]
     return parsed(run_tool(command, "the chart cannot be rendered", RENDER_TIMEOUT_S))
 
 
 def _unordered(node: Any) -> Any:
-    """The same with the variables of each environment in the order of their names.
+    """The node with the variables of each environment sorted by name.
 
-    Kustomize puts patched ones first; to a process they have no order, as none refers to another.
+    Kustomize puts patched variables first; the order is irrelevant without cross-references.
     """
     if isinstance(node, dict):
         return {

@@ -1,7 +1,7 @@
 """Check Prometheus' configuration, the alert rules and their cases with Prometheus' own tool.
 
-Needs promtool: the one on PATH, else that of the next Debian release, which `--fetch` unpacks into
-the cache folder. Without it nothing is checked; `--if-possible` then ends with 0, else 77.
+Needs promtool: from PATH, else from the next Debian release, which `--fetch` unpacks into the cache
+folder. Without it nothing is checked, and the exit status is 77, or 0 with `--if-possible`.
 """
 
 import argparse
@@ -27,12 +27,12 @@ UNAVAILABLE = 77
 
 
 def tools() -> Path:
-    """Where the unpacked packages are."""
+    """Folder of the unpacked packages."""
     return cache_root() / "prometheus-tools"
 
 
 def find(tool: str) -> Path | None:
-    """`prometheus` or `promtool`, None if neither PATH nor the cache has it."""
+    """Path of `prometheus` or `promtool`; None if neither on PATH nor in the cache."""
     unpacked = tools() / "usr" / "bin" / tool
     if os.access(unpacked, os.X_OK):
         return unpacked
@@ -41,13 +41,13 @@ def find(tool: str) -> Path | None:
 
 
 def fetch() -> str | None:
-    """Unpack the packages unless they are there; why that is not possible, None if it was."""
+    """Unpack the packages if missing; returns the error, None on success."""
     command = [str(ROOT / "scripts" / "debian_tools.sh"), str(tools()), *PACKAGES]
     tools().parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=FETCH_TIMEOUT_S
     )
-    return None if done.returncode == 0 else done.stderr.strip() or "no reason was given"
+    return None if done.returncode == 0 else done.stderr.strip() or "no error output"
 
 
 def alerts(rules: Path = RULES) -> set[str]:
@@ -57,26 +57,27 @@ def alerts(rules: Path = RULES) -> set[str]:
 
 
 def untested(rules: Path = RULES, cases: Path = CASES) -> list[str]:
-    """Alerts without a case in which they fire, or without one in which they do not."""
+    """Alerts without a case in which they fire, or without a case in which they do not."""
     kinds: dict[str, set[bool]] = {name: set() for name in alerts(rules)}
     for case in yaml.safe_load(cases.read_text())["tests"]:
         for test in case["alert_rule_test"]:
             kinds.setdefault(test["alertname"], set()).add(bool(test["exp_alerts"]))
-    return sorted(name for name, found in kinds.items() if found != {True, False})
+    return sorted(name for name, outcomes in kinds.items() if outcomes != {True, False})
 
 
 def main() -> int:
-    """0 when all is well, 1 when a check fails, 77 without the tool."""
+    """Returns 0 on success, 1 if a check fails, 77 without the tool."""
     parser = argparse.ArgumentParser(description="Check Prometheus' configuration and rules.")
-    parser.add_argument("--fetch", action="store_true", help="unpack promtool if it is not here")
-    parser.add_argument("--if-possible", action="store_true", help="end with 0 without promtool")
+    parser.add_argument("--fetch", action="store_true", help="unpack promtool if it is missing")
+    parser.add_argument("--if-possible", action="store_true", help="exit with 0 without promtool")
     arguments = parser.parse_args()
+    # This check needs no promtool, so it always runs.
     for name in (missing := untested()):
-        print(f"{name} has no case in which it fires, or none in which it does not")
+        print(f"{name} lacks a case in which it fires or a case in which it does not")
     reason = fetch() if arguments.fetch and find("promtool") is None else None
     promtool = find("promtool")
     if promtool is None:
-        print(f"promtool is not here ({reason or 'run with --fetch'}), so rules are not checked")
+        print(f"promtool is missing ({reason or 'run with --fetch'}), so rules are not checked")
         return 1 if missing else 0 if arguments.if_possible else UNAVAILABLE
     configuration = str(PROMETHEUS / "prometheus.yaml")
     codes = [

@@ -1,6 +1,6 @@
-"""Check that class names are unique, functions short, and simulator and worker without copies.
+"""Check that class names are unique, functions are short, and simulator and worker share no copies.
 
-A copy is a function with the syntax of another one, names and values aside. Import contracts in
+A copy is a function with the same syntax, except for names and values. Import contracts in
 pyproject.toml cover cycles of packages.
 """
 
@@ -42,7 +42,7 @@ def _is_text(node: object) -> bool:
 
 
 def findings(modules: Mapping[str, ast.Module]) -> Iterator[str]:
-    """A line for each problem in modules by dotted name."""
+    """A line per problem in `modules`, which are by dotted name."""
     nodes = [(module, node) for module, tree in modules.items() for node in ast.walk(tree)]
     classes = defaultdict(set)
     for module, node in nodes:
@@ -74,7 +74,7 @@ def _functions(functions: Iterable[tuple[str, Function]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """1 when something is wrong."""
+    """Returns 1 if there are problems."""
     paths = (path for name in ("services", "tideserve") for path in (ROOT / name).rglob("*.py"))
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text("utf-8"))

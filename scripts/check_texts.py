@@ -1,4 +1,4 @@
-"""Check the pages: the files and tests they name exist, and relative links and #anchors resolve."""
+"""Check the pages: named files and tests exist, and relative links and #anchors resolve."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
 def findings(root: Path = ROOT) -> list[str]:
-    """A line for each broken name or link in a page below `root`."""
+    """A line per broken name or link in the pages below `root`."""
     pages = sorted(
         page for page in root.rglob("*.md") if page.relative_to(root).parts[0] not in IGNORED
     )
@@ -31,11 +31,11 @@ def findings(root: Path = ROOT) -> list[str]:
 
 
 def problems(page: Path, root: Path, tests: str) -> Iterator[tuple[int, str]]:
-    """(line, problem) for each broken name or link; `tests` is the source of all tests."""
+    """(line, problem) per broken name or link; `tests` is the source of all tests."""
     text = page.read_text("utf-8")
     for match in PATH.finditer(text):
         path = match[1].rstrip("/")
-        # Only paths of this tree: others are values, such as names of models or media types.
+        # Check only paths of this tree: others are values, such as model names or media types.
         if (root / path.split("/")[0]).is_dir() and not any(root.glob(path)):
             yield _line(text, match), f"no file {path}; name the file that replaces it"
     for match in TEST.finditer(text):
@@ -55,7 +55,7 @@ def problems(page: Path, root: Path, tests: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """The anchors that GitHub generates for the headings of a page."""
     seen: Counter[str] = Counter()
     made = set()
     for heading in HEADING.findall(FENCED.sub("", page.read_text("utf-8"))):
@@ -71,10 +71,10 @@ def _line(text: str, match: re.Match[str]) -> int:
 
 
 def main() -> int:
-    """1 when a name or a link is broken."""
-    found = findings()
-    print("".join(f"{line}\n" for line in found), end="")
-    return 1 if found else 0
+    """Returns 1 if a name or a link is broken."""
+    broken = findings()
+    print("".join(f"{line}\n" for line in broken), end="")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

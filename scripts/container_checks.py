@@ -1,4 +1,4 @@
-"""What a cluster in containers must do; a check raises if it does not. `CHECKS` has the order."""
+"""Checks of a cluster in containers, which raise on failure. `CHECKS` defines the order."""
 
 import asyncio
 import json
@@ -37,11 +37,11 @@ LONG, SHORT = 160, 4
 LEADS, LEADS_NOT = "leads with token", "does not lead"
 FLOOD, FLOOD_TOKENS, AT_REST = 40, 96, 10
 STANDSTILL_S = 15.0
-"""Longer than a silent connection is kept, and than a lease."""
+"""Longer than the timeout of a silent connection, and than a lease."""
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The JSON that an endpoint answers with. Raises OSError."""
+    """The JSON answer of an endpoint. Raises OSError."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -52,7 +52,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_at(url: str) -> str:
-    """The answer to a chat of a few words. Raises OSError."""
+    """The answer to a short chat. Raises OSError."""
     messages = [{"role": "user", "content": QUESTION}]
     body = {"model": "SmolLM2-135M-Instruct", "messages": messages, "max_tokens": 12}
     answer = post(url, "/v1/chat/completions", body | {"temperature": 0})
@@ -67,7 +67,7 @@ async def chat(cluster: Containers) -> None:
 
 
 async def chat_grpc(cluster: Containers) -> None:
-    """gRPC gives the same answer as HTTP, whole and streamed; health says so, too."""
+    """gRPC returns the same answer as HTTP, unary and streamed, and reports healthy."""
     expected = await asyncio.to_thread(chat_at, cluster.url)
     target = f"127.0.0.1:{cluster.grpc_port}"
     options: ChatFields = {"temperature": 0.0, "max_tokens": 12}
@@ -84,7 +84,7 @@ async def chat_grpc(cluster: Containers) -> None:
 
 
 def disturbs(how: str, service: str) -> Check:
-    """A check that a disturbance of a service breaks no running stream, and is got over."""
+    """A check that disturbing a service breaks no running stream, and that the cluster recovers."""
 
     async def check(cluster: Containers) -> None:
         (name,) = cluster.names(service)
@@ -96,14 +96,14 @@ def disturbs(how: str, service: str) -> Check:
 
 
 async def recovered(cluster: Containers) -> None:
-    """Wait until every container is well and a new request is answered."""
+    """Wait until every container is healthy and a new request is answered."""
     names = [row["Name"] for row in cluster.rows() if row["State"] == "running"]
     await asyncio.to_thread(eventually, lambda: all(map(cluster.is_healthy, names)), 120)
     await asyncio.to_thread(eventually, lambda: chat_at(cluster.url), 60)
 
 
 def configurations(cluster: Containers) -> list[list[int]]:
-    """How many stages each configuration had that a worker went over to, worker by worker."""
+    """Number of stages of each configuration that a worker adopted, per worker."""
     return [
         [len(value["stages"]) for _, kind, value in lines if kind == "EngineSwitched"]
         for lines in cluster.events("worker").values()
@@ -111,7 +111,7 @@ def configurations(cluster: Containers) -> list[list[int]]:
 
 
 async def undisturbed(cluster: Containers) -> dict[int, list[int]]:
-    """The output of each of the flood's requests when they run some at a time."""
+    """The outputs of the flood's requests, run at low concurrency."""
     if not cluster.undisturbed:
         rest = await stream_all(cluster.url, range(FLOOD), FLOOD_TOKENS, AT_REST)
         merged = any(2 in sizes for sizes in configurations(cluster))
@@ -121,7 +121,7 @@ async def undisturbed(cluster: Containers) -> dict[int, list[int]]:
 
 
 def outputs_of(cluster: Containers, answers: dict[int, Answer]) -> dict[int, list[int]]:
-    """The tokens of answers, as the gateway's event log has them."""
+    """The tokens of answers, from the gateway's event log."""
     (lines,) = cluster.events("gateway").values()
     outputs = tokens_by_request(lines)
     return {number: outputs[answer.request_id] for number, answer in answers.items()}
@@ -137,20 +137,20 @@ async def compare(cluster: Containers, answers: dict[int, Answer]) -> None:
 
 
 async def merge_split(cluster: Containers) -> None:
-    """A flood makes the workers merge and split again; no token is another for it."""
+    """A flood makes the workers merge and split again; no token differs."""
     await undisturbed(cluster)
     flooded = await stream_all(cluster.url, range(FLOOD), FLOOD_TOKENS, FLOOD)
 
     def changed_twice() -> bool:
-        found = configurations(cluster)
-        return len(found) == 2 and all(2 in one and one[-1] == 1 for one in found)
+        stages = configurations(cluster)
+        return len(stages) == 2 and all(2 in counts and counts[-1] == 1 for counts in stages)
 
     await asyncio.to_thread(eventually, changed_twice, 60)
     await compare(cluster, flooded)
 
 
 def loses_member(how: str, *arguments: float) -> Check:
-    """A check that a worker is disturbed in a merged group under a flood, and no token shows it."""
+    """A check that disturbing a worker of a merged group under a flood changes no token."""
 
     async def check(cluster: Containers) -> None:
         await undisturbed(cluster)
@@ -170,7 +170,7 @@ def loses_member(how: str, *arguments: float) -> Check:
 
 
 async def roll_gateway(cluster: Containers) -> None:
-    """A new gateway takes the place of the old one while streams are open."""
+    """A new gateway replaces the old gateway while streams are open."""
     (old,) = cluster.names("gateway")
     before = run(["docker", "inspect", "-f", "{{.Id}}", old])
     async with running_streams(cluster.url, STREAMS, LONG):
@@ -180,7 +180,7 @@ async def roll_gateway(cluster: Containers) -> None:
 
 
 async def two_gateways(cluster: Containers) -> None:
-    """Both answer; the end of one breaks no stream of the other."""
+    """Both gateways answer; stopping a gateway breaks no stream of the other."""
     single = {name: cluster.settings[name] for name in ("PORT", "GRPC_PORT")}
     cluster.settings["PORT"] = f"{cluster.port}-{cluster.port + 1}"
     cluster.settings["GRPC_PORT"] = f"{cluster.grpc_port}-{cluster.grpc_port + 1}"
@@ -200,7 +200,7 @@ async def two_gateways(cluster: Containers) -> None:
 
 
 async def two_memmgrs(cluster: Containers) -> None:
-    """One of two memory managers leads; when it ends, the other one does, and streams go on."""
+    """Of two memory managers one leads; the other takes over when it stops; streams continue."""
     await asyncio.to_thread(cluster.up, "--no-deps", "--scale", "memmgr=2", "memmgr")
     try:
         (first,) = await asyncio.to_thread(eventually, lambda: leaders(cluster))
@@ -214,20 +214,22 @@ async def two_memmgrs(cluster: Containers) -> None:
 
 
 def leaders(cluster: Containers) -> list[str]:
-    """The memory managers that say they lead."""
-    found = []
+    """The memory managers that report that they lead."""
+    leading = []
     for name in cluster.names("memmgr"):
         done = subprocess.run(
             ["docker", "logs", name], capture_output=True, text=True, timeout=30, check=False
         )
-        told = [line for line in done.stderr.splitlines() if LEADS in line or LEADS_NOT in line]
-        if told and LEADS in told[-1]:
-            found.append(name)
-    return found
+        elections = [
+            line for line in done.stderr.splitlines() if LEADS in line or LEADS_NOT in line
+        ]
+        if elections and LEADS in elections[-1]:
+            leading.append(name)
+    return leading
 
 
 def issue(folder: Path) -> None:
-    """Make certificates that the containers' user can read."""
+    """Create certificates that the user of the containers can read."""
     write_certificates(folder, (), 1)
     for path in (folder, *folder.iterdir()):
         shutil.chown(path, USER, USER)
@@ -247,7 +249,7 @@ async def mtls(cluster: Containers) -> None:
         service = "grpc://127.0.0.1:50051/tideserve.scheduler.v1.SchedulerService"
         probe = [name, "python3", "-m", "services.common.probe", service]
         await asyncio.to_thread(run, ["docker", "exec", *probe])
-        # Over TLS but without a pair of its own, and in clear.
+        # Peers with TLS but without a client certificate, and without TLS.
         for left_out in (("TLS_CERT_FILE", "TLS_KEY_FILE"), ("TLS_CA_FILE",)):
             without = [word for key in left_out for word in ("--env", f"TIDESERVE__{key}=")]
             try:
@@ -264,7 +266,7 @@ async def mtls(cluster: Containers) -> None:
 
 
 async def stop_zero(cluster: Containers) -> None:
-    """`docker compose stop` ends every container with 0."""
+    """Every container exits with 0 on `docker compose stop`."""
     await asyncio.to_thread(cluster.stop)
     codes = {row["Name"]: row["ExitCode"] for row in cluster.rows()}
     assert len(codes) >= 7 and not any(codes.values()), codes

@@ -1,4 +1,4 @@
-"""A cluster of containers for a test: started, disturbed and taken down by `docker compose`."""
+"""A cluster of containers for a test: started, disturbed and removed by `docker compose`."""
 
 import json
 import os
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class CommandFailed(Exception):
-    """A command of the engine ended with an error; the text is what it said last."""
+    """A command of the engine failed; the message has its last output."""
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     timeout_s: float = COMMAND_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """What a command prints. Raises CommandFailed, also if it takes too long."""
+    """Run a command; returns its output. Raises CommandFailed on errors and on timeout."""
     try:
         done = subprocess.run(
             command,
@@ -56,7 +56,7 @@ def run(
 
 
 def eventually(check: Callable[[], T | None], deadline_s: float = 60.0) -> T:
-    """Call `check` until what it returns is true; return that. Raises AssertionError."""
+    """Call `check` until it returns a true value, which is returned. Raises AssertionError."""
     end_s = time.monotonic() + deadline_s
     value: T | Exception | None = None
     while time.monotonic() < end_s:
@@ -70,19 +70,19 @@ def eventually(check: Callable[[], T | None], deadline_s: float = 60.0) -> T:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on at this moment."""
+    """The first of `count` consecutive ports on which no process listens."""
     for _ in range(100):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             first = int(probe.getsockname()[1])
         try:
             for port in range(first, first + count):
-                with socket.socket() as one:
-                    one.bind(("127.0.0.1", port))
+                with socket.socket() as listener:
+                    listener.bind(("127.0.0.1", port))
         except (OSError, OverflowError):
             continue
         return first
-    raise AssertionError(f"no {count} free ports in a row were found")
+    raise AssertionError(f"no {count} consecutive free ports were found")
 
 
 def free_subnet() -> str:
@@ -99,8 +99,8 @@ class Containers:
         self.project = f"tideserve-test-{os.getpid()}"
         self.files: tuple[str, ...] = FILES
         self.undisturbed: dict[int, list[int]] = {}
-        """Output by number of the flood's requests, once they have run at rest."""
-        # Two for the HTTP of as many gateways, and two for their gRPC.
+        """Undisturbed outputs of the flood's requests by number, once they have run."""
+        # Two gateways, each with a port for HTTP and a port for gRPC.
         self.port = free_ports(4)
         self.grpc_port = self.port + 2
         self.url = f"http://127.0.0.1:{self.port}"
@@ -114,26 +114,26 @@ class Containers:
             **settings,
         }
 
-    def compose(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    def compose(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run `docker compose`. Raises CommandFailed."""
         files = [word for name in self.files for word in ("--file", name)]
-        command = ["docker", "compose", "--project-name", self.project, *files, *words]
+        command = ["docker", "compose", "--project-name", self.project, *files, *arguments]
         return run(command, timeout_s, self.settings)
 
     def build(self) -> None:
         """Build all images."""
         self.compose("build", "--quiet", timeout_s=BUILD_TIMEOUT_S)
 
-    def up(self, *words: str) -> None:
-        """Start what does not run, and wait until it is healthy."""
+    def up(self, *arguments: str) -> None:
+        """Start stopped services, and wait until they are healthy."""
         waiting = ("--wait", "--wait-timeout", str(int(UP_TIMEOUT_S)))
         try:
-            self.compose("up", "--detach", *waiting, *words, timeout_s=UP_TIMEOUT_S + 60)
+            self.compose("up", "--detach", *waiting, *arguments, timeout_s=UP_TIMEOUT_S + 60)
         except CommandFailed as error:
             raise CommandFailed(f"{error}\n{self.tail()}") from error
 
     def stop(self) -> None:
-        """Stop all containers in order; they stay to be looked at."""
+        """Stop all containers in order, but keep them for inspection."""
         self.compose("stop", timeout_s=STOP_TIMEOUT_S)
 
     def down(self) -> None:
@@ -141,22 +141,22 @@ class Containers:
         self.compose("down", "--volumes", "--timeout", "10", timeout_s=STOP_TIMEOUT_S)
 
     def tail(self) -> str:
-        """The last lines of every container that is not well."""
-        found = []
+        """The last lines of every unhealthy container."""
+        tails = []
         for row in self.rows():
             ended = row["State"] == "exited" and row["ExitCode"] == 0
             if row["Health"] != "healthy" and not ended:
                 lines = self.compose("logs", "--tail", str(LOG_LINES), row["Service"])
-                found.append(f"{row['Name']} is {row['Status']}\n{lines}")
-        return "\n".join(found)
+                tails.append(f"{row['Name']} is {row['Status']}\n{lines}")
+        return "\n".join(tails)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What `docker compose ps` tells of each container, ended ones too."""
+        """The rows of `docker compose ps`, including exited containers."""
         text = self.compose("ps", "--all", "--format", "json")
         return [json.loads(line) for line in text.splitlines()]
 
     def names(self, service: str) -> list[str]:
-        """The containers of a service that run, in order."""
+        """The running containers of a service, in order."""
         rows = [row for row in self.rows() if row["State"] == "running"]
         return sorted(row["Name"] for row in rows if row["Service"] == service)
 
@@ -173,7 +173,7 @@ class Containers:
         return {name: int(size) for name, size in zip(names, shown, strict=True)}
 
     def kill(self, name: str) -> None:
-        """End a container at once, and start it again after two seconds."""
+        """Kill a container, and start it again after two seconds."""
         run(["docker", "kill", name])
         time.sleep(2.0)
         run(["docker", "start", name])
@@ -185,7 +185,7 @@ class Containers:
         run(["docker", "unpause", name])
 
     def disconnect(self, name: str, seconds: float = 5.0) -> None:
-        """Take the services' network from a container for a while."""
+        """Disconnect a container from the services' network for a while."""
         network = f"{self.project}_inside"
         held = json.loads(
             run(["docker", "inspect", "-f", "{{json .NetworkSettings.Networks}}", name])
@@ -197,7 +197,7 @@ class Containers:
         run(["docker", "network", "connect", *address, network, name])
 
     def events(self, service: str) -> dict[str, list[list[Any]]]:
-        """The event logs of a service's containers: lines of kind, type and value."""
+        """The event logs by container of a service: lines of kind, type and value."""
         logs = {}
         for name in self.names(service):
             text = run(["docker", "exec", name, "sh", "-c", "cat /tmp/events/*.jsonl"])
@@ -207,5 +207,5 @@ class Containers:
 
 
 def say(line: str) -> None:
-    """Progress, for people."""
+    """Print a line of progress."""
     print(line, flush=True, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Requests to a cluster in containers, and whether their tokens are those of an undisturbed run."""
+"""Requests to a cluster in containers; compares their tokens with an undisturbed run."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ TIMEOUT_S = 240.0
 BEGIN_TIMEOUT_S = 60.0
 PROMPT_TOKENS = 24
 EXCUSED_MAX = 0.005
-"""The largest share of tokens that rounding may have decided otherwise."""
+"""Maximum share of tokens that may differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class Answer:
 
 
 def prompt_of(number: int) -> list[int]:
-    """A random prompt that any vocabulary has."""
+    """A random prompt with token ids of any vocabulary."""
     rng = random.Random(number)
     return [rng.randrange(300, 4000) for _ in range(PROMPT_TOKENS)]
 
 
 def sampling_of(number: int) -> Sampling:
-    """Greedy the even ones, seeded the odd."""
+    """Sampling of request `number`: greedy if even, seeded if odd."""
     return Sampling(0.7, seed=number) if number % 2 else Sampling(0.0)
 
 
 class Progress:
-    """Lets others wait until every stream of a number has begun."""
+    """Signals when every stream has started."""
 
     def __init__(self, streams: int) -> None:
         self._left = streams
         self.begun = asyncio.Event()
 
     def first(self) -> None:
-        """A stream has its first token."""
+        """Record the first token of a stream."""
         self._left -= 1
         if self._left == 0:
             self.begun.set()
@@ -55,7 +55,7 @@ class Progress:
 async def stream(
     url: str, number: int, max_tokens: int, progress: Progress | None = None
 ) -> Answer:
-    """Stream one completion of exactly `max_tokens`. Raises what the client raises if it breaks."""
+    """Stream a completion of exactly `max_tokens`. Raises the client's error if it breaks."""
     sampling = sampling_of(number)
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
@@ -78,6 +78,7 @@ async def stream(
             request_id, first = chunk.id, False
             if chunk.choices:
                 reason = chunk.choices[0].finish_reason or reason
+            # A chunk may have several tokens, so count with the usage.
             tokens = chunk.usage.completion_tokens if chunk.usage else tokens
     assert tokens == max_tokens, f"the stream ended with {tokens} of {max_tokens} tokens: {reason}"
     return Answer(request_id, reason, tokens)
@@ -85,7 +86,7 @@ async def stream(
 
 @asynccontextmanager
 async def running_streams(url: str, count: int, max_tokens: int) -> AsyncIterator[None]:
-    """Within it so many streams run, all of which have begun; at its end they have to end well."""
+    """A context with `count` running streams, which all must complete on exit."""
     progress = Progress(count)
     async with asyncio.TaskGroup() as tasks:
         for number in range(count):
@@ -98,14 +99,14 @@ async def running_streams(url: str, count: int, max_tokens: int) -> AsyncIterato
 async def stream_all(
     url: str, numbers: Sequence[int], max_tokens: int, at_once: int
 ) -> dict[int, Answer]:
-    """The answers by number, with at most `at_once` under way."""
+    """The answers by number, with at most `at_once` concurrent streams."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(number: int) -> tuple[int, Answer]:
+    async def stream_number(number: int) -> tuple[int, Answer]:
         async with gate:
             return number, await stream(url, number, max_tokens)
 
-    return dict(await asyncio.gather(*map(one, numbers)))
+    return dict(await asyncio.gather(*map(stream_number, numbers)))
 
 
 def tokens_by_request(lines: Sequence[list[object]]) -> dict[str, list[int]]:
@@ -120,14 +121,14 @@ def tokens_by_request(lines: Sequence[list[object]]) -> dict[str, list[int]]:
 def check_equal(
     model_dir: str, undisturbed: dict[int, list[int]], flooded: dict[int, list[int]]
 ) -> int:
-    """How many tokens rounding alone decided otherwise; raises AssertionError at any other.
+    """The number of tokens that differ by rounding. Raises AssertionError on other differences.
 
-    `model_dir` holds the weights, which are read only if an output differs.
+    `model_dir` has the weights, which are read only if an output differs.
     """
     different = [number for number in undisturbed if undisturbed[number] != flooded[number]]
     if not different:
         return 0
-    # They take seconds to load, and are needed only now.
+    # Import only if needed: they take seconds to load.
     import torch
     import transformers
 

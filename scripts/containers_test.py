@@ -1,7 +1,7 @@
 """`make containers-test`: build the images, start a cluster of containers, and disturb it.
 
 Writes build/containers-test.json: {"checks": [{"name", "ok", "seconds"}], "images": {name: bytes}}.
-Exit code 77 and a sentence if there is no container engine; see scripts/container_engine.sh.
+Exit code 77 and a message if there is no container engine; see scripts/container_engine.sh.
 `--quick` only builds, starts, chats and stops.
 """
 
@@ -28,18 +28,18 @@ RESULTS = ROOT / "build" / "containers-test.json"
 ENGINE_TIMEOUT_S = 600.0
 NO_ENGINE = 77
 INTERRUPTED = 130
-# Room for the parameters in float32 and for about 1,500 tokens of KV cache.
+# Memory for the parameters in float32 and about 1,500 tokens of KV cache.
 SETTINGS = {"DTYPE": "float32", "MEMORY": "620MiB", "WORKER_MEMORY_LIMIT": "3G"}
 EXPORT = re.compile(r"([A-Z_]+)=(\S*)")
 
 
 class NoEngine(Exception):
-    """No container engine is to be had; the script has said why."""
+    """No container engine is available; the script has printed the cause."""
 
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """An engine that answers. A private one is started if that is allowed, and is ended again."""
+    """A running engine. A private engine is started if allowed, and stopped on exit."""
     shown = _engine("start")
     started = dict(EXPORT.findall(shown))
     os.environ.update(started)
@@ -63,20 +63,20 @@ def _engine(verb: str) -> str:
 
 
 class Report:
-    """Runs checks one after the other and notes how each went."""
+    """Runs checks sequentially and records the outcomes."""
 
     def __init__(self) -> None:
         self.checks: list[dict[str, Any]] = []
         self.images: dict[str, int] = {}
 
     def check(self, name: str, work: Callable[[], Any]) -> bool:
-        """Whether it went well; says how it went."""
+        """Run a check and print the outcome; returns whether it passed."""
         started_s = time.monotonic()
         say(f"==> {name}")
         error = ""
         try:
             work()
-        # Whatever is wrong in one check, the others are done and the containers are taken down.
+        # Catch every error, so that the other checks run and the containers are removed.
         except BaseException as failure:
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise
@@ -92,7 +92,7 @@ class Report:
         return all(check["ok"] for check in self.checks)
 
     def write(self) -> None:
-        """Leave the results for programs, and a line for people."""
+        """Write the results as JSON, and print a summary."""
         RESULTS.parent.mkdir(exist_ok=True)
         content = {"checks": self.checks, "images": self.images}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
@@ -104,12 +104,12 @@ class Report:
 
 def _sentences(error: BaseException) -> list[str]:
     if isinstance(error, BaseExceptionGroup):
-        return [text for one in error.exceptions for text in _sentences(one)]
+        return [text for nested in error.exceptions for text in _sentences(nested)]
     return [f"{type(error).__name__}: {error}"]
 
 
 def run_checks(report: Report, names: list[str]) -> None:
-    """Build, start, check and take down."""
+    """Build the images, start the cluster, run the checks and remove the cluster."""
     from container_checks import CHECKS
 
     cluster = Containers(**SETTINGS)
@@ -124,14 +124,14 @@ def run_checks(report: Report, names: list[str]) -> None:
 
 
 def main() -> int:
-    """0 if all checks passed, 1 if not, 77 without an engine, 130 if it was interrupted."""
+    """Returns 0 if all checks passed, 1 if not, 77 without an engine, 130 if interrupted."""
     from container_checks import CHECKS, QUICK
 
     parser = argparse.ArgumentParser(description="Test the cluster of containers.")
     parser.add_argument("--quick", action="store_true", help="only start, chat and stop")
     parser.add_argument("--only", nargs="+", choices=CHECKS, help="only these checks")
     arguments = parser.parse_args()
-    # Ended or interrupted, it takes the containers and the engine down all the same.
+    # Remove the containers and stop the engine even on SIGTERM or an interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report()
     try:

@@ -1,7 +1,7 @@
-"""Whether manifests and compose files say to the services what these understand.
+"""Check that manifests and compose files configure the services correctly.
 
-Each container's environment is read by the very loader that the service has, so a variable that is
-none, or a value out of range, is found here and not at the start of a pod.
+Each container's environment is read by the service's own loader, so an unknown variable or an
+invalid value is detected here instead of at the start of a pod.
 """
 
 import re
@@ -9,7 +9,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from deploy_network import Way, calls, check_ways, lets_strangers_in, sources_of_services
+from deploy_network import (
+    Connection,
+    admits_strangers,
+    calls,
+    check_connections,
+    sources_of_services,
+)
 from deploy_objects import ROOT, Object, identity
 
 from services.common.errors import ConfigError
@@ -20,7 +26,7 @@ from services.common.size import parse_size_bytes
 from services.worker.config import WorkerConfig
 from tideserve.cli.cluster_options import CONFIGS
 
-# Which key of the configuration the port of a container is, by the port's name.
+# Configuration key of a container's port, by port name.
 PORT_KEYS = {
     "gateway": {
         "http": "port",
@@ -38,7 +44,7 @@ PORT_KEYS = {
     },
 }
 GRACE_MARGIN_S = 15
-# Stands for what a Secret holds.
+# Placeholder for the value of a Secret.
 SECRET = "a secret that is long enough"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 # Compose replaces ${NAME}, ${NAME:-default} and ${NAME-default}; here the environment is empty.
@@ -46,10 +52,10 @@ VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
 
 
 def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
-    """The configuration of `service` in `environment`, whose secret files need not exist here.
+    """The configuration of `service` in `environment`; secret files need not exist.
 
     Raises:
-        ConfigError: as the service itself would.
+        ConfigError: under the same conditions as in the service.
     """
     cls = CONFIGS[service]
     with tempfile.NamedTemporaryFile("w") as secret:
@@ -57,8 +63,8 @@ def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
         secret.flush()
         files = {
             variable(f"{key}_file"): secret.name
-            for key, one in settings_of(cls).items()
-            if one.secret
+            for key, setting in settings_of(cls).items()
+            if setting.secret
         }
         given = {name: files.get(name, value) for name, value in environment.items()}
         return load_settings(cls, None, given).config
@@ -75,7 +81,7 @@ def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
         yield (
             name,
             {
-                key: VARIABLE.sub(lambda found: found["default"] or "", str(value))
+                key: VARIABLE.sub(lambda match: match["default"] or "", str(value))
                 for key, value in environment.items()
                 if value is not None
             },
@@ -83,8 +89,8 @@ def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def check_objects(objects: Iterable[Object], version: str) -> list[str]:
-    """What is wrong with the Deployments in `objects`, a sentence each; `version` tags images."""
-    known = {identity(one): one for one in objects}
+    """A sentence per problem of the Deployments in `objects`; `version` is the image tag."""
+    known = {identity(obj): obj for obj in objects}
     problems = []
     configs = {}
     for service in CONFIGS:
@@ -93,7 +99,9 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
             problems.append(f"there is no Deployment tideserve-{service}")
             continue
         pod = deployment["spec"]["template"]["spec"]
-        container = next(one for one in pod["containers"] if one["name"] == service)
+        container = next(
+            candidate for candidate in pod["containers"] if candidate["name"] == service
+        )
         try:
             config = read_config(service, environment_of(container, known))
         except ConfigError as error:
@@ -110,18 +118,19 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
         if service == "worker":
             own += _memory(container, config)
         problems += [f"{service}: {problem}" for problem in own]
+    # The policies depend on the ports of all services.
     if configs.keys() == CONFIGS.keys():
         problems += _network(configs, known)
     return [*problems, *_services(known)]
 
 
 def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, str]:
-    """The environment that Kubernetes would give to the container, with `SECRET` from Secrets.
+    """The environment that Kubernetes would set, with `SECRET` for values of Secrets.
 
-    A field of the pod is given by its path.
+    A field of the pod is represented by its path.
 
     Raises:
-        ConfigError: on a ConfigMap or key that does not exist.
+        ConfigError: if a ConfigMap or key does not exist.
     """
 
     def data(name: str) -> Mapping[str, str]:
@@ -139,6 +148,7 @@ def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, 
         if "fieldRef" in source:
             environment[row["name"]] = source["fieldRef"]["fieldPath"]
         elif reference is None:
+            # Secrets are not in the tree, so use a placeholder.
             environment[row["name"]] = SECRET if "secretKeyRef" in source else row["value"]
         elif reference["key"] in data(reference["name"]):
             environment[row["name"]] = data(reference["name"])[reference["key"]]
@@ -160,21 +170,24 @@ def _ports(service: str, container: Object, config: ServiceConfig) -> Iterator[s
         if ports.get(name) != getattr(config, key):
             yield f"port {name} is {ports.get(name)}, but '{key}' is {getattr(config, key)}"
     for name in ports.keys() - PORT_KEYS[service].keys():
-        yield f"port {name} is none of this service"
+        yield f"port {name} does not belong to this service"
 
 
 def _files(container: Object) -> Iterator[str]:
-    """Files that settings name lie in mounts, and in such as follow what they are mounted from."""
+    """Files named by settings are in mounts, and these mounts follow updates of their source."""
     mounts = container["volumeMounts"]
     for row in container["env"]:
         path = row.get("value", "")
         if not row["name"].endswith("_FILE"):
             continue
-        mount = next((one for one in mounts if path.startswith(f"{one['mountPath']}/")), None)
+        mount = next(
+            (candidate for candidate in mounts if path.startswith(f"{candidate['mountPath']}/")),
+            None,
+        )
         if mount is None:
             yield f"{row['name']} is {path}, which is in no mount"
         elif "subPath" in mount:
-            yield f"{row['name']} is in a mount with a subPath, which is never updated"
+            yield f"{row['name']} is in a mount with a subPath, which Kubernetes never updates"
 
 
 def _probes(service: str, container: Object) -> Iterator[str]:
@@ -193,11 +206,11 @@ def _probes(service: str, container: Object) -> Iterator[str]:
             address, _, health = probe["exec"]["command"][-1].partition("//")[2].partition("/")
             port = int(address.rpartition(":")[2])
         if port not in ports.values():
-            yield f"{name} asks port {port}, which the container has not"
+            yield f"{name} uses port {port}, which the container does not have"
         if health and f'"{health}"' not in served:
-            yield f"{name} asks for '{health}', which the service does not serve"
+            yield f"{name} checks '{health}', which the service does not serve"
         if name == "readinessProbe" and "httpGet" not in probe and not health:
-            yield "readinessProbe asks whether the process lives, not whether it is ready"
+            yield "readinessProbe checks liveness instead of readiness"
 
 
 def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) -> Iterator[str]:
@@ -205,15 +218,15 @@ def _grace(service: str, pod: Object, container: Object, config: ServiceConfig) 
     drain_s = getattr(config, "drain_delay_s", 0) + getattr(config, "drain_timeout_s", 0)
     least = hook + drain_s + GRACE_MARGIN_S
     if pod["terminationGracePeriodSeconds"] < least:
-        yield f"terminationGracePeriodSeconds is less than the {least:g} s of sleep and drain"
+        yield f"terminationGracePeriodSeconds is shorter than the {least:g} s of sleep and drain"
 
 
 def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterator[str]:
-    """Every connection between services has to be let through, and only clients may come in."""
-    policies = [one for one in known.values() if one["kind"] == "NetworkPolicy"]
+    """Policies allow every connection between services, and external access only for clients."""
+    policies = [obj for obj in known.values() if obj["kind"] == "NetworkPolicy"]
     ports = {name: getattr(config, PORT_KEYS[name]["grpc"]) for name, config in configs.items()}
-    ways = [
-        Way(source, target, ports[target], ports[target])
+    connections = [
+        Connection(source, target, ports[target], ports[target])
         for source, target in sorted(calls(sources_of_services()))
     ]
     worker = configs["worker"]
@@ -223,37 +236,37 @@ def _network(configs: Mapping[str, Any], known: Mapping[str, Object]) -> Iterato
         (worker.bulk_port, worker.bulk_port),
         (int(first), int(last)),
     ):
-        ways.append(Way("worker", "worker", low, high))
-    yield from check_ways(ways, policies)
+        connections.append(Connection("worker", "worker", low, high))
+    yield from check_connections(connections, policies)
     for name, port in ports.items():
-        if lets_strangers_in(policies, name, port):
-            yield f"a NetworkPolicy lets anybody in at port {port} of {name}"
-    if not lets_strangers_in(policies, "gateway", configs["gateway"].port):
-        yield "no NetworkPolicy lets clients in"
+        if admits_strangers(policies, name, port):
+            yield f"a NetworkPolicy allows external access to port {port} of {name}"
+    if not admits_strangers(policies, "gateway", configs["gateway"].port):
+        yield "no NetworkPolicy allows clients"
 
 
 def _memory(container: Object, config: ServiceConfig) -> Iterator[str]:
-    """On a processor the device's memory is the container's."""
+    """The memory limit exceeds `memory_bytes`: on CPUs, device memory is container memory."""
     assert isinstance(config, WorkerConfig)
     limit = parse_size_bytes(container["resources"]["limits"]["memory"] + "b")
     if config.device == "cpu" and limit <= config.memory_bytes:
-        yield "the limit of memory leaves nothing beside 'memory_bytes'"
+        yield "the memory limit leaves nothing beyond 'memory_bytes'"
 
 
 def _services(known: Mapping[str, Object]) -> Iterator[str]:
-    """Every port of a Service has to be one of the pods that it selects."""
-    pods = [one["spec"]["template"] for one in known.values() if "template" in one.get("spec", {})]
-    for one in known.values():
-        if one["kind"] != "Service":
+    """Every port of a Service is a port of the selected pods."""
+    pods = [obj["spec"]["template"] for obj in known.values() if "template" in obj.get("spec", {})]
+    for obj in known.values():
+        if obj["kind"] != "Service":
             continue
-        selector = one["spec"]["selector"].items()
+        selector = obj["spec"]["selector"].items()
         names = [
             {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
             for pod in pods
             if selector <= pod["metadata"]["labels"].items()
         ]
         if not names:
-            yield f"Service {one['metadata']['name']} selects no pods"
-        for port in one["spec"]["ports"]:
+            yield f"Service {obj['metadata']['name']} selects no pods"
+        for port in obj["spec"]["ports"]:
             if any(port["targetPort"] not in own for own in names):
-                yield f"Service {one['metadata']['name']}: no port {port['targetPort']} in its pods"
+                yield f"Service {obj['metadata']['name']}: no port {port['targetPort']} in its pods"

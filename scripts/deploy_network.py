@@ -1,6 +1,6 @@
-"""Whether the network policies let through what services say to each other, and no one else.
+"""Check that the network policies allow the connections between services, and no others.
 
-Which service calls which is read from the code: the stubs that a service's sources make.
+The connections are read from the code: the stubs that the sources of a service create.
 """
 
 import re
@@ -11,15 +11,15 @@ from deploy_objects import ROOT, Object
 
 SERVICES = ("gateway", "scheduler", "memmgr", "worker")
 STUB = re.compile(r"\b(\w+)_pb2_grpc\.\w+Stub\(")
-# Every service has it, and a caller may ask any of them.
+# Every service serves it, and a caller may call any of them.
 EVERYWHERE = "process"
-# Services whose instances ask each other, by the contract's file.
+# Services whose instances call each other, by the contract's file.
 PEERS = {"peer": "gateway"}
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A connection from pods of one component to a range of ports of another's."""
+class Connection:
+    """A connection from pods of a component to a range of ports of another component."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Way:
 
 
 def calls(sources: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Pairs of caller and called, from the source code of each service."""
+    """(caller, callee) pairs, from the source code of each service."""
     pairs = set()
     for service, text in sources.items():
         for called in STUB.findall(text):
@@ -47,18 +47,25 @@ def sources_of_services() -> dict[str, str]:
     }
 
 
-def check_ways(wanted: Iterable[Way], policies: Iterable[Object]) -> Iterator[str]:
-    """A sentence for each way in `wanted` that `policies` close at one of its ends."""
+def check_connections(wanted: Iterable[Connection], policies: Iterable[Object]) -> Iterator[str]:
+    """A sentence per connection in `wanted` that `policies` block at an end."""
     policies = list(policies)
-    for way in wanted:
+    for connection in wanted:
         for end in ("ingress", "egress"):
-            if not any(_opens(policy, way, end) for policy in policies):
-                ports = f"{way.first}" if way.first == way.last else f"{way.first}-{way.last}"
-                yield f"no NetworkPolicy has {end} from {way.source} to {way.target} at {ports}"
+            if not any(_opens(policy, connection, end) for policy in policies):
+                ports = (
+                    f"{connection.first}"
+                    if connection.first == connection.last
+                    else f"{connection.first}-{connection.last}"
+                )
+                yield (
+                    f"no NetworkPolicy allows {end} from {connection.source} to {connection.target}"
+                    f" at {ports}"
+                )
 
 
-def lets_strangers_in(policies: Iterable[Object], component: str, port: int) -> bool:
-    """Whether pods that are none of ours may dial `port` of `component`."""
+def admits_strangers(policies: Iterable[Object], component: str, port: int) -> bool:
+    """Whether foreign pods may connect to `port` of `component`."""
     return any(
         selects(policy["spec"]["podSelector"], component) and _covers(rule, port, port)
         for policy in policies
@@ -68,7 +75,7 @@ def lets_strangers_in(policies: Iterable[Object], component: str, port: int) -> 
 
 
 def selects(selector: Object, component: str) -> bool:
-    """Whether `selector` takes the pods of `component`."""
+    """Whether `selector` matches the pods of `component`."""
     labels = {
         "app.kubernetes.io/name": "tideserve",
         "app.kubernetes.io/part-of": "tideserve",
@@ -79,13 +86,17 @@ def selects(selector: Object, component: str) -> bool:
     )
 
 
-def _opens(policy: Object, way: Way, end: str) -> bool:
-    inside, outside = (way.target, way.source) if end == "ingress" else (way.source, way.target)
+def _opens(policy: Object, connection: Connection, end: str) -> bool:
+    inside, outside = (
+        (connection.target, connection.source)
+        if end == "ingress"
+        else (connection.source, connection.target)
+    )
     if not selects(policy["spec"]["podSelector"], inside):
         return False
     direction = "from" if end == "ingress" else "to"
     return any(
-        _covers(rule, way.first, way.last)
+        _covers(rule, connection.first, connection.last)
         and (
             direction not in rule
             or any(selects(peer.get("podSelector", {}), outside) for peer in rule[direction])

@@ -1,7 +1,7 @@
-"""Kubernetes objects as `kustomize build` makes them, and the variants that the chart renders.
+"""Kubernetes objects from `kustomize build`, and the variants that the chart renders.
 
-The tools come from this machine where it has them, else from the cache folder, where
-`make check-deploy` puts them.
+The tools are taken from PATH, else from the cache folder, into which `make check-deploy` fetches
+them.
 """
 
 import functools
@@ -27,7 +27,7 @@ Object = dict[str, Any]
 
 
 class ToolMissing(Exception):
-    """A tool is neither installed nor in the cache; the message is a sentence with the remedy."""
+    """A tool is neither installed nor in the cache; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Variant:
     features: frozenset[str] = frozenset()
 
     def has(self, feature: str) -> bool:
-        """Whether the component `feature` is in."""
+        """Whether the variant includes the component `feature`."""
         return self.etcd if feature == "etcd" else feature in self.features
 
     @property
@@ -57,16 +57,16 @@ VARIANTS = (
     *(Variant(features=frozenset({name})) for name in FEATURES),
     Variant(etcd=False, features=frozenset({"tls"})),
 )
-"""Those that one values file of the chart renders."""
+"""The variants that a single values file of the chart renders."""
 
 
 def tools_folder() -> Path:
-    """Where fetched tools are."""
+    """Folder of fetched tools."""
     return cache_root() / "deploy-tools"
 
 
 def kustomize_command() -> list[str]:
-    """What builds a kustomization. Raises ToolMissing."""
+    """The command that builds a kustomization. Raises ToolMissing."""
     for tool in (
         shutil.which("kustomize"),
         tools_folder() / "debian" / "usr" / "bin" / "kustomize",
@@ -76,8 +76,7 @@ def kustomize_command() -> list[str]:
     if shutil.which("kubectl"):
         return ["kubectl", "kustomize"]
     raise ToolMissing(
-        "kustomize is neither on PATH nor in the cache; `make check-deploy` fetches it where apt"
-        " of Debian is"
+        "kustomize is neither on PATH nor in the cache; `make check-deploy` fetches it on Debian"
     )
 
 
@@ -86,15 +85,15 @@ def build(folder: Path) -> list[Object]:
 
     Raises:
         ToolMissing: without kustomize.
-        ValueError: with what kustomize says, if it refuses.
+        ValueError: with the output of kustomize, if it fails.
     """
     command = [*kustomize_command(), str(folder)]
-    return parsed(run_tool(command, f"kustomize refuses {folder}", KUSTOMIZE_TIMEOUT_S))
+    return parsed(run_tool(command, f"kustomize rejects {folder}", KUSTOMIZE_TIMEOUT_S))
 
 
 def parsed(text: str) -> list[Object]:
     """The objects in the documents of a YAML text."""
-    return [one for one in yaml.safe_load_all(text) if one is not None]
+    return [document for document in yaml.safe_load_all(text) if document is not None]
 
 
 def run_tool(
@@ -103,7 +102,7 @@ def run_tool(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """What a tool prints. Raises ValueError with `refusal` and what the tool says, if it fails."""
+    """Run a tool; returns its output. Raises ValueError with `refusal` and the error output."""
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
@@ -114,10 +113,10 @@ def run_tool(
 
 @functools.cache
 def build_variant(variant: Variant) -> list[Object]:
-    """The objects of `variant`, built once and not to be changed. Raises as `build` does."""
+    """The cached objects of `variant`; do not modify. Raises like `build`."""
     overlay = f"overlays/{variant.device}" if variant.etcd else "base"
     if not variant.etcd and variant.device != "cpu":
-        raise ValueError(f"no kustomization is the variant {variant.name}")
+        raise ValueError(f"there is no kustomization for variant {variant.name}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
 
@@ -134,6 +133,6 @@ def build_variant(variant: Variant) -> list[Object]:
         return build(folder)
 
 
-def identity(one: Object) -> str:
-    """Kind/name: two objects of a set never share it, since there is one namespace."""
-    return f"{one['kind']}/{one['metadata']['name']}"
+def identity(obj: Object) -> str:
+    """Kind/name, which is unique in a set, since there is a single namespace."""
+    return f"{obj['kind']}/{obj['metadata']['name']}"

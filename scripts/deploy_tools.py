@@ -1,4 +1,4 @@
-"""The tools that check deploy/, fetched into the cache folder and installed nowhere.
+"""The tools that check deploy/, fetched into the cache folder without installing them.
 
 kustomize and Go with Helm's libraries come as Debian packages, the schemas of Kubernetes by pip.
 """
@@ -17,7 +17,7 @@ NEXT_RELEASE = "trixie"
 RENDERER = ROOT / "scripts" / "helm_render" / "main.go"
 SCHEMAS = ROOT / "requirements" / "deploy.txt"
 GO_RELEASE = "1.19"
-# Go's compiler and what the renderer imports, all that comes with it: dpkg follows no dependencies.
+# Go's compiler and all dependencies of the renderer: dpkg resolves no dependencies.
 PACKAGES = (
     f"kustomize/{NEXT_RELEASE}",
     f"golang-{GO_RELEASE}-go",
@@ -40,13 +40,14 @@ PACKAGES = (
 
 
 def fetch() -> list[str]:
-    """Fetch what is not there yet; why something could not be, a sentence each."""
+    """Fetch missing tools; returns a sentence per failure."""
     folder = tools_folder()
     folder.mkdir(parents=True, exist_ok=True)
     debian = [str(ROOT / "scripts" / "debian_tools.sh"), str(folder / "debian"), *PACKAGES]
     commands = {"the Debian packages": debian}
     stamp = folder / "python" / "requirements.txt"
     if not stamp.is_file() or stamp.read_bytes() != SCHEMAS.read_bytes():
+        # pip would not remove files of earlier versions from a target folder.
         shutil.rmtree(stamp.parent, ignore_errors=True)
         target = ["--no-deps", "--no-compile", "--target", str(stamp.parent), "-r", str(SCHEMAS)]
         commands["the schemas of Kubernetes"] = [
@@ -63,19 +64,20 @@ def fetch() -> list[str]:
             command, capture_output=True, text=True, check=False, timeout=FETCH_TIMEOUT_S
         )
         if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
             missing.append(f"{what} cannot be fetched: {reason}")
         elif "pip" in command:
+            # Write the stamp only after success, so that an interrupted fetch is repeated.
             stamp.write_bytes(SCHEMAS.read_bytes())
     return missing
 
 
 def renderer() -> Path:
-    """The program that renders charts, built now unless it is there.
+    """The program that renders charts, built if missing.
 
     Raises:
         ToolMissing: without Go and Helm's libraries.
-        ValueError: with what the compiler says, if it refuses.
+        ValueError: with the output of the compiler, if it fails.
     """
     folder = tools_folder()
     go_root = folder / "debian" / "usr" / "lib" / f"go-{GO_RELEASE}"
@@ -85,7 +87,7 @@ def renderer() -> Path:
     if not (go_root / "bin" / "go").is_file():
         raise ToolMissing(
             "the chart's renderer needs Go and Helm's libraries; `make check-deploy` fetches them"
-            " where apt of Debian is"
+            " on Debian"
         )
     environment = {
         "PATH": os.environ.get("PATH", ""),
@@ -98,12 +100,13 @@ def renderer() -> Path:
     }
     command = [str(go_root / "bin" / "go"), "build", "-o", str(program), str(RENDERER)]
     run_tool(command, f"{RENDERER.name} cannot be built", GO_TIMEOUT_S, environment)
+    # Mark the program as newer than its source, for the check above.
     os.utime(program)
     return program
 
 
 def kubernetes_schemas() -> None:
-    """Have the package of Kubernetes' schemas importable. Raises ToolMissing."""
+    """Make the package of Kubernetes' schemas importable. Raises ToolMissing."""
     folder = tools_folder() / "python"
     if not (folder / "kubernetes_validate").is_dir():
         raise ToolMissing(

@@ -1,4 +1,4 @@
-"""What becomes of each field of a request, asked from the code that reads requests."""
+"""The effect of each field of a request, derived from the code that reads requests."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _KINDS = {"boolean": "true or false", "integer": "whole number", "number": "numb
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """A field as its sender sees it. `effect`: works, ignored or refused."""
+    """A request field as seen by the client. `effect`: works, ignored or refused."""
 
     name: str
     effect: str
@@ -28,7 +28,7 @@ class FieldRow:
 
 
 def fields_of(endpoint: str) -> list[FieldRow]:
-    """A row for each known field, in the order of their names."""
+    """A row per known field, sorted by name."""
     body, policy = ENDPOINTS[endpoint]
     rows = list(_model_rows(body.model_json_schema()))
     rows += [
@@ -59,18 +59,18 @@ def _effect(field: Mapping[str, Any], otherwise: str) -> str:
 def _definition(
     field: Mapping[str, Any], definitions: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """The object that a field holds, if it holds one of its own kind."""
+    """The definition of the object in a field, None for other fields."""
     for option in field.get("anyOf", (field,)):
         if "$ref" in option:
-            found: Mapping[str, Any] = definitions[option["$ref"].rpartition("/")[2]]
-            return found
+            definition: Mapping[str, Any] = definitions[option["$ref"].rpartition("/")[2]]
+            return definition
     return None
 
 
 def values_of(schema: Mapping[str, Any]) -> str:
-    """What a value may be, in words, such as "0 to 2"; null is always possible and not told."""
+    """The allowed values as text, such as "0 to 2"; null is always allowed and omitted."""
     if "anyOf" in schema:
-        options = (values_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+        options = (values_of(option) for option in schema["anyOf"] if option.get("type") != "null")
         return ", or ".join(dict.fromkeys(options))
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
@@ -80,7 +80,7 @@ def values_of(schema: Mapping[str, Any]) -> str:
 
 
 def _typed(schema: Mapping[str, Any]) -> str:
-    """The type in words, of a schema with one type or a reference to an object."""
+    """The type as text, for a schema with a single type or a reference to an object."""
     match schema.get("type", "object"):
         case "string":
             return _bounded("text", schema, "Length", "characters")
@@ -115,7 +115,7 @@ def _number(kind: str, schema: Mapping[str, Any]) -> str:
 
 
 def _power(number: int) -> str:
-    """A bound of the machine's integers, as people write it."""
+    """A bound as text, with bounds of machine integers as powers of 2."""
     for bits in (31, 63):
         if number == 2**bits - 1:
             return f"2^{bits} - 1"
@@ -140,8 +140,8 @@ def _object(schema: Mapping[str, Any]) -> str:
     return f"an object of up to {schema['maxProperties']} token ids, each with {values_of(values)}"
 
 
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _json(value: Any) -> str:

@@ -1,15 +1,15 @@
-"""Write the pages that are made from the code, or check that they are up to date.
+"""Generate pages from the code, or check that they are up to date.
 
 docs/configuration.md    every option of every service and of `tideserve up`
 docs/metrics.md          every metric of every service
 docs/fields.md           every field of a chat and a completion request
 docs/grpc.md             its table of errors
-docs/states.md           a diagram of every machine of core that has a table
+docs/states.md           a diagram of every state machine of core with a transition table
 docs/support.md          engines, models and APIs, and the groups that merge
-docs/vllm-flags.md       flags of `vllm serve` and the settings that stand for them
-deploy/components/monitoring/prometheus_rule.yaml, and the template of the chart for it: the alerts
+docs/vllm-flags.md       flags of `vllm serve` and the corresponding settings
+deploy/components/monitoring/prometheus_rule.yaml, and its template in the chart: the alerts
 
-In the first four, what is around the tables is written by hand.
+In the first four, the text around the tables is written by hand.
 """
 
 import argparse
@@ -52,9 +52,9 @@ def configuration() -> str:
     shared = settings_of(ServiceConfig)
     parts = ["## All services\n", _key_table(list(shared.values()))]
     for name, title in SERVICES.items():
-        own = [one for key, one in settings_of(CONFIGS[name]).items() if key not in shared]
+        own = [setting for key, setting in settings_of(CONFIGS[name]).items() if key not in shared]
         parts += [f"## {title}\n", _key_table(own)]
-    return _with_made("configuration", "\n".join(parts), _up_table())
+    return _fill_generated("configuration", "\n".join(parts), _up_table())
 
 
 def metrics() -> str:
@@ -63,11 +63,16 @@ def metrics() -> str:
     for name, entries in reference().items():
         parts.append(f"## {SERVICES.get(name, 'All services')}\n")
         lines = [
-            (f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.help)
-            for one in entries
+            (
+                f"`{entry.name}`",
+                entry.kind,
+                ", ".join(f"`{label}`" for label in entry.labels),
+                entry.help,
+            )
+            for entry in entries
         ]
         parts.append(table(("metric", "type", "labels", "what it is"), lines))
-    return _with_made("metrics", "\n".join(parts))
+    return _fill_generated("metrics", "\n".join(parts))
 
 
 def fields() -> str:
@@ -77,18 +82,18 @@ def fields() -> str:
         rows = [(f"`{row.name}`", row.effect, row.values, row.note) for row in fields_of(endpoint)]
         parts.append(f"## {endpoint}\n")
         parts.append(table(("field", "effect", "values", "what to know"), rows))
-    return _with_made("fields", "\n".join(parts))
+    return _fill_generated("fields", "\n".join(parts))
 
 
 def grpc() -> str:
     """The page on gRPC, with its table of errors."""
     lines = {
-        (kind_of(code, reason).__name__, f"`{code.name}`", f"`{reason}`", str(one.status))
-        for one, code in grpc_errors.TABLE.items()
-        for reason in (grpc_errors.reason_of(one("an error")),)
+        (kind_of(code, reason).__name__, f"`{code.name}`", f"`{reason}`", str(error.status))
+        for error, code in grpc_errors.TABLE.items()
+        for reason in (grpc_errors.reason_of(error("an error")),)
     }
     rows = [(f"`{name}`", *others) for name, *others in sorted(lines)]
-    return _with_made("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
+    return _fill_generated("grpc", table(("Python", "gRPC", "reason", "HTTP"), rows))
 
 
 def supported() -> str:
@@ -110,20 +115,20 @@ def supported() -> str:
 
 
 def flags_of_vllm() -> str:
-    """The page of vLLM's flags."""
+    """The page of the flags of vLLM."""
     columns = ("vLLM", "tideserve", "note")
     return f"{GENERATED}{vllm_flags.INTRODUCTION}\n{table(columns, list(vllm_flags.rows()))}"
 
 
-def _with_made(page: str, *made: str) -> str:
-    """The page of docs/ with what is made in it made anew, part by part."""
+def _fill_generated(page: str, *made: str) -> str:
+    """The page of docs/ with its generated parts replaced by `made`."""
     first, *parts = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split(BEGIN)
     rest = [part.partition(END)[2] for part in parts]
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
 def alerts() -> str:
-    """The rules of Prometheus as an object for its operator, which takes no files."""
+    """The Prometheus rules as an object for its operator, which reads no files."""
     labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -136,7 +141,7 @@ def alerts() -> str:
 
 
 def alerts_template() -> str:
-    """The same in the chart; the braces of Prometheus' own templates are escaped."""
+    """The template of the rules in the chart, with the braces of Prometheus' templates escaped."""
     escaped = alerts().replace("{{", '{{ "{{" }}')
     return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
 
@@ -159,14 +164,14 @@ def _key_table(settings: Sequence[Setting]) -> str:
         ("key", "environment", "values", "default", "what it is"),
         [
             (
-                f"`{one.key}`",
-                f"`{variable(one.key)}`",
-                one.values_text,
-                one.default_text,
-                f"**Secret.** {one.help}" if one.secret else one.help,
+                f"`{setting.key}`",
+                f"`{variable(setting.key)}`",
+                setting.values_text,
+                setting.default_text,
+                f"**Secret.** {setting.help}" if setting.secret else setting.help,
             )
-            for one in settings
-            if "expert" not in one.metadata
+            for setting in settings
+            if "expert" not in setting.metadata
         ],
     )
 
@@ -178,13 +183,13 @@ def _up_table() -> str:
             (
                 f"`--{key.replace('_', '-')}`",
                 f"`{key}`",
-                one.values_text,
-                one.default_text,
-                one.help,
-                _passed_on(one),
+                setting.values_text,
+                setting.default_text,
+                setting.help,
+                _passed_on(setting),
             )
-            for key, one in settings_of(ClusterOptions).items()
-            if key not in SECTIONS and "expert" not in one.metadata
+            for key, setting in settings_of(ClusterOptions).items()
+            if key not in SECTIONS and "expert" not in setting.metadata
         ],
     )
 
@@ -203,7 +208,7 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def outdated(root: Path) -> list[str]:
-    """Pages below `root` that are missing or not what the code gives."""
+    """Pages below `root` that are missing or out of date."""
     return [
         name
         for name, make in PAGES.items()
@@ -220,18 +225,20 @@ def write(root: Path) -> None:
 
 
 def main() -> int:
-    """Write the pages, or with `--check` compare them; 1 when they differ."""
-    parser = argparse.ArgumentParser(description="Make the pages of docs/ that follow from code.")
+    """Write the pages, or with `--check` compare them; returns 1 if they differ."""
+    parser = argparse.ArgumentParser(
+        description="Generate the pages of docs/ that derive from the code."
+    )
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     check_only = parser.parse_args().check
-    found = outdated(ROOT)
+    changed = outdated(ROOT)
     if not check_only:
         write(ROOT)
-        print(f"{len(found)} of {len(PAGES)} pages changed")
+        print(f"{len(changed)} of {len(PAGES)} pages changed")
         return 0
-    for name in found:
-        print(f"{name} is not what the code gives: run `make gen` and commit it.")
-    return 1 if found else 0
+    for name in changed:
+        print(f"{name} is out of date: run `make gen` and commit it.")
+    return 1 if changed else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Generate the gRPC stubs from `proto/`, or check that the committed ones are what it gives.
+"""Generate the gRPC stubs from `proto/`, or check that the committed stubs are up to date.
 
-With `--release`, also keep the contracts as those of the release that is being made: the checks
-then refuse a later change that its services would misread.
+With `--release`, also store the contracts as those of the release: the checks then reject later
+changes that services of this release would misread.
 
 The stubs are committed so that running the services needs no compiler; the check keeps a
 contract and its stubs from drifting apart. Needs the packages of `requirements/dev.txt`.
@@ -20,17 +20,17 @@ PROTO = ROOT / "proto"
 PACKAGE = "tideserve"
 STUBS = ROOT / PACKAGE
 LAST_RELEASE = PROTO / "last_release.binpb"
-# People wrote these parts of the namespace package; the stubs stand beside them.
+# Hand-written parts of the namespace package, next to the stubs.
 WRITTEN = ("cli", "client", "load", "sim")
 
 
 class GenerationFailed(Exception):
-    """The compiler refused a contract; it has printed why."""
+    """The compiler rejected a contract and has printed the cause."""
 
 
 def generate(target: Path) -> None:
     """Write the package `tideserve` below `target`."""
-    # Imported here so that a missing compiler gives a sentence (see `main`), not a traceback.
+    # Import here, so that `main` reports a missing compiler without a traceback.
     from grpc_tools import protoc
 
     sources = sorted(str(path.relative_to(PROTO)) for path in PROTO.rglob("*.proto"))
@@ -48,26 +48,26 @@ def generate(target: Path) -> None:
         *sources,
     ]
     if protoc.main(arguments) != 0:
-        raise GenerationFailed("protoc refused the contracts (see above)")
+        raise GenerationFailed("protoc rejected the contracts (see above)")
     package = target / PACKAGE
-    # Not in the package itself: it is a namespace that several distributions share.
+    # Not in the package itself, which is a namespace of several distributions.
     for folder in (path for path in package.rglob("*") if path.is_dir()):
         (folder / "__init__.py").touch()
-    # Type checkers look for it in the topmost package that is no namespace.
+    # Type checkers look for it in the topmost package that is not a namespace.
     for folder in package.iterdir():
         (folder / "py.typed").touch()
 
 
 def keep_release() -> None:
-    """Write the contracts as they are now to `LAST_RELEASE`. Raises GenerationFailed."""
+    """Write the current contracts to `LAST_RELEASE`. Raises GenerationFailed."""
     buf = str(Path(sys.executable).parent / "buf")
     options = ["--as-file-descriptor-set", "--exclude-source-info", "-o", str(LAST_RELEASE)]
     if subprocess.run([buf, "build", *options], cwd=ROOT, check=False).returncode != 0:
-        raise GenerationFailed("buf refused the contracts (see above)")
+        raise GenerationFailed("buf rejected the contracts (see above)")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every generated file below `folder` by its relative name."""
+    """The generated files below `folder` by relative name."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -76,9 +76,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def differences(expected: Path, found: Path) -> list[str]:
-    """One line per file that is missing, left over or different in `found`."""
-    fresh, committed = contents(expected), contents(found)
+def differences(expected: Path, actual: Path) -> list[str]:
+    """A line per file that is missing, left over or different in `actual`."""
+    fresh, committed = contents(expected), contents(actual)
     lines = [f"missing:   {name}" for name in sorted(fresh.keys() - committed.keys())]
     lines += [f"left over: {name}" for name in sorted(committed.keys() - fresh.keys())]
     same_name = sorted(fresh.keys() & committed.keys())
@@ -86,10 +86,12 @@ def differences(expected: Path, found: Path) -> list[str]:
 
 
 def main() -> int:
-    """Write the stubs, or with `--check` compare them; 1 when they differ or cannot be made."""
+    """Write the stubs, or with `--check` compare them; returns 1 if they differ or fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
-    parser.add_argument("--release", action="store_true", help="keep proto/ as the last release's")
+    parser.add_argument(
+        "--release", action="store_true", help="store proto/ as that of the last release"
+    )
     arguments = parser.parse_args()
     check_only = arguments.check
     with tempfile.TemporaryDirectory() as temporary:
@@ -108,10 +110,11 @@ def main() -> int:
         if check_only:
             if lines:
                 print("\n".join(lines))
-                print("The stubs are not what proto/ gives: run `make gen` and commit them.")
+                print("The stubs are out of date: run `make gen` and commit them.")
             return 1 if lines else 0
         if lines:
             for name in {Path(name).parts[0] for name in contents(STUBS)}:
+                # Remove generated folders first, so that stubs of deleted contracts vanish.
                 shutil.rmtree(STUBS / name)
             shutil.copytree(fresh / PACKAGE, STUBS, dirs_exist_ok=True)
         print(f"{len(lines)} of {len(contents(fresh / PACKAGE))} files changed in {STUBS}")

@@ -1,9 +1,9 @@
-"""Write what each container image installs, with hashes: requirements/images/*.txt.
+"""Write the requirements of each container image, with hashes: requirements/images/*.txt.
 
-A set is what the image's programs import, and what that needs in turn, at the versions of serve.txt
-and nodeps.txt; torch is left to the Dockerfile, which is told where its builds are. Each package
-has the digests of its files for 64-bit x86 and Arm, which pip is asked for unless a set has them
-already. `--check` compares without asking anybody.
+A set is the packages that the image's programs import and their dependencies, at the versions of
+serve.txt and nodeps.txt; torch is left to the Dockerfile, whose build argument selects the index.
+Each package has the digests of its files for 64-bit x86 and Arm, which pip resolves unless a set
+has them already. `--check` compares offline.
 """
 
 import argparse
@@ -27,10 +27,10 @@ REQUIREMENTS = ROOT / "requirements"
 SETS = REQUIREMENTS / "images"
 OWN = ("services", "tideserve")
 TORCH = "torch"
-# A package for which several distributions put modules in one folder.
+# A package whose modules several distributions install into the same folder.
 DISTRIBUTIONS = {
     "google": "protobuf",
-    # It needs all the others that are used.
+    # It depends on the other distributions.
     "opentelemetry": "opentelemetry-exporter-otlp-proto-grpc",
 }
 MACHINES = ("x86_64", "aarch64")
@@ -41,7 +41,7 @@ GLIBC_MINORS = range(17, 37)
 PIP_TIMEOUT_S = 900.0
 PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[^\s;]+)", re.MULTILINE)
 ENTRY = re.compile(PIN.pattern + r"(?P<hashes>(?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
-# Modules that torch's build for CUDA brings along, for an engine on a GPU.
+# Modules that come with torch's CUDA build, for an engine on a GPU.
 CUDA_MODULES = frozenset({"cuda", "triton"})
 # Only torch's CUDA build needs these; the images have its CPU build.
 CUDA_PARTS = re.compile(r"(nvidia|cuda)-|triton$")
@@ -50,8 +50,8 @@ DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Image:
-    """The modules that an image starts, packages that it uses without importing them, and such as
-    a package says it needs, but does not for what it is used for here."""
+    """The modules that an image starts, packages used without an import, and declared dependencies
+    of packages that are not needed here."""
 
     modules: tuple[str, ...]
     packages: tuple[str, ...] = ()
@@ -78,24 +78,24 @@ Digests = Mapping[Pin, tuple[str, ...]]
 
 
 def pins(folder: Path = REQUIREMENTS) -> dict[str, str]:
-    """The version of each package that is installed to serve, by canonical name."""
+    """The pinned version of each serving package, by canonical name."""
     text = "\n".join((folder / f"{name}.txt").read_text() for name in ("serve", "nodeps"))
     return {canonicalize_name(m["name"]): m["version"] for m in PIN.finditer(text)}
 
 
 def unresolved(folder: Path = REQUIREMENTS) -> set[str]:
-    """The packages whose own dependencies are not wanted."""
+    """The packages installed without their dependencies."""
     return {canonicalize_name(m["name"]) for m in PIN.finditer((folder / "nodeps.txt").read_text())}
 
 
 def source_of(module: str) -> Path | None:
-    """The file of one of our modules; None if it is a name in a module or a namespace."""
+    """The file of a module of ours; None for a name within a module or a namespace."""
     path = ROOT.joinpath(*module.split("."))
     return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.is_file()), None)
 
 
 def imported_by(source: str) -> Iterator[str]:
-    """Every module that a source names in an import, wherever in it."""
+    """Every module imported by `source`, also within functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -105,7 +105,7 @@ def imported_by(source: str) -> Iterator[str]:
 
 
 def foreign_imports(modules: Iterable[str]) -> set[str]:
-    """The packages that are not ours, nor Python's, which modules import, each other's included."""
+    """The third-party packages that modules import, also through our other modules."""
     seen: set[str] = set()
     foreign: set[str] = set()
     waiting = list(modules)
@@ -118,7 +118,7 @@ def foreign_imports(modules: Iterable[str]) -> set[str]:
         for name in imported_by(path.read_text()):
             top = name.partition(".")[0]
             if top in OWN:
-                # A package's own module runs first.
+                # Importing a module runs its package first.
                 waiting += [name, name.rpartition(".")[0]]
             elif top not in sys.stdlib_module_names | CUDA_MODULES:
                 foreign.add(top)
@@ -128,11 +128,12 @@ def foreign_imports(modules: Iterable[str]) -> set[str]:
 def closure(
     names: Iterable[str], pinned: Mapping[str, str], alone: set[str], without: Iterable[str]
 ) -> set[str]:
-    """Packages and what they need; torch itself is left out, what it needs is not.
+    """Packages and their dependencies, with those of torch but without torch itself.
 
     Raises:
-        LookupError: if one has no pin.
+        LookupError: if a package has no pin.
     """
+    # Start with the excluded packages, so that the traversal skips them.
     wanted = set(without)
     waiting = [canonicalize_name(name) for name in names]
     while waiting:
@@ -140,7 +141,7 @@ def closure(
         if name in wanted:
             continue
         if name not in pinned and name != TORCH:
-            raise LookupError(f"{name} is needed by an image, but is not in requirements/serve.txt")
+            raise LookupError(f"an image needs {name}, which is not in requirements/serve.txt")
         wanted.add(name)
         for text in [] if name in alone else requires(name) or []:
             needed = Requirement(text)
@@ -152,7 +153,7 @@ def closure(
 
 
 def set_of(image: Image, pinned: Mapping[str, str], alone: set[str]) -> list[Pin]:
-    """Names and versions of what an image installs, sorted."""
+    """Sorted names and versions of the packages of an image."""
     installed = packages_distributions()
     names = set(image.packages)
     for package in foreign_imports((*image.modules, *COMMON)):
@@ -178,10 +179,10 @@ def write_set(name: str, wanted: Iterable[Pin], digests: Digests) -> str:
 
 
 def ask_pip(wanted: Iterable[Pin], machine: str) -> dict[Pin, str]:
-    """The digest of the file that pip would install of each package on a machine of that kind."""
+    """The digest of the file that pip would install, per package, on a machine type."""
     names = [f"{name}=={version}" for name, version in wanted]
     tags = [f"manylinux2014_{machine}", *(f"manylinux_2_{n}_{machine}" for n in GLIBC_MINORS)]
-    # Folders with wheels of this machine's own would have digests that nobody else can check.
+    # Ignore local wheel folders, whose digests are valid only on this machine.
     environment = {key: value for key, value in os.environ.items() if key != "PIP_FIND_LINKS"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "report.json"
@@ -196,18 +197,18 @@ def ask_pip(wanted: Iterable[Pin], machine: str) -> dict[Pin, str]:
             check=True,
         )
         report = json.loads(answer.read_text())
-    found = {}
+    digests = {}
     for package in report["install"]:
         metadata = package["metadata"]
         digest = package["download_info"]["archive_info"]["hashes"]["sha256"]
-        found[str(canonicalize_name(metadata["name"])), str(metadata["version"])] = digest
-    return found
+        digests[str(canonicalize_name(metadata["name"])), str(metadata["version"])] = digest
+    return digests
 
 
 def digests_of(
     wanted: set[Pin], known: Mapping[Pin, tuple[str, ...]]
 ) -> dict[Pin, tuple[str, ...]]:
-    """The known digests, and those of new packages from pip: one for each kind of machine."""
+    """The known digests, and digests of new packages from pip, one per machine type."""
     new = sorted(wanted - known.keys())
     answers = [ask_pip(new, machine) for machine in MACHINES] if new else []
     fresh = {pin: tuple(dict.fromkeys(answer[pin] for answer in answers)) for pin in new}
@@ -215,9 +216,9 @@ def digests_of(
 
 
 def main() -> int:
-    """With --check 1 if a set is not what it would be made to be."""
+    """Write the sets; with --check, returns 1 if a set is out of date."""
     parser = argparse.ArgumentParser(description="Write requirements/images/.")
-    parser.add_argument("--check", action="store_true", help="only compare; asks nobody")
+    parser.add_argument("--check", action="store_true", help="only compare, offline")
     checking = parser.parse_args().check
     pinned, alone = pins(), unresolved()
     wanted = {name: set_of(image, pinned, alone) for name, image in IMAGES.items()}
@@ -225,6 +226,7 @@ def main() -> int:
     for path in SETS.glob("*.txt"):
         known = {**known, **read_set(path.read_text())}
     if not checking:
+        # Query pip only for pins that no set has.
         known = digests_of({pin for pins in wanted.values() for pin in pins}, known)
     wrong = []
     for name, packages in wanted.items():
@@ -238,7 +240,7 @@ def main() -> int:
         elif not checking:
             path.write_text(text)
     for path in wrong:
-        print(f"{path.relative_to(ROOT)} is not of this tree: run scripts/image_requirements.py")
+        print(f"{path.relative_to(ROOT)} is out of date: run scripts/image_requirements.py")
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""Run a long command so that a person sees what it is doing, and so that it never outlives us.
+"""Run a long command with visible progress, and terminate it with this process.
 
 Standard library only: this runs before anything is installed.
 """
@@ -13,35 +13,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-# How often a line is printed where a status line cannot be rewritten, as in a CI log.
+# Interval of lines if the status line cannot be rewritten, as in a CI log.
 LINE_INTERVAL_S = 10.0
 STATUS_INTERVAL_S = 0.5
 STATUS_WIDTH = 76
 TAIL_LINES = 12
-# Lines of pip that say nothing about how far it is.
+# Lines of pip that show no progress.
 ASIDES = (
     *("WARNING", "DEPRECATION", "[notice]"),
     *("Attempting uninstall", "Found existing", "Uninstalling", "Successfully uninstalled"),
     "Successfully installed",
 )
 
-# Loaded here: between fork and exec a child must not load libraries.
+# Load libc here: a child must not load libraries between fork and exec.
 _LIBC = ctypes.CDLL(None)
 
 
 class StepFailed(Exception):
-    """A step could not be done; the text gives the cause and what to do about it."""
+    """A step failed; the message gives cause and remedy."""
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, even if that is by SIGKILL."""
+    """Let the kernel kill this process when its parent ends, even by SIGKILL."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        raise SystemExit("The process that asked for the set-up has ended.")
+        raise SystemExit("The process that started the set-up has ended.")
 
 
 def say(text: str) -> None:
-    """Print a line now, so that a log shows it when it is true."""
+    """Print a line unbuffered, so that logs show it in time."""
     print(text, flush=True)
 
 
@@ -53,10 +53,10 @@ def run_step(
     keep_open: int,
     remedy: str,
 ) -> None:
-    """Run `command`, its output going to `log` and its last line to the person.
+    """Run `command` with its output in `log`, and display its last line.
 
-    `keep_open` is a file descriptor that the child inherits: the lock, so that a grandchild that
-    survives us still keeps others out. Raises `StepFailed` with the end of the log and `remedy`.
+    `keep_open` is a file descriptor that the child inherits: the lock, which a surviving grandchild
+    thus keeps holding. Raises `StepFailed` with the end of the log and `remedy`.
     """
     say(f"==> {title}")
     started_s = time.monotonic()
@@ -75,6 +75,7 @@ def run_step(
         _watch(child, log, started_s)
     finally:
         if child.poll() is None:
+            # An interrupt or an error here must not leave pip running.
             child.kill()
             child.wait()
     elapsed_s = time.monotonic() - started_s
@@ -86,7 +87,7 @@ def run_step(
 
 
 def _watch(child: subprocess.Popen[bytes], log: Path, started_s: float) -> None:
-    """Show the elapsed time and the log's last line until `child` has ended."""
+    """Display the elapsed time and the log's last line until `child` ends."""
     rewrites = sys.stdout.isatty()
     interval_s = STATUS_INTERVAL_S if rewrites else LINE_INTERVAL_S
     while True:
@@ -104,10 +105,10 @@ def _watch(child: subprocess.Popen[bytes], log: Path, started_s: float) -> None:
 
 
 def _last_line(log: Path) -> str:
-    """The last line of the log that tells progress; only the log's end is read."""
+    """The last progress line of the log; reads only the end of the log."""
     with log.open("rb") as file:
         size_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, size_bytes - 4096))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    told = (line.strip() for line in reversed(lines))
-    return next((line for line in told if not line.startswith(ASIDES)), "starting")
+    progress = (line.strip() for line in reversed(lines))
+    return next((line for line in progress if not line.startswith(ASIDES)), "starting")

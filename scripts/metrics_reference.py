@@ -1,4 +1,4 @@
-"""What metrics each service exports, asked from the code that exports them."""
+"""The metrics that each service exports, from its collectors."""
 
 import asyncio
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ _OWN_LABELS = frozenset({"le"})
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A metric as its reader sees it: `name` with the suffix that a counter has."""
+    """A metric as exposed: `name` includes the suffix of counters."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class Entry:
 
 
 def reference() -> dict[str, list[Entry]]:
-    """The metrics of each service; those that all have are under "all"."""
+    """The metrics of each service; metrics common to all are under "all"."""
     return {
         "all": _entries(service_registry("gateway", _with_certificate(), EtcdCalls()).collect()),
         "gateway": _entries(gateway().registry.collect()),
@@ -77,7 +77,7 @@ def _with_certificate() -> ServiceConfig:
 
 
 def gateway() -> Metrics:
-    """The metrics of a gateway that has done a little of everything."""
+    """The metrics of a gateway, with a sample of every kind."""
     metrics = Metrics("m", CollectorRegistry())
     metrics.request_done("/v1/completions", 200, 0.0)
     metrics.stream_failed("client_gone")

@@ -1,4 +1,4 @@
-"""Run every static check, all of them even when one fails, and say at the end which did."""
+"""Run all static checks, even if some fail, and list the failures at the end."""
 
 import subprocess
 import sys
@@ -20,12 +20,12 @@ CHECKS = {
         *("buf", "breaking", "--against", "proto/last_release.binpb"),
     ],
     "generated stubs": ["python", "scripts/gen_stubs.py", "--check"],
-    "manifests (as far as the tools are here)": [
+    "manifests (with the available tools)": [
         "python",
         "scripts/check_deploy.py",
         "--if-possible",
     ],
-    "alert rules (as far as promtool is here)": [
+    "alert rules (if promtool is available)": [
         "python",
         "scripts/check_rules.py",
         "--if-possible",
@@ -33,13 +33,13 @@ CHECKS = {
     "texts": ["python", "scripts/check_texts.py"],
     "generated pages": ["python", "scripts/gen_docs.py", "--check"],
     "packages of the images": ["python", "scripts/image_requirements.py", "--check"],
-    "compose files (as far as compose is here)": ["python", "scripts/check_compose.py"],
+    "compose files (if compose is available)": ["python", "scripts/check_compose.py"],
     "images (hadolint)": ["hadolint", "docker/Dockerfile", "docker/etcd.Dockerfile"],
 }
 
 
 def main() -> int:
-    """1 when a check failed."""
+    """Returns 1 if a check failed."""
     failed = []
     for name, (tool, *arguments) in CHECKS.items():
         print(f"==> {name}", flush=True)

@@ -1,10 +1,10 @@
-"""Run the tests: first those within a process, side by side, then those that start clusters.
+"""Run the tests: first in-process tests in parallel, then tests that start clusters.
 
-The two runs differ because clusters compete for the machine's cores, which would fail deadlines
-that say nothing about the code. Reads TESTS (run just these), PYTEST_ARGS and PYTEST_WORKERS from
-the environment, where `make` puts them. With `--slow` only the tests marked `slow` run, otherwise
-all others; tests that are named in TESTS run whatever they are marked. With `--no-skips` a skipped
-test makes the exit status 77.
+Clusters run separately because they compete for the machine's cores, so that tests would miss
+deadlines for no fault of the code. Reads TESTS (run only these), PYTEST_ARGS and PYTEST_WORKERS
+from the environment, where `make` sets them. With `--slow` only tests marked `slow` run, otherwise
+all others; tests named in TESTS run regardless of marks. With `--no-skips` a skipped test makes the
+exit status 77.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from long_step import end_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_PROCESS = ("tests/component", "tests/unit")
-"""The longer files first, so that no process ends the run alone."""
+"""Long files first, so that no single process finishes last alone."""
 CLUSTERS = ("tests/integration", "tests/robustness")
 BYTECODE = ROOT / ".venv" / "bytecode"
-"""Kept for all processes of all runs: an engine that compiles what it imports takes 6 s longer."""
+"""Bytecode cache shared by all runs: without it, an engine takes 6 s longer to import."""
 KERNELS = ("decoder_layer", "layer_range", "token_choice")
-"""Modules of kernels that take longest to compile."""
+"""Kernel modules with the longest compile times."""
 NOTHING_COLLECTED = 5
 SKIPPED = 77
 SUMMARY_WIDTH = 80
 
 
 def plan() -> list[tuple[str, list[str]]]:
-    """The pytest runs to do, each with its number of xdist workers ("0": in one process)."""
+    """The pytest runs, each with its number of xdist workers ("0": a single process)."""
     if chosen := shlex.split(os.environ.get("TESTS", "")):
         return [("0", chosen)]
     workers = os.environ.get("PYTEST_WORKERS", "3")
@@ -44,22 +44,22 @@ def plan() -> list[tuple[str, list[str]]]:
 
 
 def selection(slow: bool) -> list[str]:
-    """pytest's arguments that choose by mark."""
+    """pytest arguments that select by mark."""
     if os.environ.get("TESTS"):
         return []
     return ["-m", "slow" if slow else "not slow"]
 
 
 def environment() -> dict[str, str]:
-    """The environment of this process, but bytecode is kept outside the tree."""
+    """The environment of this process, with the bytecode cache outside the tree."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPYCACHEPREFIX": str(BYTECODE)}
 
 
 def compile_kernels() -> None:
-    """Fill their cache, so that the first engines of the tests do not all compile the same.
+    """Fill the kernel cache, so that the first engines of the tests do not compile in parallel.
 
-    A build that fails here fails again in the tests that need it.
+    A build failure is ignored here, since it recurs in the tests that need the kernel.
     """
     own_pid, package = os.getpid(), "services.worker.engine.model.cpu_kernels"
     compiling = [
@@ -76,10 +76,10 @@ def compile_kernels() -> None:
 
 
 def run_pytest(workers: str, paths: list[str], results: Path, chosen: list[str]) -> int:
-    """pytest's exit status; 0 when there was nothing to run, as in a folder still empty."""
+    """Run pytest; returns its exit status, 0 if no tests were collected."""
     own_pid = os.getpid()
     command = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={results}", *chosen]
-    # Processes side by side, each with a compute thread per core, would wait for one another.
+    # Parallel processes with a compute thread per core each would oversubscribe the cores.
     threads = {} if workers == "0" else {"OMP_NUM_THREADS": "1"}
     status = subprocess.run(
         [*command, *shlex.split(os.environ.get("PYTEST_ARGS", "")), *paths],
@@ -93,7 +93,7 @@ def run_pytest(workers: str, paths: list[str], results: Path, chosen: list[str])
 
 
 def count(results: Path) -> Counter[str]:
-    """How many tests passed, failed, erred and were skipped, from a JUnit file if there is one."""
+    """Counts of passed, failed, erroneous and skipped tests from a JUnit file, if it exists."""
     totals: Counter[str] = Counter()
     if not results.is_file():
         return totals
@@ -107,10 +107,10 @@ def count(results: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """The first non-zero status of a run, else 0; prints a summary over all runs."""
+    """Run the tests and print a summary; returns the first non-zero status, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slow", action="store_true", help="the tests marked slow, no others")
-    parser.add_argument("--no-skips", action="store_true", help="fail when a test was skipped")
+    parser.add_argument("--slow", action="store_true", help="run only the tests marked slow")
+    parser.add_argument("--no-skips", action="store_true", help="fail if a test was skipped")
     arguments = parser.parse_args()
     chosen = selection(arguments.slow)
     started_s = time.monotonic()
@@ -123,16 +123,16 @@ def main() -> int:
             results = Path(folder) / f"{number}.xml"
             print(f"==> pytest {' '.join(paths)}", flush=True)
             statuses.append(run_pytest(workers, paths, results, chosen))
-            found = count(results)
-            if statuses[-1] and not (found["failed"] or found["errors"]):
-                found["errors"] = 1  # pytest itself could not run, or was ended
-            totals += found
+            counts = count(results)
+            if statuses[-1] and not (counts["failed"] or counts["errors"]):
+                counts["errors"] = 1  # pytest itself failed or was killed
+            totals += counts
     kinds = ("failed", "passed", "skipped", "errors")
     parts = [f"{totals[kind]} {kind}" for kind in kinds if totals[kind]] or ["no tests ran"]
     line = f" {', '.join(parts)} in {time.monotonic() - started_s:.2f}s "
     print("\n" + line.center(SUMMARY_WIDTH, "="), flush=True)
     if arguments.no_skips and totals["skipped"]:
-        print("Tests were skipped; pytest's lines SKIPPED above name what is missing.")
+        print("Tests were skipped; the lines SKIPPED above name the missing requirements.")
         statuses.append(SKIPPED)
     return next((status for status in statuses if status), 0)
 

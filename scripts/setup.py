@@ -1,8 +1,8 @@
-"""Set up what `make serve` and `make test` need: `.venv`, the packages, the default model.
+"""Set up `make serve` and `make test`: `.venv`, the packages, the default model.
 
-Each step leaves a stamp keyed by its inputs, so that a second run takes a fraction of a second. A
-step that was cut short leaves a mark instead, and the next run starts the environment afresh: pip
-takes a half-written package for an installed one. A file lock keeps two runs apart.
+Each finished step writes a stamp keyed by its inputs, so that a second run takes a fraction of a
+second. An interrupted step leaves a marker instead, and the next run recreates the environment,
+since pip takes a half-written package for installed. A file lock excludes concurrent runs.
 
 Standard library only: this runs before anything is installed.
 """
@@ -44,7 +44,7 @@ TORCH = "torch"
 LOCK_TIMEOUT_S = 1800.0
 ETCD_RETRY_S = 86_400.0
 ETCD_FETCH_S = 20
-# The lists of packages that apt loads are thrown away.
+# Discard the package lists that apt downloads.
 ETCD_MIB = 150
 DEBIAN_TOOLS = ROOT / "scripts" / "debian_tools.sh"
 TIMED_OUT = 124
@@ -56,7 +56,7 @@ NETWORK_REMEDY = (
 
 @dataclass(frozen=True)
 class PipStep:
-    """One call of `pip install`, done again when one of the files in `inputs` changes."""
+    """A call of `pip install`, repeated when a file in `inputs` changes."""
 
     name: str
     title: str
@@ -65,31 +65,31 @@ class PipStep:
     index: str = ""
 
     def key(self) -> str:
-        """Digests of what decides what this step installs: the files, and the index if given."""
+        """Digests of the inputs of the step: the files, and the index if given."""
         digest = hashlib.sha256()
         for path in self.inputs:
             digest.update(path.read_bytes())
         return f"{digest.hexdigest()} {digest_of(self.index)}".strip()
 
     def is_done(self) -> bool:
-        """Whether it left its stamp. Without an index, packages of any index will do."""
-        done, wanted = stamp_words(self.name), self.key().split()
+        """Whether the stamp is current. Without an index, packages of any index are accepted."""
+        done, wanted = stamp_fields(self.name), self.key().split()
         return bool(done) and done[: len(wanted)] == wanted
 
 
 def digest_of(index: str) -> str:
-    """What a stamp says about an index, whose URL may hold a password; nothing for none."""
+    """Digest of an index for the stamp, since its URL may have a password; "" without index."""
     return hashlib.sha256(index.encode()).hexdigest() if index else ""
 
 
-def stamp_words(name: str) -> list[str]:
-    """The words in the stamp of a step, none if it has not been done."""
+def stamp_fields(name: str) -> list[str]:
+    """The fields in the stamp of a step; empty if the step has not been done."""
     stamp = STAMPS / name
     return stamp.read_text().split() if stamp.is_file() else []
 
 
 def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
-    """What is installed, in order; see the comments in the requirements files."""
+    """The installation steps in order; see the comments in the requirements files."""
     serve, nodeps, torch, dev = (
         REQUIREMENTS / f"{name}.txt" for name in ("serve", "nodeps", "torch", "dev")
     )
@@ -97,7 +97,7 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
     steps = [
         PipStep(
             "serve",
-            "Installing the packages to serve with (about 300 MB to download)",
+            "Installing the serving packages (about 300 MB to download)",
             ["--no-deps", "-r", serve, "-r", nodeps],
             [serve, nodeps],
         ),
@@ -110,7 +110,7 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
         ),
         PipStep(
             "project",
-            "Making the `tideserve` command",
+            "Installing the `tideserve` command",
             [
                 "--no-deps",
                 "--no-build-isolation",
@@ -122,13 +122,13 @@ def pip_steps(for_tests: bool, torch_index: str) -> list[PipStep]:
         ),
     ]
     if for_tests:
-        title = "Installing the packages to test and check with (about 250 MB to download)"
+        title = "Installing the packages for tests and checks (about 250 MB to download)"
         steps.append(PipStep("dev", title, ["--no-deps", "-r", dev], [dev]))
     return steps
 
 
 def clean_environment() -> dict[str, str]:
-    """Our environment without settings that would make pip install elsewhere, or ask."""
+    """Our environment without settings that would make pip install elsewhere or prompt."""
     elsewhere = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
     kept = {name: value for name, value in os.environ.items() if name not in elsewhere}
     quiet = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -136,7 +136,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def require_space(folder: Path, needed_mib: int, purpose: str) -> None:
-    """Raise `StepFailed` unless the disk below `folder` (existing or not) has room."""
+    """Raise `StepFailed` unless the disk of `folder` (existing or not) has enough space."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free_mib = shutil.disk_usage(existing).free // MIB
     if free_mib < needed_mib:
@@ -147,9 +147,9 @@ def require_space(folder: Path, needed_mib: int, purpose: str) -> None:
 
 
 def take_lock() -> IO[str]:
-    """Wait until no other set-up runs in this folder; the kernel ends a dead holder's lock.
+    """Wait until no other set-up runs in this folder; the kernel frees the lock of a dead process.
 
-    The lock is on this script itself, so that no extra file lies about or is deleted while held.
+    The lock is on this script itself, which avoids a lock file that could be deleted while held.
     """
     lock = Path(__file__).open("r+")  # noqa: SIM115 - held until the process ends
     started_s = time.monotonic()
@@ -161,7 +161,7 @@ def take_lock() -> IO[str]:
         except BlockingIOError:
             waited_s = time.monotonic() - started_s
         if waited_s > LOCK_TIMEOUT_S:
-            raise StepFailed("Another set-up has been running here for too long. End it first.")
+            raise StepFailed("Another set-up has been running here for too long. Stop it first.")
         if said_s is None or waited_s - said_s >= 10:
             say(f"Another set-up is running in this folder: waiting for it ({waited_s:.0f} s).")
             said_s = waited_s
@@ -169,7 +169,7 @@ def take_lock() -> IO[str]:
 
 
 def ensure_venv_module(lock: IO[str]) -> None:
-    """Make sure that this Python can create environments; Debian packages that part apart."""
+    """Ensure that this Python can create environments, which is a separate package on Debian."""
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
@@ -187,19 +187,19 @@ def ensure_venv_module(lock: IO[str]) -> None:
 
 
 def ensure_venv(lock: IO[str], torch_index: str) -> None:
-    """Create `.venv`, or create it again if it is another Python's, moved or half-finished.
+    """Create `.venv`; recreate it if incomplete, moved or of another Python.
 
-    Another index for torch is a reason too: pip would keep the build that is there.
+    Another index for torch also needs a new environment: pip would keep the installed build.
     """
     key = f"{sys.version}\n{sys.executable}\n{ROOT}\n"
     stamp = STAMPS / "venv"
     if stamp.is_file() and stamp.read_text() == key and PYTHON.exists():
-        installed = stamp_words(TORCH)
+        installed = stamp_fields(TORCH)
         other_index = bool(torch_index and installed) and digest_of(torch_index) not in installed
         if not UNFINISHED.exists() and not other_index:
             return
-        reason = "TORCH_INDEX has changed" if other_index else "The last set-up was cut short"
-        say(f"{reason}: starting .venv afresh.")
+        reason = "TORCH_INDEX has changed" if other_index else "The last set-up was interrupted"
+        say(f"{reason}: recreating .venv.")
     require_space(ROOT, PACKAGES_MIB, "installing the packages (more for a CUDA build of torch)")
     ensure_venv_module(lock)
     shutil.rmtree(VENV, ignore_errors=True)
@@ -209,16 +209,17 @@ def ensure_venv(lock: IO[str], torch_index: str) -> None:
     remedy = "Run it again; if that fails too, `make clean` first."
     title = f"Creating .venv with Python {sys.version.split()[0]}"
     run_step(title, create, log, clean_environment(), lock.fileno(), remedy)
+    # Write the stamp last, so that an interrupted creation is repeated.
     STAMPS.mkdir()
     stamp.write_text(key)
 
 
 def check_torch_build(step: PipStep, lock: IO[str]) -> None:
-    """Ask pip which build of torch is coming; say what is to be said, and require its room."""
+    """Determine the build of torch with pip, print a notice for CUDA, and check the disk space."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "report.json"
         asking = question([PYTHON, "-m", "pip", "install"], step.arguments, answer)
-        title, log = "Looking up which build of torch is coming", VENV / "setup.log"
+        title, log = "Looking up the build of torch", VENV / "setup.log"
         run_step(title, asking, log, clean_environment(), lock.fileno(), NETWORK_REMEDY)
         build = build_in(answer)
     if build is CUDA_BUILD and not has_nvidia_gpu():
@@ -231,7 +232,7 @@ def check_torch_build(step: PipStep, lock: IO[str]) -> None:
 
 
 def install_packages(for_tests: bool, torch_index: str, lock: IO[str]) -> None:
-    """Run the pip steps whose stamp is missing or of other inputs."""
+    """Run the pip steps without a current stamp."""
     for step in pip_steps(for_tests, torch_index):
         if step.is_done():
             continue
@@ -240,8 +241,8 @@ def install_packages(for_tests: bool, torch_index: str, lock: IO[str]) -> None:
         if step.name == TORCH:
             check_torch_build(step, lock)
         UNFINISHED.touch()
-        # Bytecode of everything would double the time; what is used compiles itself when first
-        # imported, most of it during the conversion of the model.
+        # Compiling all bytecode would double the time; modules compile at their first import, most
+        # of them during the conversion of the model.
         pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--no-compile", *step.arguments]
         log = VENV / "setup.log"
         run_step(step.title, pip, log, clean_environment(), lock.fileno(), NETWORK_REMEDY)
@@ -250,7 +251,7 @@ def install_packages(for_tests: bool, torch_index: str, lock: IO[str]) -> None:
 
 
 def ensure_model(lock: IO[str]) -> None:
-    """Convert the default model unless it is there and looks whole."""
+    """Convert the default model unless it exists and is complete."""
     cache = cache_root()
     folder = default_model_dir(cache)
     if folder.is_dir() and not damaged_files(folder):
@@ -264,16 +265,16 @@ def ensure_model(lock: IO[str]) -> None:
 
 
 def fetch_etcd(cache: Path) -> None:
-    """Put the etcd of a later release of Debian into the cache; its program is linked statically.
+    """Fetch the etcd of a later Debian release into the cache; its binary is linked statically.
 
     Raises:
-        StepFailed: with what is in the way.
+        StepFailed: with the cause.
     """
     require_space(cache, ETCD_MIB, "fetching etcd")
     target = cached_etcd(cache)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        # `timeout` ends what the script has started, too.
+        # `timeout` also terminates the children of the script.
         limited = ["timeout", str(ETCD_FETCH_S), str(DEBIAN_TOOLS), folder]
         done = subprocess.run(
             [*limited, f"etcd-server/{RELEASE}"],
@@ -285,16 +286,16 @@ def fetch_etcd(cache: Path) -> None:
         )
         program = Path(folder) / "usr" / "bin" / "etcd"
         if done.returncode == TIMED_OUT:
-            raise StepFailed("it took too long")
+            raise StepFailed("timed out")
         if done.returncode or not program.is_file():
-            raise StepFailed(done.stderr.strip().rpartition("\n")[2] or "its package has none")
+            raise StepFailed(done.stderr.strip().rpartition("\n")[2] or "no etcd in the package")
         program.replace(target)
 
 
 def ensure_etcd() -> None:
-    """Fetch a maintained etcd unless one is there, or a try of less than a day ago failed.
+    """Fetch a maintained etcd unless it is cached, or an attempt failed less than a day ago.
 
-    Nothing depends on it: the packages have an older one.
+    It is optional: the packages contain an older etcd.
     """
     cache, stamp = cache_root(), STAMPS / "etcd"
     tried = stamp.is_file() and time.time() - stamp.stat().st_mtime < ETCD_RETRY_S
@@ -305,12 +306,12 @@ def ensure_etcd() -> None:
         create_cache(cache)
         fetch_etcd(cache)
     except (StepFailed, OSError) as error:
-        say(f"None to be had ({error}): an etcd on PATH or the package's older one will be used.")
+        say(f"Not available ({error}): using etcd from PATH, else the older etcd of the packages.")
         stamp.touch()
 
 
 def clean(with_cache: bool) -> None:
-    """Delete what was installed or built, and the cache folder if asked to and if it is ours."""
+    """Delete installed and built files, and with `with_cache` the cache folder if it is ours."""
     folders = [VENV, ROOT / "build", *(ROOT / name for name in TOOL_CACHES)]
     folders += [*ROOT.glob("*.egg-info")]
     for top in ("benchmarks", "services", "tideserve", "scripts", "tests"):
@@ -325,7 +326,7 @@ def clean(with_cache: bool) -> None:
 
 
 def set_up(for_tests: bool, with_model: bool) -> None:
-    """Do every step that is still to be done."""
+    """Run the remaining steps."""
     torch_index = os.environ.get("TORCH_INDEX", "").strip()
     with take_lock() as lock:
         ensure_venv(lock, torch_index)
@@ -337,18 +338,24 @@ def set_up(for_tests: bool, with_model: bool) -> None:
 
 
 def main() -> int:
-    """Set up or clean; 1 and a sentence on stderr when that fails."""
+    """Set up or clean; returns 1 with a message on stderr on failure."""
     parser = argparse.ArgumentParser(description="Set up tideserve in this folder.")
     parser.add_argument("goal", choices=("serve", "test", "clean"))
-    parser.add_argument("--parent", type=int, help="process id of the caller, to end with it")
-    parser.add_argument("--no-model", action="store_true", help="leave the default model out")
-    parser.add_argument("--cache", action="store_true", help="with clean: the cache folder too")
+    parser.add_argument(
+        "--parent", type=int, help="process id of the caller, whose end stops the set-up"
+    )
+    parser.add_argument("--no-model", action="store_true", help="skip the default model")
+    parser.add_argument(
+        "--cache", action="store_true", help="with clean: also delete the cache folder"
+    )
     arguments = parser.parse_args()
     if arguments.parent:
+        # Do not outlive the calling shell script.
         end_with_parent(arguments.parent)
     os.chdir(ROOT)
     try:
         if arguments.goal == "clean":
+            # Deleting files under a running set-up would break it.
             with take_lock():
                 clean(arguments.cache)
         else:

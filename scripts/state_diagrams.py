@@ -1,4 +1,4 @@
-"""Diagrams of the state machines in `services.core` that have a table of transitions."""
+"""Diagrams of the state machines in `services.core` with a transition table."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from services.core.planner import sequence
 INTRODUCTION = """\
 # State machines
 
-This page is made from the tables of transitions in `services/core` by `make gen`; `make check`
-compares the two. A transition that is not in a table is a defect, and raises.
+`make gen` generates this page from the transition tables in `services/core`; `make check` compares
+the two. A transition outside its table is a defect and raises.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A table: (from, to); `meanings` has a sentence for each state."""
+    """A state machine: its transitions (from, to), and a description of each state."""
 
     title: str
     file: str
@@ -34,16 +34,16 @@ MACHINES = (
         coordinator.TRANSITIONS,
         coordinator.ChangePhase.QUEUED,
         {
-            coordinator.ChangePhase.QUEUED: "The change waits: as many run as may at once.",
-            coordinator.ChangePhase.BLOCKED: "Another write is in its way; it will be tried again.",
+            coordinator.ChangePhase.QUEUED: "The change waits for the limit of concurrent changes.",
+            coordinator.ChangePhase.BLOCKED: "A conflicting write blocks it; it will be retried.",
             coordinator.ChangePhase.PREPARING: "An attempt runs: records are marked,"
             " members prepare, the commit is written.",
-            coordinator.ChangePhase.COMMITTED: "Its members change over.",
+            coordinator.ChangePhase.COMMITTED: "Its members are changing over.",
             coordinator.ChangePhase.STABLE: "All members serve the new groups; KV still moves.",
-            coordinator.ChangePhase.SETTLED: "Nothing of the change is left to do.",
-            coordinator.ChangePhase.LEFT: "Its KV moves for too long; members finish it alone.",
+            coordinator.ChangePhase.SETTLED: "The change is complete.",
+            coordinator.ChangePhase.LEFT: "Its KV migration takes too long; members finish alone.",
             coordinator.ChangePhase.FAILED: "It was refused or aborted,"
-            " or a member has not changed over in time.",
+            " or a member did not change over in time.",
         },
     ),
     Machine(
@@ -52,11 +52,11 @@ MACHINES = (
         attempt.TRANSITIONS,
         attempt.AttemptPhase.MARKING,
         {
-            attempt.AttemptPhase.MARKING: "The records of the groups get the attempt's id.",
-            attempt.AttemptPhase.PREPARING: "The members get ready, and serve as before.",
-            attempt.AttemptPhase.COMMITTING: "All members are ready, and the commit is written.",
+            attempt.AttemptPhase.MARKING: "The attempt's id is written to the group records.",
+            attempt.AttemptPhase.PREPARING: "The members prepare while serving as before.",
+            attempt.AttemptPhase.COMMITTING: "All members are ready; the commit is being written.",
             attempt.AttemptPhase.COMMITTED: "The new groups are in force.",
-            attempt.AttemptPhase.ABORTED: "Everything is as it was; the marks are removed.",
+            attempt.AttemptPhase.ABORTED: "The groups are unchanged; the marks are removed.",
         },
     ),
     Machine(
@@ -65,13 +65,13 @@ MACHINES = (
         changeover.TRANSITIONS,
         changeover.MemberPhase.SERVING,
         {
-            changeover.MemberPhase.SERVING: "No change is under way here; another may be prepared.",
+            changeover.MemberPhase.SERVING: "No change is in progress; a change may be prepared.",
             changeover.MemberPhase.DRAINING: "A change is committed;"
-            " microbatches of the present configuration come back.",
+            " microbatches of the old configuration are draining.",
             changeover.MemberPhase.JOINING: "It leads the new group, and waits until every stage"
-            " has told how many blocks it has.",
-            changeover.MemberPhase.ADOPTING: "Sequences go from old leaders to new ones.",
-            changeover.MemberPhase.MIGRATING: "KV travels to where its sequence runs.",
+            " has reported its number of blocks.",
+            changeover.MemberPhase.ADOPTING: "Sequences move from old leaders to new leaders.",
+            changeover.MemberPhase.MIGRATING: "KV migrates to the stages of its sequence.",
         },
     ),
     Machine(
@@ -80,19 +80,19 @@ MACHINES = (
         sequence.TRANSITIONS,
         sequence.Phase.WAITING,
         {
-            sequence.Phase.WAITING: "It has no blocks and waits for some: new, or preempted.",
-            sequence.Phase.RUNNING: "It has blocks and is planned.",
-            sequence.Phase.HELD: "It has blocks, or is promised some, and is not planned:"
-            " its KV is on the way.",
+            sequence.Phase.WAITING: "It waits for blocks: new, or preempted.",
+            sequence.Phase.RUNNING: "It has blocks and is scheduled.",
+            sequence.Phase.HELD: "It has allocated or reserved blocks and is not scheduled:"
+            " its KV is in transfer.",
             sequence.Phase.ENDED: "It has ended or was aborted."
-            " A sequence that another leader adopts leaves without this state.",
+            " A sequence adopted by another leader is removed without this state.",
         },
     ),
 )
 
 
 def diagram(machine: Machine) -> str:
-    """The machine as Mermaid: transitions in the order of their states, then the last states."""
+    """The machine as Mermaid: transitions in the order of their states, then final states."""
     kind = type(machine.initial)
     order = {state: number for number, state in enumerate(kind)}
     pairs = sorted(machine.transitions, key=lambda pair: (order[pair[0]], order[pair[1]]))
@@ -104,7 +104,7 @@ def diagram(machine: Machine) -> str:
 
 
 def page() -> str:
-    """docs/states.md. Raises KeyError if a state has no meaning."""
+    """The text of docs/states.md. Raises KeyError if a state has no description."""
     parts = [INTRODUCTION]
     for machine in MACHINES:
         rows = [f"| {state.name} | {machine.meanings[state]} |" for state in type(machine.initial)]

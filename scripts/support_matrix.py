@@ -19,36 +19,36 @@ from services.worker.engine.model.rope import ROPE_TYPES
 from tideserve.gateway.v1 import gateway_pb2
 from tideserve.kserve.v2 import inference_pb2
 
-ConcurrencyLimit = Sequence[str]
+Line = Sequence[str]
 MODELS = {
     EngineKind.TIDESERVE: f"{len(FAMILIES)} architectures, see below",
-    EngineKind.VLLM: "text generation, as vLLM has it",
+    EngineKind.VLLM: "text generation, as supported by vLLM",
 }
 STATES = {
     (EngineKind.TIDESERVE, "cpu"): "tested",
     (EngineKind.TIDESERVE, "cuda"): "first version: has run on an H200, see [gpus](gpus.md)",
     (EngineKind.VLLM, "cpu"): "tested",
-    (EngineKind.VLLM, "cuda"): "has not run",
+    (EngineKind.VLLM, "cuda"): "not run yet",
 }
 MERGES = (
     ("workers of tideserve's engine on CPUs", "merge and split"),
-    ("workers of tideserve's engine on GPUs", "first version: has not run as a cluster"),
+    ("workers of tideserve's engine on GPUs", "first version: not run as a cluster yet"),
     ("workers with vLLM", "never"),
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
-    ("all workers with `--overload-policy recompute`", "only by hand: `tideserve drop`"),
+    ("all workers with `--overload-policy recompute`", "only manually: `tideserve drop`"),
 )
 INTRODUCTION = (
     "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
     " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
     "Written by hand: the line above, models and states of engines, and the table of groups"
-    " that merge; all other cells come from the code."
+    " that merge; all other cells are generated from the code."
 )
 
 
-def engines() -> list[ConcurrencyLimit]:
-    """A line for each engine and device."""
+def engines() -> list[Line]:
+    """A line per engine and device."""
     return [
         (
             *(f"`{kind}`", f"`{device}`", ", ".join(_dtypes(kind))),
@@ -71,9 +71,9 @@ def _dtypes(kind: EngineKind) -> Iterator[str]:
         yield f"`{dtype}`"
 
 
-def families() -> list[ConcurrencyLimit]:
-    """A line for each architecture of tideserve's own engine."""
-    lines: list[ConcurrencyLimit] = []
+def families() -> list[Line]:
+    """A line per architecture of tideserve's engine."""
+    lines: list[Line] = []
     for name, family in sorted(FAMILIES.items()):
         windows = "per layer" if family.windows_by_layer else "all layers"
         biases = family.biases
@@ -89,8 +89,8 @@ def families() -> list[ConcurrencyLimit]:
     return lines
 
 
-def parts() -> list[ConcurrencyLimit]:
-    """What else a model's files may name."""
+def parts() -> list[Line]:
+    """Supported features named by the files of a model."""
     return [
         ("activations", _listed(ACTIVATIONS)),
         ("types of RoPE", _listed(ROPE_TYPES)),
@@ -103,8 +103,8 @@ def _listed(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def http_routes() -> list[ConcurrencyLimit]:
-    """A line for each route of the gateway's public port, with the first sentence on it."""
+def http_routes() -> list[Line]:
+    """A line per route of the gateway's public port, with the first sentence of its description."""
     part = cast(Any, SimpleNamespace(tokenizer=SimpleNamespace(texts=None)))
     part.metrics, part.refuse_unknown = None, False
     routers = (
@@ -125,13 +125,13 @@ def _first_sentence(route: APIRoute) -> str:
     return " ".join(route.description.split()).partition(". ")[0].rstrip(".") + "."
 
 
-def grpc_methods() -> list[ConcurrencyLimit]:
-    """A line for each gRPC service of the gateway for clients."""
+def grpc_methods() -> list[Line]:
+    """A line per client-facing gRPC service of the gateway."""
     services = (
         ("tideserve", gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"]),
         ("KServe", inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]),
     )
     return [
-        (api, f"`{one.full_name}`", ", ".join(rpc.name for rpc in one.methods))
-        for api, one in services
+        (api, f"`{service.full_name}`", ", ".join(rpc.name for rpc in service.methods))
+        for api, service in services
     ]

@@ -1,4 +1,4 @@
-"""Which build of torch pip would install: the CUDA build is ten times the size of the CPU's.
+"""Determine the build of torch that pip would install: the CUDA build is ten times the CPU build.
 
 Standard library only: this runs before anything is installed.
 """
@@ -21,7 +21,7 @@ OTHER_MACHINE = re.compile(r"platform_machine\s*==\s*['\"](?P<machine>[^'\"]+)['
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """A build and its size: what is fetched to a temporary folder, and what is in `.venv` then."""
+    """A build, and its sizes: downloaded to a temporary folder, and unpacked in `.venv`."""
 
     name: str
     download_mib: int
@@ -38,13 +38,13 @@ def has_nvidia_gpu() -> bool:
 
 
 def question(pip: Sequence[str | Path], arguments: Sequence[str | Path], answer: Path) -> list[str]:
-    """The command that has pip write to `answer` what it would install, torch alone."""
+    """The pip command that writes the packages to install for torch to `answer`."""
     asking = ["--dry-run", "--no-deps", "--ignore-installed", "--report", answer]
     return [str(word) for word in (*pip, *asking, *arguments)]
 
 
 def build_in(answer: Path) -> TorchBuild:
-    """The build that pip's answer names. Raises StepFailed if it is no answer."""
+    """The build in pip's report. Raises StepFailed if the report is invalid."""
     try:
         (package,) = json.loads(answer.read_text(encoding="utf-8"))["install"]
         metadata = package["metadata"]
@@ -53,23 +53,23 @@ def build_in(answer: Path) -> TorchBuild:
         needed = metadata.get("requires_dist", [])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StepFailed(
-            "pip does not say which build of torch it would install; a newer Python has a newer pip"
+            "pip does not report the build of torch it would install; use a Python with a newer pip"
         ) from error
     return CUDA_BUILD if any(map(_is_cuda, needed)) else CPU_BUILD
 
 
 def cuda_notice(build: TorchBuild) -> str:
-    """What to say when the CUDA build would come to a machine without a GPU."""
+    """Notice for the CUDA build on a machine without a GPU."""
     return (
         "This machine has no NVIDIA GPU, and the package index has the CUDA build of torch: about"
         f" {build.download_mib // 1024} GB to download and {build.unpacked_mib // 1024} GB of disk."
-        " It works here too, but a tenth of that would do: to avoid it, stop this with Ctrl-C and"
-        " run it again with TORCH_INDEX=<URL of an index with CPU builds of torch>."
+        " It works here too, but the CPU build is a tenth of the size: to use it, press Ctrl-C and"
+        " run this again with TORCH_INDEX=<URL of an index with CPU builds of torch>."
     )
 
 
 def _is_cuda(requirement: str) -> bool:
-    """Whether a requirement brings CUDA libraries to this machine; extras do not count."""
+    """Whether a requirement installs CUDA libraries on this machine, extras aside."""
     _, _, marker = requirement.partition(";")
     if "extra" in marker:
         return False

@@ -1,4 +1,4 @@
-"""The page docs/vllm-flags.md: which setting of tideserve stands for a flag of `vllm serve`."""
+"""The page docs/vllm-flags.md: settings of tideserve for the flags of `vllm serve`."""
 
 import csv
 import re
@@ -14,22 +14,22 @@ from tideserve.cli.commands.main import app
 from tideserve.cli.vllm_install import VLLM_VERSION
 
 TABLE = Path(__file__).with_suffix(".csv")
-"""An option has two dashes; "section: key" is a key of the --config file."""
+"""Options start with two dashes; "section: key" is a key of the --config file."""
 WITHOUT_SETTING = ("not needed", "not supported")
 INTRODUCTION = f"""\
 # From flags of `vllm serve` to settings of tideserve
 
-Flags of vLLM {VLLM_VERSION} and what stands for them. A setting with two dashes is an option of
-`tideserve serve` or, where it says so, of `tideserve up`; `section: key` is a key of the file that
-`--config` names (see [configuration](configuration.md)). Fields of requests: [fields](fields.md).
+Flags of vLLM {VLLM_VERSION} and the corresponding settings. A setting with two dashes is an option
+of `tideserve serve` or, where stated, of `tideserve up`; `section: key` is a key of the `--config`
+file (see [configuration](configuration.md)). Fields of requests: [fields](fields.md).
 """
 
 
 def setting_text(settings: str) -> str:
-    """Settings as the page shows them.
+    """Settings as shown on the page.
 
     Raises:
-        LookupError: if there is no such setting.
+        LookupError: if a setting does not exist.
     """
     return ", ".join(_checked(name.strip()) for name in settings.split(","))
 
@@ -49,10 +49,10 @@ def _checked(name: str) -> str:
 
 
 def checked_note(note: str) -> str:
-    """The note, whose options of `tideserve serve` or of the command before them exist.
+    """The note, after checking that its options of `tideserve serve` or the named command exist.
 
     Raises:
-        LookupError: if there is no such option.
+        LookupError: if an option does not exist.
     """
     for command, option in re.findall(r"`(?:tideserve (\w+) )?(--[\w-]+)", note):
         if option not in options(command or "serve"):
@@ -61,16 +61,16 @@ def checked_note(note: str) -> str:
 
 
 def options(command: str) -> set[str]:
-    """The flags of a command of `tideserve`, and the names of its arguments in capitals."""
+    """The flags of a `tideserve` command, and the names of its arguments in capitals."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    one = group.commands[command]
-    parameters = one.get_params(typer.Context(one))
+    typer_command = group.commands[command]
+    parameters = typer_command.get_params(typer.Context(typer_command))
     return {opt if opt.startswith("-") else opt.upper() for each in parameters for opt in each.opts}
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """(flag of vLLM, setting of tideserve, note) of every flag on the page, in its order."""
+    """(flag of vLLM, setting of tideserve, note) per flag, in page order."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         for flag, setting, note in list(csv.reader(file))[1:]:
             yield (

@@ -1,1 +1,1 @@
-"""Online requests beside a backlog of batch requests: figures, bars, tables."""
+"""Co-serving of online requests and a backlog of batch requests: figures, bars, tables."""

@@ -1,7 +1,7 @@
-"""The bars that a co-serving run has to pass, as rules for its figures. Pure.
+"""Pass criteria ("bars") of a co-serving run, as rules on its figures. Pure.
 
-Most rules compare two systems of the same run. A run means something only if its load is right, so
-rules about the load come first: if one of them fails, the other bars are worthless.
+Most rules compare two systems of the same run. Rules about the load come first: if the load is
+wrong, the other bars are meaningless.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +14,21 @@ from benchmarks.stats import quotient
 
 Figures = Mapping[str, Any]
 Named = Mapping[str, Figures]
-"""Figures by the name of the system, without its pace."""
+"""Figures by system name, without the pace."""
 Value = Callable[[Figures], float | None]
 EACH = "each system"
 PRIORITY = "priority"
-"""As the system of a rule: `priority` with the chunk that suits it best."""
+"""System of a rule: `priority` with its best chunk size."""
 REQUESTS_MIN = 300
-"""Online requests that make a percentile."""
+"""Minimum number of online requests for a percentile."""
 LATE_MAX = 1.03
-"""Iterations with chunks keep to their pace within this factor on idle processors."""
+"""On idle processors, paced iterations with chunks take at most this multiple of their pace."""
 TARGET_TOLERANCE = 0.15
-"""Largest distance of a target of `coserve` from the P99 of `online-only`."""
+"""Largest deviation of a `coserve` target from the P99 of `online-only`."""
 
 
 class Judgement(StrEnum):
-    """How a figure compares with its bar."""
+    """Outcome of comparing a figure with its bar."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -37,12 +37,12 @@ class Judgement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`value` of a system is in [least, most]; with `over`, as a multiple of that system's.
+    """`value` of a system lies in [least, most]; with `over`, as a multiple of that system's value.
 
-    budget       the bar is relaxed to one token budget more than `over`: a request that arrives
-                 waits for the running iteration
-    per_round    `least` is per round
-    if_failed    the bar is reported only where it fails
+    budget       relax the bar by the budget of an iteration: a new request waits for the running
+                 iteration
+    per_round    `least` applies per round
+    if_failed    report the bar only if it fails
     """
 
     what: str
@@ -61,9 +61,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules of a scenario: of its load, then of the figures, which are paced or not.
+    """Rules of a scenario: for its load, then for paced and for unpaced figures.
 
-    `base` is the system that the tables compare with. `notes` and `more` add to the verdict.
+    `base` is the reference system of the tables. `notes` and `more` extend the verdict.
     """
 
     base: str
@@ -77,9 +77,9 @@ class Rules:
 def judge(
     rules: Rules, systems: Mapping[str, Figures], targets: OnlineTargets, paced: bool
 ) -> dict[str, Any]:
-    """The bars as JSON; `systems` by label, such as `slo@A100-14B:4`.
+    """The verdict as JSON; `systems` by label, such as `slo@A100-14B:4`.
 
-    Without rules for an unpaced run, its load is only an estimate, so nothing is judged.
+    Without rules for an unpaced run, the load is only an estimate, so no bar is judged.
     """
     named = by_name(systems)
     chosen = rules.paced if paced else rules.unpaced
@@ -91,6 +91,7 @@ def judge(
         "bars": [bar for rule in applied for bar in _bars(rule, named, targets)],
         "notes": [
             *rules.notes(named, targets),
+            # Only paced iterations have a duration to keep.
             *(_late_notes(named) if paced else ()),
             *_cut_off_notes(named),
         ],
@@ -98,22 +99,22 @@ def judge(
 
 
 def failures(verdict: Figures | None) -> list[str]:
-    """A sentence for each bar that fails, those of the load first; none without a verdict."""
+    """A sentence per failed bar, load first; empty without a verdict."""
     failed = [bar for bar in (verdict or {"bars": ()})["bars"] if bar["verdict"] == Judgement.FAILS]
     return [
-        f"{bar['system']}: {bar['what']} is {bar['value']:.3g}, wanted {bar['wanted']}"
+        f"{bar['system']}: {bar['what']} is {bar['value']:.3g}, expected {bar['wanted']}"
         + (f"; {bar['remedy']}" if bar["remedy"] else "")
         for bar in sorted(failed, key=lambda bar: not bar["load"])
     ]
 
 
 def by_name(systems: Mapping[str, Figures]) -> dict[str, Figures]:
-    """Figures by label, such as `slo@A100-14B:4`, by the names alone."""
+    """Figures by system name, from figures by label (`slo@A100-14B:4`)."""
     return {label.partition("@")[0]: figures for label, figures in systems.items()}
 
 
 def at(*keys: str) -> Value:
-    """Reads one figure; None where it or a part of the way to it is missing."""
+    """A reader of the figure at the path `keys`; it returns None if a key is missing."""
 
     def read(figures: Figures) -> float | None:
         value: Any = figures
@@ -147,6 +148,8 @@ def _bars(rule: Rule, named: Named, targets: OnlineTargets) -> Iterator[dict[str
         if rule.over:
             value = _ratio(named, name, rule.over, rule.value)
         wanted = _wanted(least, most) + rule.aim
+        # An arrival waits for the running iteration, so the strict ratio cannot hold on a fast
+        # base.
         if most is not None and rule.budget:
             base_s, strict = _value(named, rule.over, rule.value), most
             most = max(most, 1 + targets.tpot_s / base_s) if base_s else most
@@ -159,6 +162,7 @@ def _bars(rule: Rule, named: Named, targets: OnlineTargets) -> Iterator[dict[str
             holds = (least is None or value >= least) and (most is None or value <= most)
             verdict = Judgement.HOLDS if holds else Judgement.FAILS
             remedy = "" if holds else rule.remedy(value)
+        # Rules with `if_failed` are reported only when they explain a failure.
         if verdict == Judgement.FAILS or not rule.if_failed:
             yield {
                 "what": rule.what,
@@ -186,7 +190,7 @@ def _ratio(named: Named, name: str, over: str, value: Value) -> float | None:
 
 
 def _best_chunk(named: Named, value: Value) -> str | None:
-    """`priority` or `priority-N`, whichever has the least `value`; None without any."""
+    """The variant of `priority` with the smallest `value`; None if there are none."""
     chunks = [name for name in named if name == PRIORITY or name.startswith(f"{PRIORITY}-")]
     known = {name: own for name in chunks if (own := value(named[name])) is not None}
     return min(known, key=lambda name: known[name], default=None)
@@ -197,8 +201,8 @@ def _late_notes(named: Named) -> Iterator[str]:
         late = figures["cost_scale"]["prefill"]
         if late is not None and late > LATE_MAX:
             yield (
-                f"{name}: iterations took {late:.2f} times what they are paced to, so something"
-                " else used the processors; gaps between tokens show that first"
+                f"{name}: iterations took {late:.2f} times their pace, so other work used the"
+                " processors; inter-token gaps show it first"
             )
 
 
@@ -207,12 +211,12 @@ def _cut_off_notes(named: Named) -> Iterator[str]:
         if cut_off := CUT_OFF(figures):
             yield (
                 f"{name}: {cut_off:.0f} online requests were cut off at the end of a round; the"
-                " normalized latency is that of the others"
+                " normalized latency excludes them"
             )
 
 
 def _target_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
-    """Targets of `coserve` that are not the P99 of `online-only`."""
+    """Notes on `coserve` targets that deviate from the P99 of `online-only`."""
     for what, target_s, value in (
         ("first token", targets.ttft_s, TTFT_P99),
         ("gap between tokens", targets.tpot_s, GAP_P99),
@@ -220,13 +224,13 @@ def _target_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
         measured_s = _value(named, "online-only", value)
         if measured_s and abs(target_s / measured_s - 1) > TARGET_TOLERANCE:
             yield (
-                f"the target of a {what} is {target_s * 1e3:,.0f} ms; the P99 of online-only, for"
-                f" which it stands, was {measured_s * 1e3:,.0f} ms"
+                f"the target of a {what} is {target_s * 1e3:,.0f} ms, but the P99 of online-only,"
+                f" which it should equal, was {measured_s * 1e3:,.0f} ms"
             )
 
 
 def _token_shares(named: Named) -> dict[str, Any]:
-    """Processed tokens of `online-only` and what each system adds, as shares of `eager`'s."""
+    """Processed tokens of `online-only` and each system's gain, as shares of `eager`'s."""
     base, most = (_value(named, name, PROCESSED) for name in ("online-only", "eager"))
 
     def share(own: float | None) -> float | None:
@@ -243,7 +247,7 @@ def _token_shares(named: Named) -> dict[str, Any]:
 
 
 def _rival_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
-    """`slo` beside `priority` at its best chunk, and beside BROS."""
+    """Comparison of `slo` with `priority` at its best chunk size, and with BROS."""
     for rival in (_best_chunk(named, NORMALIZED), "bros"):
         if rival is not None and {rival, "slo"} <= named.keys():
             ratios = [
@@ -262,14 +266,16 @@ def _rival_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
 def _changes(merge: bool) -> Value:
     def count(figures: Figures) -> float | None:
         changes = figures.get("changes")
-        return None if changes is None else float(sum(one["merge"] is merge for one in changes))
+        return (
+            None if changes is None else float(sum(change["merge"] is merge for change in changes))
+        )
 
     return count
 
 
 def _longest_change_s(figures: Figures) -> float | None:
-    """None if nothing changed; infinite if a change has not settled."""
-    times_s = [one["settled_s"] for one in figures.get("changes") or ()]
+    """None without changes; infinite if a change has not settled."""
+    times_s = [change["settled_s"] for change in figures.get("changes") or ()]
     return float("inf") if None in times_s else max(times_s, default=None)
 
 
@@ -279,7 +285,7 @@ def _problems(figures: Figures) -> float | None:
 
 def _other_rate(value: float) -> str:
     rate = "higher" if value > 0.1 else "lower"
-    return f"the other figures say nothing of this load; give a {rate} --rate"
+    return f"the other figures are meaningless under this load; give a {rate} --rate"
 
 
 WINDOWS = "online requests in the windows"
@@ -292,7 +298,7 @@ COSERVE = Rules(
             over="eager",
             load=True,
             remedy=lambda share: (
-                "the other figures say nothing of this load; give a --rate"
+                "the other figures are meaningless under this load; give a --rate"
                 f" {0.45 / share:.2f} times as high"
                 if share
                 else ""
@@ -324,7 +330,7 @@ COSERVE = Rules(
     notes=_target_notes,
     more=_token_shares,
 )
-"""Online requests are to be 43 to 47 % of what `eager` processes (ConServe §6)."""
+"""Online requests must be 43 to 47 % of the tokens that `eager` processes (ConServe §6)."""
 REALTIME = Rules(
     base="fcfs",
     load=(
@@ -345,8 +351,8 @@ REALTIME = Rules(
     ),
     notes=_rival_notes,
 )
-"""BROS §7.2. Where `fcfs` attains many first tokens there is little to gain; where it attains none,
-no ratio has a meaning."""
+"""BROS §7.2. If `fcfs` attains most TTFT targets there is little to gain; if it attains none,
+ratios are meaningless."""
 FLOOD_RULES = (
     Rule("P99 TTFT", "slo", TTFT_P99, most=1.1, over="online-only", budget=True),
     Rule("longest change of groups [s]", EACH, _longest_change_s, most=30),
@@ -363,4 +369,4 @@ FLOOD = Rules(
     paced=FLOOD_RULES,
     unpaced=FLOOD_RULES,
 )
-"""`slo` against the same flood without batch work. Groups have to merge and split under it."""
+"""`slo` against the same flood without batch work. Groups must merge and split during it."""

@@ -1,9 +1,8 @@
-"""Figures of a system that serves online requests beside batch work. Pure: no clock, no I/O.
+"""Figures of a system that co-serves online and batch requests. Pure: no clock, no I/O.
 
-A round is measured in its *window*: from some seconds after the first online request, when the
-batch work has got going, to the arrival of the last one. Its processed tokens are those that the
-servers count within it; its online requests are those that arrive within it, and are watched to
-their end.
+A round is measured in its *window*: from some seconds after the first online request, when batch
+work is running, to the arrival of the last online request. The servers count processed tokens
+within the window; online requests count if they arrive within it, and are observed to their end.
 """
 
 from bisect import bisect_left
@@ -37,50 +36,51 @@ def co_serving_figures(
     promised: OnlineTargets,
     window_from_s: float = WINDOW_FROM_S,
 ) -> Figures:
-    """One system's figures, pooled over its rounds: `figures` of the online requests, and more.
+    """A system's figures, pooled over its rounds: `figures` of the online requests, and more.
 
-    A request without a token counts in `ttft_s` with the time it waited: to its end, or to that of
-    the round if it was refused or failed before. It has met no target of `promised`.
+    A request without a token counts in `ttft_s` with its waiting time: to its end, or to the end of
+    the round if it was refused or failed before. It counts as missing the targets of `promised`.
     """
-    windows = [window(one.records, window_from_s) for one in rounds]
+    # Online figures cover only arrivals in the window, outside of which the load is not steady.
+    windows = [window(round_.records, window_from_s) for round_ in rounds]
     online_rounds = [
-        msgspec.structs.replace(one, records=_within(one.records, span))
-        for one, span in zip(rounds, windows, strict=True)
+        msgspec.structs.replace(round_, records=_within(round_.records, span))
+        for round_, span in zip(rounds, windows, strict=True)
     ]
-    found = figures(online_rounds, targets, best_p50_s)
-    ends_s = [max((r.end_s for r in one.records), default=0.0) for one in rounds]
+    pooled = figures(online_rounds, targets, best_p50_s)
+    ends_s = [max((r.end_s for r in round_.records), default=0.0) for round_ in rounds]
     waited = [
         ttft_s(record, end_s)
-        for one, end_s in zip(online_rounds, ends_s, strict=True)
-        for record in one.records
+        for round_, end_s in zip(online_rounds, ends_s, strict=True)
+        for record in round_.records
     ]
-    records = [record for one in online_rounds for record in one.records]
-    online = found["classes"].pop(records[0].slo_class if records else "", {}) | _class_figures(
+    records = [record for round_ in online_rounds for record in round_.records]
+    online = pooled["classes"].pop(records[0].slo_class if records else "", {}) | _class_figures(
         records, waited
     )
     kept = [targets_met(record, promised) for record in records]
     online["slo_attainment"] = online.get("slo_attainment", {}) | attainment(kept)
-    batch_rounds = [[r for r in one.records if r.slo_class == BATCH_CLASS] for one in rounds]
+    batch_rounds = [[r for r in round_.records if r.slo_class == BATCH_CLASS] for round_ in rounds]
     batch = [record for of_round in batch_rounds for record in of_round]
     batch_waited = [r.ttft_s for r in batch if r.token_times_s]
     counted = _Counted(rounds, windows)
-    found |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
-    found |= counted.all_tokens() | {"window_s": counted.seconds}
-    found["classes"] = {
+    pooled |= {name: online[name] for name in ("ttft_s", "inter_token_s", "normalized_latency_s")}
+    pooled |= counted.all_tokens() | {"window_s": counted.seconds}
+    pooled["classes"] = {
         "online": online | counted.of_class(online=True) | goodput(kept, counted.seconds),
         "batch": _class_figures(batch, batch_waited)
         | counted.of_class(online=False)
         | _ended_figures(batch_rounds, windows),
     }
-    found["rounds"] = [
-        of_round | _Counted([one], [span]).all_tokens()
-        for of_round, one, span in zip(found["rounds"], rounds, windows, strict=True)
+    pooled["rounds"] = [
+        of_round | _Counted([round_], [span]).all_tokens()
+        for of_round, round_, span in zip(pooled["rounds"], rounds, windows, strict=True)
     ]
-    return found
+    return pooled
 
 
 def window(records: Sequence[SentRequest], from_s: float = WINDOW_FROM_S) -> Span | None:
-    """Beginning and end of a round's window on the clock; None if no online request came in it."""
+    """Start and end of a round's window on the clock; None if no online request arrived in it."""
     due_s = [record.due_s for record in records if record.slo_class != BATCH_CLASS]
     if not due_s or max(due_s) <= min(due_s) + from_s:
         return None
@@ -88,10 +88,10 @@ def window(records: Sequence[SentRequest], from_s: float = WINDOW_FROM_S) -> Spa
 
 
 def targets_met(record: SentRequest, promised: OnlineTargets) -> TargetsMet:
-    """What an online request was given of what was promised to it.
+    """Which targets an online request met.
 
-    One that was cut off at the end of a round counts by what it had got and by how long nothing had
-    come since; one that failed or was refused has kept nothing.
+    A request cut off at the end of a round is judged by its tokens so far and by the time since the
+    last token; a failed or refused request met none.
     """
     cut_off = record.error == UNFINISHED
     if not record.token_times_s or not (cut_off or record.outcome is RequestOutcome.COMPLETED):
@@ -108,7 +108,7 @@ def targets_met(record: SentRequest, promised: OnlineTargets) -> TargetsMet:
 
 
 def ttft_s(record: SentRequest, round_end_s: float) -> float:
-    """From the due time to the first token, or how long a request without one has waited."""
+    """Seconds from the due time to the first token; without a token, the waiting time."""
     if record.token_times_s:
         return record.ttft_s
     waited = record.outcome is RequestOutcome.FAILED and record.error == UNFINISHED
@@ -116,11 +116,12 @@ def ttft_s(record: SentRequest, round_end_s: float) -> float:
 
 
 def counted_at(samples: Sequence[TokenSample], time_s: float, count: Count) -> float | None:
-    """A counter at one moment, on the line between the samples around it; None if unknown.
+    """A counter at `time_s`, interpolated linearly between the neighbouring samples; None if
+    unknown.
 
-    Before the first and after the last sample it is that one's.
+    Before the first and after the last sample, it is the value of that sample.
     """
-    known = [(one.time_s, value) for one in samples if (value := count(one)) is not None]
+    known = [(sample.time_s, value) for sample in samples if (value := count(sample)) is not None]
     if not known:
         return None
     after = bisect_left(known, (time_s, float("-inf")))
@@ -131,28 +132,30 @@ def counted_at(samples: Sequence[TokenSample], time_s: float, count: Count) -> f
 
 
 class _Counted:
-    """Tokens that the servers have counted in the windows of some rounds."""
+    """Tokens that the servers counted within the windows of rounds."""
 
     def __init__(self, rounds: Sequence[Round], windows: Sequence[Span | None]) -> None:
         parts = zip(rounds, windows, strict=True)
-        self._parts = [(one.token_samples, span) for one, span in parts if span is not None]
+        self._parts = [(samples.token_samples, span) for samples, span in parts if span is not None]
         self.seconds = sum(end_s - begin_s for _, (begin_s, end_s) in self._parts)
 
     def all_tokens(self) -> Figures:
-        """The figures of both classes together."""
-        output = self._rise(lambda one: one.output)
+        """The figures of both classes combined."""
+        output = self._rise(lambda sample: sample.output)
         return {
-            **self._tokens(lambda one: one.processed, lambda one: one.recomputed),
+            **self._tokens(lambda sample: sample.processed, lambda sample: sample.recomputed),
             "output_tokens_per_s": quotient(output, self.seconds),
         }
 
     def of_class(self, online: bool) -> Figures:
-        """The figures of the batch requests, or of all others."""
+        """The figures of online requests, or of batch requests."""
         if not online:
-            return self._tokens(lambda one: one.batch_processed, lambda one: one.batch_recomputed)
+            return self._tokens(
+                lambda sample: sample.batch_processed, lambda sample: sample.batch_recomputed
+            )
         return self._tokens(
-            lambda one: _less(one.processed, one.batch_processed),
-            lambda one: _less(one.recomputed, one.batch_recomputed),
+            lambda sample: _less(sample.processed, sample.batch_processed),
+            lambda sample: _less(sample.recomputed, sample.batch_recomputed),
         )
 
     def _tokens(self, processed: Count, recomputed: Count) -> Figures:
@@ -174,7 +177,7 @@ class _Counted:
 
 
 def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) -> Figures:
-    """Latencies of one class. Gaps between tokens are those of all requests that got some."""
+    """Latencies of one class. Inter-token gaps include every request with more than one token."""
     gaps = [gap for r in records for gap in r.inter_token_s]
     done = [r for r in records if r.outcome is RequestOutcome.COMPLETED]
     normalized = latencies(done, "normalized_latency_s")
@@ -196,7 +199,7 @@ def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) ->
 def _ended_figures(
     rounds: Sequence[Sequence[SentRequest]], windows: Sequence[Span | None]
 ) -> Figures:
-    """Batch requests that ended in the windows, a second, and their output tokens."""
+    """Batch requests per second that ended in the windows, and their output tokens."""
     known = [(records, span) for records, span in zip(rounds, windows, strict=True) if span]
     seconds = sum(end_s - begin_s for _, (begin_s, end_s) in known)
     tokens = [

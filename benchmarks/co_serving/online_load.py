@@ -1,15 +1,15 @@
-"""Arrivals and targets of online requests beside batch work. Pure."""
+"""Arrivals and targets of online requests in co-serving. Pure."""
 
 from dataclasses import dataclass, replace
 from random import Random
 
 WINDOW_FROM_S = 15.0
-"""Start of the measured window after the first online request: by then batch work runs."""
+"""Offset of the measured window from the first online request: by then batch work is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineTargets:
-    """Latency targets of online requests; `tpot_s` holds on average over `token_group` tokens."""
+    """Latency targets of online requests; `tpot_s` is averaged over `token_group` tokens."""
 
     ttft_s: float
     tpot_s: float
@@ -18,10 +18,10 @@ class OnlineTargets:
 
 @dataclass(frozen=True, slots=True)
 class OnlineLoad:
-    """Online requests a second, and their targets, in seconds.
+    """Rate of online requests, and their targets in seconds.
 
-    Figures are of a window of `window_s` from `window_from_s` on; after the last arrival, answers
-    have `drain_s` to end.
+    Figures cover the `window_s` seconds from `window_from_s` on; after the last arrival, answers
+    have `drain_s` to finish.
     """
 
     rate_per_s: float
@@ -32,16 +32,16 @@ class OnlineLoad:
 
     @property
     def last_s(self) -> float:
-        """When the last request arrives."""
+        """Arrival time of the last request."""
         return self.window_from_s + self.window_s
 
     @property
     def limit_s(self) -> float:
-        """How long a round lasts at most."""
+        """Time limit of a round."""
         return self.last_s + self.drain_s
 
     def slowed(self, factor: float) -> "OnlineLoad":
-        """The same load for a device on which iterations take `factor` times as long."""
+        """The equivalent load for a device on which iterations take `factor` times as long."""
         targets = self.targets
         return replace(
             self,
@@ -54,10 +54,11 @@ class OnlineLoad:
         )
 
     def times_s(self, rng: Random) -> list[float]:
-        """Arrivals: uniform in time, so many before the window and so many in it.
+        """Arrival times: uniform, with a fixed number before the window and in the window.
 
-        Given their number, arrivals of a Poisson process are that. The first comes when the round
-        begins and the last when the window ends, so that every round has the same rate.
+        A Poisson process has this distribution, given the number of arrivals. The first request
+        arrives at the start of the round and the last at the end of the window, so that every round
+        has the same rate.
         """
         times_s = [0.0]
         for begin_s, end_s in ((0.0, self.window_from_s), (self.window_from_s, self.last_s)):

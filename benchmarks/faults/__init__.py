@@ -1,1 +1,1 @@
-"""Faults in the middle of change-overs, and what became of the requests."""
+"""Fault injection during change-overs, and the fate of the requests."""

@@ -1,4 +1,4 @@
-"""Runs one cell: an undisturbed run, then the same streams with the fault, then checks at rest."""
+"""Run a cell: an undisturbed run, the same streams with the fault, checks of the idle cluster."""
 
 import json
 import os
@@ -42,11 +42,11 @@ from tideserve.cli.errors import SystemUnavailable
 from tideserve.load.workload import PlannedRequest
 
 STREAMS = 40
-"""More than must be running when the fault begins: some have ended by then."""
+"""More streams than must be running at the fault, since some end before it."""
 PROBES_PER_WORKER = 2
 BEGIN_TIMEOUT_S = 60.0
 WHOLE_TIMEOUT_S = 180.0
-"""A worker that is started anew loads torch, which takes long on a busy machine."""
+"""A restarted worker imports torch, which is slow on a busy machine."""
 REST_TIMEOUT_S = 30.0
 WATCH_S = 0.005
 ETCD_TIMEOUT_S = 5.0
@@ -55,9 +55,9 @@ CLASSES: Mapping[str, Any] = {
     "scheduler": {"scheduling": "priority"},
     "worker": {"scheduling": "priority", "preempt": "always"},
 }
-"""Options with which batch work makes way for the others."""
+"""Options under which batch work yields to online requests."""
 UndisturbedRuns = MutableMapping[int, list[Undisturbed]]
-"""By seed, the answers of its streams in a run without a fault."""
+"""Answers of an undisturbed run, by seed of its streams."""
 
 
 def run_cell(
@@ -68,12 +68,12 @@ def run_cell(
     kept: Path,
     say: Say,
 ) -> CellVerdict:
-    """Run a cell on a cluster of its own; below `kept` are the logs if anything was wrong.
+    """Run a cell on its own cluster; if there were problems, keep the logs below `kept`.
 
-    Streams whose seed is not in `undisturbed` run without a fault first, on the same cluster.
+    If `undisturbed` lacks the seed, its streams first run without the fault on the same cluster.
 
     Raises:
-        SystemUnavailable: if the cluster does not even start, or fails without a fault.
+        SystemUnavailable: if the cluster does not start, or fails without a fault.
     """
     options = {**BY_HAND, **(CLASSES if PHASES[cell.phase].batch else {})}
     say(f"{cell.name}: starting a cluster")
@@ -88,28 +88,28 @@ def run_cell(
 
 
 class CellRun:
-    """The fault of a cell on its cluster, and what is seen of it."""
+    """Injects the fault of a cell into its cluster and observes the effects."""
 
     def __init__(self, cluster: FaultCluster, cell: FaultCell, say: Say) -> None:
         self._cluster = cluster
         self._cell = cell
         self._phase, self._fault = PHASES[cell.phase], FAULTS[cell.fault]
         self._say = say
-        self._killed: list[int] = []  # by the bench itself
+        self._killed: list[int] = []  # killed by the benchmark itself
         self._over = threading.Event()
         self._pids = {str(row["id"]): frozenset(row["pids"]) for row in cluster.status()["workers"]}
 
     def seen(self, seed: int, undisturbed: UndisturbedRuns) -> CellSeen:
-        """Run it to its end, and audit the logs."""
+        """Run the cell and audit the logs."""
         cluster, phase = self._cluster, self._phase
         requests = stream_requests(STREAMS, seed, batch=phase.batch)
         if seed not in undisturbed:
             self._say("an undisturbed run")
-            online = stream_requests(STREAMS, seed)  # so that nothing is interrupted, nor rests
+            online = stream_requests(STREAMS, seed)  # batch work would be interrupted or parked
             undisturbed[seed] = undisturbed_answers(cluster.url, cluster.model, online)
         if phase.merged:
             cluster.merge()
-        self._say("the streams begin")
+        self._say("starting the streams")
         streams = Streams(cluster.url, cluster.model, requests, "disturbed")
         streams.start()
         if phase.change:
@@ -134,18 +134,20 @@ class CellRun:
         probes: Sequence[PlannedRequest],
         hit_s: float,
     ) -> None:
-        """Act, if that is left to the bench, and note what follows until the cluster is at rest."""
+        """Inject the benchmark's part of the fault; record the effects until idle."""
         cluster = self._cluster
         self._say("the fault has begun")
         ends_s = max(self._act(), hit_s + self._fault.lasts_s)
         time.sleep(max(0.0, ends_s - monotonic_s()))
+        # Watch while the streams still run: survivors must be stable without waiting for the load.
         watch = StableWatch(lambda: cluster.stable(self._survivors()))
         seen.outcomes = streams.wait()
-        seen.blocks_free_s = self._blocks_free_s(max(one.ended_s for one in seen.outcomes))
+        seen.blocks_free_s = self._blocks_free_s(max(outcome.ended_s for outcome in seen.outcomes))
         self._say("waiting for all workers")
         if await_true(lambda: cluster.stable(self._pids), WHOLE_TIMEOUT_S):
             seen.whole_s = max(0.0, monotonic_s() - ends_s)
-            self._say("do all workers serve?")
+            self._say("checking that all workers serve")
+            # The probes also check that restarted workers serve.
             after = Streams(cluster.url, cluster.model, probes, "probes")
             after.start()
             seen.probed = after.wait()
@@ -158,9 +160,9 @@ class CellRun:
         return monotonic_s() - since_s if self._cluster.rests(REST_TIMEOUT_S) else None
 
     def _change(self) -> None:
-        """Ask for the change of the phase until the fault comes into it.
+        """Request the change of the phase until the failpoint is hit.
 
-        Right after another change it is refused.
+        The cluster refuses a change right after another change.
         """
         while not self._hits():
             try:
@@ -175,7 +177,7 @@ class CellRun:
         return read_hits(self._cluster.hits)
 
     def _await_hit_s(self, streams: Streams) -> float | None:
-        """When the failpoint was hit; None if it has not been when all streams have ended."""
+        """When the failpoint was hit; None if all streams ended before."""
         while True:
             running = streams.running
             for hit in self._hits():
@@ -185,14 +187,16 @@ class CellRun:
             time.sleep(WATCH_S)
 
     def _act(self) -> float:
-        """The bench's own part in the fault, if it has one; returns when the fault ends.
+        """Inject the benchmark's part of the fault, if any; returns when the fault ends.
 
-        The process that has hit the failpoint stands still until the fault has begun.
+        The process that hit the failpoint is held until the fault has begun.
         """
         fault, pids = self._fault, self._cluster.pids
         await_stopped([int(hit["pid"]) for hit in self._hits() if hit["action"] == HOLD])
         ends_s = monotonic_s() + fault.lasts_s
         match fault.by_hand:
+            # In each case, inject the fault before the held process continues, so that it meets the
+            # fault.
             case "etcd-stop":
                 os.kill(pids["etcd"], signal.SIGSTOP)
                 self._let_go()
@@ -202,6 +206,7 @@ class CellRun:
                 url = self._cluster.state["etcd_url"]
                 forget_history(url)
                 self._let_go()
+                # A single compaction may miss the moment in which a watch is opened.
                 while monotonic_s() < ends_s:
                     forget_history(url)
             case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
@@ -216,13 +221,13 @@ class CellRun:
             os.kill(int(hit["pid"]), signal.SIGCONT)
 
     def _survivors(self) -> list[str]:
-        """The workers that the fault does not end."""
+        """The workers that survive the fault."""
         ends = self._fault.action in (KILL, KILL_PARENT, KILL_WORKER)
         struck = {hit["pid"] for hit in self._hits()} if ends else set()
         return [name for name, pids in self._pids.items() if not pids & struck]
 
     def _stopped_until_s(self) -> dict[str, float]:
-        """The workers that the fault has stopped, and until when."""
+        """The workers that the fault suspends, and the end of the suspension."""
         if self._fault.action not in (STOP, STOP_WORKER):
             return {}
         ends_s = {hit["pid"]: hit["monotonic_s"] + self._fault.lasts_s for hit in self._hits()}
@@ -234,10 +239,10 @@ class CellRun:
 
 
 def await_stopped(pids: Collection[int]) -> None:
-    """Return when each of the processes stands still or is gone, in `HOLD_MAX_S` at the latest.
+    """Return once each process is suspended or gone, after `HOLD_MAX_S` at the latest.
 
-    A process that holds notes its hit first, and starts what ends the hold: a signal to go on that
-    comes in between is lost, and it stands still for the whole of that time.
+    A held process records its hit before it suspends itself: a SIGCONT sent in between is lost, and
+    the process stays suspended for the whole hold.
     """
     ends_s = monotonic_s() + HOLD_MAX_S
     while monotonic_s() < ends_s and any(map(_runs, pids)):
@@ -252,14 +257,14 @@ def _runs(pid: int) -> bool:
 
 
 def forget_history(etcd_url: str) -> None:
-    """Have etcd write something and forget all revisions before it. Raises SystemUnavailable.
+    """Write a key to etcd and compact all earlier revisions. Raises SystemUnavailable.
 
-    A watch that is open misses nothing. One that is about to begin where a listing stood, as after
-    each change, is refused. So this shows something only if it is done again and again.
+    An open watch misses nothing. A watch about to start from the revision of a listing, as after
+    each change, is refused; hence compaction must be repeated to have an effect.
     """
     key, value = (b64encode(text).decode() for text in (b"/tideserve-bench", b""))
-    found = _etcd(etcd_url, "kv/put", {"key": key, "value": value})
-    _etcd(etcd_url, "kv/compaction", {"revision": found["header"]["revision"]})
+    response = _etcd(etcd_url, "kv/put", {"key": key, "value": value})
+    _etcd(etcd_url, "kv/compaction", {"revision": response["header"]["revision"]})
 
 
 def _etcd(url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A cluster that is disturbed: its status, changes of its groups, its logs."""
+"""A cluster under fault injection: its status, changes of its groups, its logs."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
 
 CHANGE_TIMEOUT_S, WHOLE_TIMEOUT_S = 60.0, 120.0
-"""A worker that is started anew loads torch, on a machine that serves."""
+"""A restarted worker imports torch on a machine that is serving."""
 POLL_S = 0.1
 Status = Mapping[str, Any]
 BY_HAND = {"overload_policy": "recompute", "memmgr": {"split_dwell_s": RESTORE_OFF_S}}
-"""Options of a cluster that makes only the changes of groups that are asked for.
+"""Options of a cluster that changes its groups only on request.
 
-It does not merge by itself, and does not split when requests have ended.
+It neither merges by itself nor splits when requests have ended.
 """
 
 
@@ -43,7 +43,7 @@ class FaultCluster(Tideserve):
         options: Mapping[str, Any],
         failpoints: Sequence[str] = (),
     ) -> None:
-        """`options` are more options of `tideserve up`; `folder` gets event logs and hits."""
+        """`options`: further options of `tideserve up`; `folder` receives event logs and hits."""
         self.folder, self.hits = folder, folder / "hits.jsonl"
         services: dict[str, Any] = {"event_log": str(folder / "events")}
         if failpoints:
@@ -53,18 +53,18 @@ class FaultCluster(Tideserve):
 
     @property
     def url(self) -> str:
-        """Where clients reach it."""
+        """The gateway's URL."""
         return self.urls[0]
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids by the names of its processes."""
+        """Process ids by process name."""
         pids: Mapping[str, int] = self.state["pids"]
         return pids
 
     @property
     def workers(self) -> list[str]:
-        """The names of its workers, of those that are down, too."""
+        """The names of all workers, including those that are down."""
         return [name for name in self.pids if name.startswith("worker-")]
 
     def status(self) -> Status:
@@ -72,14 +72,14 @@ class FaultCluster(Tideserve):
         return read_status(self.admin_url)
 
     def holds(self, condition: Callable[[Status], bool]) -> bool:
-        """Whether the cluster reports a status that fulfils the condition."""
+        """Whether the cluster reports a status that satisfies the condition."""
         try:
             return condition(self.status())
         except SystemUnavailable:
             return False
 
     def stable(self, workers: Collection[str], killed: Collection[int] = ()) -> bool:
-        """See `is_stable`; processes that were `killed` a moment ago may still be there."""
+        """See `is_stable`; recently `killed` processes may still exist."""
         return self.holds(lambda status: is_stable(status, workers, alive_but(killed)))
 
     def merge(self) -> None:
@@ -87,12 +87,12 @@ class FaultCluster(Tideserve):
         try:
             change_groups(self.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
         except ChangeFailed as error:
-            raise SystemUnavailable(f"the groups do not merge: {error}") from error
+            raise SystemUnavailable(f"merging the groups failed: {error}") from error
         if not await_true(lambda: self.stable(self.workers), WHOLE_TIMEOUT_S):
             raise SystemUnavailable("the merged group does not settle")
 
     def rests(self, timeout_s: float) -> bool:
-        """Wait until no request has a block; whether that is so in time."""
+        """Wait until no KV block is in use; returns whether that happened within `timeout_s`."""
         return await_true(lambda: self.holds(blocks_free), timeout_s)
 
     def audit(
@@ -102,14 +102,14 @@ class FaultCluster(Tideserve):
         return audit_logs(self.folder / "events", killed, stopped_until_s)
 
     def keep_logs(self, target: Path) -> Path:
-        """Copy the event logs and the logs of the processes to `target`; returns it."""
+        """Copy the event logs and process logs to `target`, which is returned."""
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.folder, target)
         shutil.copytree(self.state["logs"], target / "logs")
         return target
 
     def keep_if(self, problems: Sequence[str], scenario: str, say: Say) -> None:
-        """Keep the logs of a run in which something was wrong, and say where."""
+        """Keep the logs of a run with problems, and report the folder."""
         if problems:
             say(f"logs: {self.keep_logs(logs_folder(scenario))}")
 
@@ -122,7 +122,7 @@ def running_cluster(
     say: Say,
     failpoints: Sequence[str] = (),
 ) -> Iterator[FaultCluster]:
-    """A cluster with a folder of its own. Raises SystemUnavailable if it does not start."""
+    """A cluster with its own folder. Raises SystemUnavailable if it does not start."""
     with tempfile.TemporaryDirectory(prefix="tideserve-faults-") as folder:
         cluster = FaultCluster(deployment, workers, Path(folder), options, failpoints)
         try:
@@ -133,14 +133,14 @@ def running_cluster(
 
 
 def logs_folder(scenario: str, file: Path | None = None) -> Path:
-    """The folder for kept logs, which is not made: beside `file`, else a temporary one."""
+    """The folder for kept logs, not created: beside `file`, else a temporary folder."""
     if file is not None:
         return file.with_suffix(".logs")
     return Path(tempfile.gettempdir(), f"tideserve-{scenario}-{os.getpid()}.logs")
 
 
 def await_true(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether the condition holds in time."""
+    """Whether the condition becomes true within `timeout_s`."""
     deadline_s = monotonic_s() + timeout_s
     while not condition():
         if monotonic_s() > deadline_s:
@@ -150,14 +150,14 @@ def await_true(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def alive_but(killed: Collection[int]) -> Callable[[int], bool]:
-    """Whether a process is there, and none of the `killed` ones."""
+    """A check that a process exists and is not among `killed`."""
     return lambda pid: pid not in killed and psutil.pid_exists(pid)
 
 
 class StableWatch:
-    """Looks again and again, so that a cluster that seems stable for a moment is not taken for it.
+    """Polls whether the cluster is stable, so that a momentarily stable cluster does not count.
 
-    Until others notice it, the loss of a worker changes nothing in the records.
+    The records show the loss of a worker only once other processes notice it.
     """
 
     def __init__(self, stable: Callable[[], bool]) -> None:
@@ -168,21 +168,21 @@ class StableWatch:
         self._thread.start()
 
     def end(self) -> float | None:
-        """Since when it has been stable without a break, on the monotonic clock.
+        """Start of the current stable period on the monotonic clock; None if unstable.
 
-        It looks once more before: whoever has just seen that it is stable may have been first.
+        Polls once more first: the caller may have seen the stable state before the watch did.
         """
         self._stop.set()
         self._thread.join()
-        self._look()
+        self._poll()
         return self._since_s
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._look()
+            self._poll()
             self._stop.wait(POLL_S)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         looked_s = monotonic_s()
         if not self._stable():
             self._since_s = None
@@ -193,13 +193,15 @@ class StableWatch:
 def is_stable(
     status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
 ) -> bool:
-    """Whether all survivors serve, and no record is left of what was lost or is under way.
+    """Whether all survivors serve and no record of lost members or pending changes is left.
 
-    A survivor serves if it is in one group, at that group's epoch. A worker that was started anew
-    may have no group yet.
+    A survivor serves if it belongs to a single group, at that group's epoch. A restarted worker may
+    have no group yet.
     """
     workers = {
-        one["id"]: one for one in status["workers"] if all(is_alive(pid) for pid in one["pids"])
+        worker["id"]: worker
+        for worker in status["workers"]
+        if all(is_alive(pid) for pid in worker["pids"])
     }
     epochs: dict[str, list[int]] = {}
     for group in status["groups"]:
@@ -207,10 +209,12 @@ def is_stable(
             return False
         for name in group["members"]:
             epochs.setdefault(name, []).append(group["epoch"])
+    # A record still has a member whose processes are gone.
     if not epochs.keys() <= workers.keys():
         return False
     return all(
         name in workers
+        # A worker in two groups, or at an old epoch, has not finished its change-over.
         and epochs.get(name) == [workers[name]["epoch"]]
         and not workers[name]["unsettled"]
         for name in survivors
@@ -220,9 +224,9 @@ def is_stable(
 def serve_alone(
     status: Mapping[str, Any], survivors: Collection[str], is_alive: Callable[[int], bool]
 ) -> bool:
-    """Whether all survivors serve in groups without a lost member, whatever other records are left.
+    """Whether all survivors serve in groups without lost members, regardless of other records.
 
-    Until its lease ends, the group of a lost worker that was alone stays in the records.
+    The group of a lost single worker stays in the records until its lease expires.
     """
     theirs = [
         group for group in status["groups"] if not set(survivors).isdisjoint(group["members"])
@@ -231,8 +235,8 @@ def serve_alone(
 
 
 def blocks_free(status: Mapping[str, Any]) -> bool:
-    """Whether there are workers, and none has a block in use."""
+    """Whether there are workers and none has a KV block in use."""
     workers = status["workers"]
     return bool(workers) and all(
-        one["kv_blocks_free"] == one["kv_blocks_total"] > 0 for one in workers
+        worker["kv_blocks_free"] == worker["kv_blocks_total"] > 0 for worker in workers
     )

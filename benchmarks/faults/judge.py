@@ -1,4 +1,4 @@
-"""What a fault did to the requests and to the cluster: pure."""
+"""Verdict on the effects of a fault on requests and cluster. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,26 +19,26 @@ from benchmarks.faults.outcomes import (
 )
 
 STREAMS_MIN = 32
-"""Streams with tokens left when the fault begins, or the cell does not count."""
+"""Minimum number of unfinished streams at the fault; with fewer, the cell does not count."""
 BLOCKS_FREE_WITHIN_S = 15.0
-"""For requests whose gateway was lost."""
+"""Limit for freeing the blocks of requests whose gateway was lost."""
 STABLE_WITHIN_S = 30.0
-"""From the end of the fault."""
+"""Limit from the end of the fault."""
 PROBLEMS_MAX = 12
 CUT_OFF = "cut_off"
-"""The request of a gateway that was killed: its client hung up, in effect."""
+"""Ending of a request whose gateway was killed: its client has, in effect, disconnected."""
 
 
 @dataclass(slots=True)
 class CellSeen:
-    """What was seen in a run of a cell.
+    """Observations of a cell run.
 
-    `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted` are
-    the answers of an undisturbed run, by request. `stable_s`: seconds from the end of the fault
-    until every survivor served and all records were settled for good, None if that never came;
-    `whole_s`: until those that were started anew served, too.
-    `blocks_free_s`: seconds until no request had a block, once none should. `broken` are sentences
-    of the audit and of the replays; `probed` are requests after the fault.
+    `hit_s`: when the failpoint was hit, on the monotonic clock; None if it never was. `wanted`:
+    answers of an undisturbed run, by request. `stable_s`: seconds from the end of the fault until
+    every survivor served and all records stayed settled, None if that never happened; `whole_s`:
+    until restarted workers served as well. `blocks_free_s`: seconds from the end of all requests
+    until no KV block was in use. `broken`: problems reported by audit and replays; `probed`:
+    requests sent after the fault.
     """
 
     cell: FaultCell
@@ -55,9 +55,9 @@ class CellSeen:
 
 @dataclass(slots=True)
 class CellVerdict:
-    """The verdict on a cell. It counts only if it was `hit` while enough streams were running.
+    """The verdict on a cell, which counts only if it was `hit` while enough streams were running.
 
-    `logs`: where those of a cell are kept in which something was wrong.
+    `logs`: folder of the kept logs if there were problems.
     """
 
     cell: FaultCell
@@ -71,7 +71,7 @@ class CellVerdict:
     logs: Path | None = None
 
     def line(self) -> dict[str, Any]:
-        """As a line of the file that a matrix is resumed from."""
+        """The verdict as a line of the file from which a matrix is resumed."""
         return {
             "size": self.cell.size,
             "phase": self.cell.phase,
@@ -88,28 +88,36 @@ class CellVerdict:
 
 
 def judge_cell(seen: CellSeen) -> CellVerdict:
-    """The verdict on what was seen; `problems` has a sentence for all that should not be."""
+    """The verdict on the observations; `problems` has one sentence per problem."""
     gateway_lost = FAULTS[seen.cell.fault].by_hand == "gateway-kill"
     hit_s = seen.hit_s
-    left = [one for one in seen.outcomes if hit_s is not None and one.has_tokens_left(hit_s)]
+    left = [
+        outcome for outcome in seen.outcomes if hit_s is not None and outcome.has_tokens_left(hit_s)
+    ]
     counted: Counter[str] = Counter(sent=0, **dict.fromkeys(KINDS, 0))
     problems: list[str] = []
     for outcomes, when in ((seen.outcomes, ""), (seen.probed, " after the fault")):
         for number, (outcome, wanted) in enumerate(zip(outcomes, seen.wanted, strict=not when)):
             ending, name = ending_of(outcome, wanted), f"request {number}{when}"
+            # The connection of the client died with its gateway, so a cut-off stream is no defect.
             if gateway_lost and not when and ending[0] == LOST and not outcome.finished:
                 counted[CUT_OFF] += 1
                 continue
             counted.update(("sent", ending[0]))
             if ending[0] != COMPLETED:
                 problems.append(ending_problem(name, ending, outcome, len(wanted.token_ids)))
+    # Batch work yields to online requests, so only the latter have a limit of silence.
     online = seen.outcomes[PHASES[seen.cell.phase].batch :]
     silence_s = max(
-        (one.silence_s(hit_s) for one in online if hit_s is not None and one.runs(hit_s)),
+        (
+            outcome.silence_s(hit_s)
+            for outcome in online
+            if hit_s is not None and outcome.runs(hit_s)
+        ),
         default=0.0,
     )
     if silence_s > (silence_max_s := FAULTS[seen.cell.fault].silence_max_s):
-        problems.append(f"a stream was silent for {silence_s:.1f} s, over {silence_max_s:g} s")
+        problems.append(f"a stream was silent for {silence_s:.1f} s, more than {silence_max_s:g} s")
     problems += _cluster_problems(seen, gateway_lost) if hit_s is not None else []
     problems += seen.broken
     return CellVerdict(
@@ -127,19 +135,20 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
 def matrix_figures(
     lines: Iterable[Mapping[str, Any]], wanted: Sequence[FaultCell], lease_s: float
 ) -> dict[str, Any]:
-    """The figures of a matrix from the lines of its cells; `wanted` are those that belong to it."""
-    known = {(one.size, one.phase, one.role, one.fault) for one in wanted}
+    """The figures of a matrix from the lines of its cells; `wanted` are all cells of the matrix."""
+    known = {(cell.size, cell.phase, cell.role, cell.fault) for cell in wanted}
+    # A resumed file may have cells of another selection.
     done = {key: line for line in lines if (key := key_of(line)) in known}
     cells = [done[key] for key in sorted(done)]
     counts = (*("sent",), *KINDS)
-    stable = [one["stable_after_s"] for one in cells if one["stable_after_s"] is not None]
+    stable = [cell["stable_after_s"] for cell in cells if cell["stable_after_s"] is not None]
     return {
-        "cells": sum(one["hit"] for one in cells),
+        "cells": sum(cell["hit"] for cell in cells),
         "cells_wanted": len(known),
         "cells_not_run": len(known) - len(cells),
         "by_cell": cells,
-        "violations": sum(one["violations"] for one in cells),
-        "requests": {name: sum(one["requests"][name] for one in cells) for name in counts},
+        "violations": sum(cell["violations"] for cell in cells),
+        "requests": {name: sum(cell["requests"][name] for cell in cells) for name in counts},
         "longest_silence_s": {
             "seen": _longest(cells, seen=True),
             "unseen": _longest(cells, seen=False),
@@ -151,47 +160,47 @@ def matrix_figures(
 
 
 def matrix_problems(figures: Mapping[str, Any]) -> list[str]:
-    """A sentence for each cell in which something is wrong, or that does not count."""
+    """A sentence per cell that has problems or does not count."""
     problems = []
-    for one in figures["by_cell"]:
-        name = "/".join(str(part) for part in key_of(one))
-        if not one["hit"]:
+    for cell in figures["by_cell"]:
+        name = "/".join(str(part) for part in key_of(cell))
+        if not cell["hit"]:
             problems.append(
-                f"{name} does not count: {one['streams']} streams had tokens left at the fault"
+                f"{name} does not count: {cell['streams']} streams had tokens left at the fault"
             )
-        problems += [f"{name}: {problem}" for problem in one["problems"][:1]]
+        problems += [f"{name}: {problem}" for problem in cell["problems"][:1]]
     return problems
 
 
 def key_of(line: Mapping[str, Any]) -> tuple[int, str, str, str]:
-    """What identifies the cell of a line."""
+    """The key of the cell of a line: size, phase, role, fault."""
     return int(line["size"]), str(line["phase"]), str(line["role"]), str(line["fault"])
 
 
 def _cluster_problems(seen: CellSeen, gateway_lost: bool) -> list[str]:
     problems = []
     if seen.stable_s is None:
-        problems.append("the cluster is not stable again")
+        problems.append("the cluster did not become stable again")
     elif seen.stable_s > STABLE_WITHIN_S:
-        problems.append(f"the cluster was stable {seen.stable_s:.0f} s after the fault had ended")
+        problems.append(f"the cluster was stable only {seen.stable_s:.0f} s after the fault")
     if seen.whole_s is None:
         problems.append("not all workers serve again")
     if seen.blocks_free_s is None:
-        problems.append("blocks are in use though no request runs")
+        problems.append("blocks are in use although no request runs")
     elif gateway_lost and seen.blocks_free_s > BLOCKS_FREE_WITHIN_S:
-        problems.append(f"blocks of a lost gateway were free after {seen.blocks_free_s:.0f} s")
+        problems.append(f"blocks of a lost gateway were freed after {seen.blocks_free_s:.0f} s")
     return problems
 
 
 def first_of(problems: Sequence[str]) -> list[str]:
-    """The first of many problems, and how many more there are."""
+    """The first problems, and the number of further problems."""
     more = len(problems) - PROBLEMS_MAX
     return [*problems[:PROBLEMS_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _longest(cells: Iterable[Mapping[str, Any]], seen: bool) -> float | None:
-    """The longest silence of a stream under faults that others learn of at once, or not."""
+    """The longest silence of a stream under faults that peers do (`seen`) or do not see at once."""
     return max(
-        (one["longest_silence_s"] for one in cells if FAULTS[one["fault"]].seen is seen),
+        (cell["longest_silence_s"] for cell in cells if FAULTS[cell["fault"]].seen is seen),
         default=None,
     )

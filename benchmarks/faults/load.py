@@ -1,4 +1,4 @@
-"""Loads from a thread of this process: streams whose every token is kept, and loads without end."""
+"""Loads sent from a thread of this process: streams with all tokens recorded, and endless loads."""
 
 import asyncio
 import itertools
@@ -21,13 +21,13 @@ from tideserve.load.workload import (
 )
 
 STALL_S = 90.0
-"""A stream without a token for so long is stuck; the longest fault of a cell lasts 70 s."""
+"""A stream without a token for this long is stuck; the longest fault of a cell lasts 70 s."""
 STEADY_STALL_S = 60.0
 TEMPERATURE = 0.8
 PROMPT_TOKENS, OUTPUT_TOKENS = (24, 64), (280, 360)
 POLL_S = 0.5
 HANG_UP_EVERY, HANG_UP_WITHIN_S = 10, 1.0
-"""Every tenth client of a load without end hangs up early."""
+"""In an endless load, every tenth client disconnects early."""
 REFUSAL_PAUSE_S = 0.2
 
 
@@ -38,7 +38,7 @@ def stream_requests(
     batch: int = 0,
     prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
 ) -> list[PlannedRequest]:
-    """Sampled requests of different lengths; the same for the same seed. The first are `batch`."""
+    """Random requests of different lengths, fixed by `seed`. The first `batch` are batch work."""
     token_ids = (TOKEN_ID_MIN, TOKEN_ID_MAX - 1)
     shape = Shape(0, prompt_tokens, output_tokens, token_ids, seed, TEMPERATURE)
     return [
@@ -49,9 +49,9 @@ def stream_requests(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the requests are like: ranges of lengths and token ids, ends included.
+    """Ranges (inclusive) of lengths and token ids from which requests are drawn.
 
-    With `distinct`, there are only so many different ones, which come again and again.
+    `distinct` limits the number of different requests, which then repeat.
     """
 
     concurrency: int = 8
@@ -63,20 +63,20 @@ class Shape:
     distinct: int = 0
 
     def request(self, number: int) -> PlannedRequest:
-        """The request of that number, always the same."""
+        """Request `number`; deterministic."""
         number = number % self.distinct if self.distinct else number
         rng = Random(f"{self.seed}/{number}")
         length = rng.randint(*self.prompt_tokens)
         prompt = tuple(rng.randint(*self.token_ids) for _ in range(length))
         output = rng.randint(*self.output_tokens)
-        # With a salt, answers have the ids of their tokens.
+        # Answers to requests with a salt include token ids.
         salt = "distinct" if self.distinct else None
         heat = self.temperature
         return PlannedRequest(0.0, prompt, output, number, cache_salt=salt, temperature=heat)
 
 
 class Load(ABC):
-    """Sends requests in turn, `at_once` at a time, from a thread of this process."""
+    """Sends requests in order, `at_once` concurrently, from a thread of this process."""
 
     stall_s = STALL_S
 
@@ -90,16 +90,16 @@ class Load(ABC):
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start sending."""
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        """Whether it still sends, or waits for answers."""
+        """Whether requests are still being sent or answered."""
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the end of all requests, however each ends."""
+        """Wait until all requests have ended, in whichever way."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -128,9 +128,9 @@ class Load(ABC):
         answer: StreamedAnswer,
         patience_s: float | None = None,
     ) -> StreamOutcome:
-        """Send a request; its client hangs up after `patience_s`, or when no token has come long.
+        """Send a request; disconnect after `patience_s`, or after `stall_s` without a token.
 
-        Raises errors that a stream must not give.
+        Raises errors that no stream may cause.
         """
         sent_s = monotonic_s()
         sending = asyncio.create_task(server.complete(self._model, request, answer, lambda: None))
@@ -138,6 +138,7 @@ class Load(ABC):
             await self._while_it_advances(sending, answer)
         else:
             await asyncio.wait((sending,), timeout=patience_s)
+        # A no-op if the request has ended; otherwise the client disconnects.
         sending.cancel()
         failure = answer.error if answer.status == 200 else ""
         try:
@@ -145,7 +146,7 @@ class Load(ABC):
         except (StreamFailed, OSError) as error:
             failure = str(error) or type(error).__name__
         except asyncio.CancelledError:
-            failure = f"nothing came for {self.stall_s:.0f} s"
+            failure = f"no token for {self.stall_s:.0f} s"
         else:
             if answer.status != 200:
                 failure = f"HTTP {answer.status}: {answer.body[:300]}"
@@ -169,7 +170,7 @@ class Load(ABC):
     async def _while_it_advances(
         self, sending: "asyncio.Task[None]", answer: StreamedAnswer
     ) -> None:
-        """Wait for the end, or until no token has come for `stall_s`."""
+        """Wait for the end, or until there was no token for `stall_s`."""
         seen, waited_s = 0, 0.0
         while not sending.done() and waited_s < self.stall_s:
             await asyncio.wait((sending,), timeout=POLL_S)
@@ -178,9 +179,9 @@ class Load(ABC):
 
 
 class Streams(Load):
-    """Requests at once, or `at_once` at a time, whose outcomes are kept.
+    """Sends all requests together, or `at_once` concurrently, and records their outcomes.
 
-    If there is batch work, the others are sent once all of it has a token.
+    Online requests are sent once every batch request has a token.
     """
 
     def __init__(
@@ -191,29 +192,29 @@ class Streams(Load):
         salt: str,
         at_once: int | None = None,
     ) -> None:
-        salted = [replace(one, cache_salt=salt) for one in requests]
+        salted = [replace(request, cache_salt=salt) for request in requests]
         super().__init__(url, model, salted, at_once or len(salted))
         self._answers = [StreamedAnswer() for _ in salted]
         self._outcomes: dict[int, StreamOutcome] = {}
-        self._batch = [n for n, one in enumerate(salted) if one.slo_class == BATCH_CLASS]
+        self._batch = [n for n, request in enumerate(salted) if request.slo_class == BATCH_CLASS]
 
     @property
     def begun(self) -> int:
-        """How many have a token."""
+        """Number of streams with a token."""
         return sum(bool(answer.token_times_s) for answer in self._answers)
 
     @property
     def ended(self) -> int:
-        """How many have ended, however each did."""
+        """Number of ended streams, in whichever way."""
         return len(self._outcomes)
 
     def wait(self) -> list[StreamOutcome]:
-        """Wait for the end of all of them; how each ended, in the order of the requests."""
+        """Wait for all streams; returns their outcomes in request order."""
         self.join()
         return [outcome for _, outcome in sorted(self._outcomes.items())]
 
     async def _send(self, server: OpenAIServer, number: int, request: PlannedRequest) -> None:
-        # An answer that fills up sets no event.
+        # Poll: an answer sets no event when a token arrives.
         while request.slo_class != BATCH_CLASS and not self._batch_has_begun():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         self._outcomes[number] = await self._outcome(server, request, self._answers[number])
@@ -223,9 +224,9 @@ class Streams(Load):
 
 
 class SteadyLoad(Load):
-    """`with SteadyLoad(url, model, shape) as load:`; leaving waits until all requests are over.
+    """`with SteadyLoad(url, model, shape) as load:`; exit waits until all requests have ended.
 
-    It counts how requests end and measures no times.
+    Counts endings and measures no times.
     """
 
     stall_s = STEADY_STALL_S
@@ -233,7 +234,7 @@ class SteadyLoad(Load):
     def __init__(
         self, url: str, model: str, shape: Shape, wanted: Sequence[Undisturbed] = ()
     ) -> None:
-        """`wanted`: the answer to each of the `distinct` requests, undisturbed."""
+        """`wanted`: the undisturbed answer to each of the `distinct` requests."""
         self.tally = Tally()
         self._wanted = wanted
         self._stop = threading.Event()
@@ -265,7 +266,7 @@ class SteadyLoad(Load):
 def undisturbed_answers(
     url: str, model: str, requests: Sequence[PlannedRequest], at_once: int | None = None
 ) -> list[Undisturbed]:
-    """The answers of a run without a fault. Raises SystemUnavailable if a request fails."""
+    """Answers of a run without a fault. Raises SystemUnavailable if a request fails."""
     streams = Streams(url, model, requests, "undisturbed", at_once)
     streams.start()
     outcomes = streams.wait()
@@ -276,6 +277,6 @@ def undisturbed_answers(
                 f" {outcome.failure or 'it ended too early'}"
             )
     return [
-        Undisturbed(one.token_ids, one.text, one.finish_reason, one.prompt_tokens)
-        for one in outcomes
+        Undisturbed(outcome.token_ids, outcome.text, outcome.finish_reason, outcome.prompt_tokens)
+        for outcome in outcomes
     ]

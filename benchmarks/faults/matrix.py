@@ -1,7 +1,7 @@
-"""The cells of the fault matrix: how large the group is, in which phase, to whom, and what happens.
+"""The cells of the fault matrix: group size, phase, role of the victim, and fault.
 
-Each phase is a failpoint of an engine (`services.common.failpoint`), so that a fault begins exactly
-there, and not about when a clock says.
+Each phase is a failpoint of an engine (`services.common.failpoint`), so that a fault starts exactly
+there instead of at an approximate time.
 """
 
 import re
@@ -28,15 +28,15 @@ QUICK_SIZES = (2,)
 
 @dataclass(frozen=True, slots=True)
 class FaultPhase:
-    """Where a fault begins: `point` has a place for the role, `nth` is the hit that counts.
+    """Where a fault starts: `point` is formatted with the role, `nth` is the hit that triggers.
 
-    merged: whether the groups merge before the load begins. change: what is asked for under load,
-    "merge", "split", or "" for nothing. batch: so many streams are batch work, which yields to the
-    others and is interrupted for them; it begins first. roles, sizes, faults: what makes cells of
-    it; None: all. told: for people.
+    merged: whether the groups merge before the load starts. change: the change requested under
+    load, "merge", "split", or "" for none. batch: number of batch streams, which start first, yield
+    to online requests and are interrupted for them. roles, sizes, faults: those with a cell in this
+    phase; None: all. description: for the help.
     """
 
-    told: str
+    description: str
     point: str
     nth: int = 1
     merged: bool = False
@@ -47,17 +47,17 @@ class FaultPhase:
     faults: Sequence[str] | None = None
 
     def has(self, size: int, role: str, fault: str) -> bool:
-        """Whether there is such a cell."""
+        """Whether this cell exists."""
         fits = self.faults is None or fault in self.faults
         return fits and size in self.sizes and role in self.roles
 
 
 PHASES: Mapping[str, FaultPhase] = {
     "prepare": FaultPhase(
-        "ready for a merge, and nobody knows yet", "engine.merge.ready.{}", change="merge"
+        "ready for a merge, not yet reported", "engine.merge.ready.{}", change="merge"
     ),
     "committed": FaultPhase(
-        "the merge is in the records, the layers are the old ones",
+        "the merge is committed, the layers are still the old ones",
         "engine.merge.switch.{}",
         change="merge",
     ),
@@ -74,13 +74,13 @@ PHASES: Mapping[str, FaultPhase] = {
         merged=True,
     ),
     "restoring": FaultPhase(
-        "the first layer is about to come back for a split",
+        "the first layer is about to be restored for a split",
         "engine.split.fetch.{}",
         merged=True,
         change="split",
     ),
     "splitting": FaultPhase(
-        "the split is in the records, the layers are the old ones",
+        "the split is committed, the layers are still the old ones",
         "engine.split.switch.{}",
         merged=True,
         change="split",
@@ -93,7 +93,7 @@ PHASES: Mapping[str, FaultPhase] = {
         change="split",
     ),
     "shelf": FaultPhase(
-        "batch requests rest at a follower",
+        "batch requests are parked at a follower",
         "engine.shelf.microbatch.{}",
         nth=20,
         change="merge",
@@ -102,7 +102,7 @@ PHASES: Mapping[str, FaultPhase] = {
         faults=("kill-worker",),
     ),
     "suspended": FaultPhase(
-        "an interrupted iteration of batch work is to go on",
+        "an interrupted iteration of batch work is about to resume",
         "engine.suspended.iteration.{}",
         batch=36,
         roles=ROLES[:1],
@@ -114,14 +114,14 @@ PHASES: Mapping[str, FaultPhase] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens: an action of the failpoint; `by_hand` is the bench's own, while it is held.
+    """The action of a failpoint; `by_hand` is an action of the benchmark while the process is held.
 
-    lasts_s: how long the fault itself goes on. seen: whether a connection closes, so that others
-    learn of it at once. silence_max_s: how long a stream may then be without a token. roles: to
-    whom it makes a difference. told: for people.
+    lasts_s: duration of the fault itself. seen: whether a connection closes, so that peers see the
+    fault at once. silence_max_s: how long a stream may then be without a token. roles: the roles
+    for which the fault differs. description: for the help.
     """
 
-    told: str
+    description: str
     action: str
     lasts_s: float = 0.0
     seen: bool = True
@@ -130,17 +130,17 @@ class Fault:
     by_hand: str = ""
 
 
-def _by_hand(told: str, kind: str, lasts_s: float = 0.0) -> Fault:
-    return Fault(told, HOLD, lasts_s, roles=ROLES[:1], by_hand=kind)
+def _by_hand(description: str, kind: str, lasts_s: float = 0.0) -> Fault:
+    return Fault(description, HOLD, lasts_s, roles=ROLES[:1], by_hand=kind)
 
 
 def _stopped(seconds: float) -> Fault:
-    """Longer than any silence that is tolerated on a lane (5 s), and than a lease (10 s), is 12 s.
+    """A suspension: 12 s exceed both the silence tolerated on a lane (5 s) and a lease (10 s).
 
-    A stream may be silent for the lease and 3 s.
+    A stream may be silent for the lease plus 3 s.
     """
-    told = f"servicer and engine stand still for {seconds:g} s"
-    return Fault(told, STOP_WORKER, seconds, seen=False, silence_max_s=13)
+    description = f"servicer and engine are suspended for {seconds:g} s"
+    return Fault(description, STOP_WORKER, seconds, seen=False, silence_max_s=13)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -150,16 +150,16 @@ FAULTS: Mapping[str, Fault] = {
     "stop-3": _stopped(3),
     "stop-12": _stopped(12),
     "stop-70": _stopped(70),
-    # Since the servicer lives, a stream may be silent for 5 + 3 s.
+    # The servicer lives, so peers see the silent lane after 5 s; a stream may be silent 3 s more.
     "stop-engine-12": Fault(
-        "the engine alone stands still for 12 s", STOP, 12, seen=False, silence_max_s=8
+        "the engine alone is suspended for 12 s", STOP, 12, seen=False, silence_max_s=8
     ),
-    "cut": Fault("both lanes of a member end", CUT),
-    "cut-activations": Fault("its activation lanes end", CUT_ACTIVATIONS),
-    "cut-bulk": Fault("its bulk lanes end", CUT_BULK),
+    "cut": Fault("both lanes of a member close", CUT),
+    "cut-activations": Fault("its activation lanes close", CUT_ACTIVATIONS),
+    "cut-bulk": Fault("its bulk lanes close", CUT_BULK),
     "etcd-kill": _by_hand("kill -9 of etcd", "etcd-kill"),
-    "etcd-stop-60": _by_hand("etcd stands still for 60 s", "etcd-stop", 60),
-    "etcd-compact": _by_hand("etcd forgets its history again and again", "etcd-compact", 3),
+    "etcd-stop-60": _by_hand("etcd is suspended for 60 s", "etcd-stop", 60),
+    "etcd-compact": _by_hand("etcd compacts its history repeatedly", "etcd-compact", 3),
     "memmgr-kill": _by_hand("kill -9 of the memory manager", "memmgr-kill"),
     "gateway-kill": _by_hand("kill -9 of the gateway", "gateway-kill"),
 }
@@ -168,7 +168,7 @@ QUICK_FAULTS = ("kill-worker",)
 
 @dataclass(frozen=True, slots=True, order=True)
 class FaultCell:
-    """One cell: a fault in a phase of a group of `size` workers."""
+    """A cell: a fault in a phase of a group of `size` workers."""
 
     size: int
     phase: str
@@ -177,7 +177,7 @@ class FaultCell:
 
     @property
     def name(self) -> str:
-        """Its name, which is what `--cells` is compared with."""
+        """The name, which `--cells` matches."""
         return f"{self.size}/{self.phase}/{self.role}/{self.fault}"
 
     @property
@@ -187,45 +187,46 @@ class FaultCell:
 
     @property
     def armed(self) -> str:
-        """The failpoint as it stands in a configuration."""
+        """The failpoint as written in a configuration."""
         fault = FAULTS[self.fault]
         seconds = f":{fault.lasts_s:g}" if fault.action in (STOP, STOP_WORKER) else ""
         return f"{self.point}={fault.action}{seconds}@{PHASES[self.phase].nth}"
 
 
 def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
-    """All cells, or those in whose names `pattern` is found; small groups and kills come first.
+    """All cells, or those whose name matches `pattern`; small groups and kills come first.
 
     Raises:
-        BenchError: if the pattern is none, or no cell has it.
+        BenchError: if the pattern is invalid or matches no cell.
     """
     cells = list(_all(QUICK_SIZES, QUICK_FAULTS) if quick else _all(SIZES, tuple(FAULTS)))
     if pattern is None:
         return cells
     try:
-        found = [cell for cell in cells if re.search(pattern, cell.name)]
+        matching = [cell for cell in cells if re.search(pattern, cell.name)]
     except re.error as error:
-        raise BenchError(f"'{pattern}' is no regular expression: {error}") from error
-    if not found:
+        raise BenchError(f"'{pattern}' is not a regular expression: {error}") from error
+    if not matching:
+        # Distinguish a typo from a cell of the full matrix.
         all_names = [cell.name for cell in _all(SIZES, tuple(FAULTS))]
         exists = any(re.search(pattern, name) for name in all_names)
-        more = "; there is such a one without --quick" if exists else ""
-        raise BenchError(f"no cell is called '{pattern}'; one is {cells[0].name}{more}")
-    return found
+        more = "; it exists without --quick" if exists else ""
+        raise BenchError(f"no cell matches '{pattern}'; an example is {cells[0].name}{more}")
+    return matching
 
 
-def told_cells() -> list[str]:
-    """Lines for people: what cells there are, and what their names mean."""
+def describe_cells() -> list[str]:
+    """Help lines: the cells, and the meaning of their names."""
     every, quick = fault_cells(quick=False), fault_cells(quick=True)
     sizes, roles = (", ".join(map(str, names)) for names in (SIZES, ROLES))
     return [
-        f"A cell is SIZE/PHASE/ROLE/FAULT, such as {every[0].name}. There are {len(every)};"
-        f" {len(quick)} with --quick, of about a minute each.",
+        f"A cell is SIZE/PHASE/ROLE/FAULT, such as {every[0].name}. There are {len(every)} cells;"
+        f" {len(quick)} with --quick, about a minute each.",
         f"SIZE: {sizes} workers in a group. ROLE: {roles}.",
         "PHASE:",
-        *(f"  {name}: {phase.told}" for name, phase in PHASES.items()),
+        *(f"  {name}: {phase.description}" for name, phase in PHASES.items()),
         "FAULT:",
-        *(f"  {name}: {fault.told}" for name, fault in FAULTS.items()),
+        *(f"  {name}: {fault.description}" for name, fault in FAULTS.items()),
         "Examples:",
         "  tideserve bench faults --quick --json faults.json",
         "  tideserve bench faults --append cells.jsonl --minutes 60",

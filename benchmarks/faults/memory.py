@@ -1,4 +1,4 @@
-"""Resident memory of processes over a run: flat, or growing."""
+"""Detection of growing resident memory of processes over a run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ import psutil
 
 @dataclass(slots=True)
 class ResidentMemory:
-    """Looks by name. The medians of the first and of the last of `parts` of a run are compared.
+    """Samples by name. Compares the medians of the first and the last of `parts` of a run.
 
-    Processes that were started anew have other ages than the first ones: that needs more room.
+    Restarted processes are younger than the initial processes, which needs a larger tolerance.
     """
 
     parts: int
@@ -19,7 +19,7 @@ class ResidentMemory:
     seen_bytes: dict[str, list[int]] = field(default_factory=dict)
 
     def note(self, name: str, pids: Iterable[int]) -> None:
-        """Look once at the processes of `name`, unless one is gone."""
+        """Sample the processes of `name`, unless a process is gone."""
         try:
             rss_bytes = sum(psutil.Process(pid).memory_info().rss for pid in pids)
         except psutil.NoSuchProcess:
@@ -31,7 +31,7 @@ class ResidentMemory:
         return {name: self._ends(values) for name, values in self.seen_bytes.items()}
 
     def problems(self) -> list[str]:
-        """A sentence for each name whose memory grew."""
+        """A sentence per name whose memory grew."""
         return [
             f"{name} grew from {_mebibytes(ends['first'])} to {_mebibytes(ends['last'])}"
             for name, ends in self.figures().items()
@@ -39,7 +39,7 @@ class ResidentMemory:
         ]
 
     def rows(self) -> list[tuple[str, str]]:
-        """The figures, for people."""
+        """The figures as table rows."""
         return [
             (
                 f"resident memory of {name}, first and last of {self.parts} parts",

@@ -1,4 +1,4 @@
-"""Faults that come one after the other, at random, to a whole cluster."""
+"""Random faults, injected one at a time into a whole cluster."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class RandomFault:
-    """What happens to which processes: a kill, or a stop of `stops_s` seconds.
+    """A fault of a process: a kill, or a suspension of `stops_s` seconds.
 
-    whom: "worker" is its servicer and its engine, "engine" the latter alone; else the service's
-    name. Faults are drawn by `weight`.
+    whom: "worker" is its servicer and its engine, "engine" the latter alone; otherwise the
+    service's name. `weight` is the relative probability.
     """
 
     whom: str
@@ -44,15 +44,15 @@ RANDOM_FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """What was hit, for people, and the processes that end by it."""
+    """A description of the victim, and the process ids that were killed."""
 
-    told: str
+    description: str
     killed: frozenset[int]
 
 
 def drawn(rng: Random) -> RandomFault:
-    """One of them."""
-    return rng.choices(RANDOM_FAULTS, [one.weight for one in RANDOM_FAULTS])[0]
+    """A random fault, by weight."""
+    return rng.choices(RANDOM_FAULTS, [fault.weight for fault in RANDOM_FAULTS])[0]
 
 
 def strike(
@@ -62,14 +62,15 @@ def strike(
     rng: Random,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Struck:
-    """Let it happen, and wait for its end.
+    """Inject the fault and wait for its end.
 
-    `status` names the workers' processes, `services` has the process ids of the others.
+    `status` lists the workers' processes, `services` maps the other services to process ids.
     """
     if fault.whom in ("worker", "engine"):
-        worker = rng.choice(sorted(status["workers"], key=lambda one: str(one["id"])))
+        worker = rng.choice(sorted(status["workers"], key=lambda row: str(row["id"])))
         pids, name = [int(pid) for pid in worker["pids"]], str(worker["id"])
         if fault.whom == "engine":
+            # The engine is the child of its servicer.
             pids = [pid for pid in pids if parent_of(pid) in pids]
     else:
         pids, name = [services[fault.whom]], fault.whom
@@ -77,11 +78,12 @@ def strike(
     if fault.stops_s:
         sleep(fault.stops_s)
         _signal(pids, signal.SIGCONT)
+    # Suspended processes continue, so only killed processes are gone.
     return Struck(f"{fault.name}: {name}", frozenset(() if fault.stops_s else pids))
 
 
 def parent_of(pid: int) -> int:
-    """The process that has started it; 0 if it is gone."""
+    """The parent process id; 0 if the process is gone."""
     try:
         return int(psutil.Process(pid).ppid())
     except psutil.NoSuchProcess:

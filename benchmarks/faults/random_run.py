@@ -1,8 +1,8 @@
-"""Random faults and floods for a while; no request is lost, and nothing leaks.
+"""Random faults and floods for a given time: no request may be lost, and no memory may leak.
 
-A few requests always run. Floods come in between, so that groups merge and are restored by
-themselves. At random a worker, an engine or a part of the control plane dies or stands still, one
-after the other. Each answer is compared with an undisturbed one, and the event logs are audited.
+A few requests always run. Floods in between make groups merge and split automatically. Faults kill
+or suspend a random worker, engine or control-plane process, one at a time. Each answer is compared
+with its undisturbed answer, and the event logs are audited.
 """
 
 import threading
@@ -36,10 +36,10 @@ from services.common.clock import monotonic_s
 from tideserve.cli.errors import SystemUnavailable
 
 WORKERS_MIN = 3
-"""With fewer, hardly anything is left while one is down."""
+"""With fewer workers, too little capacity is left while a worker is down."""
 DISTINCT = 64
 ALWAYS, FLOOD = 6, 64
-"""Requests at once, beside a flood and in it."""
+"""Concurrent requests outside and inside a flood."""
 FLOOD_S, FLOOD_PAUSE_S = 5.0, 20.0
 FAULT_PAUSE_S = (1.0, 8.0)
 REST_TIMEOUT_S = 60.0
@@ -48,7 +48,7 @@ OPTIONS = {"memmgr": {"split_dwell_s": 4.0}}
 
 @dataclass(slots=True)
 class RandomRun:
-    """What has happened."""
+    """Record of a random run."""
 
     workers: int
     faults: Counter[str] = field(default_factory=Counter)
@@ -57,19 +57,19 @@ class RandomRun:
     duration_s: float = 0.0
     slowest_whole_s: float = 0.0
     memory: ResidentMemory = field(default_factory=lambda: ResidentMemory(5, growth_max=0.10))
-    """Of the processes of each name, after every fault."""
+    """Resident memory of the processes of each name, sampled after every fault."""
     groups_seen: Counter[int] = field(default_factory=Counter)
-    """How often a look found all workers serving in so many groups."""
+    """Number of polls that saw all workers serving, by number of groups."""
     tally: Tally = field(default_factory=Tally)
 
 
 def run_random(
     deployment: Deployment, minutes: float, seed: int, say: Say, progress: Say
 ) -> TrialVerdict:
-    """Start a cluster that keeps event logs, trouble it, and audit the logs.
+    """Start a cluster with event logs, inject random faults, and audit the logs.
 
     Raises:
-        SystemUnavailable: if it does not start, or a request fails before the first fault.
+        SystemUnavailable: if the cluster does not start, or a request fails before the first fault.
     """
     workers = max(deployment.workers, WORKERS_MIN)
     with running_cluster(deployment, workers, OPTIONS, say) as cluster:
@@ -81,13 +81,14 @@ def run_random(
 
 
 def judge(done: RandomRun, audited: Audited) -> TrialVerdict:
-    """Figures, and a problem for every property that did not hold."""
+    """Figures, and a problem for every violated property."""
     problems = [*done.problems, *done.tally.problems(refusals=True), *done.memory.problems()]
     problems += audited.problems
+    # Without a merge and a split, the run did not test change-overs.
     if done.workers not in done.groups_seen:
-        problems.append("the groups were never seen apart")
+        problems.append("the groups were never seen split")
     if not any(count < done.workers for count in done.groups_seen):
-        problems.append("no groups were seen merged")
+        problems.append("the groups were never seen merged")
     faults, requests = dict(sorted(done.faults.items())), done.tally.counts()
     figures: dict[str, Any] = {
         "duration_s": done.duration_s,
@@ -114,10 +115,11 @@ def judge(done: RandomRun, audited: Audited) -> TrialVerdict:
 def _disturbed(
     cluster: FaultCluster, workers: int, duration_s: float, seed: int, say: Say
 ) -> RandomRun:
-    """Trouble the cluster for so long, and wait until it is at rest."""
+    """Inject faults for `duration_s`, and wait until the cluster is idle."""
     shape = Shape(ALWAYS, output_tokens=(48, 160), seed=seed, temperature=0.8, distinct=DISTINCT)
     requests = [shape.request(number) for number in range(DISTINCT)]
     say("an undisturbed run")
+    # Record the undisturbed answers before the first fault, on the same cluster.
     wanted = undisturbed_answers(cluster.url, cluster.model, requests)
     done, began_s = RandomRun(workers), monotonic_s()
     ended = threading.Event()
@@ -131,8 +133,9 @@ def _disturbed(
     finally:
         ended.set()
         floods.join()
+    # Without requests, any block in use is a leak.
     if not cluster.rests(REST_TIMEOUT_S):
-        done.problems.append("blocks are in use at rest, or the workers are gone")
+        done.problems.append("blocks are in use in an idle cluster, or the workers are gone")
     done.duration_s = monotonic_s() - began_s
     done.tally.add(load.tally)
     return done
@@ -145,7 +148,7 @@ def _flood(
     done: RandomRun,
     ended: threading.Event,
 ) -> None:
-    """Make floods with pauses, until the run has ended."""
+    """Send floods with pauses until the run has ended."""
     while not ended.wait(FLOOD_PAUSE_S):
         with SteadyLoad(cluster.url, cluster.model, shape, wanted) as flood:
             ended.wait(FLOOD_S)
@@ -154,7 +157,7 @@ def _flood(
 
 
 def _trouble(cluster: FaultCluster, done: RandomRun, rng: Random, until_s: float, say: Say) -> None:
-    """One fault after the other, each once all workers serve again; the groups may be merged."""
+    """Inject faults one at a time, each once all workers serve again; groups may be merged."""
     while monotonic_s() < until_s:
         time.sleep(rng.uniform(*FAULT_PAUSE_S))
         fault = drawn(rng)
@@ -163,11 +166,11 @@ def _trouble(cluster: FaultCluster, done: RandomRun, rng: Random, until_s: float
         try:
             struck = strike(fault, cluster.status(), cluster.pids, rng)
         except SystemUnavailable:
-            continue  # the memory manager, which reports the status, is elected anew
+            continue  # a new memory manager, which reports the status, is being elected
         done.faults[fault.name] += 1
         began_s = monotonic_s()
         if not await_true(partial(is_whole, cluster, done, struck.killed), WHOLE_TIMEOUT_S):
-            done.problems.append(f"not whole {WHOLE_TIMEOUT_S:.0f} s after {struck.told}")
+            done.problems.append(f"workers down {WHOLE_TIMEOUT_S:.0f} s after {struck.description}")
             return
         done.slowest_whole_s = max(done.slowest_whole_s, monotonic_s() - began_s)
         for name, pid in cluster.pids.items():
@@ -175,9 +178,9 @@ def _trouble(cluster: FaultCluster, done: RandomRun, rng: Random, until_s: float
 
 
 def is_whole(cluster: FaultCluster, done: RandomRun, killed: Collection[int]) -> bool:
-    """Whether all workers serve; notes in how many groups.
+    """Whether all workers serve; records the number of groups.
 
-    A process that was `killed` a moment ago may still be there, and in the records.
+    A recently `killed` process may still exist and be in the records.
     """
 
     def whole(status: Status) -> bool:
@@ -190,7 +193,7 @@ def is_whole(cluster: FaultCluster, done: RandomRun, killed: Collection[int]) ->
 
 
 def _family(pid: int) -> list[int]:
-    """The process and its descendants; it alone if it is gone."""
+    """The process ids of a process and its descendants; only `pid` if it is gone."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:

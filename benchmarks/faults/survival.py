@@ -1,4 +1,4 @@
-"""What the death of one worker, and an outage of etcd, cost those who are served: pure."""
+"""Effects of a worker's death and of an etcd outage on clients. Pure."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -18,23 +18,23 @@ from benchmarks.faults.outcomes import (
 )
 
 THROUGHPUT_MIN = 0.9
-"""After the death, of what was before it times the part of the workers that lives."""
+"""Minimum throughput after the death, relative to that before times the share of survivors."""
 WINDOW_MIN_S = 2.0
-"""Throughput of a shorter time says nothing."""
+"""Minimum duration of a throughput measurement."""
 SETTLED_WITHIN_S = 15.0
-"""After etcd is back."""
+"""Limit from the return of etcd."""
 Layout = tuple[tuple[str, int, tuple[str, ...]], ...]
 """Id, epoch and members of each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A worker died under load. Times are those of the monotonic clock.
+    """The death of a worker under load. Times are on the monotonic clock.
 
-    at_once    so many requests of `outcomes` ran at a time; `wanted` are their undisturbed answers
-    hit_s      when it was killed
+    at_once    concurrency of the requests in `outcomes`; `wanted` are their undisturbed answers
+    hit_s      when the worker was killed
     alone_s    since when the survivors served without it; None if they did not in the end
-    whole_s    since when all workers served, with the one that was started in its place; or None
+    whole_s    since when all workers served, including its replacement; None if they did not
     """
 
     workers: int
@@ -47,47 +47,47 @@ class Loss:
 
     @property
     def share_alive(self) -> float:
-        """The part of the workers that survives."""
+        """Share of the workers that survive."""
         return (self.workers - 1) / self.workers
 
     @property
     def before(self) -> tuple[float, float]:
-        """From the first end of a request, when as many run as ever will, to the death."""
-        return min(one.ended_s for one in self.outcomes), self.hit_s
+        """From the first end of a request, at full concurrency, to the death."""
+        return min(outcome.ended_s for outcome in self.outcomes), self.hit_s
 
     @property
     def after(self) -> tuple[float, float]:
-        """While fewer workers serve as many requests at once as before.
+        """The period in which fewer workers serve the same concurrency.
 
-        It ends with the return of the worker, or when the last request was sent; it is empty if
-        the survivors do not serve.
+        It ends when the worker returns or the last request was sent; it is empty if the survivors
+        do not serve.
         """
         if self.alone_s is None:
             return self.hit_s, self.hit_s
-        ends_s = sorted(one.ended_s for one in self.outcomes)
+        ends_s = sorted(outcome.ended_s for outcome in self.outcomes)
         last_sent_s = ends_s[max(0, len(ends_s) - self.at_once - 1)]
         until_s = last_sent_s if self.whole_s is None else min(last_sent_s, self.whole_s)
         return self.alone_s, max(self.alone_s, until_s)
 
     def tokens_per_s(self, window: tuple[float, float]) -> float | None:
-        """Tokens a second that all clients got; None if the window is too short to say."""
+        """Tokens per second over all clients; None if the window is too short."""
         since_s, until_s = window
         if until_s - since_s < WINDOW_MIN_S:
             return None
         counts = (
-            bisect_left(one.times_s, until_s) - bisect_left(one.times_s, since_s)
-            for one in self.outcomes
+            bisect_left(outcome.times_s, until_s) - bisect_left(outcome.times_s, since_s)
+            for outcome in self.outcomes
         )
         return sum(counts) / (until_s - since_s)
 
     @property
     def throughput_ratio(self) -> float | None:
-        """Throughput after the death to the share that lives of that before; None if unknown."""
+        """Throughput after the death over the survivors' share of that before; None if unknown."""
         before, after = self.tokens_per_s(self.before), self.tokens_per_s(self.after)
         return None if not before or after is None else after / (before * self.share_alive)
 
     def figures(self) -> dict[str, Any]:
-        """The figures, for a file."""
+        """The figures as JSON."""
         counts = Counter(kind for kind, _ in self._endings)
         windows = {"before": self.before, "after": self.after}
         return {
@@ -96,7 +96,7 @@ class Loss:
             "requests": {"sent": len(self.outcomes)} | {kind: counts[kind] for kind in KINDS},
             "alone_after_s": _after(self.hit_s, self.alone_s),
             "whole_after_s": _after(self.hit_s, self.whole_s),
-            "longest_silence_s": max(one.silence_s(self.hit_s) for one in self.outcomes),
+            "longest_silence_s": max(outcome.silence_s(self.hit_s) for outcome in self.outcomes),
             "window_s": {name: until - since for name, (since, until) in windows.items()},
             "tokens_per_s": {name: self.tokens_per_s(window) for name, window in windows.items()},
             "share_alive": self.share_alive,
@@ -104,18 +104,18 @@ class Loss:
         }
 
     def problems(self) -> list[str]:
-        """A sentence for all that a death must not do."""
+        """A sentence per violated requirement of a worker's death."""
         problems = self._end_problems()
         windows = {"before": self.before, "after": self.after}
         short = [name for name, window in windows.items() if self.tokens_per_s(window) is None]
         ratio = self.throughput_ratio
         if short:
-            problems.append(f"too little time {short[0]} the death to measure throughput")
+            problems.append(f"too little time {short[0]} the death for measuring throughput")
         elif ratio is None:
-            problems.append("no token came before the death")
+            problems.append("no token was received before the death")
         elif ratio < THROUGHPUT_MIN:
             problems.append(
-                f"throughput was {ratio:.0%} of the share that lives of that before the death"
+                f"throughput was {ratio:.0%} of the survivors' share of that before the death"
             )
         return problems
 
@@ -135,7 +135,7 @@ class Loss:
         )
         alone_s = _after(self.hit_s, self.alone_s)
         if alone_s is None:
-            problems.append("the survivors do not serve without the worker that was killed")
+            problems.append("the survivors do not serve without the killed worker")
         elif alone_s > STABLE_WITHIN_S:
             problems.append(f"the survivors served without the killed worker after {alone_s:.0f} s")
         if self.whole_s is None:
@@ -145,10 +145,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Crowd(Loss):
-    """A loss under more requests than the survivors have KV for.
+    """A worker's death under a load that exceeds the survivors' KV capacity.
 
-    `demand_tokens` is the KV of all requests at their ends, `survivors_tokens` what the survivors
-    hold together, each by itself. `prompts`: the lengths of the prompts.
+    `demand_tokens` is the KV of all requests at their ends, `survivors_tokens` the summed capacity
+    of the survivors as separate groups. `prompts`: prompt lengths in tokens.
     """
 
     prompts: Sequence[int]
@@ -157,18 +157,20 @@ class Crowd(Loss):
 
     @property
     def ideal_wait_s(self) -> float:
-        """How long some request waits in any case, given when the others ended.
+        """Lower bound of the longest wait, given when the other requests ended.
 
-        At the death they hold more KV than the survivors have. The rest of it waits until requests
-        that had as much have ended, even if all else took no time.
+        At the death the requests hold more KV than the survivors have. The excess waits until
+        requests with as much KV have ended, even if everything else took no time.
         """
         held = 0
         ends = []
-        for prompt, one in zip(self.prompts, self.outcomes, strict=True):
-            if one.times_s and one.times_s[0] <= self.hit_s < one.ended_s:
-                held += prompt + bisect_left(one.times_s, self.hit_s)
-                ends.append((one.ended_s, prompt + len(one.token_ids)))
+        for prompt, outcome in zip(self.prompts, self.outcomes, strict=True):
+            if outcome.times_s and outcome.times_s[0] <= self.hit_s < outcome.ended_s:
+                # KV at the death: the prompt and the tokens generated until then.
+                held += prompt + bisect_left(outcome.times_s, self.hit_s)
+                ends.append((outcome.ended_s, prompt + len(outcome.token_ids)))
         wait_s, left = 0.0, held - self.survivors_tokens
+        # Requests free their KV in the order of their ends.
         for ended_s, tokens in sorted(ends):
             if left <= 0:
                 break
@@ -177,7 +179,7 @@ class Crowd(Loss):
         return wait_s
 
     def figures(self) -> dict[str, Any]:
-        """The figures, for a file."""
+        """The figures as JSON."""
         return {
             **Loss.figures(self),
             "demand_tokens": self.demand_tokens,
@@ -186,19 +188,19 @@ class Crowd(Loss):
         }
 
     def problems(self) -> list[str]:
-        """A sentence for all that it must not do; how long some wait has no bound."""
+        """A sentence per violated requirement; the longest wait has no bound."""
         problems = self._end_problems()
         if self.demand_tokens < self.survivors_tokens:
-            problems.append("the survivors have KV for all requests")
+            problems.append("the survivors have enough KV for all requests")
         return problems
 
 
 @dataclass(slots=True)
 class Outage:
-    """etcd stood still under load for `stopped_s` seconds.
+    """A suspension of etcd under load for `stopped_s` seconds.
 
-    `layouts`: the groups, each time that they were seen to be others than before. `settled_s`:
-    seconds from its return until all was well for good; None if that never came.
+    `layouts`: the observed groups, one entry per observed change. `settled_s`: seconds from the
+    return of etcd until all workers serve for good; None if that never happened.
     """
 
     stopped_s: float
@@ -207,22 +209,24 @@ class Outage:
     tally: Tally = field(default_factory=Tally)
 
     def note(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Remember the groups if they have changed.
+        """Record the groups if they have changed.
 
-        A memory manager without etcd may know of none; if they were gone, they come back at other
-        epochs.
+        A memory manager without etcd may report no groups, which is ignored: groups that really
+        vanished would return at other epochs.
         """
-        layout = tuple(sorted((one["id"], one["epoch"], tuple(one["members"])) for one in groups))
+        layout = tuple(
+            sorted((group["id"], group["epoch"], tuple(group["members"])) for group in groups)
+        )
         if layout and layout not in self.layouts[-1:]:
             self.layouts.append(layout)
 
     @property
     def changes(self) -> int:
-        """How often the groups changed."""
+        """Number of changes of the groups."""
         return max(0, len(self.layouts) - 1)
 
     def figures(self) -> dict[str, Any]:
-        """The figures, for a file."""
+        """The figures as JSON."""
         return {
             "stopped_s": self.stopped_s,
             "changes_of_groups": self.changes,
@@ -231,16 +235,16 @@ class Outage:
         }
 
     def problems(self) -> list[str]:
-        """A sentence for all that an outage must not do."""
+        """A sentence per violated requirement of an outage."""
         problems = self.tally.problems(refusals=True)
         if self.changes:
             problems.append(f"the groups changed {self.changes} times")
         if not self.layouts:
             problems.append("the groups were never seen")
         if self.settled_s is None:
-            problems.append("not all is well after the outage")
+            problems.append("the cluster did not settle after the outage")
         elif self.settled_s > SETTLED_WITHIN_S:
-            problems.append(f"all was well {self.settled_s:.0f} s after the return of etcd")
+            problems.append(f"the cluster settled {self.settled_s:.0f} s after the return of etcd")
         return problems
 
 

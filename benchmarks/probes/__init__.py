@@ -1,1 +1,1 @@
-"""Probes measure single parts without a cluster, each in a process of its own."""
+"""Probes, which measure a single part without a cluster in a separate process."""

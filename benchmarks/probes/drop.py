@@ -1,10 +1,10 @@
-"""What a drop costs: `python -m benchmarks.probes.drop`, one JSON object on stdout.
+"""Cost of a drop: `python -m benchmarks.probes.drop` prints a JSON object.
 
-It measures a model folder, loaded as a worker loads it, or with `--layout` the memory of a model of
-that size without its arithmetic. All pages are touched before each drop. Every duration is given as
-elapsed time and as CPU time: other processes blur the first.
+It measures a model folder, loaded as in a worker, or with `--layout` the memory layout of a model
+of that size without computation. All pages are touched before each drop. Durations are reported as
+elapsed time and as CPU time, since other processes disturb the elapsed time.
 
-Exit code 2 with a sentence on stderr if it cannot be measured.
+Exit code 2 with an error on stderr if the drop cannot be measured.
 """
 
 import argparse
@@ -34,30 +34,30 @@ GIB = 1 << 30
 CHUNK_BYTES = 2 << 20
 LAYERS = 48
 KV_SHARE = 0.05
-"""Share of the chunks that are KV before a drop: a flood begins when parameters fill memory."""
+"""Share of the chunks that hold KV before a drop: parameters fill most memory before a flood."""
 # Qwen2.5-14B: 8 KV heads of 128, blocks of 16 tokens.
 BLOCK_SHAPE = KvBlockShape(block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 AVAILABLE_SHARE = 0.8
-"""Share of the machine's available memory that the arena may take."""
+"""Share of the machine's available memory that the arena may use."""
 
 
 class ConstantSource:
-    """Touches every page of a parameter without spending time on its values."""
+    """Parameter source that touches every page without computing values."""
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write ones."""
         target.fill_(1.0)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; no file is open."""
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the arguments, measure and print the result."""
     parser = argparse.ArgumentParser(prog="tideserve-profile-drop")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model-dir", type=Path, help="a model folder, loaded as a worker does")
-    what.add_argument("--layout", type=float, metavar="GIB", help="a 48-layer layout of that size")
+    what.add_argument("--model-dir", type=Path, help="a model folder, loaded as in a worker")
+    what.add_argument("--layout", type=float, metavar="GIB", help="a 48-layer layout of this size")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-gib", type=float, default=1.0, help="budget for --model-dir")
     parser.add_argument("--rounds", type=int, default=3)
@@ -88,21 +88,22 @@ def _memory(arguments: argparse.Namespace) -> Iterator[StageMemory]:
 
 
 def load_layout(arena_bytes: int) -> StageMemory:
-    """48 equal layers, embedding and head in chunks of 2 MiB; the caller closes the arena.
+    """A layout of 48 equal layers, embedding and head in 2 MiB chunks; the caller closes the arena.
 
-    Raises WorkerError when the machine has too little memory to touch it all.
+    Raises WorkerError if the machine has too little memory to touch all pages.
     """
     available_bytes = virtual_memory().available
     if arena_bytes > AVAILABLE_SHARE * available_bytes:
         raise WorkerError(
             f"{arena_bytes / GIB:.1f} GiB would be touched but only {available_bytes / GIB:.1f} "
-            "GiB are available; measure a smaller layout"
+            "GiB are available; choose a smaller layout"
         )
     chunks = arena_bytes // CHUNK_BYTES
     kv_chunks_per_layer = max(1, int(chunks * KV_SHARE / LAYERS))
+    # Embedding and head are slabs like the layers.
     slab_chunks = (chunks - LAYERS * kv_chunks_per_layer) // (LAYERS + 2)
     if slab_chunks < 1:
-        raise WorkerError(f"{arena_bytes / GIB:.2f} GiB hold no {LAYERS} layers; measure more")
+        raise WorkerError(f"{arena_bytes / GIB:.2f} GiB cannot hold {LAYERS} layers; choose more")
     names = [EMBEDDING, *(layer_name(index) for index in range(LAYERS)), HEAD]
     elements = slab_chunks * CHUNK_BYTES // torch.bfloat16.itemsize
     layouts = {
@@ -130,7 +131,7 @@ def load_layout(arena_bytes: int) -> StageMemory:
 
 
 def measure(memory: StageMemory, rounds: int) -> dict[str, Any]:
-    """Drop the second half of the layers and take it back, `rounds` times prepared and not."""
+    """Drop and restore the second half of the layers, `rounds` times prepared and unprepared."""
     return {
         "chunks": memory.plan.total_chunks,
         "chunk_bytes": memory.plan.chunk_bytes,
@@ -140,13 +141,13 @@ def measure(memory: StageMemory, rounds: int) -> dict[str, Any]:
 
 
 def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
-    """One drop and restore; `prepared` as in a merge, or at once, with the work after the pause."""
+    """A drop and a restore; `prepared` as in a merge, else with mapping after the pause."""
     half = memory.num_layers // 2
     blocks = memory.num_blocks
     for kv_range in memory.kv_ranges:
         kv_range.blocks().fill_(1.0)
     before = None
-    if prepared:  # mapping and first touches, while the layers still run
+    if prepared:  # map and touch pages while the layers still run
         mapped = _once(lambda: memory.prepare_drop(0, half))
         before = {"map": mapped, "touch": _repeat(memory.finish_drop)}
     reports: list[DropReport] = []
@@ -181,7 +182,7 @@ def _round(memory: StageMemory, *, prepared: bool) -> dict[str, Any]:
 
 
 def _restore(memory: StageMemory) -> dict[str, Any]:
-    """Restore all layers; the paused step (`set_stage`) and the longest of the others."""
+    """Restore all layers; times of the paused step (`set_stage`) and of the longest other step."""
     layers = memory.num_layers
     shrink = _once(lambda: memory.shrink_kv(memory.blocks_after_adding(0, layers), used_blocks=0))
     background = _repeat(memory.finish_drop)
@@ -197,6 +198,7 @@ def _restore(memory: StageMemory) -> dict[str, Any]:
     mapping = _repeat(map_next)
     for name in missing:
         memory.load_layer(name)
+    # Measure the verification of a single slab in 8 MiB steps, and finish the others at once.
     verify = _repeat(lambda: memory.finish_layer(missing[0], 8 << 20))
     for name in missing[1:]:
         memory.finish_layer(name)
@@ -223,7 +225,7 @@ def _once(step: Callable[[], object]) -> dict[str, float]:
 
 
 def _repeat(step: Callable[[], bool]) -> dict[str, float]:
-    """Call `step` until it is done: its times, and the processor time of the longest call."""
+    """Call `step` until it returns True; total times, and the CPU time of the longest call."""
     started_s, started_cpu_s = monotonic_s(), cpu_s()
     longest_s, steps, done = 0.0, 0, False
     while not done:

@@ -1,9 +1,9 @@
-"""Round trips of activations beside bulk transfers, between two processes of this machine.
+"""Round trips of activations during bulk transfers, between two processes of this machine.
 
-`python -m benchmarks.probes.lanes` prints its result as JSON. It measures in a process of its own
-with a peer: the engines of a group do nothing else either. Another peer takes messages of UCX
-alone: nothing is framed, copied or verified there. Memory is walked through in order, either more
-of it than the caches hold, as parameters and KV are moved, or a few buffers again and again.
+`python -m benchmarks.probes.lanes` prints its result as JSON. It measures in a dedicated process
+with a peer, like the engines of a group. A second peer receives plain UCX messages, without
+framing, copies or checksums, as the baseline. Memory is traversed in order: either more than the
+caches hold, as in transfers of parameters and KV, or a few buffers repeatedly.
 """
 
 import argparse
@@ -45,14 +45,14 @@ from services.worker.engine.transfer.ucx_transport import Endpoint, UcxRequest, 
 TRANSFER_BYTES = 16 << 20
 WARM_UP_TRIPS = 50
 TIMEOUT_S = 30.0
-ROUNDS = 10  # the kinds take turns, so that other work of the machine hits all of them
+ROUNDS = 10  # the kinds alternate, so that other load affects all of them equally
 ALONE_S = 0.3
 PAUSE_S = 0.002
-"""Between round trips, as a stage's execution would take."""
+"""Pause between round trips, about the execution time of a stage."""
 PAYLOAD_BYTES = 8192
 PLAIN_MESSAGES, PLAIN_BYTES, PLAIN_UNDER_WAY, PLAIN_BUFFERS = 300, 1 << 20, 2, 8
 CACHED_TAG, SLAB_TAG = 1, 2
-"""Tags of plain messages: the memory that they are fetched into."""
+"""Tags of plain messages, by the memory that receives them."""
 SLAB_BYTES_MIN = 256 << 20
 CACHE_TIMES = 4
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -60,7 +60,7 @@ US, PEER = Identity("measuring", "1"), Identity("echoing", "1")
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True):
-    """An activation frame that is sent back as it is."""
+    """An activation frame that the peer echoes."""
 
     trip: int
 
@@ -70,18 +70,18 @@ CODEC = FrameCodec({1: Ping, **BULK_KINDS})
 
 @dataclass(slots=True)
 class SlabWalk:
-    """Returns one part of `memory` after the other, and begins again at its end."""
+    """Iterates over parts of `memory`, wrapping around at its end."""
 
     memory: npt.NDArray[np.uint8]
     _next: int = 0
 
     @classmethod
     def of(cls, size_bytes: int) -> "SlabWalk":
-        """Through so many bytes, which have been touched."""
+        """A walk over `size_bytes` of touched memory."""
         return cls(np.ones(size_bytes, np.uint8))
 
     def next(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """The next part, a view; `size_bytes` is at most the size of the memory."""
+        """A view of the next part; `size_bytes` is at most the size of the memory."""
         if self._next + size_bytes > self.memory.size:
             self._next = 0
         first, self._next = self._next, self._next + size_bytes
@@ -89,7 +89,7 @@ class SlabWalk:
 
 
 def slab_bytes(last_cache: Path = LAST_CACHE) -> int:
-    """Several times the size of the last cache, which is in `last_cache` ("32768K")."""
+    """Several times the last-level cache size, which is read from `last_cache` ("32768K")."""
     try:
         cache_bytes = int(last_cache.read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
@@ -99,14 +99,14 @@ def slab_bytes(last_cache: Path = LAST_CACHE) -> int:
 
 @dataclass(slots=True)
 class _Tally:
-    """Measurements of one kind, over all rounds."""
+    """Measurements of a kind over all rounds."""
 
     durations_s: list[float] = field(default_factory=list)
     elapsed_s: float = 0.0
     bulk_bytes: int = 0
 
     def result(self) -> dict[str, float]:
-        """Nearest ranks, and the bulk traffic beside the round trips."""
+        """Nearest-rank percentiles, and the bulk traffic during the round trips."""
         ordered = sorted(self.durations_s)
         p50, p99 = (ordered[(len(ordered) - 1) * share // 100] for share in (50, 99))
         bulk = self.bulk_bytes / self.elapsed_s
@@ -114,7 +114,7 @@ class _Tally:
 
 
 class _BulkStream:
-    """Transfers of parts of a slab to the peer, two at a time."""
+    """Transfers of slab parts to the peer, two in flight."""
 
     def __init__(self, lane: UcxLane, gate: ActivationGate, chunk_bytes: int) -> None:
         self.slab = SlabWalk.of(slab_bytes())
@@ -124,7 +124,7 @@ class _BulkStream:
         self._under_way = 0
 
     def feed(self) -> None:
-        """Keep two transfers under way, and count finished ones."""
+        """Keep two transfers in flight, and count finished transfers."""
         self._note_sent()
         while self._under_way < 2:
             name = f"part {next(self._numbers)}"
@@ -135,7 +135,7 @@ class _BulkStream:
             self._under_way += 1
 
     def bytes_per_s(self) -> float:
-        """Nothing but bulk for `ALONE_S`; all of it has arrived then."""
+        """Throughput of bulk alone for `ALONE_S`, until all of it has arrived."""
         began_s, before_bytes = monotonic_s(), self.sent_bytes
         while monotonic_s() < began_s + ALONE_S:
             self.feed()
@@ -158,10 +158,10 @@ class _BulkStream:
 
 
 def measure_in(config: UcxLaneConfig, trips: int, chunk_bytes: int) -> dict[str, Any]:
-    """Round trips alone, beside bulk that stands aside, and beside bulk that does not.
+    """Measure round trips alone, during yielding bulk, and during bulk that does not yield.
 
-    `bulk_bytes_per_s` is bulk with nothing beside it, from slab to slab. `plain_bytes_per_s` is
-    that of UCX without lanes, `plain_cached_bytes_per_s` that from cache to cache: medians.
+    `bulk_bytes_per_s` is bulk alone from slab to slab, `plain_bytes_per_s` UCX without lanes, and
+    `plain_cached_bytes_per_s` the same within the caches; all are medians.
     Raises UcxUnavailable, OSError, LaneClosed.
     """
     gate = ActivationGate()
@@ -176,6 +176,7 @@ def measure_in(config: UcxLaneConfig, trips: int, chunk_bytes: int) -> dict[str,
         cached = SlabWalk.of(PLAIN_UNDER_WAY * PLAIN_BYTES)
         rates: list[tuple[float, float, float]] = []
         try:
+            # Warm up connections and caches without counting.
             _trips(activations, gate, WARM_UP_TRIPS, None, _Tally())
             for _ in range(ROUNDS):
                 own = max(1, trips // ROUNDS)
@@ -212,7 +213,7 @@ def measure_in(config: UcxLaneConfig, trips: int, chunk_bytes: int) -> dict[str,
 def _trips(
     lane: UcxLane, gate: ActivationGate, trips: int, bulk: _BulkStream | None, tally: _Tally
 ) -> None:
-    """Make round trips beside the traffic of `bulk`."""
+    """Time round trips during the traffic of `bulk`."""
     payload = np.ones(PAYLOAD_BYTES, np.uint8)
     began_s, before_bytes = monotonic_s(), bulk.sent_bytes if bulk is not None else 0
     for trip in range(trips):
@@ -224,7 +225,7 @@ def _trips(
         while not lane.receive():
             left_s = started_s + TIMEOUT_S - monotonic_s()
             if left_s <= 0 or any(isinstance(event, PeerLost) for event in lane.events()):
-                raise LaneClosed("the other process does not answer")
+                raise LaneClosed("the peer does not answer")
             select.select([lane], [], [], left_s)
         tally.durations_s.append(monotonic_s() - started_s)
     tally.elapsed_s += monotonic_s() - began_s
@@ -232,13 +233,13 @@ def _trips(
 
 
 def _lanes(identity: Identity, config: UcxLaneConfig) -> tuple[UcxLane, UcxLane]:
-    """The lanes of an engine; its mover verifies bulk by itself."""
+    """The lanes of an engine; the mover verifies bulk itself."""
     bulk = replace(config, verify=False)
     return UcxLane(identity, CODEC, config), UcxLane(identity, CODEC, bulk)
 
 
 def _mover(lane: UcxLane, gate: ActivationGate, slab: SlabWalk, chunk_bytes: int) -> Mover:
-    """A mover that stores what it receives into `slab`, as an engine does."""
+    """A mover that stores received pieces in `slab`, as in an engine."""
 
     def store(piece: BulkPiece, payload: Bytes) -> None:
         slab.next(payload.size)[:] = payload
@@ -251,14 +252,14 @@ def _mover(lane: UcxLane, gate: ActivationGate, slab: SlabWalk, chunk_bytes: int
 
 @contextmanager
 def _peer(role: str, lines: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """This module in another process, in a role; `lines` are its input."""
+    """Run this module as a peer process in `role`; `lines` are its input."""
     command = [sys.executable, "-m", __spec__.name, role]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             if process.stdin is None:
-                raise OSError("the other process has no pipes")
+                raise OSError("the peer has no pipes")
             process.stdin.writelines(f"{line}\n" for line in lines)
             process.stdin.flush()
             yield process
@@ -271,7 +272,7 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 
 def echo() -> None:
-    """Send activations back and store bulk, until this process is killed."""
+    """Echo activations and store bulk until this process is killed."""
     die_with_parent()
     transports, *nonces = (sys.stdin.readline().strip() for _ in range(3))
     activations, bulk = _lanes(PEER, UcxLaneConfig(ucx=UcxConfig(transports)))
@@ -289,14 +290,14 @@ def echo() -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlainStream:
-    """The sending end of plain messages. Its peer never sleeps, so it is stopped in between."""
+    """Sender of plain messages. Its peer busy-polls, so it is suspended in between."""
 
     transport: UcxTransport
     endpoint: Endpoint
     peer: "subprocess.Popen[str]"
 
     def bytes_per_s(self, memory: SlabWalk, tag: int) -> float:
-        """Send `PLAIN_MESSAGES`, and wait until all are taken. Raises LaneClosed."""
+        """Send `PLAIN_MESSAGES` and wait until all are received. Raises LaneClosed."""
         self.peer.send_signal(signal.SIGCONT)
         try:
             under_way: deque[UcxRequest] = deque()
@@ -316,7 +317,7 @@ class PlainStream:
             if under_way[0].completed:
                 under_way.popleft()
             elif monotonic_s() > until_s:
-                raise LaneClosed("the other process takes nothing")
+                raise LaneClosed("the peer receives nothing")
 
 
 @contextmanager
@@ -331,7 +332,7 @@ def plain_stream(config: UcxConfig) -> Iterator[PlainStream]:
 
 
 def take() -> None:
-    """Take plain messages and throw them away, until this process is killed."""
+    """Receive and discard plain messages until this process is killed."""
     die_with_parent()
     transports, devices, address = (sys.stdin.readline().strip() for _ in range(3))
     transport = UcxTransport(UcxConfig(transports, devices))
@@ -346,6 +347,7 @@ def take() -> None:
         transport.progress()
         while under_way and under_way[0].completed:
             under_way.popleft()
+        # Limit the fetches in flight to the buffers, so that none is overwritten.
         arrival = transport.probe() if len(under_way) < PLAIN_BUFFERS else None
         if arrival is not None:
             place = memory[arrival.tag].next(arrival.size_bytes)
@@ -354,9 +356,9 @@ def take() -> None:
 
 def main() -> None:
     """Print a report."""
-    parser = argparse.ArgumentParser(description="Round trips of activations beside bulk.")
-    parser.add_argument("--echo", action="store_true", help="be the peer of lanes")
-    parser.add_argument("--take", action="store_true", help="be the peer of plain messages")
+    parser = argparse.ArgumentParser(description="Round trips of activations during bulk data.")
+    parser.add_argument("--echo", action="store_true", help="run as the peer of lanes")
+    parser.add_argument("--take", action="store_true", help="run as the peer of plain messages")
     parser.add_argument("--trips", type=int, default=500)
     parser.add_argument("--chunk-bytes", type=int, default=1 << 20)
     parser.add_argument("--transports", default=UcxConfig().transports)

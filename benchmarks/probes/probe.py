@@ -1,4 +1,4 @@
-"""Programs that measure one part of tideserve, each in a process of its own."""
+"""Programs that measure a part of tideserve in a separate process."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ TIMEOUT_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A module that measures and prints one JSON object, and its arguments."""
+    """A module that prints its measurements as a JSON object, and its arguments."""
 
     part: str
     title: str
@@ -24,7 +24,7 @@ class Probe:
 
 
 def run_probe(probe: Probe) -> Any:
-    """What a probe printed. Raises SystemUnavailable with what it said last."""
+    """The JSON output of a probe. Raises SystemUnavailable with its last line of stderr."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", probe.module, *probe.arguments],
@@ -38,7 +38,7 @@ def run_probe(probe: Probe) -> Any:
     except subprocess.TimeoutExpired as error:
         raise SystemUnavailable(f"{probe.title} took more than {probe.timeout_s:.0f} s") from error
     if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["no output on stderr"]
         raise SystemUnavailable(f"{probe.title} ended with {done.returncode}: {last[0]}")
     try:
         return json.loads(done.stdout)

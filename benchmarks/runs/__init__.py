@@ -1,1 +1,1 @@
-"""One run of a scenario: its rounds, its result as JSON, its report as tables."""
+"""A run of a scenario: rounds, result as JSON, report as tables."""

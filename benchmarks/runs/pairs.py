@@ -1,7 +1,7 @@
-"""The first system against the others, load by load: each in its faster dtype, then in float32.
+"""Ratios of the first system to the others per load: in each system's faster dtype and in float32.
 
-A system may be in a run in two dtypes. Its faster one is that with the higher throughput, by the
-geometric mean over the loads that were measured in both, whatever the rule of the run has chosen.
+A run may measure a system in two dtypes. The faster dtype has the higher throughput, as geometric
+mean over the loads measured in both, regardless of the dtype that the run chose by rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ THROUGHPUT = "throughput_tokens_per_s"
 ByLoad = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Figures by load, then by system."""
 Variants = Mapping[str, Mapping[str, str]]
-"""Labels in the figures by system, then by dtype."""
+"""Labels of the figures by system, then by dtype."""
 
 
 def pairs(plan: BenchPlan, figures: ByLoad) -> dict[str, Any]:
-    """The tables; {} for a single system.
+    """The tables of ratios; {} for a single system.
 
-    `fastest` compares systems in their faster dtypes, `float32` those that were measured in that.
-    Each has, by load and other system, the first system's figure over the other's.
+    `fastest` compares systems in their faster dtypes, `float32` the systems measured in float32.
+    Each has, by load and other system, the ratio of the first system's figure to the other's.
     """
     variants = _variants(plan, figures)
     if len(variants) < 2:
@@ -33,6 +33,7 @@ def pairs(plan: BenchPlan, figures: ByLoad) -> dict[str, Any]:
     dtypes = {base: next(iter(by_dtype)) for base, by_dtype in rates.items()}
     second = plan.scenario.second_dtype
     tables = {"fastest": _table(plan, figures, variants, dtypes)}
+    # If every system is fastest in the second dtype, both tables would be equal.
     if second is not None and set(dtypes.values()) != {second}:
         both = {
             base: {second: labels[second]} for base, labels in variants.items() if second in labels
@@ -54,7 +55,7 @@ def _variants(plan: BenchPlan, figures: ByLoad) -> Variants:
 
 
 def _rates(labels: Mapping[str, str], figures: ByLoad) -> dict[str, float | None]:
-    """Throughput by dtype, the highest first; None without a load in which all have one."""
+    """Throughput by dtype, highest first; None without a load measured in all dtypes."""
     rates: dict[str, list[float]] = {dtype: [] for dtype in labels}
     for systems in figures.values():
         of_load = [systems.get(label, {}).get(THROUGHPUT) or 0.0 for label in labels.values()]
@@ -68,13 +69,13 @@ def _rates(labels: Mapping[str, str], figures: ByLoad) -> dict[str, float | None
 def _table(
     plan: BenchPlan, figures: ByLoad, variants: Variants, dtypes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Ratios of the first system to the others by load; those not measured are left out."""
+    """Ratios of the first system to the others by load; loads not measured are left out."""
     reads = {case.name for case in plan.scenario.cases(plan.choice) if case.reads_weights}
     loads: dict[str, Any] = {}
     for load, systems in figures.items():
         chosen: dict[str, tuple[str, Mapping[str, Any]]] = {}
         for base, labels in variants.items():
-            # In that dtype, or in another one if the load was measured in that alone.
+            # Use the chosen dtype, or another if the load was measured only in that.
             for dtype in (dtypes[base], *labels):
                 if labels[dtype] in systems:
                     chosen[base] = (dtype, systems[labels[dtype]])
@@ -89,12 +90,12 @@ def _table(
         }
         if row and load in reads:
             row["weight_bytes_per_s"] = {
-                # For each token of a request, an engine reads all of its weights.
+                # A decode step reads all weights once per token of a request.
                 base: quotient(
                     replace(plan.deployment, dtype=dtype).parameter_bytes or None,
-                    found["tpot_s"]["p50"],
+                    system_figures["tpot_s"]["p50"],
                 )
-                for base, (dtype, found) in chosen.items()
+                for base, (dtype, system_figures) in chosen.items()
             }
         if row:
             loads[load] = row
@@ -116,12 +117,12 @@ def _ratios(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def faster_than_chosen(found: Mapping[str, Any]) -> Sequence[str]:
-    """A sentence for each system that was faster in another dtype than the rule has chosen."""
-    chosen = found.get("rule_dtype")
+def faster_than_chosen(compared: Mapping[str, Any]) -> Sequence[str]:
+    """A sentence per system that was faster in another dtype than the rule chose."""
+    chosen = compared.get("rule_dtype")
     fastest = {
         base: next(iter(rates))
-        for base, rates in found.get("throughput_by_dtype", {}).items()
+        for base, rates in compared.get("throughput_by_dtype", {}).items()
         if chosen in rates
     }
     return [

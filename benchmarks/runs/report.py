@@ -1,4 +1,4 @@
-"""The result as tables for people."""
+"""The result as tables."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ COLOURS = {Judgement.HOLDS: "green", Judgement.FAILS: "red", Judgement.NOT_MEASU
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print a table for each part of the result with its ratios, then what could not run."""
+    """Print a table with ratios per section of the result, then the systems that could not run."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -48,7 +48,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         for figure, value in figures.get("overhead", {}).items():
             line(f"{name}: {figure} {_any(value)}")
     for section in sections(result) if "co_serving" in result else ():
-        # The bars are those of the load that is called as the scenario.
+        # The bars apply to the load that is named like the scenario.
         judged = section["scenario"] == result["scenario"]
         _show_co_serving(section, result["co_serving"], judged, console)
     for name, reason in result.get("unavailable", {}).items():
@@ -56,9 +56,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _table(title: str, columns: Sequence[str], groups: Iterator[Sequence[Sequence[str]]]) -> Table:
-    """A label and a cell for each column in every row; lines separate the groups of rows."""
+    """A table whose rows have a label and a cell per column; lines separate the row groups."""
     table = Table(title=title, title_justify="left")
-    # Labels stay whole and names are folded, or many systems would be hard to read.
+    # Fold names but not labels: many systems would be hard to read otherwise.
     table.add_column("", no_wrap=True)
     for name in columns:
         table.add_column(escape(name), justify="right", overflow="fold")
@@ -72,7 +72,7 @@ def _table(title: str, columns: Sequence[str], groups: Iterator[Sequence[Sequenc
 def _by_system(
     title: str, systems: Mapping[str, Figures], groups: Iterator[Sequence[Row]]
 ) -> Table:
-    """A column for each system, a row for each figure."""
+    """A column per system, a row per figure."""
     return _table(
         title,
         list(systems),
@@ -87,7 +87,7 @@ def _by_system(
 
 
 def _groups(systems: Mapping[str, Figures]) -> Iterator[Sequence[Row]]:
-    """Short answers, predictions, bubbles: only if a system has them."""
+    """Row groups; short answers, predictions and bubbles only if a system has them."""
     counts = ("sent", "completed", "rejected", "failed", "preemptions")
     yield [
         *((name, at(name), _plain) for name in counts),
@@ -132,7 +132,7 @@ def _groups(systems: Mapping[str, Figures]) -> Iterator[Sequence[Row]]:
 
 
 def _comparisons(result: Mapping[str, Any]) -> Iterator[Table]:
-    """The tables of systems in pairs, and of the steps of an ablation."""
+    """The tables of paired systems and of ablation steps."""
     for name, pair in result.get("pairs", {}).get("tables", {}).items():
         yield _pairs_table(name, pair)
     for case, by_device in result.get("steps", {}).items():
@@ -141,7 +141,7 @@ def _comparisons(result: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _ratios(section: Mapping[str, Any]) -> Iterator[str]:
-    """Ratios of the first system to each other one, and of each system to its references."""
+    """Lines of ratios: the first system to the others, and each system to its references."""
     names = list(section["systems"])
     pairs = [f"{names[0]}/{name}" for name in names[1:]] if names else []
     references = [name for name in names if is_reference(name)]
@@ -164,7 +164,7 @@ def _ratios(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
-    """The figures of each step, each with its ratio to that of the step before."""
+    """The figures of each step, with their ratios to the previous step."""
     columns: Mapping[str, tuple[str, Text]] = {
         "TTFT P99 [ms]": ("ttft_p99_s", _milliseconds),
         "TPOT P50 [ms]": ("tpot_p50_s", _milliseconds),
@@ -186,7 +186,7 @@ def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
 
 
 def _pairs_table(name: str, pair: Figures) -> Table:
-    """Ratios of the first system to each other one, a row for each load."""
+    """Ratios of the first system to each other system, a row per load."""
     first, *others = (f"{base} ({dtype})" for base, dtype in pair["dtypes"].items())
     kind = "each in its faster dtype" if name == FASTEST else name
     columns = ("throughput", "by round", *PAIR_LATENCIES, "weights [GB/s]")
@@ -212,7 +212,7 @@ def _pairs_table(name: str, pair: Figures) -> Table:
 def _show_co_serving(
     section: Mapping[str, Any], verdict: Figures, judged: bool, console: Console
 ) -> None:
-    """Online requests beside batch work: every system beside the base, then the bars."""
+    """Print co-serving figures: every system relative to the base, then the bars."""
     systems = by_name(section["systems"])
     base = systems.get(verdict["base"], {})
     online, batch = ("classes", "online"), ("classes", "batch")

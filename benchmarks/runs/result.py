@@ -21,7 +21,7 @@ COMPARED = (
 
 
 def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
-    """The whole result. With several cases, `scenarios` holds each and `systems` pools them."""
+    """The result of a run. With several cases, `scenarios` has each and `systems` pools them."""
     pooled: dict[str, list[Round]] = {}
     for by_system in outcomes.rounds.values():
         for name, rounds in by_system.items():
@@ -33,8 +33,8 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
             case: {"scenario": case} | shared | _compared(plan, by_system)
             for case, by_system in outcomes.rounds.items()
         }
-    for name, found in outcomes.inspections.items():
-        result["systems"].get(name, {}).update(found)
+    for name, inspected in outcomes.inspections.items():
+        result["systems"].get(name, {}).update(inspected)
     if plan.scenario.steps:
         result["steps"] = {
             part["scenario"]: effects(plan.scenario.steps, part["systems"])
@@ -44,7 +44,7 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
         by_load = {part["scenario"]: part["systems"] for part in sections(result)}
         result["pairs"] = pairs(plan, by_load)
     if (beside := plan.scenario.co_serving) is not None:
-        # The other loads are there to be looked at.
+        # The other loads are informative only.
         judged = result.get("scenarios", {}).get(plan.scenario.name, result)
         targets = beside.load(plan.choice).targets
         paced = plan.deployment.paced is not None
@@ -57,24 +57,24 @@ def result_of(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
 
 
 def sections(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The parts of a result that are shown as a table each."""
+    """The sections of a result, each shown as a table."""
     return list(result.get("scenarios", {}).values()) or [result]
 
 
 def _too_mild(plan: BenchPlan, systems: Mapping[str, Figures]) -> Sequence[str]:
-    """A sentence for each system on which the load was milder than the scenario intends.
+    """A sentence per system whose KV demand stayed below the scenario's minimum.
 
-    Systems with ample memory are left out, and so are unpaced systems in a paced run, whose load is
-    for a slower device.
+    Systems with ample memory are left out, as are unpaced systems in a paced run, whose load is
+    sized for a slower device.
     """
     return [
-        f"{name}: KV demand came to {ratio:.3g} × what the workers hold, less than the"
-        f" {plan.scenario.demand_min:g} × that {plan.scenario.name} is about; give a higher --rate"
+        f"{name}: KV demand peaked at {ratio:.3g} × the workers' capacity, less than the"
+        f" {plan.scenario.demand_min:g} × that {plan.scenario.name} needs; give a higher --rate"
         " or less --memory"
-        for name, found in systems.items()
+        for name, figures in systems.items()
         if not is_reference(name)
         and device_of(name) == (plan.deployment.paced or "")
-        and (ratio := found["kv_demand_peak_ratio"]) is not None
+        and (ratio := figures["kv_demand_peak_ratio"]) is not None
         and ratio < plan.scenario.demand_min
     ]
 
@@ -82,16 +82,17 @@ def _too_mild(plan: BenchPlan, systems: Mapping[str, Figures]) -> Sequence[str]:
 def _compared(plan: BenchPlan, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     best: dict[str, Mapping[str, float | None]] = {}
     for device in {device_of(name) for name in rounds}:
-        own = {name: found for name, found in rounds.items() if device_of(name) == device}
-        # A system without a memory limit is a yardstick, not a competitor.
-        rivals = {name: found for name, found in own.items() if not is_reference(name)}
+        own = {name: measured for name, measured in rounds.items() if device_of(name) == device}
+        # A system without a memory limit is a reference, not a competitor.
+        rivals = {name: measured for name, measured in own.items() if not is_reference(name)}
         best[device] = best_p50_s(rivals or own)
     make: Callable[..., Figures] = figures
     if (beside := plan.scenario.co_serving) is not None:
         load = beside.load(plan.choice)
         make = partial(co_serving_figures, promised=load.targets, window_from_s=load.window_from_s)
     systems = {
-        name: make(found, plan.targets, best[device_of(name)]) for name, found in rounds.items()
+        name: make(measured, plan.targets, best[device_of(name)])
+        for name, measured in rounds.items()
     }
     return {"systems": systems, "ratios": ratios(systems)}
 
@@ -101,14 +102,14 @@ def _config(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
     return {
         "quick": plan.choice.quick,
         "seed": plan.choice.seed,
-        # Everything that a simulation needs to make the same requests.
+        # All options that a simulation needs to generate the same requests.
         "load": asdict(plan.choice),
         "rounds": plan.scenario.round_count(plan.choice.quick),
         "model": deployment.model_name,
         "dtype": deployment.dtype,
         "workers": deployment.workers,
         "memory_bytes": deployment.memory_bytes,
-        # Made-up weights have no file that tells their size.
+        # Random weights have no file to measure.
         "parameter_share": deployment.parameter_bytes / deployment.memory_bytes or None,
         "paced": deployment.paced,
         "workload": outcomes.statements,
@@ -117,11 +118,11 @@ def _config(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
 
 
 def effects(steps: Mapping[str, str], systems: Mapping[str, Figures]) -> dict[str, Any]:
-    """Rows in the order of `steps` (system by label), by the device that was paced to.
+    """Rows in the order of `steps` (system by label), by the device whose pace was kept.
 
-    A row has the step's figures over all rounds; `effect` is each of them as a multiple of the
-    step's before, and `effect_range` the least and the most of that multiple in any round: rounds
-    of the same number had the same requests. A system that could not run is left out.
+    A row has the step's figures over all rounds; `effect` is the ratio of each figure to the
+    previous step's, and `effect_range` the minimum and maximum of that ratio over the rounds, since
+    rounds of the same number had the same requests. Systems that could not run are left out.
     """
     by_device: dict[str, Any] = {}
     for paced in sorted({name.partition("@")[2] for name in systems}):

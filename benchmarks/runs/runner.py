@@ -1,6 +1,6 @@
-"""Runs a comparison: systems take turns, round by round, so that drift of the machine hits all.
+"""Run a comparison: systems alternate by round, so that drift of the machine affects all of them.
 
-While a system is measured, the others are suspended or stopped: idle servers use processors, too.
+While a system is measured, the others are suspended or stopped, since idle servers use processors.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ from tideserve.load.client import UNFINISHED, Job
 from tideserve.load.record import RequestOutcome, Round, SentRequest, TokenSample
 from tideserve.load.workload import fixed
 
-# The servers report their counters once a second.
+# Servers report their counters once a second.
 SETTLE_S = 1.5
 INTERVAL_S = 1.0
 WARM_UP_TIMEOUT_S = 120.0
 REQUESTS_MIN = 200
 PROCESS_BYTES = 1 << 30
-"""Memory of a server process beside its KV cache and parameters, roughly."""
+"""Approximate memory of a server process in addition to KV cache and parameters."""
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is measured."""
+    """Scenario, systems and options of a comparison."""
 
     scenario: Scenario
     choice: LoadChoice
@@ -69,10 +69,10 @@ class RunOutcomes:
 
 
 class Runner:
-    """One run of one scenario."""
+    """A run of a scenario."""
 
     def __init__(self, plan: BenchPlan, say: Say, progress: Say) -> None:
-        """`say` gets sentences to keep, `progress` the current step."""
+        """`say` prints permanent lines, `progress` the current step."""
         self._plan = plan
         self._say = say
         self._progress = progress
@@ -86,10 +86,10 @@ class Runner:
         self.outcomes = RunOutcomes()
 
     def run(self) -> RunOutcomes:
-        """Measure everything. A system that cannot run is noted, and the others go on.
+        """Measure all systems. A system that cannot run is recorded, and the others continue.
 
         Raises:
-            BenchError: if the request cannot be carried out at all.
+            BenchError: if the comparison cannot run at all.
         """
         outcomes = self.outcomes
         outcomes.machine = describe_machine(self._deployment)
@@ -99,7 +99,7 @@ class Runner:
         try:
             for key, (name, _) in self._systems.items():
                 if "=" in name:
-                    # A server that does not answer is reported before anything is measured.
+                    # Report an unreachable server before measuring.
                     with self._noting(key):
                         self._start(key)
             for turn in range(self._round_count):
@@ -117,8 +117,8 @@ class Runner:
         return outcomes
 
     def _in_order(self) -> dict[str, tuple[str, bool]]:
-        """(name, paced) by label. Those of one dtype take turns; tideserve is first, since vLLM
-        gets as many KV bytes.
+        """(name, paced) by label. Systems of the same dtype alternate; tideserve is first, since
+        vLLM gets the same number of KV bytes.
         """
         names = self._plan.system_names
         dtypes = [self._dtype_of(name) for name in names]
@@ -129,7 +129,7 @@ class Runner:
             if self._deployment.paced and is_tideserve(name):
                 systems[f"{name}@{self._deployment.paced}"] = (name, True)
                 if self._plan.scenario.co_serving is not None:
-                    continue  # its load is for the one pace or for the other
+                    continue  # its load is sized for a single pace
             systems[name.partition("=")[0]] = (name, False)
         return systems
 
@@ -137,7 +137,7 @@ class Runner:
         return dtype_of(name) or self._deployment.dtype
 
     def _cases_of(self, key: str) -> Sequence[Case]:
-        """The loads that this system gets."""
+        """The loads of a system."""
         second = self._dtype_of(self._systems[key][0]) != self._deployment.dtype
         return [case for case in self._cases if not (second and case.own_dtype_only)]
 
@@ -146,13 +146,13 @@ class Runner:
             self._say(f"{case.name}: {self.outcomes.statements[case.name]}")
             if case.expected_s > case.limit_s:
                 self._say(
-                    f"{case.name}: a round takes about {case.expected_s:.0f} s and is ended after"
+                    f"{case.name}: a round takes about {case.expected_s:.0f} s but is ended after"
                     f" {case.limit_s:.0f} s, so the last answers may be cut off; choose a higher"
                     " --rate, or leave --quick out"
                 )
         count = self._round_count
         turns = {key: sum(case.expected_s for case in self._cases_of(key)) for key in self._systems}
-        # Each start of vLLM is followed by a round that does not count.
+        # A warm-up round that does not count follows each start of vLLM.
         rehearsals_s = (1 if self._fits else count) * sum(
             turns[key] for key, (name, _) in self._systems.items() if is_vllm(name)
         )
@@ -164,7 +164,7 @@ class Runner:
         )
 
     def _check_memory(self) -> None:
-        """Find out whether there is memory for all servers that are kept between their turns."""
+        """Check whether all servers kept between their turns fit into memory."""
         deployment = self._deployment
         kept: list[int] = []
         passing: list[int] = []
@@ -176,11 +176,11 @@ class Runner:
         needed += sum(passing) if self._plan.scenario.inspect else max(passing, default=0)
         self._fits = needed * deployment.workers < psutil.virtual_memory().available
         if not self._fits:
-            self._say("memory is short: servers are started for each round")
+            self._say("memory is short: servers are restarted for each round")
 
     @contextlib.contextmanager
     def _noting(self, key: str) -> Iterator[None]:
-        """Note a system that cannot run, and stop it."""
+        """Record and stop a system that cannot run."""
         try:
             yield
         except SystemUnavailable as error:
@@ -200,7 +200,7 @@ class Runner:
             measured = self._measure(system, case, turn, label)
             self.outcomes.rounds.setdefault(case.name, {}).setdefault(key, []).append(measured)
         if self._plan.scenario.inspect is not None and self._fits:
-            return  # this reads figures of servers, so they must still run
+            return  # `inspect` reads from the servers, so keep them running
         if not self._fits or not system.rest():
             self._up.pop(key).stop()
 
@@ -220,16 +220,16 @@ class Runner:
             self._kv_bytes[dtype] = system.kv_bytes_per_worker()
         self._warm_up(system)
         if is_vllm(name):
-            # It compiles for each batch size that it first meets.
+            # vLLM compiles at the first use of each batch size.
             for case in self._cases_of(key):
                 label = f"{key}: rehearsing {case.name}"
                 self._note_failures(label, self._send(system, case, self._round_count, label))
-        # Its iterations are to be counted before the first round, not in it.
+        # Let warm-up iterations be counted before the first round.
         time.sleep(SETTLE_S)
         self.outcomes.descriptions[key] = {**system.describe(), "rehearsed": is_vllm(name)}
 
     def _warm_up(self, system: System) -> None:
-        # Each server gets as many: a client of a closed loop keeps its own.
+        # Each server gets the same number: a closed-loop client keeps its server.
         clients = max(2, len(system.urls))
         job = Job(
             urls=tuple(system.urls),
@@ -242,7 +242,7 @@ class Runner:
         records = run_job(job, lambda line: None)
         failed = [record for record in records if record.outcome is not RequestOutcome.COMPLETED]
         if failed:
-            raise SystemUnavailable(f"it does not answer a first request: {failed[0].error}")
+            raise SystemUnavailable(f"the first request failed: {failed[0].error}")
 
     def _send(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
         workload = case.workload(turn)
@@ -265,6 +265,7 @@ class Runner:
         with sampled(system) as samples:
             records = self._send(system, case, turn, label)
         self._note_failures(label, records)
+        # Wait until the servers have reported their final counters.
         if before.preemptions is not None:
             time.sleep(SETTLE_S)
         after = system.counters()
@@ -297,16 +298,16 @@ class Runner:
         failed = [record for record in records if record.outcome is RequestOutcome.FAILED]
         if failed:
             self._say(f"{label}: {len(failed)} requests failed, the first: {failed[0].error}")
-        # Slow is a result; a round without any answer of another cause is not.
-        if len(failed) == len(records) and any(one.error != UNFINISHED for one in failed):
+        # A slow round is a result; a round in which all requests fail for other causes is not.
+        if len(failed) == len(records) and any(record.error != UNFINISHED for record in failed):
             raise SystemUnavailable(f"every request failed, the first: {failed[0].error}")
 
     def _check_requests(self) -> None:
-        """Note systems without any completed request, and quick runs that were too slow."""
+        """Record systems without completed requests, and report quick runs that were too slow."""
         for key in self._systems:
-            rounds = [one for by in self.outcomes.rounds.values() for one in by.get(key, ())]
-            records = [record for one in rounds for record in one.records]
-            # Beside batch work, answers may last longer than a round.
+            rounds = [round_ for by in self.outcomes.rounds.values() for round_ in by.get(key, ())]
+            records = [record for round_ in rounds for record in round_.records]
+            # In co-serving, answers may outlast a round.
             beside = self._plan.scenario.co_serving is not None
             answered = any(
                 record.outcome is RequestOutcome.COMPLETED or (beside and record.token_times_s)
@@ -315,7 +316,7 @@ class Runner:
             loads = [case.workload(0) for case in self._cases_of(key)]
             planned = self._round_count * sum(len(load.requests) - load.lead_in for load in loads)
             if rounds and not answered:
-                self.outcomes.unavailable.setdefault(key, "it completed no request in time")
+                self.outcomes.unavailable.setdefault(key, "no request completed in time")
             elif rounds and len(records) < min(REQUESTS_MIN, planned):
                 self._say(
                     f"{key}: only {len(records)} requests fitted into the time, so the figures"
@@ -325,7 +326,7 @@ class Runner:
     def _inspect(self) -> None:
         scenario, outcomes = self._plan.scenario, self.outcomes
         if scenario.inspect is not None:
-            self._progress("reading the servers' own figures")
+            self._progress("reading the servers' figures")
             try:
                 outcomes.inspections = dict(scenario.inspect(self._up, outcomes.rounds))
             except SystemUnavailable as error:
@@ -334,7 +335,7 @@ class Runner:
 
 @contextlib.contextmanager
 def sampled(system: System) -> Iterator[list[tuple[float, Counters]]]:
-    """(time on the clock, counters), read once a second in a thread of its own."""
+    """(time on the clock, counters), sampled once a second in a thread."""
     samples: list[tuple[float, Counters]] = []
     stop = threading.Event()
 
@@ -343,6 +344,7 @@ def sampled(system: System) -> Iterator[list[tuple[float, Counters]]]:
             counters = system.counters()
             samples.append((monotonic_s(), counters))
 
+    # Sample in a thread, since the caller blocks on the load generator.
     thread = threading.Thread(target=sample, name="sampler", daemon=True)
     thread.start()
     try:
@@ -353,14 +355,14 @@ def sampled(system: System) -> Iterator[list[tuple[float, Counters]]]:
 
 
 def _increase(after: Number | None, before: Number | None) -> Number | None:
-    """The increase of a counter; None if a value is unknown or the counter was reset."""
+    """Increase of a counter; None if a value is unknown or the counter was reset."""
     if after is None or before is None or after < before:
         return None
     return after - before
 
 
 def describe_machine(deployment: Deployment) -> dict[str, Any]:
-    """The machine on which the figures were measured, and how busy it was before."""
+    """The measuring machine, and its load before the run."""
     processor = read_processor()
     gpus = {} if deployment.device == CPU else {"device": deployment.device, "gpus": read_gpus()}
     return gpus | {

@@ -1,18 +1,18 @@
-"""The scenarios. To add one, write a module of its name with a `SCENARIO`, and a line here."""
+"""The scenarios. To add a scenario, add a module of its name with `SCENARIO` and a line here."""
 
 SUMMARIES = {
     "burst": "a slice of a real trace whose KV demand overflows the workers' memory",
     "churn": "merges and splits in a row under load: requests, memory, invariants I1-I11",
     "clients": "loads of `steady` by vllm bench serve and guidellm: tideserve / vLLM, a core each",
-    "coserve": "batch work in the time that online requests leave: tokens gained, and their cost",
+    "coserve": "batch work in the time left by online requests: tokens gained, and their cost",
     "drop": "the pause of a drop of layers, and activations beside bulk data",
     "faults": "kills, freezes and cuts in each phase of a change-over, or at random with floods",
-    "flood": "the flood of burst with offline load behind it: what online requests notice of it",
+    "flood": "the flood of burst with offline load behind it: effect on online requests",
     "front": "vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
     "overhead": "control-plane latency added to TTFT; planning share of iteration time",
-    "prefix": "what a prefix cache saves, and which dispatch finds what is cached",
+    "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
     "survive": "a worker is killed and etcd stops: no request fails, the other workers serve on",
 }
-"""By name. `tideserve --help` reads this dict without loading any scenario."""
+"""Summaries by name. `tideserve --help` reads them without importing the scenarios."""

@@ -1,13 +1,12 @@
 """`burst`: a slice of a real trace whose KV demand exceeds the workers' KV cache.
 
-Outputs are long and prompts short, so that a request stays long and its first token waits for
-memory, not for compute. A system with the suffix `-ample` gets the same arrivals with memory for
-all of them.
+Outputs are long and prompts short, so that requests stay long and first tokens wait for memory, not
+for compute. A system with the suffix `-ample` gets the same arrivals with memory for all of them.
 
-With --ablation, `drop` gets its mechanisms one after the other on the same flood (KunServe §5.3):
-drop only, then coordinated exchange, lookahead and restore. As in KunServe, the prompts are long
-and of many lengths, so that microbatches formed by token count differ in time. After the flood, a
-trickle of requests shows the effect of restoring.
+With --ablation, the mechanisms of `drop` are added step by step under the same flood (KunServe
+§5.3): drop only, then coordinated exchange, lookahead and restore. As in KunServe, the prompts are
+long and of varied length, so that microbatches formed by token count differ in time. After the
+flood, a trickle of requests shows the effect of restoring.
 """
 
 from collections.abc import Sequence
@@ -33,16 +32,16 @@ from tideserve.load.workload import LengthScale, Workload, from_trace
 
 ROUNDS = 3
 FULL_REPEAT = 2
-"""A full run has the slice this many times in a row."""
+"""Consecutive repetitions of the slice in a full run."""
 REQUESTS_MIN = 70
-"""Three rounds of it are the 200 requests that a quick run has at least."""
+"""Minimum per round, so that the three rounds of a quick run have at least 200 requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
     """A slice of the trace, its mean rate for two workers, and the scale of its lengths.
 
-    `drain_s` guesses how long the answers take after the last arrival.
+    `drain_s` estimates how long answers take after the last arrival.
     """
 
     scale: LengthScale
@@ -52,10 +51,10 @@ class TraceSlice:
     drain_s: float
 
 
-# Tokens of Azure's conversations, brought to what two cores decode in about a minute. A prompt
-# costs 3 to 4 ms a token there, so longer ones would make even ample memory wait for compute.
-# Without a merge, a request either finds room at once or waits for seconds. At this rate the median
-# is surely one of the former; at lower ones it lies on the edge, and is either by chance.
+# Lengths of Azure's conversations, scaled to what two cores decode in about a minute. Prefill costs
+# 3 to 4 ms a token there: with longer prompts, even ample memory would wait for compute. Without a
+# merge, a request either gets memory at once or waits for seconds. At this rate the median request
+# surely gets memory at once; at lower rates chance decides.
 UNPACED = TraceSlice(
     LengthScale(prompt=0.05, output=0.4, prompt_range=(24, 40), output_range=(88, 112)),
     start_s=180.0,
@@ -63,9 +62,9 @@ UNPACED = TraceSlice(
     rate_per_s=7.0,
     drain_s=45.0,
 )
-# An answer stays for five to eight seconds at the pace of an A100 with a 14B model. At most some
-# fifteen at once: two processors also plan, compute, sample and send each token in that time. This
-# slice is among the evenest of that many requests: demand stays high for several times as long.
+# An answer takes five to eight seconds at the pace of an A100 with a 14B model. At most about
+# fifteen run concurrently, since two processors also plan, compute, sample and send each token.
+# This slice is among the most even slices of that size: demand stays high for several answer times.
 PACED = TraceSlice(
     LengthScale(prompt=0.12, output=1.3, prompt_range=(96, 160), output_range=(200, 300)),
     start_s=140.0,
@@ -73,9 +72,9 @@ PACED = TraceSlice(
     rate_per_s=1.85,
     drain_s=20.0,
 )
-# Lengths as they are: a request holds a thousand tokens or more. By estimate, two workers that
-# share an H100 run some sixty of a 7B model's at once, which overflow memory that leaves each of
-# them KV for 16,000 tokens. For another model or GPU choose a rate.
+# Unscaled lengths: a request holds a thousand tokens or more. By estimate, two workers that share
+# an H100 run about sixty requests of a 7B model concurrently, which overflows KV for 16,000 tokens
+# per worker. Choose a rate for another model or GPU.
 ON_GPU = TraceSlice(
     LengthScale(prompt_range=(64, 2048), output_range=(64, 512)),
     start_s=140.0,
@@ -83,8 +82,8 @@ ON_GPU = TraceSlice(
     rate_per_s=16.0,
     drain_s=25.0,
 )
-# Few layers, which take long to compute here whatever their width, with much KV of each token: so
-# that so few requests fill what the parameters leave. A merge of two gives 2.2 times that.
+# Few layers, since each layer costs time here whatever its width, with a large KV per token, so
+# that few requests fill the KV cache. A merge of two workers provides 2.2 times its size.
 PACED_MODEL = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -95,24 +94,25 @@ PACED_MODEL = {
 
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
-    """One open loop."""
+    """An open loop."""
     unpaced = ON_GPU if choice.on_gpu else UNPACED
     return (flood_case(choice, "burst", load_for(choice, PACED, unpaced)),)
 
 
 def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: float = 1.0) -> Case:
-    """An open loop that may take its share of a round's time; raises BenchError if it does not fit.
+    """An open loop that takes up to `time_share` of a round.
 
-    Nor may a quick one have too few requests.
+    Raises BenchError if it does not fit, or if a quick round has too few requests.
     """
     workload = flood(choice, 0, load)
     if choice.quick and len(workload.requests) < REQUESTS_MIN:
         raise BenchError(
             f"the slice of the trace has {len(workload.requests)} requests, a quick run needs at"
-            f" least {REQUESTS_MIN} a round; choose a longer one"
+            f" least {REQUESTS_MIN} per round; choose a longer slice"
         )
     limit_s = (QUICK_LIMIT_S if choice.quick else FULL_LIMIT_S) / ROUNDS * time_share
     last_s = workload.requests[-1].arrival_s
+    # The end of a round would cut these requests off.
     if last_s >= limit_s:
         raise BenchError(
             f"the last request would arrive after {last_s:.0f} s, but a round ends after"
@@ -128,7 +128,7 @@ def flood_case(choice: LoadChoice, name: str, load: TraceSlice, time_share: floa
 
 
 def load_for(choice: LoadChoice, paced: TraceSlice, unpaced: TraceSlice) -> TraceSlice:
-    """One of the two loads, with its rate divided by the device's slow-down."""
+    """The paced or the unpaced load, with its rate divided by the device's slowdown."""
     if not choice.paced:
         return unpaced
     slowdown = choice.slowdown
@@ -146,7 +146,7 @@ def flood(choice: LoadChoice, turn: int, load: TraceSlice) -> Workload:
         repeat = FULL_REPEAT
     if repeat is not None:
         part = part.repeat(repeat, duration_s)
-        how += f", {repeat} times over"
+        how += f", repeated {repeat} times"
     if choice.time_scale is not None:
         part = part.scale_time(choice.time_scale)
         how += f", time stretched evenly {choice.time_scale:g} times"
@@ -161,8 +161,8 @@ def flood(choice: LoadChoice, turn: int, load: TraceSlice) -> Workload:
 def _source(choice: LoadChoice, load: TraceSlice) -> tuple[Trace, float, float, float | None]:
     """The trace, start and duration of its slice, and the mean rate to stretch it to, if any.
 
-    What `choice` leaves open: the slice is that of `load`, or begins where a given trace does. Made
-    up arrivals are taken to their end and as they are.
+    Defaults where `choice` is None: the slice of `load`, or the start of a given trace. Synthetic
+    arrivals are used completely and unstretched.
     """
     start_s, rate_per_s = choice.trace_start_s or 0.0, choice.rate_per_s
     if choice.trace is not None and is_pattern(choice.trace):
@@ -179,7 +179,7 @@ SCENARIO = Scenario(
     name="burst",
     systems=("drop", "recompute", "vllm", "recompute-ample", "vllm-ample"),
     memory="620MiB",
-    # Many processors have no product of bfloat16, and what a system does instead is no measure.
+    # Many processors cannot multiply bfloat16, and fallbacks are no basis for a comparison.
     dtype="float32",
     paced_systems=("drop", "recompute", "recompute-ample"),
     paced_memory="22016KiB",
@@ -201,8 +201,8 @@ ABLATION_UNPACED = replace(
     rate_per_s=4.0,
     drain_s=20.0,
 )
-# On a modelled A100, lookahead leaves 0.26 of the bubbles here while requests arrive, or 0.37 and
-# 0.46 if a message between stages takes 1 or 2 ms.
+# On a modelled A100, lookahead leaves 0.26 of the bubbles here while requests arrive; 0.37 or 0.46
+# if a message between stages takes 1 or 2 ms.
 ABLATION_PACED = replace(
     PACED,
     scale=LengthScale(prompt=0.8, output=0.4, prompt_range=(64, 1800), output_range=(40, 160)),
@@ -212,23 +212,24 @@ ABLATION_PACED = replace(
 )
 TRICKLE_REQUESTS, TRICKLE_RATE_PER_S = 12, 1.0
 TRICKLE_SHARE = 0.3
-"""Share of the time limit."""
+"""Share of a round's time limit."""
 
 
 def ablation_cases(choice: LoadChoice) -> Sequence[Case]:
-    """The flood with other lengths, then its first requests again, evenly."""
+    """The flood with other lengths, then its first requests again at a steady rate."""
     load = load_for(choice, ABLATION_PACED, ABLATION_UNPACED)
     first = flood_case(choice, "ablation/flood", load, 1 - TRICKLE_SHARE)
 
     def trickle(turn: int) -> Workload:
+        # Reuse the lengths of the flood, so that only the arrival rate differs.
         requests = tuple(
             replace(request, arrival_s=number / TRICKLE_RATE_PER_S)
             for number, request in enumerate(first.workload(turn).requests[:TRICKLE_REQUESTS])
         )
         return Workload(
             requests,
-            f"when the flood is answered, its first {len(requests)} requests again,"
-            f" {TRICKLE_RATE_PER_S:g} a second",
+            f"after the answers to the flood, its first {len(requests)} requests again,"
+            f" {TRICKLE_RATE_PER_S:g} per second",
         )
 
     second = Case(
@@ -247,7 +248,7 @@ ABLATION_SCENARIO = Scenario(
     memory="400MiB",
     paced_systems=tuple(STEPS.values()),
     paced_memory="26MiB",
-    # Two processors compute 2,000 tokens of a prompt of these layers in the time of the device.
+    # Two processors prefill 2,000 tokens with these layers as fast as the device.
     tiny_model={"num_hidden_layers": 4, "intermediate_size": 256},
     cases=ablation_cases,
     steps=STEPS,

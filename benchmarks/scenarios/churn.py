@@ -1,7 +1,7 @@
-"""`churn`: many merges and splits under load lose, double or block no request and leak nothing.
+"""`churn`: many merges and splits under load must not lose, duplicate or block requests, nor leak.
 
-The groups change by hand, one change after the other, while requests keep coming and some clients
-hang up. Afterwards every process's event log is replayed and audited for invariants I1-I11.
+The groups are changed manually, one change at a time, while requests keep arriving and some clients
+disconnect. Afterwards the event log of every process is replayed and audited for invariants I1-I11.
 """
 
 import time
@@ -23,9 +23,9 @@ from tideserve.cli.tiny_model import DEEP
 FULL_CYCLES, QUICK_CYCLES = 100, 10
 CHANGE_TIMEOUT_S, REST_TIMEOUT_S = 60.0, 30.0
 PAUSE_S = 0.3
-"""How long each configuration serves before the next change is asked for."""
+"""How long each configuration serves before the next change."""
 OPTIONS = {"overload_policy": "recompute"}
-"""The cluster makes only the changes that are asked for."""
+"""The cluster changes its groups only on request."""
 
 
 @dataclass(slots=True)
@@ -39,15 +39,15 @@ class Churned:
     failure: str = ""
     duration_s: float = 0.0
     memory: ResidentMemory = field(default_factory=lambda: ResidentMemory(10, growth_max=0.05))
-    """Of each worker's processes after every cycle: allocators and logs vary."""
+    """Resident memory of each worker's processes after every cycle, which varies with logs."""
     blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Free blocks and all blocks at the end, by worker."""
+    """Free and total blocks at the end, by worker."""
 
 
 def churn(
     url: str, admin_url: str, model: str, cycles: int, shape: Shape, say: Say
 ) -> tuple[Churned, Tally]:
-    """Merge all groups and split them again `cycles` times under load; waits for rest at the end.
+    """Merge and split all groups `cycles` times under load, then wait until the cluster is idle.
 
     Raises:
         SystemUnavailable: if the cluster does not report its status.
@@ -60,6 +60,7 @@ def churn(
                 say(f"cycle {cycle + 1} of {cycles}, {load.tally.ended} requests have ended")
                 done.refused += change_groups(admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
                 done.merges += 1
+                # Let the merged group serve requests before the split.
                 time.sleep(PAUSE_S)
                 done.refused += change_groups(admin_url, SPLIT_PATH, CHANGE_TIMEOUT_S)
                 done.splits += 1
@@ -75,31 +76,34 @@ def churn(
 
 
 def _at_rest(admin_url: str, done: Churned) -> Callable[[], bool]:
-    """Whether no worker has a request; notes how many blocks are free."""
+    """A check that no worker has a request, which records the free blocks."""
 
     def at_rest() -> bool:
         workers = read_status(admin_url)["workers"]
         done.blocks = {
-            one["id"]: (int(one["kv_blocks_free"]), int(one["kv_blocks_total"])) for one in workers
+            worker["id"]: (int(worker["kv_blocks_free"]), int(worker["kv_blocks_total"]))
+            for worker in workers
         }
-        idle = bool(workers) and not any(one["running"] or one["waiting"] for one in workers)
+        idle = bool(workers) and not any(
+            worker["running"] or worker["waiting"] for worker in workers
+        )
         return idle and all(free == total > 0 for free, total in done.blocks.values())
 
     return at_rest
 
 
 def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
-    """Figures, and a problem for every property that did not hold."""
+    """Figures, and a problem for every violated property."""
     problems = [done.failure] if done.failure else []
     problems += tally.problems()
     problems += [
-        f"{name} has {total - free} of {total} blocks in use at rest"
+        f"{name} has {total - free} of {total} blocks in use when idle"
         for name, (free, total) in done.blocks.items()
         if free != total
     ]
     problems += [*done.memory.problems(), *audited.problems]
     counts = tally.counts()
-    del counts["different"]  # answers are compared with none
+    del counts["different"]  # answers are not compared
     figures = {
         "cycles": done.wanted,
         "merges": done.merges,
@@ -110,13 +114,13 @@ def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
         "rss_bytes": done.memory.figures(),
         "kv_blocks_free_and_total": done.blocks,
         "replayed": {
-            name: {"events": one.events, "decisions": one.decisions}
-            for name, one in audited.replayed.items()
+            name: {"events": replay.events, "decisions": replay.decisions}
+            for name, replay in audited.replayed.items()
         },
         **audited.figures,
         "problems": problems,
     }
-    decisions = sum(one.decisions for one in audited.replayed.values())
+    decisions = sum(replay.decisions for replay in audited.replayed.values())
     rows = [
         ("merges / splits", f"{done.merges} / {done.splits} in {done.duration_s:,.0f} s"),
         ("refused at first and repeated", str(done.refused)),
@@ -136,7 +140,7 @@ def judge(done: Churned, tally: Tally, audited: Audited) -> TrialVerdict:
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Start a cluster that keeps event logs, change its groups, and audit the logs."""
+    """Start a cluster with event logs, change its groups, and audit the logs."""
     cycles = choice.cycles or (QUICK_CYCLES if choice.quick else FULL_CYCLES)
     with running_cluster(deployment, deployment.workers, OPTIONS, say) as cluster:
         shape = Shape(seed=choice.seed)

@@ -1,7 +1,7 @@
-"""`clients`: loads of `steady` by load generators of others, against tideserve and against vLLM.
+"""`clients`: loads of `steady` by third-party load generators, against tideserve and against vLLM.
 
-Each system has one engine of one thread, in the dtype that the processor is fastest with. Systems
-take turns round by round, and rest while the other is measured.
+Each system has a single engine with a single thread, in the fastest dtype of the processor. The
+systems alternate by round, and are idle while the other is measured.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tideserve.sim.report import percentile
 OURS, PEER = "tideserve", "vllm"
 ROUNDS = 3
 FULL_FACTOR = 2
-"""Requests of a full run, in those of a quick one."""
+"""Requests of a full run, as a multiple of those of a quick run."""
 LIMIT_S = 300.0
 FIGURES = (
     ("throughput_tokens_per_s", "throughput"),
@@ -40,16 +40,16 @@ FIGURES = (
 )
 
 Reports = dict[tuple[str, str, str], list[ClientReport]]
-"""Rounds by system, client and load."""
+"""Reports of the rounds, by system, client and load."""
 
 
 def loads(choice: LoadChoice) -> Sequence[Mix]:
-    """The mixes of `steady`; a quick run has the mixes that are measured in both dtypes."""
+    """The mixes of `steady`; a quick run has only the mixes measured in both dtypes."""
     return [mix for mix in MIXES if mix.again or not choice.quick]
 
 
 def client_load(mix: Mix, choice: LoadChoice, turn: int, number: int) -> ClientLoad:
-    """The load of a round; no two loads or rounds have a seed in common."""
+    """The load of a round; seeds are unique to a load and a round."""
     factor = 1 if choice.quick else FULL_FACTOR
     seed = (choice.seed * ROUNDS + turn) * len(MIXES) + number
     requests = factor * max(mix.requests, mix.concurrency)
@@ -59,11 +59,11 @@ def client_load(mix: Mix, choice: LoadChoice, turn: int, number: int) -> ClientL
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Measure both systems with both clients. Raises SystemUnavailable.
 
-    The systems take turns; vLLM, whose start takes minutes, is only held in between.
+    The systems alternate; vLLM, which takes minutes to start, is only suspended in between.
     """
     alone = replace(deployment, workers=1, cores=deployment.cores[:1])
     clients = [(client, client.ensure(deployment.cache, say)) for client in LOAD_GENERATORS]
-    found: Reports = {}
+    reports: Reports = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tideserve-bench-")))
 
@@ -74,7 +74,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
                     progress(f"round {turn + 1}: {load.name} by {client.name}, {system.name}")
                     asked = client_load(load, choice, turn, number)
                     report = run_generator(client, python, server, asked, folder, LIMIT_S)
-                    found.setdefault((system.name, client.name, load.name), []).append(report)
+                    reports.setdefault((system.name, client.name, load.name), []).append(report)
 
         peer: Vllm | None = None
         for turn in range(1 if choice.quick else ROUNDS):
@@ -89,7 +89,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
                 peer = Vllm(PEER, (), replace(alone, kv_bytes=kv_bytes))
                 stack.callback(peer.stop)
                 peer.start(say)
-                for load in loads(choice):  # it compiles for each batch size that it first meets
+                for load in loads(choice):  # vLLM compiles at the first use of each batch size
                     progress(f"rehearsing {load.name}, {PEER}")
                     made = load.workload(choice, ROUNDS).requests
                     job = Job(tuple(peer.urls), peer.model, made, LIMIT_S, load.concurrency)
@@ -97,29 +97,30 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             peer.wake()
             measure(peer, turn)
             peer.rest()
-    return judge(found, choice, deployment.dtype)
+    return judge(reports, choice, deployment.dtype)
 
 
-def judge(found: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
-    """Medians over the rounds, and tideserve's over vLLM's. Lost requests are problems."""
+def judge(measured: Reports, choice: LoadChoice, dtype: str) -> TrialVerdict:
+    """Medians over the rounds, and ratios tideserve / vLLM. Lost requests are problems."""
     figures: dict[str, Any] = {"dtype": dtype, "systems": {}, "ratios": {}}
     rows, problems = [], []
-    for (system, client, load), reports in found.items():
+    for (system, client, load), reports in measured.items():
         of_system = figures["systems"].setdefault(system, {})
         of_system.setdefault(client, {})[load] = {
-            "rounds": [asdict(one) for one in reports],
-            **{key: _median([asdict(one)[key] for one in reports]) for key, _ in FIGURES},
+            "rounds": [asdict(report) for report in reports],
+            **{key: _median([asdict(report)[key] for report in reports]) for key, _ in FIGURES},
         }
     for number, mix in enumerate(loads(choice)):
         wanted = client_load(mix, choice, 0, number).requests
-        for client in (one.name for one in LOAD_GENERATORS):
+        for client in (generator.name for generator in LOAD_GENERATORS):
             pair = [figures["systems"][name][client][mix.name] for name in (OURS, PEER)]
             for name, of_load in zip((OURS, PEER), pair, strict=True):
-                least = min(one["completed"] for one in of_load["rounds"])
+                # Figures over fewer requests would favour a system that fails under load.
+                least = min(report["completed"] for report in of_load["rounds"])
                 if least < wanted:
                     problems.append(
                         f"{client} completed {least} of {wanted} requests of {mix.name} against"
-                        f" {name}; give more --memory, or look at what else runs here"
+                        f" {name}; give more --memory, or stop other programs"
                     )
             ours, peer = pair
             compared = {key: quotient(ours[key], peer[key]) for key, _ in FIGURES}

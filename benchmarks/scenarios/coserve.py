@@ -1,9 +1,10 @@
-"""`coserve`: online requests beside a backlog of batch requests that never runs empty.
+"""`coserve`: online requests with a backlog of batch requests that never runs empty.
 
 Online requests have 642 prompt and 64 output tokens and arrive at random; batch requests have 1,800
-and 128 (ConServe's lengths, not scaled). No prompt begins as another, and KV is ample. The targets
-of online requests are the P99 of `online-only`, as in ConServe §6: that of a gap is the budget of
-an iteration. In the middle of a round, the online requests are 45 % of what `eager` processes.
+and 128 (ConServe's lengths, unscaled). Prompts share no prefixes, and KV is ample. The targets of
+online requests are the P99 of `online-only`, as in ConServe §6; the target of a gap is the budget
+of an iteration. In the middle of a round, online requests are 45 % of the tokens that `eager`
+processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +20,18 @@ from tideserve.load.workload import Backlog, PlannedRequest, Workload, prompt_id
 ONLINE_PROMPT, ONLINE_OUTPUT = 642, 64
 BATCH_PROMPT, BATCH_OUTPUT = 1800, 128
 MAX_BATCH_TOKENS = 512
-"""Tokens of an iteration, except of `eager` and of systems whose name has a number."""
+"""Token limit of an iteration, except for `eager` and systems with a number in their name."""
 CLIENTS_PER_WORKER = 160
-"""More than a worker runs at a time, so some always wait."""
+"""More than a worker runs concurrently, so some are always waiting."""
 FULL_FACTOR = 2
-"""Factor of the window of a full run."""
+"""Window of a full run, as a multiple of that of a quick run."""
 
-# For two workers. By the cost model of the profile, `eager` processes 12,800 tokens a second on two
-# A100 with a 14B model; measured at A100-14B:4, four times 3,270. 45 % of these are 8.3 online
-# requests, and at the ends of a window a little is cut off. An iteration of 512 tokens takes 92 ms
-# there.
+# For two workers. By the cost model of the profile, `eager` processes 12,800 tokens per second on
+# two A100 with a 14B model; measured at A100-14B:4, four times 3,270. 45 % of these are 8.3 online
+# requests per second, and the edges of a window cut off a little. An iteration of 512 tokens takes
+# 92 ms there.
 PACED = OnlineLoad(8.4, OnlineTargets(ttft_s=0.45, tpot_s=0.096), window_s=13.0, drain_s=8.0)
-# An estimate for two cores that multiply bfloat16: other machines need a --rate of their own.
+# An estimate for two cores that multiply bfloat16; other machines need their own --rate.
 UNPACED = OnlineLoad(1.4, OnlineTargets(ttft_s=1.4, tpot_s=0.35), window_s=75.0, drain_s=40.0)
 
 Draw = Callable[[Random], int]
@@ -45,10 +46,10 @@ def load_for(choice: LoadChoice) -> OnlineLoad:
 
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
-    """One open loop, with the backlog beside it."""
+    """An open loop with a concurrent backlog."""
     load = load_for(choice)
     what = (
-        f"{load.rate_per_s:.3g} online requests a second of {ONLINE_PROMPT} prompt and"
+        f"{load.rate_per_s:.3g} online requests per second of {ONLINE_PROMPT} prompt and"
         f" {ONLINE_OUTPUT} output tokens,"
     )
     lengths = (lambda rng: ONLINE_PROMPT), (lambda rng: ONLINE_OUTPUT)
@@ -68,10 +69,10 @@ def co_served(
     online: Callable[[int], Sequence[PlannedRequest]],
     backlog: Callable[[int], Backlog] | None,
 ) -> Case:
-    """An open loop of the requests that `online` makes for a round, with a backlog beside it."""
+    """An open loop of the requests from `online` per round, with an optional concurrent backlog."""
 
     def workload(turn: int) -> Workload:
-        beside = "" if backlog is None else f"; beside them {backlog(turn)}"
+        beside = "" if backlog is None else f"; with a backlog of {backlog(turn)}"
         return Workload(tuple(online(turn)), f"{what} {load}{beside}")
 
     expected_s = load.last_s + load.drain_s / 2
@@ -81,11 +82,12 @@ def co_served(
 def online_requests(
     seed: str, load: OnlineLoad, prompt: Draw, output: Draw, turn: int
 ) -> list[PlannedRequest]:
-    """Requests of round `turn` that arrive as `load` says, with lengths drawn by themselves."""
+    """Requests of round `turn` with the arrivals of `load` and independently drawn lengths."""
     rng = Random(f"{seed} {turn}")
     return [
         PlannedRequest(
             time_s,
+            # A seed per request, so that prompts share no prefixes.
             prompt_ids(prompt(rng), f"{seed} {turn} {number}"),
             output(rng),
             number,
@@ -106,7 +108,7 @@ SCENARIO = Scenario(
     paced_memory="256MiB",
     cases=cases,
     rounds=(3, 5),
-    # Nothing merges, whatever demand a system sees.
+    # Disable merges, whatever the demand.
     up_options={"max_batch_tokens": MAX_BATCH_TOKENS, "overload_policy": "recompute"},
     options=frozenset({"rate"}),
     co_serving=CoServing(load_for, COSERVE),

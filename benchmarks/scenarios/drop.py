@@ -1,8 +1,8 @@
-"""`drop`: what a drop of layers costs without any load.
+"""`drop`: cost of a drop of layers without load.
 
-Programs measure, each in a process of its own: the pause of a drop and the first use of new KV,
-with the model and with the memory layout of a 14B model; and round trips of activations beside bulk
-data, by shared memory and over TCP.
+Probes in separate processes measure the pause of a drop and the first use of new KV, with the model
+and with the memory layout of a 14B model; and round trips of activations during bulk transfers, by
+shared memory and over TCP.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +18,9 @@ from tideserve.cli.errors import SystemUnavailable
 
 GIB = 1 << 30
 LAYOUT_GIB_MAX = 30
-"""A 14B model in 16 bits, and a little KV cache."""
+"""A 14B model in 16 bits, with a small KV cache."""
 LAYOUT_SHARE = 0.6
-"""Share of the available memory: every page of the layout is touched."""
+"""Share of the available memory for the layout, whose pages are all touched."""
 KINDS = {
     "idle": "alone",
     "coordinated": "beside bulk that stands aside",
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
-    """Probes of memory, with the model and with a layout, and of lanes between processes."""
+    """Probes of a drop, with the model and with a layout, and of lanes between processes."""
     memory = (
         *("--model-dir", str(deployment.model_dir), "--dtype", deployment.dtype),
         *("--memory-gib", str(deployment.memory_bytes / GIB), "--rounds", "2" if quick else "5"),
@@ -50,7 +50,7 @@ def probes(deployment: Deployment, quick: bool) -> tuple[Probe, ...]:
 
 
 def measure(wanted: Sequence[Probe], progress: Say) -> dict[str, Any]:
-    """The output of each probe, by its part; `unavailable` holds the reasons of the others."""
+    """The output of each probe by part; `unavailable` has the errors of failed probes."""
     figures: dict[str, Any] = {"unavailable": {}}
     for probe in wanted:
         progress(probe.title)
@@ -62,13 +62,13 @@ def measure(wanted: Sequence[Probe], progress: Say) -> dict[str, Any]:
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Run all probes; one that fails is a problem."""
+    """Run all probes; a failing probe is a problem."""
     figures = measure(probes(deployment, choice.quick), progress)
     return TrialVerdict(figures, rows(figures), list(figures["unavailable"].values()))
 
 
 def rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures for people; of several rounds the median."""
+    """The figures as table rows, as medians over rounds."""
     shown: list[tuple[str, str]] = []
     for part, prefix in (("memory", ""), ("layout", "48 layers: ")):
         if part in figures:
@@ -102,6 +102,7 @@ def _memory(rounds: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     yield "parameters dropped", f"{first['dropped_bytes'] / 2**20:,.0f} MiB"
     yield "KV blocks before and after", f"{before:,} → {after:,}"
     for prepared, label in ((True, "prepared"), (False, "at once")):
+        # CPU time excludes the time in which other processes used the core.
         if chosen := [turn for turn in rounds if turn["prepared"] is prepared]:
             pause_ms, cpu_ms = (
                 median(turn["drop"][key] for turn in chosen) / 1e3

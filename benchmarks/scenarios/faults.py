@@ -1,8 +1,8 @@
 """`faults`: members die, freeze and are cut off in each phase of a change-over, or at random.
 
-Every cell has a cluster of its own with one failpoint armed. The cells that are done are lines of
-one file, so that a matrix can be run in parts. With --minutes and neither --cells nor --append,
-random faults and floods disturb one cluster of three workers or more for so long instead.
+Every cell runs on its own cluster with a single failpoint armed. Finished cells are lines of a
+file, so that a matrix can be run in parts. With --minutes and neither --cells nor --append, a
+cluster of three or more workers is disturbed by random faults and floods for that time instead.
 """
 
 import os
@@ -16,7 +16,7 @@ from benchmarks.errors import BenchError
 from benchmarks.faults.cell_run import UndisturbedRuns, run_cell
 from benchmarks.faults.cluster import logs_folder
 from benchmarks.faults.judge import key_of, matrix_figures, matrix_problems
-from benchmarks.faults.matrix import FaultCell, fault_cells, told_cells
+from benchmarks.faults.matrix import FaultCell, describe_cells, fault_cells
 from benchmarks.faults.outcomes import request_rows
 from benchmarks.faults.random_run import run_random
 from benchmarks.scenarios.scenario import GPU, LoadChoice, Scenario, TrialVerdict
@@ -27,12 +27,12 @@ from services.common.setting import settings_of
 from tideserve.cli.tiny_model import DEEP
 
 SEEDS = 8
-"""Cells take the seeds of their streams by turns, so that few undisturbed runs serve them all."""
+"""Number of seeds that cells share in turn, so that few undisturbed runs suffice."""
 LEASE_S: Any = settings_of(ServiceConfig)["lease_ttl_s"].default
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Run the cells that have not been run, or random faults. Raises BenchError."""
+    """Run the unfinished cells, or random faults. Raises BenchError."""
     if choice.draws_faults:
         assert choice.minutes is not None
         return run_random(deployment, choice.minutes, choice.seed, say, progress)
@@ -46,33 +46,35 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             continue
         if choice.minutes is not None and monotonic_s() - began_s > 60 * choice.minutes:
             break
+        # A busy machine explains long silences, so record its load with the cell.
         load = os.getloadavg()[0]
         verdict = run_cell(
             deployment, cell, choice.seed + number % SEEDS, undisturbed, kept, progress
         )
         lines.append(line := verdict.line() | {"load_average_before": round(load, 1)})
+        # Write each line at once, so that an interrupted matrix can be resumed.
         _append(choice.append, line)
-        say(_told(cell, line, verdict.logs))
+        say(_cell_line(cell, line, verdict.logs))
     figures = matrix_figures(lines, cells, LEASE_S)
     return TrialVerdict(figures, _rows(figures), verdict_problems(figures))
 
 
 def verdict_problems(figures: Mapping[str, Any]) -> list[str]:
-    """What does not hold; cells that were not run yet are none of it, unless no cell was run."""
+    """The problems of a matrix; cells not run yet are no problem, unless no cell was run."""
     if not figures["by_cell"]:
         return ["no cell was run"]
     return matrix_problems(figures)
 
 
 def read_lines(path: Path | None) -> list[dict[str, Any]]:
-    """The cells that are done. Raises BenchError if the file holds something else."""
+    """The finished cells in a file. Raises BenchError if the file has other content."""
     if path is None or not path.exists():
         return []
     try:
         lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line]
         keys = [key_of(line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path} is no file of cells: {error}") from error
+        raise BenchError(f"{path} is not a file of cells: {error}") from error
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise BenchError(f"{path} has a cell twice: {'/'.join(map(str, twice[0]))}")
     return lines
@@ -84,7 +86,7 @@ def _append(path: Path | None, line: Mapping[str, Any]) -> None:
             file.write(orjson.dumps(line) + b"\n")
 
 
-def _told(cell: FaultCell, line: Mapping[str, Any], logs: Path | None) -> str:
+def _cell_line(cell: FaultCell, line: Mapping[str, Any], logs: Path | None) -> str:
     stable = line["stable_after_s"]
     good = line["hit"] and not line["problems"]
     return (
@@ -101,7 +103,7 @@ def _rows(figures: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     silence = figures["longest_silence_s"]
     return [
         ("cells that count / wanted", f"{figures['cells']} / {figures['cells_wanted']}"),
-        ("cells with a problem", str(sum(bool(one["problems"]) for one in figures["by_cell"]))),
+        ("cells with a problem", str(sum(bool(cell["problems"]) for cell in figures["by_cell"]))),
         ("cells not run yet", str(figures["cells_not_run"])),
         *request_rows(figures["requests"]),
         ("broken invariants", str(figures["violations"])),
@@ -124,5 +126,5 @@ SCENARIO = Scenario(
     gpu_memory="576MiB",
     random_memory=("64MiB", "256MiB"),
     tiny_dtype="float64",
-    details=told_cells,
+    details=describe_cells,
 )

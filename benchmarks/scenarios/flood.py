@@ -1,10 +1,10 @@
 """`flood`: the flood of `burst` as online requests with targets, with offline load behind it.
 
-Before the flood, batch requests fill the workers' memory. The flood then needs more than the
-workers hold, so that groups merge while batch work rests; after it a few requests more show the
-split, with which batch work comes back. `online-only` gets the same arrivals without batch work.
-All processes log their events, which tell the order of concessions (I11) and how long the changes
-of groups took.
+Before the flood, batch requests fill the workers' memory. The flood then exceeds the workers'
+capacity, so that groups merge while batch work is parked; after it, a few more requests show the
+split, after which batch work resumes. `online-only` gets the same arrivals without batch work.
+All processes write event logs, which show the order of concessions (I11) and the duration of the
+changes of groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ from tideserve.load.workload import Backlog, PlannedRequest
 
 BATCH_PROMPT, BATCH_OUTPUT = (96, 512), (64, 256)
 CLIENTS_PER_WORKER = 32
-"""A quarter of them fills a worker's memory, so some always wait."""
+"""A quarter of them fills a worker's memory, so some are always waiting."""
 AFTER, AFTER_PAUSE_S = 4, 4.0
-"""Requests after the flood, and the time before each: demand is low, and the groups split."""
-# The targets of the class interactive; on two cores iterations of SmolLM2 take some 3.5 times as
-# long as those of the device.
+"""Requests after the flood, and the pause before each: with low demand, the groups split."""
+# Targets of the class interactive; on two cores, iterations of SmolLM2 take about 3.5 times as long
+# as on the device.
 TARGETS = OnlineTargets(ttft_s=0.5, tpot_s=0.1)
 UNPACED_SLOWDOWN = 3.5
 REST_TIMEOUT_S = 60.0
@@ -47,7 +47,7 @@ SYSTEMS = ("online-only", "slo")
 
 
 def load_for(choice: LoadChoice) -> OnlineLoad:
-    """The flood and the requests after it, all of which are measured."""
+    """The flood and the requests after it, all within the window."""
     slowdown = choice.slowdown if choice.paced else UNPACED_SLOWDOWN
     flood = _flood_of(choice)
     flood_s = burst.flood(choice, 0, flood).requests[-1].arrival_s
@@ -60,7 +60,7 @@ def load_for(choice: LoadChoice) -> OnlineLoad:
 
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
-    """One open loop, with the backlog beside it."""
+    """An open loop with a concurrent backlog."""
     load = load_for(choice)
     flood = burst.flood(choice, 0, _flood_of(choice))
     pause_s = (load.last_s - load.window_from_s - flood.requests[-1].arrival_s) / AFTER
@@ -78,13 +78,14 @@ def _backlog(clients: int, seed: int, turn: int) -> Backlog:
 
 
 def _online(choice: LoadChoice, load: OnlineLoad, turn: int) -> Sequence[PlannedRequest]:
-    """A request that begins the round, the flood, and the requests after it.
+    """A request that starts the round, the flood, and the requests after it.
 
-    The first and the last are from another flood, so that no prompt begins as another.
+    The first and the last requests are from another flood, so that prompts share no prefixes.
     """
     flood = burst.flood(choice, turn, _flood_of(choice)).requests
     first, *others = burst.flood(choice, turn + 500, _flood_of(choice)).requests
     ends_s = load.window_from_s + flood[-1].arrival_s
+    # Spread the requests after the flood over the rest of the window.
     pause_s = (load.last_s - ends_s) / AFTER
     timed = [(0.0, first)]
     timed += [(load.window_from_s + request.arrival_s, request) for request in flood]
@@ -103,13 +104,13 @@ def _online(choice: LoadChoice, load: OnlineLoad, turn: int) -> Sequence[Planned
 
 
 def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, Any]:
-    """Changes and audit of each system's event logs. Raises SystemUnavailable."""
+    """Changes of groups and audit, from each system's event logs. Raises SystemUnavailable."""
     by_system = {}
     for name, system in systems.items():
         if isinstance(system, Tideserve):
             rests = partial(_rests, system)
             if not await_true(rests, REST_TIMEOUT_S):
-                raise SystemUnavailable(f"{name} is not at rest {REST_TIMEOUT_S:g} s after")
+                raise SystemUnavailable(f"{name} is not idle {REST_TIMEOUT_S:g} s after")
             audited = audit_logs(system.event_logs)
             by_system[name] = {
                 "changes": [asdict(change) for change in audited.changes],
@@ -121,7 +122,7 @@ def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, An
 
 
 def _rests(system: Tideserve) -> bool:
-    """Whether no request has a block, and no change of groups is under way."""
+    """Whether no KV block is in use and no change of groups is in progress."""
     names = [name for name in system.state["pids"] if name.startswith("worker-")]
     status = read_status(system.admin_url)
     return blocks_free(status) and is_stable(status, names, psutil.pid_exists)

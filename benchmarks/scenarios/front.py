@@ -1,13 +1,12 @@
-"""`front`: what tideserve costs in front of vLLM, and what its dispatch gains.
+"""`front`: cost of tideserve in front of vLLM, and the gain of its dispatch.
 
-Both sides run the same vLLM with the same model, KV cache and threads: plain servers of vLLM, and
-workers of a cluster with `engine: vllm`. First one engine each, in pairs: one request at a time for
-the time to first token, then eight at a time for processor time by the token, which is what the
-kernel counts for all processes. Then two engines each: requests of a trace of code completions,
-once with its lengths and once all of one length, by the round-robin of a client over two plain
-servers and by one gateway. They arrive by a Poisson process: in the trace they come in heaps that
-keep both engines busy whatever a dispatcher does. Plain servers are suspended while the cluster is
-measured.
+Both sides run the same vLLM with the same model, KV cache and threads: plain vLLM servers, and
+workers of a cluster with `engine: vllm`. First, a single engine each, in pairs: a single request at
+a time for TTFT, then eight concurrent requests for CPU time per token, summed by the kernel over
+all processes. Then two engines each: requests of a trace of code completions, with their lengths
+and with equal lengths, sent round-robin by the client to two plain servers and through a gateway.
+They arrive by a Poisson process: the bursts of the trace would keep both engines busy whatever the
+dispatch. Plain servers are suspended while the cluster is measured.
 """
 
 from collections.abc import Sequence
@@ -33,20 +32,20 @@ from tideserve.load.workload import LengthScale, Workload, fixed, from_trace
 FRONT, PLAIN = "tideserve", "vllm"
 PAIRS, QUICK_PAIRS = 10, 5
 ALONE = (12, 1, 64, 8)
-"""Requests, how many at a time, prompt tokens, output tokens."""
+"""(requests, concurrency, prompt tokens, output tokens)."""
 TOGETHER = (24, 8, 64, 64)
 AZURE_CODE_BEGIN_S, AZURE_CODE_S = 250.0, 50.0
-"""A part of the slice: 187 requests."""
+"""Part of the slice: 187 requests."""
 ROUNDS, QUICK_ROUNDS = 5, 3
 LENGTHS = {
     "lengths of the trace": LengthScale(0.2, 1.0, (16, 1024), (4, 64)),
     "equal lengths": LengthScale(prompt_range=(384, 384), output_range=(16, 16)),
 }
-"""Prompts have a fifth of their lengths, so that a core computes one in a fraction of a second."""
+"""Prompts are scaled to a fifth, so that a core prefills a prompt in a fraction of a second."""
 UTILISATION = 0.75
-"""The rate of arrivals, as a share of that at which the plain servers answer without a pause."""
+"""Arrival rate as a share of the saturated throughput of the plain servers."""
 SATURATING = 16
-"""Requests at a time that leave no server idle."""
+"""Concurrency that saturates the servers."""
 ROUND_TIMEOUT_S = 300.0
 CPU_SHARE_MAX, TTFT_ADDED_MAX_S = 0.05, 0.010
 P99_SHARE_MAX = {"lengths of the trace": 0.8, "equal lengths": 1.05}
@@ -54,7 +53,7 @@ P99_SHARE_MAX = {"lengths of the trace": 0.8, "equal lengths": 1.05}
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """One load on one system: processor seconds, output tokens, and the median TTFT in seconds."""
+    """A load on a system: CPU seconds, output tokens, and the median TTFT in seconds."""
 
     cost: ProcessCost
     tokens: int
@@ -63,7 +62,7 @@ class LoadCost:
 
 @dataclass(slots=True)
 class FrontRecord:
-    """All that was measured, by system; TTFTs of a trace by lengths, then by system."""
+    """All measurements by system; TTFTs of a trace by lengths, then by system."""
 
     alone: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
     together: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
@@ -73,13 +72,13 @@ class FrontRecord:
 
 @dataclass(slots=True)
 class Sides:
-    """The cluster and the plain servers, both with as many engines of one thread."""
+    """The cluster and the plain servers, with the same number of single-thread engines."""
 
     systems: dict[str, Tideserve | Vllm]
 
     @classmethod
     def start(cls, deployment: Deployment, engines: int, say: Say, stack: ExitStack) -> "Sides":
-        """Start both; they end with `stack`."""
+        """Start both sides; `stack` stops them."""
         own = {"engine": "vllm", "threads": 1, "block_size": BLOCK_TOKENS}
         options = dict(deployment.options) | own
         alike = replace(deployment, workers=engines, cores=deployment.cores[:engines])
@@ -92,7 +91,7 @@ class Sides:
         return cls({FRONT: front, PLAIN: plain})
 
     def send(self, name: str, load: Workload, concurrency: int | None) -> Sequence[SentRequest]:
-        """The records of a load on one system, while the other one does nothing."""
+        """The records of a load on a system, while the other system is idle."""
         system, plain = self.systems[name], self.systems[PLAIN]
         if system is plain:
             plain.wake()
@@ -102,7 +101,7 @@ class Sides:
         return run_answered(Job(urls, system.model, load.requests, ROUND_TIMEOUT_S, concurrency))
 
     def measure(self, name: str, shape: tuple[int, int, int, int], seed: int) -> LoadCost:
-        """Send a closed loop, and read its cost."""
+        """Send a closed loop and read its cost."""
         count, concurrency, prompt, outputs = shape
         load = fixed(count, prompt, outputs, seed, f"{name} {shape}")
         before = self.systems[name].process_cost()
@@ -112,122 +111,129 @@ class Sides:
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Start one engine each, then two, and measure."""
-    found = FrontRecord()
+    """Start a single engine per side, then two, and measure."""
+    record = FrontRecord()
     with ExitStack() as stack:
-        compare_costs(Sides.start(deployment, 1, say, stack), found, choice, progress)
+        compare_costs(Sides.start(deployment, 1, say, stack), record, choice, progress)
     with ExitStack() as stack:
-        compare_dispatch(Sides.start(deployment, 2, say, stack), found, choice, progress)
-    return judge(found)
+        compare_dispatch(Sides.start(deployment, 2, say, stack), record, choice, progress)
+    return judge(record)
 
 
-def compare_costs(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
-    """Pairs of both closed loops; which system is first alternates."""
+def compare_costs(sides: Sides, record: FrontRecord, choice: LoadChoice, progress: Say) -> None:
+    """Measure pairs of both closed loops; the systems alternate in going first."""
     pairs = QUICK_PAIRS if choice.quick else PAIRS
-    for number in range(-1, pairs):  # what loads at the first request does not count
+    for number in range(-1, pairs):  # pair -1 warms up
         progress(f"pair {number + 1} of {pairs}")
         for name in sorted((FRONT, PLAIN), reverse=bool(number % 2)):
             seed = choice.seed * 1000 + number
-            alone, together = (sides.measure(name, one, seed) for one in (ALONE, TOGETHER))
+            alone, together = (sides.measure(name, shape, seed) for shape in (ALONE, TOGETHER))
             if number >= 0:
-                found.alone[name].append(alone)
-                found.together[name].append(together)
+                record.alone[name].append(alone)
+                record.together[name].append(together)
 
 
-def compare_dispatch(sides: Sides, found: FrontRecord, choice: LoadChoice, progress: Say) -> None:
-    """Rounds with both kinds of lengths; in a round both systems get the same arrivals.
+def compare_dispatch(sides: Sides, record: FrontRecord, choice: LoadChoice, progress: Say) -> None:
+    """Measure rounds with both kinds of lengths; in a round, both systems get the same arrivals.
 
-    Both systems get the load that tells the rate, so that neither begins cold. No prompt begins as
-    one of the other lengths, or vLLM's prefix cache would skip that part.
+    Both systems get the load that determines the rate, so that neither starts cold. Prompts of the
+    two kinds share no prefixes, which vLLM's prefix cache would skip.
     """
     rounds = QUICK_ROUNDS if choice.quick else ROUNDS
     trace = load_trace(AZURE_CODE if choice.trace is None else Path(choice.trace))
     recorded = trace.slice(AZURE_CODE_BEGIN_S, AZURE_CODE_S)
     for number, (lengths, scale) in enumerate(LENGTHS.items()):
         first_seed = (choice.seed * len(LENGTHS) + number) * 1000
-        by = found.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
-        progress(f"{lengths}: how many requests a second are too many")
+        by = record.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
+        progress(f"{lengths}: measuring the saturated request rate")
         load = from_trace(recorded, scale, first_seed, lengths)
         answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
-        rate = found.rates_per_s[lengths] = UTILISATION * answered[PLAIN]
+        rate = record.rates_per_s[lengths] = UTILISATION * answered[PLAIN]
         for turn in range(rounds):
             progress(f"{lengths}: round {turn + 1} of {rounds}")
             seed = first_seed + 1 + turn
             load = from_trace(recorded.with_poisson_arrivals(rate, seed), scale, seed, lengths)
+            # Alternate the order, so that drift of the machine affects both systems.
             for name in sorted(by, reverse=bool(turn % 2)):
                 by[name].append(_ttfts(sides.send(name, load, None)))
 
 
-def judge(found: FrontRecord) -> TrialVerdict:
-    """Figures, and what is above its bound."""
+def judge(record: FrontRecord) -> TrialVerdict:
+    """Figures, and a problem per exceeded bound."""
     problems: list[str] = []
     figures: dict[str, Any] = {}
     rows: list[tuple[str, str]] = []
-    for load, by in (("one at a time", found.alone), ("eight at a time", found.together)):
+    for load, by in (("one at a time", record.alone), ("eight at a time", record.together)):
+        # Compare within pairs, so that drift of the machine cancels out.
         added_s = [a.ttft_s - b.ttft_s for a, b in zip(by[FRONT], by[PLAIN], strict=True)]
-        beside = [one.cost.total_s / one.cost.engine_s - 1 for one in by[FRONT]]
+        beside = [load_cost.cost.total_s / load_cost.cost.engine_s - 1 for load_cost in by[FRONT]]
         whole = [
             (a.cost.total_s / a.tokens) / (b.cost.total_s / b.tokens)
             for a, b in zip(by[FRONT], by[PLAIN], strict=True)
         ]
         figures[load] = {
             "ttft_added_s": added_s,
-            "ttft_s": {name: [one.ttft_s for one in each] for name, each in by.items()},
+            "ttft_s": {name: [load_cost.ttft_s for load_cost in each] for name, each in by.items()},
             "cpu_s_per_1000_tokens": {
-                name: [1e3 * one.cost.total_s / one.tokens for one in each]
+                name: [1e3 * load_cost.cost.total_s / load_cost.tokens for load_cost in each]
                 for name, each in by.items()
             },
-            "cpu_s": {name: [one.cost.seconds for one in each] for name, each in by.items()},
+            "cpu_s": {
+                name: [load_cost.cost.seconds for load_cost in each] for name, each in by.items()
+            },
             "cpu_beside_engine": beside,
             "cpu_over_plain": whole,
         }
         added_ms = 1e3 * median(added_s)
         text = (
-            f"median TTFT {added_ms:+.1f} ms; beside the engine {100 * median(beside):.1f} % of its"
-            f" processor time; all processes {median(whole):.2f} x those of the plain server"
+            f"median TTFT {added_ms:+.1f} ms; control plane {100 * median(beside):.1f} % of the"
+            f" engine's CPU time; all processes {median(whole):.2f} x those of the plain server"
         )
         rows.append((load, text))
         if median(added_s) > TTFT_ADDED_MAX_S:
-            problems.append(f"{load}: the median TTFT is {added_ms:.1f} ms later")
+            problems.append(f"{load}: the median TTFT is {added_ms:.1f} ms longer")
     share = median(figures["eight at a time"]["cpu_beside_engine"])
     if share > CPU_SHARE_MAX:
-        problems.append(f"the control plane takes {100 * share:.1f} % of the engine's processor")
-    for lengths in found.ttfts_s:
-        _judge_dispatch(found, lengths, figures, rows, problems)
+        problems.append(f"the control plane takes {100 * share:.1f} % of the engine's CPU")
+    for lengths in record.ttfts_s:
+        _judge_dispatch(record, lengths, figures, rows, problems)
     return TrialVerdict(figures, rows, problems)
 
 
 def _judge_dispatch(
-    found: FrontRecord,
+    record: FrontRecord,
     lengths: str,
     figures: dict[str, Any],
     rows: list[tuple[str, str]],
     problems: list[str],
 ) -> None:
-    """Add what both systems' two engines did with requests of one kind of lengths."""
-    ttfts = found.ttfts_s[lengths]
-    p99s = {name: [_p99(one) for one in each] for name, each in ttfts.items()}
+    """Add figures, rows and problems of the dispatch with one kind of lengths."""
+    ttfts = record.ttfts_s[lengths]
+    p99s = {name: [_p99(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()}
     ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
+    # Judge the P99 over all rounds: a single round has too few requests for a stable P99.
     together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
     ratio = together[FRONT] / together[PLAIN]
     figures[lengths] = {
-        "requests_per_s": found.rates_per_s[lengths],
-        "requests": [len(one) for one in ttfts[FRONT]],
-        "ttft_s": {name: [percentiles(one) for one in each] for name, each in ttfts.items()},
+        "requests_per_s": record.rates_per_s[lengths],
+        "requests": [len(ttfts_s) for ttfts_s in ttfts[FRONT]],
+        "ttft_s": {
+            name: [percentiles(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()
+        },
         "p99_ratios": ratios,
         "p99_s": together,
         "p99_ratio": ratio,
     }
-    told = ", ".join(f"{one:.2f} s {name}" for name, one in together.items())
-    rounds = ", ".join(f"{one:.2f}" for one in ratios)
-    rate = f"{found.rates_per_s[lengths]:.1f} requests/s"
-    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {told}: {ratio:.2f} x ({rounds})"))
+    pooled = ", ".join(f"{p99_s:.2f} s {name}" for name, p99_s in together.items())
+    rounds = ", ".join(f"{round_ratio:.2f}" for round_ratio in ratios)
+    rate = f"{record.rates_per_s[lengths]:.1f} requests/s"
+    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {pooled}: {ratio:.2f} x ({rounds})"))
     if ratio > P99_SHARE_MAX[lengths]:
         problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
 
 
 def _ttfts(records: Sequence[SentRequest]) -> list[float]:
-    return [one.ttft_s for one in records]
+    return [record.ttft_s for record in records]
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -235,8 +241,8 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def _answered_per_s(records: Sequence[SentRequest]) -> float:
-    last_s = max(one.token_times_s[-1] for one in records)
-    return len(records) / (last_s - min(one.sent_s for one in records))
+    last_s = max(record.token_times_s[-1] for record in records)
+    return len(records) / (last_s - min(record.sent_s for record in records))
 
 
 SCENARIO = Scenario(

@@ -1,9 +1,9 @@
-"""`overhead`: the latency that the control plane adds to a first token, and the cost of planning.
+"""`overhead`: the latency that the control plane adds to TTFT, and the cost of planning.
 
-Alone, a request's time to first token is the engine's own time plus the way through gateway,
-scheduler and worker and back. The engine's part is read from the workers' event logs, on the same
-machine clock as the client's. Many at once show the share of planning in an iteration. All
-together tell the gateway's processor time for 1,000 tokens.
+The TTFT of a single request is the engine's time plus the path through gateway, scheduler and
+worker and back. The engine's part is read from the workers' event logs, on the client's machine
+clock. Concurrent requests show the share of planning in an iteration. All requests together show
+the gateway's CPU time per 1,000 tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ from tideserve.load.workload import Workload, fixed
 
 ALONE, TOGETHER = "overhead/alone", "overhead/together"
 ROUNDS = 3
-# (name, concurrency, prompt tokens, output tokens, requests of a quick round, seconds of it)
+# (name, concurrency, prompt tokens, output tokens, requests and seconds of a quick round)
 LOADS = ((ALONE, 1, 32, 4, 40, 12.0), (TOGETHER, 16, 32, 16, 32, 8.0))
 FULL_FACTOR = 5
 
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
-    """One request at a time, and many."""
+    """A single request at a time, and many concurrent requests."""
     factor = 1 if choice.quick else FULL_FACTOR
 
     def workload(prompt: int, output: int, count: int, turn: int) -> Workload:
@@ -54,31 +54,32 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
 
 
 def inspect(systems: Mapping[str, System], rounds: RoundsByCase) -> dict[str, Any]:
-    """Overhead by system, of those whose engines keep a log."""
-    found = {}
+    """Overhead by system, for systems with engine event logs."""
+    inspected = {}
     for name, system in systems.items():
         if isinstance(system, Tideserve):
             times = read_engine_logs(system.event_logs)
             alone = rounds.get(ALONE, {}).get(name, ())
             together = rounds.get(TOGETHER, {}).get(name, ())
             cost = system.gateway_cost().since(system.cost_at_start)
-            found[name] = {
+            inspected[name] = {
                 "overhead": overhead(times, alone, together)
                 | {"gateway_cpu_s_per_1000_tokens": cost.per_thousand_s}
             }
-    return found
+    return inspected
 
 
 def overhead(
     times: EngineTimes, alone: Sequence[Round], together: Sequence[Round]
 ) -> dict[str, Any]:
-    """Seconds added to a first token, to the engine and back, and shares of planning."""
+    """Seconds added to TTFT, to the engine and back, and shares of planning."""
     done = [
         record
-        for one in alone
-        for record in one.records
+        for round_ in alone
+        for record in round_.records
         if record.outcome is RequestOutcome.COMPLETED and record.request_id in times.first_token_s
     ]
+    # Client and engine share the machine's monotonic clock, so the times can be subtracted.
     there = [times.arrived_s[record.request_id] - record.sent_s for record in done]
     back = [record.token_times_s[0] - times.first_token_s[record.request_id] for record in done]
     return {
@@ -94,9 +95,9 @@ def overhead(
 def _planning_share(times: EngineTimes, rounds: Sequence[Round]) -> float | None:
     """Mean over the rounds; None without any."""
     windows = [
-        (min(r.sent_s for r in one.records), max(r.end_s for r in one.records))
-        for one in rounds
-        if one.records
+        (min(r.sent_s for r in round_.records), max(r.end_s for r in round_.records))
+        for round_ in rounds
+        if round_.records
     ]
     shares = [share for span in windows if (share := times.planning_share(*span)) is not None]
     return sum(shares) / len(shares) if shares else None

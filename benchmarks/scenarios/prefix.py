@@ -1,10 +1,10 @@
-"""`prefix`: what a prefix cache saves, whether its hits are those that it should have, and which
-dispatch finds them.
+"""`prefix`: savings of a prefix cache, correctness of its hits, and hit rates of the dispatch
+policies.
 
-Two clusters of one worker, alike but for the cache, answer the same chats in turn: each turn adds
-256 tokens to all that was said before, and gets 64. Then interleaved chats that overflow the cache
-are counted beside it by other code. A prompt of another salt must hit nothing. Last, eight workers
-are simulated, since a machine that can run these chats is too small for eight.
+Two single-worker clusters, with and without the cache, answer the same chats in turn: each turn
+adds 256 tokens to the conversation and receives 64. Then interleaved chats overflow the cache, and
+an independent implementation counts the hits. A prompt with another salt must have no hits.
+Finally, eight workers are simulated, since the test machine is too small for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ from tideserve.sim.workload import AGENTS, CHATS, Arrival, OpenLoop
 TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 5, 256, 64
 CHAT_COUNT, QUICK_CHAT_COUNT = 8, 3
 TTFT_SHARE_MAX = 0.35
-"""Share of the time to first token of the last turn without a cache."""
+"""Maximum TTFT of the last turn, as a share of that without a cache."""
 COUNT_ERROR_MAX = 0.05
 GAIN_MIN = 2.0
-"""Hits by dispatch `prefix`, in multiples of those of `least_loaded`."""
+"""Minimum hits of dispatch `prefix`, as a multiple of those of `least_loaded`."""
 COUNTED_CHATS = 12
 COUNTED_REQUESTS, QUICK_COUNTED_REQUESTS = 120, 48
 COUNTED_QUESTION, COUNTED_ANSWER = (40, 400), 8
@@ -46,16 +46,16 @@ ON, OFF = "on", "off"
 SIMULATED_S, QUICK_SIMULATED_S = 600.0, 200.0
 WORKERS = 8
 CAPACITIES = (500_000, 1_000_000)
-"""Tokens of KV of each simulated worker."""
+"""KV tokens of each simulated worker."""
 LEAST_LOADED = "least_loaded"
 DEVICE = "A100-14B"
 CHATS_PER_S, AGENTS_PER_S = 1.0, 0.8
-"""Conversations that begin, for all workers."""
+"""Rate of new conversations over all workers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A simulated load under one dispatch; times in seconds of the simulation."""
+class SimulatedLoad:
+    """A simulated load under a dispatch policy; times in seconds of the simulation."""
 
     load: str
     dispatch: str
@@ -67,8 +67,8 @@ class Served:
 
 
 @dataclass(slots=True)
-class Found:
-    """All that was measured."""
+class PrefixRecord:
+    """All measurements of the scenario."""
 
     ttfts_s: dict[str, list[list[float]]] = field(default_factory=lambda: {ON: [], OFF: []})
     capacity_blocks: int = 0
@@ -76,16 +76,16 @@ class Found:
     hits: int = 0
     counted_hits: int = 0
     foreign_hits: int = 0
-    served: list[Served] = field(default_factory=list)
+    served: list[SimulatedLoad] = field(default_factory=list)
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Start both clusters, chat, count, simulate."""
-    found = Found()
+    """Start both clusters, measure chats, count hits, and simulate."""
+    record = PrefixRecord()
     with ExitStack() as stack:
         clients = {}
         for name in (ON, OFF):
-            # The two share the processors; only one of them is asked at a time.
+            # The two clusters share the processors, so send to only one at a time.
             worker = {"profile_when_idle": False, "prefix_caching": name == ON}
             options = {**deployment.options, "worker": worker, "threads": 1}
             system = Tideserve("tideserve", (), replace(deployment, workers=1, options=options))
@@ -96,23 +96,23 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
                 kv_tokens = system.counters().capacity_tokens
                 if kv_tokens is None:
                     raise SystemUnavailable("the worker does not report its number of KV blocks")
-                found.capacity_blocks = kv_tokens // BLOCK_TOKENS
+                record.capacity_blocks = kv_tokens // BLOCK_TOKENS
         chats = QUICK_CHAT_COUNT if choice.quick else CHAT_COUNT
-        for number in range(-1, chats):  # modules that load at the first request do not count
+        for number in range(-1, chats):  # chat -1 warms up
             progress(f"chat {number + 1} of {chats}")
             for name in sorted(clients, reverse=bool(number % 2)):
                 answers = chat(clients[name], f"{choice.seed} {number}")
                 if number >= 0:
-                    found.ttfts_s[name].append([one.ttft_s for one in answers])
+                    record.ttfts_s[name].append([answer.ttft_s for answer in answers])
         requests = QUICK_COUNTED_REQUESTS if choice.quick else COUNTED_REQUESTS
-        count_hits(clients[ON], found, requests, choice.seed, progress)
-        found.foreign_hits = foreign_hits(clients[ON], choice.seed)
-    simulate(found, choice, progress)
-    return judge(found)
+        count_hits(clients[ON], record, requests, choice.seed, progress)
+        record.foreign_hits = foreign_hits(clients[ON], choice.seed)
+    simulate(record, choice, progress)
+    return judge(record)
 
 
 def chat(client: OneByOne, seed: str) -> list[TurnAnswer]:
-    """All turns of one chat."""
+    """Run all turns of a chat."""
     said: tuple[int, ...] = ()
     answers = []
     for turn in range(TURNS):
@@ -122,16 +122,19 @@ def chat(client: OneByOne, seed: str) -> list[TurnAnswer]:
     return answers
 
 
-def count_hits(client: OneByOne, found: Found, requests: int, seed: int, progress: Say) -> None:
-    """Turns of several chats in any order, until they overflow the cache; counted twice.
+def count_hits(
+    client: OneByOne, record: PrefixRecord, requests: int, seed: int, progress: Say
+) -> None:
+    """Interleave turns of several chats that overflow the cache, and count hits in both caches.
 
-    The first requests only fill both caches, so that what was cached before is gone.
+    The first requests only fill both caches, which evicts earlier content.
     """
     rng = Random(f"counted {seed}")
-    counted = CountedCache(found.capacity_blocks, BLOCK_TOKENS)
+    counted = CountedCache(record.capacity_blocks, BLOCK_TOKENS)
     said: dict[int, tuple[int, ...]] = {}
-    filler = found.capacity_blocks * BLOCK_TOKENS
+    filler = record.capacity_blocks * BLOCK_TOKENS
     place = 0
+    # Fill both caches with unrelated prompts, so that they start in the same state.
     while filler > 0:
         prompt = prompt_ids(min(filler, 1500), f"filler {seed} {place}")
         counted.request(prompt, client.ask(prompt, 1).output_ids)
@@ -142,31 +145,32 @@ def count_hits(client: OneByOne, found: Found, requests: int, seed: int, progres
         which = rng.randrange(COUNTED_CHATS)
         question = prompt_ids(rng.randint(*COUNTED_QUESTION), f"counted {seed} {number}")
         prompt = (*said.get(which, ()), *question)
-        if len(prompt) > found.capacity_blocks * BLOCK_TOKENS // 3:
+        # Restart a chat before it dominates the cache.
+        if len(prompt) > record.capacity_blocks * BLOCK_TOKENS // 3:
             prompt = question
         answer = client.ask(prompt, COUNTED_ANSWER)
         counted.request(prompt, answer.output_ids)
         said[which] = (*prompt, *answer.output_ids)
-        found.queries += answer.prompt_tokens
-        found.hits += answer.cached_tokens
-    found.counted_hits = counted.hits
+        record.queries += answer.prompt_tokens
+        record.hits += answer.cached_tokens
+    record.counted_hits = counted.hits
 
 
 def foreign_hits(client: OneByOne, seed: int) -> int:
-    """Cached tokens of a prompt that another salt has sent just before; more than 0 is a defect.
+    """Cached tokens of a prompt sent just before with another salt; more than 0 is a defect.
 
-    Raises SystemUnavailable if the same salt does not hit either: then nothing is shown.
+    Raises SystemUnavailable if the same salt has no hits either, which makes the test void.
     """
     prompt = prompt_ids(QUESTION_TOKENS, f"salted {seed}")
     client.ask(prompt, 1, "one")
     foreign = client.ask(prompt, 1, "other").cached_tokens
     if not client.ask(prompt, 1, "one").cached_tokens:
-        raise SystemUnavailable("a prompt that was sent twice hits nothing in the prefix cache")
+        raise SystemUnavailable("a repeated prompt has no hits in the prefix cache")
     return foreign
 
 
-def simulate(found: Found, choice: LoadChoice, progress: Say) -> None:
-    """Both dispatches, on generated conversations or on the chosen trace. Raises TraceError."""
+def simulate(record: PrefixRecord, choice: LoadChoice, progress: Say) -> None:
+    """Simulate both dispatches on generated conversations or the given trace. Raises TraceError."""
     duration_s = QUICK_SIMULATED_S if choice.quick else SIMULATED_S
     if choice.trace is not None:
         trace = load_trace(Path(choice.trace))
@@ -183,11 +187,13 @@ def simulate(found: Found, choice: LoadChoice, progress: Say) -> None:
         for capacity in CAPACITIES[-1:] if choice.quick else CAPACITIES:
             for dispatch in (LEAST_LOADED, PREFIX):
                 progress(f"simulating {len(arrivals):,} requests of {load}, dispatch {dispatch}")
-                found.served.append(serve(load, arrivals, dispatch, capacity))
+                record.served.append(serve(load, arrivals, dispatch, capacity))
 
 
-def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens: int) -> Served:
-    """Simulate one dispatch: planners of core with prefix caches, on an estimated device."""
+def serve(
+    load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens: int
+) -> SimulatedLoad:
+    """Simulate a dispatch with core planners and prefix caches on an estimated device."""
     model = load_profile(DEVICE).model
     spec = ClusterSpec(
         instances=WORKERS,
@@ -200,11 +206,14 @@ def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens
             prefix_caching=True,
         ),
         max_model_len=capacity_tokens,
+        # The queue is practically unlimited, so that no request is refused.
         scheduler=StateConfig(1_000_000, 1e6, dispatch, ttft=model if dispatch == PREFIX else None),
     )
     outcomes = Cluster(spec, CostTimeModel(model), OpenLoop(arrivals)).run()
-    ttfts_s = [one.ttft_s for one in outcomes.records if one.outcome is Outcome.COMPLETED]
-    return Served(
+    ttfts_s = [
+        request.ttft_s for request in outcomes.records if request.outcome is Outcome.COMPLETED
+    ]
+    return SimulatedLoad(
         load,
         dispatch,
         capacity_tokens,
@@ -215,20 +224,22 @@ def serve(load: str, arrivals: Sequence[Arrival], dispatch: str, capacity_tokens
     )
 
 
-def judge(found: Found) -> TrialVerdict:
-    """Figures, and a problem for each bar that is not reached."""
-    last = {name: median(one[-1] for one in chats) for name, chats in found.ttfts_s.items()}
+def judge(record: PrefixRecord) -> TrialVerdict:
+    """Figures, and a problem per missed bar."""
+    last = {
+        name: median(ttfts_s[-1] for ttfts_s in chats) for name, chats in record.ttfts_s.items()
+    }
     share = last[ON] / last[OFF]
-    error = found.hits / found.counted_hits - 1 if found.counted_hits else 1.0
-    gains = _gains(found.served)
+    error = record.hits / record.counted_hits - 1 if record.counted_hits else 1.0
+    gains = _gains(record.served)
     problems = {
-        f"the first token of turn {TURNS} takes {share:.2f} of the time without a cache, more than"
+        f"TTFT of turn {TURNS} is {share:.2f} of that without a cache, more than"
         f" {TTFT_SHARE_MAX:g}": share > TTFT_SHARE_MAX,
-        f"{found.hits:,} tokens were hits, {error:+.1%} beside the {found.counted_hits:,} that"
-        " were counted": abs(error) > COUNT_ERROR_MAX,
-        f"{found.foreign_hits} tokens of another salt were hits": found.foreign_hits > 0,
+        f"{record.hits:,} tokens were hits, {error:+.1%} relative to the reference count of"
+        f" {record.counted_hits:,}": abs(error) > COUNT_ERROR_MAX,
+        f"{record.foreign_hits} tokens with another salt were hits": record.foreign_hits > 0,
         **{
-            f"dispatch {PREFIX} finds {gain:.2f} times the hits of {LEAST_LOADED} on {name}, less"
+            f"dispatch {PREFIX} has {gain:.2f} times the hits of {LEAST_LOADED} on {name}, less"
             f" than {GAIN_MIN:g}": gain < GAIN_MIN
             for name, gain in gains.items()
         },
@@ -236,28 +247,28 @@ def judge(found: Found) -> TrialVerdict:
     missed = [sentence for sentence, applies in problems.items() if applies]
     figures = {
         "chat": f"{TURNS} turns of {QUESTION_TOKENS} in and {ANSWER_TOKENS} out",
-        "ttft_s_by_chat_and_turn": found.ttfts_s,
+        "ttft_s_by_chat_and_turn": record.ttfts_s,
         "ttft_s_last_turn": last,
         "ttft_share": share,
-        "capacity_tokens": found.capacity_blocks * BLOCK_TOKENS,
-        "query_tokens": found.queries,
-        "hit_tokens": found.hits,
-        "counted_hit_tokens": found.counted_hits,
+        "capacity_tokens": record.capacity_blocks * BLOCK_TOKENS,
+        "query_tokens": record.queries,
+        "hit_tokens": record.hits,
+        "counted_hit_tokens": record.counted_hits,
         "hit_error": error,
-        "foreign_hit_tokens": found.foreign_hits,
-        "simulated": [asdict(one) for one in found.served],
+        "foreign_hit_tokens": record.foreign_hits,
+        "simulated": [asdict(served) for served in record.served],
         "simulated_gains": gains,
         "problems": missed,
     }
-    return TrialVerdict(figures, _rows(found, last, share, error), missed)
+    return TrialVerdict(figures, _rows(record, last, share, error), missed)
 
 
-def _gains(served: Sequence[Served]) -> dict[str, float]:
-    """Hits of `prefix` in multiples of those of `least_loaded`, by load and capacity."""
+def _gains(served: Sequence[SimulatedLoad]) -> dict[str, float]:
+    """Hits of `prefix` as a multiple of those of `least_loaded`, by load and capacity."""
     shares: dict[str, dict[str, float]] = {}
-    for one in served:
-        name = f"{one.load}, {one.capacity_tokens:,} tokens"
-        shares.setdefault(name, {})[one.dispatch] = one.hit_share
+    for load in served:
+        name = f"{load.load}, {load.capacity_tokens:,} tokens"
+        shares.setdefault(name, {})[load.dispatch] = load.hit_share
     return {
         name: by[PREFIX] / by[LEAST_LOADED] if by[LEAST_LOADED] else 0.0
         for name, by in shares.items()
@@ -265,7 +276,7 @@ def _gains(served: Sequence[Served]) -> dict[str, float]:
 
 
 def _rows(
-    found: Found, last: Mapping[str, float], share: float, error: float
+    record: PrefixRecord, last: Mapping[str, float], share: float, error: float
 ) -> list[tuple[str, str]]:
     return [
         (
@@ -274,17 +285,17 @@ def _rows(
         ),
         (
             "hits at a full cache",
-            f"{found.hits:,} of {found.queries:,} prompt tokens; counted {found.counted_hits:,}"
+            f"{record.hits:,} of {record.queries:,} prompt tokens; counted {record.counted_hits:,}"
             f" ({error:+.1%})",
         ),
-        ("hits of another salt", str(found.foreign_hits)),
+        ("hits of another salt", str(record.foreign_hits)),
         *(
             (
-                f"simulated, {WORKERS} workers of {one.capacity_tokens:,} tokens, {one.load}",
-                f"{one.dispatch}: {one.hit_share:.1%} hits, first token"
-                f" P50 {one.ttft_p50_s or 0:.2f} s, P99 {one.ttft_p99_s or 0:.2f} s",
+                f"simulated, {WORKERS} workers of {load.capacity_tokens:,} tokens, {load.load}",
+                f"{load.dispatch}: {load.hit_share:.1%} hits, first token"
+                f" P50 {load.ttft_p50_s or 0:.2f} s, P99 {load.ttft_p99_s or 0:.2f} s",
             )
-            for one in found.served
+            for load in record.served
         ),
     ]
 

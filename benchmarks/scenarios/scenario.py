@@ -1,4 +1,4 @@
-"""What a scenario is, and how one is loaded by its name."""
+"""Definition of a scenario, and loading by name."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,29 +19,29 @@ COMMON = frozenset({"model", "workers", "memory", "dtype", "quick", "json", "see
 COMPARISON = frozenset({"systems", "paced", "slo", "plot", "api_key"})
 GPU = frozenset({"device", "load_format"})
 TRACE = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "time_scale", "rate"})
-"""Parameters of `tideserve bench` by what they are for."""
+"""Groups of parameters of `tideserve bench`."""
 ABLATION = "ablation"
 """The scenario of `burst --ablation`."""
 QUICK_LIMIT_S, FULL_LIMIT_S = 240.0, 1200.0
 FASTEST = "fastest"
-"""In place of a dtype: the one in which this processor serves a model fastest."""
+"""Instead of a dtype: the fastest dtype of this processor."""
 RoundsByCase = Mapping[str, Mapping[str, Sequence[Round]]]
-"""Measured rounds by the name of the case, then by that of the system."""
+"""Measured rounds by case name, then by system name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """The load as chosen on the command line; None leaves the choice to the scenario.
+    """The load chosen on the command line; None selects the scenario's default.
 
-    trace         a file, or a pattern of made-up arrivals (`patterns.py`)
-    time_scale    factor of the times between arrivals, in place of a rate
-    paced         whether the load is for the device that is paced to, not for this machine
-    on_gpu        whether the load is for workers on GPUs
-    slowdown      how many times slower the paced device is. A scenario divides its own rate by
-                  this; a chosen rate and chosen arrivals are kept
+    trace         a file, or a pattern of synthetic arrivals (`patterns.py`)
+    time_scale    factor on the times between arrivals, instead of a rate
+    paced         whether the load is sized for the paced device instead of this machine
+    on_gpu        whether the load is sized for workers on GPUs
+    slowdown      slowdown of the paced device. A scenario divides its default rate by it; a given
+                  rate and given arrivals are kept
     cells         a regular expression: names of the cells to run
-    append        file of the finished cells, which are not run again
-    minutes       no cell begins after so long, or random faults last so long
+    append        file with the finished cells, which are skipped
+    minutes       no cell starts after this time, or duration of random faults
     """
 
     quick: bool = False
@@ -63,19 +63,19 @@ class LoadChoice:
 
     @property
     def draws_faults(self) -> bool:
-        """Whether faults are drawn at random instead of from cells."""
+        """Whether faults are random instead of given by cells."""
         return self.minutes is not None and self.cells is None and self.append is None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One load. `workload(i)` makes the requests of round i, the same for all systems.
+    """A load. `workload(i)` makes the requests of round i, the same for all systems.
 
-    concurrency    of a closed loop; None is the open loop
-    expected_s     duration of a round on two cores, roughly; `limit_s` ends a round
-    own_dtype_only  systems that run in a second dtype as well do not get this load in that
-    reads_weights  few rows run at a time, so reading the weights takes most of an iteration
-    backlog        `backlog(i)` runs beside round i, except in a system without batch work
+    concurrency    concurrency of a closed loop; None for an open loop
+    expected_s     approximate duration of a round on two cores; `limit_s` ends a round
+    own_dtype_only  not measured in the second dtype
+    reads_weights  batches are small, so reading the weights dominates an iteration
+    backlog        `backlog(i)` runs during round i, except in a system without batch work
     """
 
     name: str
@@ -90,7 +90,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """Figures for JSON, rows for people, and problems; a scenario with problems has failed."""
+    """Figures for JSON, table rows, and problems; a scenario with problems has failed."""
 
     figures: Mapping[str, Any]
     rows: Sequence[tuple[str, str]]
@@ -98,14 +98,14 @@ class TrialVerdict:
 
 
 Run = Callable[[Deployment, LoadChoice, Say, Say], TrialVerdict]
-"""The last arguments show a sentence to keep, and the current step. May raise SystemUnavailable."""
+"""The last arguments print a permanent line and the current step. May raise SystemUnavailable."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoServing:
-    """Online requests beside batch work: their load, and the rules for the figures.
+    """Co-serving of online and batch requests: the online load, and the rules for the figures.
 
-    The rules judge the case that has the name of the scenario.
+    The rules judge the case that is named like the scenario.
     """
 
     load: Callable[[LoadChoice], OnlineLoad]
@@ -114,29 +114,29 @@ class CoServing:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A comparison of `systems` under `cases`, or else `run`, which measures on its own.
+    """A comparison of `systems` under `cases`, or `run` with its own measurement.
 
-    options        parameters of `tideserve bench` that it reads, beside `COMMON`, and beside
-                   `COMPARISON` if it compares
-    dtype          dtype of the model, unless another is chosen; may be `FASTEST`
+    options        parameters of `tideserve bench` that it reads in addition to `COMMON`, and to
+                   `COMPARISON` for a comparison
+    dtype          default dtype of the model; may be `FASTEST`
     tiny_model     changes to the configuration of the tiny model with random weights. A `run` with
-                   this has the tiny model unless --model is given, in `tiny_dtype`; a comparison
-                   has it when it is paced, with `paced_systems` and `paced_memory`
+                   this uses the tiny model in `tiny_dtype` unless --model is given; a comparison
+                   uses it when paced, with `paced_systems` and `paced_memory`
     gpu_memory     memory of a worker with the tiny model on a GPU
-    random_memory  the same on a processor and on a GPU for faults that are drawn
+    random_memory  the same on a processor and on a GPU for random faults
     up_options     further options of `tideserve up`
-    details        more lines for its --help
+    details        further lines for its --help
 
-    Of comparisons alone:
+    Only for comparisons:
 
-    rounds         number of rounds, in which the systems take turns, of a quick and of a full run
-    second_dtype   the same systems are measured in this dtype as well, if `FASTEST` is another
-    inspect        reads more figures by system after the last round, from systems that still run
-    event_log      section of our options whose processes log their events, for `inspect`
+    rounds         number of rounds of a quick and of a full run; systems alternate by round
+    second_dtype   also measure the systems in this dtype if `FASTEST` is another
+    inspect        reads further figures by system after the last round, from running systems
+    event_log      option section whose processes write event logs, for `inspect`
     paired         the report has ratios of the first system to the others (`pairs.py`)
-    steps          systems by label: the report compares each with the one before
-    demand_min     peak KV demand that the load should reach, in multiples of the capacity
-    co_serving     cases have a backlog of batch requests beside online ones: other figures, bars,
+    steps          systems by label: the report compares each with the previous system
+    demand_min     minimum peak KV demand of the load, as a multiple of the capacity
+    co_serving     cases have online requests and a backlog of batch requests: other figures, bars,
                    and no unpaced systems in a paced run
     """
 
@@ -170,12 +170,12 @@ class Scenario:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Parameters of `tideserve bench` that make a difference to it."""
+        """Parameters of `tideserve bench` that the scenario reads."""
         compared = COMPARISON if self.run is None else frozenset[str]()
         return COMMON | compared | self.options
 
     def memory_for(self, choice: LoadChoice, tiny: bool) -> str:
-        """The memory of a worker, unless it is given."""
+        """Default memory of a worker."""
         if not tiny:
             return self.memory
         if self.random_memory is not None and choice.draws_faults:
@@ -183,16 +183,16 @@ class Scenario:
         return (self.gpu_memory if choice.on_gpu else self.paced_memory) or self.memory
 
     def round_count(self, quick: bool) -> int:
-        """Rounds of a quick or a full run."""
+        """Number of rounds of a quick or full run."""
         return self.rounds[0 if quick else 1]
 
 
 def find_scenario(name: str) -> Scenario:
-    """The scenario called `name`; raises BenchError."""
+    """The scenario `name`. Raises BenchError."""
     if name == ABLATION:
-        found: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
-        return found
+        scenario: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
+        return scenario
     if name not in SUMMARIES:
-        raise BenchError(f"unknown scenario '{name}'; there are {', '.join(SUMMARIES)}")
-    found = importlib.import_module(f"benchmarks.scenarios.{name}").SCENARIO
-    return found
+        raise BenchError(f"unknown scenario '{name}'; scenarios are {', '.join(SUMMARIES)}")
+    scenario = importlib.import_module(f"benchmarks.scenarios.{name}").SCENARIO
+    return scenario

@@ -1,7 +1,7 @@
 """`steady`: closed loops of fixed concurrency and lengths, from one short prompt to many long ones.
 
-Every system runs in the dtype that the processor is fastest with, and then in float32. No prompt
-begins as another of the run, so no prefix cache helps.
+Every system runs in the fastest dtype of the processor, and then in float32. Prompts of a run share
+no prefixes, so a prefix cache has no effect.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from benchmarks.scenarios.scenario import FASTEST, GPU, Case, LoadChoice, Scenar
 from tideserve.load.workload import Workload, fixed, with_lead_in
 
 FULL_FACTOR = 4
-"""Requests of a full round, in those of a quick one; outputs are twice as long."""
+"""Requests of a full round, as a multiple of a quick round; outputs are twice as long."""
 QUICK_SLACK, FULL_SLACK = 2.3, 10.0
-"""A round is ended after so many times its guess: a full one only if a system hangs."""
+"""Time limits as multiples of the expected time; a full round reaches it only if a system hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Lengths in tokens; `outputs` and `requests` are those of a quick round.
+    """Lengths in tokens; `outputs` and `requests` apply to a quick round.
 
-    `quick_s` is what a quick round takes with an engine on each of two cores. With `again`, it is
-    measured in the second dtype, too. `reads_weights`: see `Case`.
+    `quick_s` is the duration of a quick round with an engine on each of two cores. With `again`,
+    the mix is also measured in the second dtype. `reads_weights`: see `Case`.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Mix:
     reads_weights: bool = False
 
     def workload(self, choice: LoadChoice, turn: int) -> Workload:
-        """The requests of round `turn`, after a lead-in unless all of them go at once."""
+        """The requests of round `turn`, after a lead-in unless all are sent at once."""
         count = self.requests * (1 if choice.quick else FULL_FACTOR)
         outputs = self.outputs * (1 if choice.quick else 2)
         made = fixed(count, self.prompt, outputs, choice.seed * 1000 + turn, self.name)
@@ -55,7 +55,7 @@ MIXES = (
 
 
 def cases(choice: LoadChoice) -> Sequence[Case]:
-    """One case for each mix."""
+    """A case per mix."""
     factor = 1 if choice.quick else 2 * FULL_FACTOR
     slack = QUICK_SLACK if choice.quick else FULL_SLACK
     return [

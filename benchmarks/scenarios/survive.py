@@ -1,11 +1,11 @@
-"""`survive`: a worker of four is killed, alone and in a merged group; etcd stands still for long.
+"""`survive`: a worker of four is killed, alone and in a merged group; etcd is suspended.
 
-The shape is that of published figures of other systems: 800 requests, 64 at a time, and one of four
-workers dies after a quarter of them. No request may fail, and the survivors have to serve what
-their share is. It dies once more in a merged group that serves 1.5 times as many tokens as the
-others have KV for: no request may fail, and the report has the longest wait beside the ideal one.
-Then etcd is suspended for a minute under a flood in a merged group, which must change no group.
-Every answer is compared with an undisturbed one, and the event logs are audited.
+The setup follows published figures of other systems: 800 requests, 64 concurrently, and one of four
+workers dies after a quarter of them. No request may fail, and the survivors must keep their share
+of the throughput. A worker also dies in a merged group that serves 1.5 times the tokens that the
+survivors' KV can hold: no request may fail, and the report compares the longest wait with the ideal
+wait. Then etcd is suspended for a minute under a flood in a merged group, which must not change the
+groups. Every answer is compared with its undisturbed answer, and the event logs are audited.
 """
 
 import math
@@ -50,29 +50,29 @@ WORKERS_MIN = 4
 AT_ONCE = 64
 OUTPUT_TOKENS = (48, 80)
 KILL_AFTER = 0.25
-"""The part of the requests that has ended when the worker dies."""
+"""Share of the requests that have ended when the worker dies."""
 DISTINCT = 64
-"""Requests of the flood, which come again and again."""
+"""Number of distinct requests of the flood, which repeat."""
 CROWD_FACTOR = 1.5
-"""KV of all requests at their ends, over what the survivors of a death hold."""
+"""KV of all requests at their ends, over the KV capacity of the survivors."""
 CROWD_PROMPT_TOKENS, CROWD_OUTPUT_TOKENS = (500, 700), (280, 360)
 FLOOD_BEFORE_S, FLOOD_AFTER_S = 3.0, 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How many requests a worker dies under, and for how long etcd stands still."""
+    """Number of requests when a worker dies, and duration of the etcd suspension."""
 
     requests: int
     outage_s: float
 
 
 FULL, QUICK = Extent(800, 60.0), Extent(400, 15.0)
-"""Both outages are longer than a lease."""
+"""Both suspensions exceed a lease."""
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
-    """Start a cluster that keeps event logs, trouble it, and audit the logs."""
+    """Start a cluster with event logs, inject the faults, and audit the logs."""
     workers = max(deployment.workers, WORKERS_MIN)
     with running_cluster(deployment, workers, BY_HAND, say) as cluster:
         trouble = Trouble(cluster, workers, choice.seed, progress)
@@ -90,21 +90,21 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 
 
 def judge(parts: Mapping[str, Loss | Outage], audited: Audited) -> TrialVerdict:
-    """Figures, and a problem for every property that did not hold."""
+    """Figures, and a problem for every violated property."""
     problems = [f"{name}: {text}" for name, part in parts.items() for text in part.problems()]
     problems += audited.problems
     figures: dict[str, Any] = {name: part.figures() for name, part in parts.items()}
     rows = [
         (f"{part}: {what}", text)
-        for part, found in figures.items()
-        for what, text in _part_rows(found)
+        for part, part_figures in figures.items()
+        for what, text in _part_rows(part_figures)
     ]
     figures |= audited.figures | {"problems": problems}
     return TrialVerdict(figures, [*rows, *audited.rows], problems)
 
 
 class Trouble:
-    """Disturbs a cluster, one fault after the other, each once it is whole."""
+    """Injects faults into a cluster one at a time, each once all workers serve."""
 
     def __init__(self, cluster: FaultCluster, workers: int, seed: int, say: Say) -> None:
         self._cluster = cluster
@@ -114,7 +114,7 @@ class Trouble:
         self._say = say
 
     def deaths(self, count: int) -> tuple[Loss, Loss]:
-        """Kill a worker of groups of one, then a worker of a merged group, under load."""
+        """Kill a worker of a single-worker group, then a worker of a merged group, under load."""
         requests = stream_requests(count, self._seed, OUTPUT_TOKENS)
         wanted = self._undisturbed(requests)
 
@@ -126,7 +126,7 @@ class Trouble:
         return apart, self._kill_worker("merged", requests, wanted, AT_ONCE, late)
 
     def crowd(self, survivors_tokens: int) -> Crowd:
-        """Kill a worker when all requests have begun, which need more KV than the others have."""
+        """Kill a worker once all requests run, whose KV exceeds that of the survivors."""
         mean = sum(CROWD_PROMPT_TOKENS + CROWD_OUTPUT_TOKENS) / 2
         count = math.ceil(CROWD_FACTOR * survivors_tokens / mean)
         requests = stream_requests(
@@ -137,9 +137,9 @@ class Trouble:
         loss = self._kill_worker(
             "crowded", requests, wanted, count, lambda streams: streams.begun == count
         )
-        prompts = [len(one.prompt_ids) for one in requests]
-        demand_tokens = sum(prompts) + sum(one.output_tokens for one in requests)
-        seen = {one.name: getattr(loss, one.name) for one in fields(loss)}
+        prompts = [len(request.prompt_ids) for request in requests]
+        demand_tokens = sum(prompts) + sum(request.output_tokens for request in requests)
+        seen = {field_.name: getattr(loss, field_.name) for field_ in fields(loss)}
         return Crowd(
             **seen, prompts=prompts, demand_tokens=demand_tokens, survivors_tokens=survivors_tokens
         )
@@ -157,14 +157,15 @@ class Trouble:
         wanted = self._undisturbed([shape.request(number) for number in range(DISTINCT)])
         names = cluster.workers
 
-        def well(status: Status) -> bool:
+        def settled(status: Status) -> bool:
             outage.note(status["groups"])
             return is_stable(status, names, alive_but(()))
 
-        self._say(f"etcd: a flood, in which it stands still for {stopped_s:.0f} s")
+        self._say(f"etcd: suspending it for {stopped_s:.0f} s during a flood")
         with SteadyLoad(cluster.url, cluster.model, shape, wanted) as load:
             time.sleep(FLOOD_BEFORE_S)
-            watch = StableWatch(lambda: cluster.holds(well))
+            # Watch through the outage, so that every change of the groups is noted.
+            watch = StableWatch(lambda: cluster.holds(settled))
             try:
                 strike(RandomFault("etcd", stops_s=stopped_s), {}, cluster.pids, self._rng)
                 back_s = monotonic_s()
@@ -174,7 +175,7 @@ class Trouble:
         outage.settled_s = None if since_s is None else max(0.0, since_s - back_s)
         outage.tally = load.tally
         if not cluster.rests(WHOLE_TIMEOUT_S):
-            raise SystemUnavailable("blocks are in use at rest")
+            raise SystemUnavailable("blocks are in use in an idle cluster")
         return outage
 
     def _undisturbed(self, requests: Sequence[PlannedRequest]) -> list[Undisturbed]:
@@ -193,7 +194,7 @@ class Trouble:
         at_once: int,
         dies: Callable[[Streams], bool],
     ) -> Loss:
-        """Kill a worker as soon as `dies` holds for the streams, and watch until all serve."""
+        """Kill a worker once `dies` holds for the streams, and watch until all workers serve."""
         cluster = self._cluster
         self._say(f"{name}: {len(requests)} requests, {at_once} at a time")
         streams = Streams(cluster.url, cluster.model, requests, name, at_once)
@@ -203,10 +204,11 @@ class Trouble:
         status = cluster.status()
         struck = strike(RandomFault("worker"), status, {}, self._rng)
         hit_s = monotonic_s()
-        self._say(f"{name}: {struck.told}")
+        self._say(f"{name}: {struck.description}")
         pids = {str(row["id"]): set(row["pids"]) for row in status["workers"]}
         survivors = {worker for worker in pids if not pids[worker] & struck.killed}
         alive = alive_but(struck.killed)
+        # The survivors may serve long before the killed worker is replaced.
         alone = StableWatch(lambda: cluster.holds(lambda now: serve_alone(now, survivors, alive)))
         whole = StableWatch(lambda: cluster.stable(pids, struck.killed))
         try:
@@ -231,15 +233,15 @@ SHOWN = {
     "share_alive": ("part of the workers that survives", "{:.0%}"),
     "throughput_ratio": ("throughput of that part, over that before", "{:.0%}"),
 }
-"""For people: figures by name, how they are called, and their format."""
+"""Labels and formats of the table rows, by figure."""
 
 
-def _part_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = request_rows(found["requests"])
+def _part_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = request_rows(figures["requests"])
     for name, (label, form) in SHOWN.items():
-        if name in found:
-            rows.append((label, "–" if found[name] is None else form.format(found[name])))
-    for when, rate in found.get("tokens_per_s", {}).items():
+        if name in figures:
+            rows.append((label, "–" if figures[name] is None else form.format(figures[name])))
+    for when, rate in figures.get("tokens_per_s", {}).items():
         rows.append((f"tokens a second {when}", "–" if rate is None else f"{rate:,.0f}"))
     return rows
 

@@ -1,1 +1,1 @@
-"""The systems that can be measured, and how their names are read."""
+"""The measured systems, and the parser of their names."""

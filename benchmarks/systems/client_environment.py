@@ -1,7 +1,7 @@
-"""Environments of load generators and other clients, each of its own, in the cache folder.
+"""A virtual environment per load generator or other client, in the cache folder.
 
-A list in `requirements/clients` of the checkout has all packages of one, pinned. An environment is
-made again when its list has changed.
+A list in `requirements/clients` of the checkout pins all packages of an environment, which is
+recreated when its list has changed.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ STAMP = "tideserve-list"
 
 
 def ensure_client(name: str, cache: Path, say: Say, *, torch: bool = False) -> Path:
-    """The Python of the environment of list `name`, made now if it is not there.
+    """The Python of the environment for list `name`, created if missing.
 
-    `torch`: it is installed first, so that no list pulls another build. Raises SystemUnavailable.
+    `torch`: install torch first, so that no list pulls another build. Raises SystemUnavailable.
     """
     wanted = LISTS / f"{name}.txt"
     if not wanted.is_file():
@@ -46,7 +46,7 @@ def ensure_client(name: str, cache: Path, say: Say, *, torch: bool = False) -> P
 
 
 def install(python: Path, arguments: Sequence[str], what: str) -> None:
-    """Have pip of `python` install `what`. Raises SystemUnavailable."""
+    """Install `what` with the pip of `python`. Raises SystemUnavailable."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a cluster tells about itself at its admin port."""
+"""The status that a cluster reports at its admin port."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from tideserve.cli.local_cluster import fetch
 
 
 def read_status(url: str) -> Mapping[str, Any]:
-    """Rows of `workers`, `groups` and more. Raises SystemUnavailable."""
+    """Read the rows of `workers`, `groups` and more. Raises SystemUnavailable."""
     try:
         status: Mapping[str, Any] = json.loads(fetch(f"{url}/tideserve/v1/status"))
     except (OSError, ValueError) as error:
-        raise SystemUnavailable(f"{url} does not tell its status: {error}") from error
+        raise SystemUnavailable(f"{url} does not report its status: {error}") from error
     if not {"workers", "groups"} <= status.keys():
-        raise SystemUnavailable(f"{url} does not tell its status: {status}")
+        raise SystemUnavailable(f"{url} does not report its status: {status}")
     return status

@@ -1,4 +1,4 @@
-"""Load generators that others use: how a load is put to each, and what each says of it."""
+"""Third-party load generators: their commands and the parsers of their reports."""
 
 import json
 import os
@@ -21,16 +21,16 @@ TAIL_CHARS = 300
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # By default it starts ten processes, and each of them loads torch.
+    # By default it starts ten processes, each of which imports torch.
     "GUIDELLM__MAX_WORKER_PROCESSES": "1",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """Random prompts of `prompt_tokens`, `requests` in all, `concurrency` of them at a time.
+    """`requests` random prompts of `prompt_tokens`, sent with `concurrency`.
 
-    Answers are forced to `output_tokens`. Another `seed` makes other prompts.
+    Answers are forced to `output_tokens`. `seed` determines the prompts.
     """
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class ClientLoad:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server, and the folder of its model, whose tokenizer load generators use."""
+    """A server and the folder of its model, whose tokenizer load generators use."""
 
     url: str
     model: str
@@ -51,7 +51,7 @@ class MeasuredServer:
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """What a load generator said. TPOT is the mean time per token after the first of a request."""
+    """Report of a load generator. TPOT is the mean time per token after the first of a request."""
 
     completed: int
     throughput_tokens_per_s: float
@@ -65,7 +65,7 @@ class ClientReport:
 class LoadGenerator:
     """`ensure` returns the Python of its environment; raises SystemUnavailable.
 
-    `command` may write files into the folder that it is given, and its result goes there, too.
+    `command` may write files into its folder, which also receives the result.
     """
 
     name: str
@@ -77,7 +77,7 @@ class LoadGenerator:
 def vllm_command(
     python: Path, server: MeasuredServer, load: ClientLoad, folder: Path
 ) -> Sequence[str]:
-    """`vllm bench serve` with random prompts, over completions."""
+    """Command of `vllm bench serve` with random prompts over /v1/completions."""
     return [
         *(str(python.parent / "vllm"), "bench", "serve", "--backend", "openai"),
         *("--base-url", server.url, "--endpoint", "/v1/completions"),
@@ -86,7 +86,7 @@ def vllm_command(
         *("--random-output-len", str(load.output_tokens), "--ignore-eos"),
         *("--num-prompts", str(load.requests), "--max-concurrency", str(load.concurrency)),
         *("--seed", str(load.seed), "--temperature", "0", "--disable-tqdm"),
-        # Its check sends the first prompt, which a prefix cache would then know.
+        # Its readiness check would send the first prompt and fill the prefix cache with it.
         *("--ready-check-timeout-sec", "0"),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", "50,95"),
         *("--save-result", "--result-filename", str(folder / RESULT)),
@@ -94,7 +94,7 @@ def vllm_command(
 
 
 def vllm_report(result: Mapping[str, Any]) -> ClientReport:
-    """What `vllm bench serve` has saved."""
+    """Parse the result file of `vllm bench serve`."""
     return ClientReport(
         int(result["completed"]),
         float(result["output_throughput"]),
@@ -109,7 +109,7 @@ def vllm_report(result: Mapping[str, Any]) -> ClientReport:
 def guidellm_command(
     python: Path, server: MeasuredServer, load: ClientLoad, folder: Path
 ) -> Sequence[str]:
-    """`guidellm run` with synthetic text, over completions."""
+    """Command of `guidellm run` with synthetic text over /v1/completions."""
     spec = {
         "backend": {
             "kind": "openai_http",
@@ -137,18 +137,18 @@ def guidellm_command(
 
 
 def guidellm_report(result: Mapping[str, Any]) -> ClientReport:
-    """From the requests of its only step that succeeded; it calls TPOT inter-token latency."""
+    """Parse the successful requests of the only step; guidellm calls TPOT inter-token latency."""
     done = result["benchmarks"][0]["requests"]["successful"] or []
     if not done:
         return ClientReport(0, 0.0, None, None, None, None)
-    begin_s = min(one["request_start_time"] for one in done)
-    end_s = max(one["request_end_time"] for one in done)
+    begin_s = min(request["request_start_time"] for request in done)
+    end_s = max(request["request_end_time"] for request in done)
     latencies = {}
     for name, key in (("ttft", "time_to_first_token_ms"), ("tpot", "inter_token_latency_ms")):
-        values = [one[key] / 1e3 for one in done if one[key] is not None]
+        values = [request[key] / 1e3 for request in done if request[key] is not None]
         latencies[f"{name}_p50_s"] = percentile(values, 0.5)
         latencies[f"{name}_p95_s"] = percentile(values, 0.95)
-    tokens = sum(one["output_tokens"] for one in done)
+    tokens = sum(request["output_tokens"] for request in done)
     return ClientReport(len(done), tokens / (end_s - begin_s), **latencies)
 
 
@@ -170,13 +170,15 @@ def run_generator(
     folder: Path,
     limit_s: float,
 ) -> ClientReport:
-    """Put the load to the server, with files in `folder`. Raises SystemUnavailable.
+    """Send the load to the server, with files in `folder`. Raises SystemUnavailable.
 
-    All of the client's processes end with it.
+    All processes of the client end with it.
     """
     result = folder / RESULT
+    # A stale result of the previous round must not pass for this round's.
     result.unlink(missing_ok=True)
     environment = {**os.environ, **ENVIRONMENT}
+    # The client has its own environment and must not import our packages.
     environment.pop("PYTHONPATH", None)
     with subprocess.Popen(
         client.command(python, server, load, folder),
@@ -189,14 +191,15 @@ def run_generator(
         start_new_session=True,
     ) as process:
         try:
-            told = process.communicate(timeout=limit_s)[0]
+            output = process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired as error:
             raise SystemUnavailable(f"{client.name} did not end within {limit_s:.0f} s") from error
         finally:
             with suppress(ProcessLookupError):
+                # Kill the whole session, since load generators start child processes.
                 os.killpg(process.pid, signal.SIGKILL)
     try:
         return client.report(json.loads(result.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        last = " ".join(told.split())[-TAIL_CHARS:]
+        last = " ".join(output.split())[-TAIL_CHARS:]
         raise SystemUnavailable(f"{client.name} left no result: {last}") from error

@@ -1,4 +1,4 @@
-"""Processor time of a system's processes, by what they are, as the kernel counts it."""
+"""CPU time of a system's processes by kind, as counted by the kernel."""
 
 import contextlib
 import re
@@ -16,34 +16,34 @@ KINDS = {
     "etcd": r"/etcd |^etcd",
     "vllm server": r"vllm\.entrypoints",
 }
-"""What is in the command line of a process; the first that fits is its kind."""
+"""Kinds of processes by substring of the command line; the first match counts."""
 ENGINE, OTHER = "engine", "other"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessCost:
-    """Processor seconds by the kind of process."""
+    """CPU seconds by kind of process."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def engine_s(self) -> float:
-        """What the processes that run the model have spent."""
+        """CPU seconds of the processes that run the model."""
         return self.seconds.get(ENGINE, 0.0)
 
     @property
     def total_s(self) -> float:
-        """What all processes have spent."""
+        """CPU seconds of all processes."""
         return sum(self.seconds.values())
 
     def since(self, earlier: "ProcessCost") -> "ProcessCost":
-        """What was spent since `earlier`."""
+        """The cost since `earlier`."""
         before = earlier.seconds
         return ProcessCost({kind: s - before.get(kind, 0.0) for kind, s in self.seconds.items()})
 
 
 def read_process_cost(pids: Iterable[int]) -> ProcessCost:
-    """What these processes and all below them have spent since they began."""
+    """CPU time of these processes and their descendants since their start."""
     seconds: dict[str, float] = {}
     for pid in pids:
         for process in _with_children(pid):

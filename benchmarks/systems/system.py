@@ -15,7 +15,7 @@ from tideserve.cli.errors import SystemUnavailable
 from tideserve.cli.local_cluster import fetch
 
 AMPLE = "ample"
-"""The suffix of a system that gets memory for the whole demand."""
+"""Suffix of a system with memory for the whole demand."""
 _CLASS = re.compile(r'[{,]class="(\w+)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)", re.MULTILINE)
 OUTPUT_METRIC = "vllm:generation_tokens_total"
@@ -30,11 +30,10 @@ Say = Callable[[str], None]
 class Deployment:
     """The same model, device, cores and memory for every system. Sizes in bytes.
 
-    `memory_bytes` is each worker's for parameters, KV cache and staging together. `kv_bytes` is
-    what of it is KV cache, once a tideserve worker has said so. `ample_memory_bytes` holds the
-    whole demand of a scenario. With `event_log`, our
-    processes of that section of options log their events. `options` are more
-    options of `tideserve up`, which win.
+    `memory_bytes` is the memory per worker for parameters, KV cache and staging. `kv_bytes` is its
+    KV cache, once a tideserve worker has reported it. `ample_memory_bytes` holds the whole demand
+    of a scenario. With `event_log`, our processes of that option section write event logs.
+    `options` are overriding options of `tideserve up`.
     """
 
     model_dir: Path
@@ -54,7 +53,7 @@ class Deployment:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all layers; raises SystemUnavailable without a usable config."""
+        """K and V of a token in all layers. Raises SystemUnavailable without a usable config."""
         try:
             config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
             heads = config["num_attention_heads"]
@@ -63,25 +62,24 @@ class Deployment:
             layers = config["num_hidden_layers"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemUnavailable(
-                f"{self.model_dir}/config.json does not tell the size of the KV cache"
+                f"{self.model_dir}/config.json does not determine the size of the KV cache"
             ) from error
         return int(2 * layers * kv_heads * head_dim * DTYPE_BYTES[self.dtype])
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of the weights in the type in which they are served; 0 without any."""
+        """Size of the weights in the serving dtype; 0 without weights."""
         count = sum(map(_parameters_in, self.model_dir.glob("*.safetensors")))
         return count * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counters of all servers of a system at one moment; None is unknown.
+    """Counters over all servers of a system at a point in time; None is unknown.
 
-    `capacity_tokens` is that of the KV cache at first, `capacity_now_tokens` with what has merged.
-    `busy_s` and `bubble_s` add up what the stages of pipelines have spent so far, the next four
-    what iterations took and what a cost model predicted. The last five are those of a
-    `TokenSample`.
+    `capacity_tokens` is the initial KV capacity, `capacity_now_tokens` includes merges. `busy_s`
+    and `bubble_s` are totals over the stages of pipelines, the next four fields the measured and
+    predicted totals of iteration times. The last five are the fields of a `TokenSample`.
     """
 
     preemptions: int | None = None
@@ -109,34 +107,34 @@ class System(Protocol):
     api_key: str | None
 
     def start(self, say: Say) -> None:
-        """Return once it serves; raises SystemUnavailable."""
+        """Start and return once it serves. Raises SystemUnavailable."""
 
     def stop(self) -> None:
-        """End whatever `start` began."""
+        """Stop everything that `start` started."""
 
     def rest(self) -> bool:
-        """Use no processor until `wake`, while others are measured; False if it cannot."""
+        """Suspend until `wake`, so that it uses no CPU; returns False if that is impossible."""
 
     def wake(self) -> None:
-        """Serve again after `rest`."""
+        """Resume serving after `rest`."""
 
     def counters(self) -> Counters:
-        """The present counters of its servers; unknown where they do not answer."""
+        """The current counters of its servers; None where a server does not answer."""
 
     def describe(self) -> Mapping[str, Any]:
-        """What it is, for the report."""
+        """Description for the report."""
 
 
 def _parameters_in(path: Path) -> int:
-    """How many there are in a file of safetensors, by its header. Raises SystemUnavailable."""
+    """Number of parameters in a safetensors file, by its header. Raises SystemUnavailable."""
     try:
-        return sum(prod(one["shape"]) for one in read_header(path).tensors.values())
+        return sum(prod(tensor["shape"]) for tensor in read_header(path).tensors.values())
     except DAMAGED as error:
-        raise SystemUnavailable(f"{path} is no file of safetensors") from error
+        raise SystemUnavailable(f"{path} is not a safetensors file") from error
 
 
 def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
-    """Prometheus metrics of one server, summed over their labels; empty if it has none."""
+    """Prometheus metrics of a server, summed over labels; empty if there are none."""
     try:
         text = fetch(f"{url}/metrics", api_key).decode("utf-8", "replace")
     except (OSError, ValueError):
@@ -145,25 +143,25 @@ def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Samples of a Prometheus text by name, summed over their labels.
+    """Samples of a Prometheus text by name, summed over labels.
 
-    Those with a label `class` also under `name{class}`, such as `tokens_total{batch}`.
+    Samples with a label `class` are also under `name{class}`, such as `tokens_total{batch}`.
     """
-    found: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for name, labels, text_value in _SAMPLE.findall(text):
         try:
             value = float(text_value)
         except ValueError:
             continue
-        found[name] = found.get(name, 0.0) + value
-        if (told := _CLASS.search(labels)) is not None:
-            of_class = f"{name}{{{told[1]}}}"
-            found[of_class] = found.get(of_class, 0.0) + value
-    return found
+        samples[name] = samples.get(name, 0.0) + value
+        if (label := _CLASS.search(labels)) is not None:
+            of_class = f"{name}{{{label[1]}}}"
+            samples[of_class] = samples.get(of_class, 0.0) + value
+    return samples
 
 
 def served_model(url: str, api_key: str | None) -> str:
-    """The first model that a server names. Raises SystemUnavailable."""
+    """The first model that a server lists. Raises SystemUnavailable."""
     try:
         return str(json.loads(fetch(f"{url}/v1/models", api_key))["data"][0]["id"])
     except urllib.error.HTTPError as error:
@@ -172,4 +170,4 @@ def served_model(url: str, api_key: str | None) -> str:
         reason = getattr(error, "reason", error)
         raise SystemUnavailable(f"no server answers at {url}: {reason}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise SystemUnavailable(f"{url}/v1/models names no model") from error
+        raise SystemUnavailable(f"{url}/v1/models lists no model") from error

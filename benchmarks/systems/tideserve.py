@@ -1,4 +1,4 @@
-"""tideserve itself, started with `tideserve up` as a person would."""
+"""tideserve, started with `tideserve up`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,29 +21,29 @@ from tideserve.cli.errors import SystemUnavailable
 from tideserve.cli.local_cluster import LocalCluster
 
 READY_TIMEOUT_S, GPU_READY_TIMEOUT_S = 300.0, 900.0
-"""On a GPU, weights of a large model are read, and kernels compiled when they first run."""
+"""On a GPU, a start reads the weights of a large model and compiles kernels."""
 BLOCK_TOKENS = 16
-# A run has to show waiting, not refusals.
+# Let requests wait instead of being refused.
 QUEUE_DEADLINE_S = 3600.0
 POLICIES: Mapping[str, str] = {
     "tideserve": "the default overload policy, which is `drop`",
     "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
-    "recompute": "preempt the newest request and compute it anew later, as vLLM does",
+    "recompute": "preempt the newest request and recompute it later, as in vLLM",
 }
 RESTORE_OFF_S = 3600.0
-"""A dwell time that is longer than any run."""
+"""A dwell time longer than any run."""
 MECHANISMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    AMPLE: ("the memory limit off: memory for the whole demand", {}),
+    AMPLE: ("memory limit off: memory for the whole demand", {}),
     "exchange": (
-        "coordination off: KV moves without standing aside for activations",
+        "coordination off: KV transfers do not yield to activations",
         {"worker": {"coordinated_exchange": False}},
     ),
     "lookahead": (
-        "lookahead off: a pipeline's microbatches are formed by token count",
+        "lookahead off: microbatches of a pipeline are formed by token count",
         {"worker": {"batch_formation": "token_count"}},
     ),
     "restore": (
-        "restore off: groups that have merged stay merged",
+        "restore off: merged groups stay merged",
         {"memmgr": {"split_dwell_s": RESTORE_OFF_S}},
     ),
     "chunking": (
@@ -51,7 +51,7 @@ MECHANISMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"worker": {"max_batch_tokens": 2048}},
     ),
 }
-"""What `-mechanism` switches off, and options of `tideserve up` that do it."""
+"""Description of each `-mechanism`, and the options of `tideserve up` that disable it."""
 TIMES = {
     "busy_s": "pipeline_busy",
     "bubble_s": "pipeline_bubble",
@@ -60,7 +60,7 @@ TIMES = {
     "decode_s": "decode",
     "decode_predicted_s": "decode_predicted",
 }
-"""Fields of `Counters`, by the name of the metric."""
+"""Fields of `Counters` by metric name."""
 TOKENS = {
     "processed": "tideserve_worker_processed_tokens_total",
     "batch_processed": "tideserve_worker_processed_tokens_total{batch}",
@@ -73,7 +73,7 @@ TARGETS_FILE = "prometheus_targets.json"
 
 
 class Tideserve:
-    """One cluster in a temporary folder on a free port; a System."""
+    """A cluster in a temporary folder on a free port; a System."""
 
     def __init__(self, name: str, off: Sequence[str], deployment: Deployment) -> None:
         self.name = name
@@ -87,18 +87,18 @@ class Tideserve:
 
     @property
     def policy(self) -> str:
-        """A key of `POLICIES`."""
+        """The key of `POLICIES`."""
         return self.name.split("@")[0].split("-")[0]
 
     @property
     def _about(self) -> str:
-        """What sets it apart, for the report."""
+        """Description of the differences, for the report."""
         if (scheduled := scheduling_of(self.name.split("@")[0])) is not None:
             return SCHEDULINGS[scheduled[0]][0]
         return POLICIES[self.policy]
 
     def options(self) -> dict[str, Any]:
-        """Options of `tideserve up`, as its configuration file has them."""
+        """Options of `tideserve up` as in its configuration file."""
         deployment = self._deployment
         options: dict[str, Any] = {
             "model": str(deployment.model_dir),
@@ -110,7 +110,7 @@ class Tideserve:
             "block_size": BLOCK_TOKENS,
             "max_running": deployment.max_running,
             "queue_deadline": QUEUE_DEADLINE_S,
-            # A worker that profiles itself while another system is measured would disturb that one.
+            # A worker that profiles itself would disturb the measurement of another system.
             "worker": {"profile_when_idle": False},
         }
         if deployment.event_log and self._cluster is not None:
@@ -135,7 +135,7 @@ class Tideserve:
         self._cluster.start(options, float(options.get("ready_timeout", READY_TIMEOUT_S)))
         self.urls = (self._cluster.url,)
         self.cost_at_start = self.gateway_cost()
-        # Capacity before any merge: demand is reported as a multiple of it.
+        # Read the capacity before any merge: demand is reported as a multiple of it.
         blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
         self._capacity_tokens = int(blocks) * self._block_tokens if blocks else None
 
@@ -145,53 +145,53 @@ class Tideserve:
             self._cluster = None
 
     def rest(self) -> bool:
-        """See System; leases would run out, and a start takes seconds."""
+        """See System; always False, since leases would expire and a start takes only seconds."""
         return False
 
     def wake(self) -> None:
-        """See System; it never rests."""
+        """See System; never suspended."""
 
     @property
     def cluster(self) -> LocalCluster:
-        """The cluster while it runs."""
+        """The cluster, while running."""
         assert self._cluster is not None
         return self._cluster
 
     @property
     def admin_url(self) -> str:
-        """The operators' address while it runs."""
+        """URL of the admin port, while running."""
         return self.cluster.admin_url
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The state file of `tideserve up` while it runs."""
+        """The state file of `tideserve up`, while running."""
         return self.cluster.state
 
     def gateway_cost(self) -> GatewayCost:
-        """What its gateway has spent since it started. Raises SystemUnavailable."""
+        """Cost of the gateway since its start. Raises SystemUnavailable."""
         return read_gateway_cost(self.urls[0], self.admin_url)
 
     def process_cost(self) -> ProcessCost:
-        """What all processes of the cluster have spent since they began."""
+        """CPU time of all processes of the cluster since their start."""
         return read_process_cost([self.cluster.pid])
 
     @property
     def targets(self) -> Path:
-        """The file that tells Prometheus where its processes are, while it runs."""
+        """The file of Prometheus targets, while running."""
         return self.cluster.folder / "cluster" / TARGETS_FILE
 
     @property
     def event_logs(self) -> Path:
-        """Folder of the event logs while it runs, if there are any."""
+        """Folder of the event logs, while running with event logs."""
         return self.cluster.folder / "events"
 
     def metrics(self) -> dict[str, float]:
-        """The cluster's metrics, summed over its processes; none of one that does not answer."""
-        found: dict[str, float] = {}
+        """The cluster's metrics, summed over the processes that answer."""
+        totals: dict[str, float] = {}
         for address in metrics_addresses(self.targets):
             for name, value in read_metrics(f"http://{address}").items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def counters(self) -> Counters:
         metrics = self.metrics()
@@ -215,15 +215,15 @@ class Tideserve:
         return int(self.options()["block_size"])
 
     def kv_bytes_per_worker(self) -> int:
-        """KV cache that each worker has. Raises SystemUnavailable if it does not tell."""
+        """KV cache bytes per worker. Raises SystemUnavailable if unknown."""
         capacity = self.counters().capacity_tokens
         if capacity is None:
-            raise SystemUnavailable(f"{self.name} does not tell the size of its KV cache")
+            raise SystemUnavailable(f"{self.name} does not report the size of its KV cache")
         return capacity * self._deployment.kv_bytes_per_token // self._deployment.workers
 
     def describe(self) -> Mapping[str, Any]:
         paced, options = self._deployment.paced, self.options()
-        # Results are published, so the paths of models and logs are left out.
+        # Leave out the paths of models and logs, since results are published.
         options["model"] = self._deployment.model_name
         options.get(self._deployment.event_log, {}).pop("event_log", None)
         return {
@@ -238,8 +238,8 @@ class Tideserve:
 
 
 def metrics_addresses(path: Path) -> list[str]:
-    """host:port of the processes' metrics, from the file for Prometheus; none without it."""
+    """host:port of the processes' metrics, from the Prometheus targets; empty without the file."""
     try:
-        return [address for one in json.loads(path.read_text()) for address in one["targets"]]
+        return [address for group in json.loads(path.read_text()) for address in group["targets"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server that already runs."""
+"""Any running OpenAI-compatible server."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from tideserve.cli.errors import SystemUnavailable
 
 
 class Url:
-    """A System given as `name=URL`; it must take token ids as prompts on /v1/completions."""
+    """A System given as `name=URL`; it must accept token ids as prompts on /v1/completions."""
 
     def __init__(self, name: str, url: str, api_key: str | None = None) -> None:
         self.name = name
@@ -18,7 +18,7 @@ class Url:
         self.urls: Sequence[str] = (url.rstrip("/").removesuffix("/v1"),)
 
     def start(self, say: Say) -> None:
-        """See System; a server that cannot be reached is the caller's mistake: BenchError."""
+        """See System. Raises BenchError if the server cannot be reached."""
         try:
             self.model = served_model(self.urls[0], self.api_key)
         except SystemUnavailable as error:
@@ -26,17 +26,17 @@ class Url:
         say(f"{self.name}: {self.urls[0]} serves {self.model}")
 
     def stop(self) -> None:
-        """It is not ours to stop."""
+        """Do nothing; the server is not ours."""
 
     def rest(self) -> bool:
-        """It is not ours to hold."""
+        """Always False; the server is not ours."""
         return True
 
     def wake(self) -> None:
         """See System."""
 
     def counters(self) -> Counters:
-        """See System. It reads vLLM's metric names, which other servers use, too."""
+        """See System. Reads vLLM's metric names, which other servers also use."""
         return vllm_counters(read_metrics(self.urls[0], self.api_key))
 
     def describe(self) -> Mapping[str, Any]:
@@ -44,12 +44,12 @@ class Url:
 
 
 def vllm_counters(metrics: Mapping[str, float]) -> Counters:
-    """Counters of one server that has vLLM's metrics."""
+    """Counters of a server with vLLM's metrics."""
     preemptions = metrics.get("vllm:num_preemptions_total")
     prompts, output = metrics.get("vllm:prompt_tokens_total"), metrics.get(OUTPUT_METRIC)
     return Counters(
         preemptions=None if preemptions is None else int(preemptions),
-        # A prompt counts once, with its first token.
+        # vLLM counts a prompt once, at its first token.
         processed=None if prompts is None or output is None else prompts + output,
         output=output,
     )

@@ -1,4 +1,4 @@
-"""vLLM's CPU build as a peer: one instance per worker, with the same cores and KV bytes in all."""
+"""vLLM's CPU build as a peer: an instance per worker, with the same total cores and KV bytes."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from tideserve.cli.errors import SystemUnavailable
 from tideserve.cli.local_cluster import ServerProcess, answers, free_port
 from tideserve.cli.vllm_install import VLLM_VERSION, ensure_vllm, vllm_python
 
-READY_TIMEOUT_S = 1800.0  # compiling on a busy machine takes long
+READY_TIMEOUT_S = 1800.0  # compilation is slow on a busy machine
 # The CPU backend prefers multiples of 32; a smaller block wastes less of a small cache.
 BLOCK_TOKENS = 32
 NULL_BLOCKS = 1
-"""vLLM keeps one block empty. It gets one block more, so that both systems can fill as many."""
+"""vLLM keeps a block empty, so it gets an extra block to fill the same number."""
 MODEL_LEN_MAX = 8192
 PRIORITY = "priority"
-"""The suffix of instances whose scheduler goes by the priorities of requests."""
+"""Suffix of instances with the priority scheduler."""
 GIB = 1 << 30
 Number = TypeVar("Number", int, float)
 
@@ -50,7 +50,7 @@ class Vllm:
             f"{self.name}: starting {self._deployment.workers} instances (a minute or two; the"
             " first start compiles for some minutes)"
         )
-        # The first instance compiles alone; all others find its result.
+        # The first instance compiles alone; the others use its compilation cache.
         compiled = compiled_folder(vllm_python(self._deployment.cache))
         alone = not any((compiled / "torchinductor").glob("fxgraph/*"))
         urls = []
@@ -71,7 +71,7 @@ class Vllm:
         self.urls = tuple(urls)
 
     def arguments(self, port: int, blocks: int) -> list[str]:
-        """Command line of one instance that can fill `blocks` KV blocks."""
+        """Command line of an instance that can fill `blocks` KV blocks."""
         deployment = self._deployment
         config = json.loads((deployment.model_dir / "config.json").read_text(encoding="utf-8"))
         context = int(config.get("max_position_embeddings", MODEL_LEN_MAX))
@@ -88,10 +88,10 @@ class Vllm:
 
     @property
     def blocks(self) -> int:
-        """KV blocks of one instance: as many bytes as a tideserve worker has.
+        """KV blocks of an instance: the same number of bytes as a tideserve worker.
 
-        Without a tideserve worker in the run, it is the memory beside the parameters, without
-        staging. With the memory limit off, all additional memory is KV cache.
+        Without a tideserve worker in the run, all memory except the parameters is KV cache. With
+        the memory limit off, all additional memory is KV cache.
         """
         deployment = self._deployment
         kv_bytes = deployment.kv_bytes
@@ -101,7 +101,7 @@ class Vllm:
             kv_bytes += deployment.ample_memory_bytes - deployment.memory_bytes
         blocks = kv_bytes // self._block_bytes
         if blocks < 1:
-            raise SystemUnavailable("the memory of a worker leaves nothing for vLLM's KV cache")
+            raise SystemUnavailable("the memory of a worker leaves no KV cache for vLLM")
         return blocks
 
     def stop(self) -> None:
@@ -113,11 +113,11 @@ class Vllm:
             self._folder = None
 
     def process_cost(self) -> ProcessCost:
-        """What all of its processes have spent since they began."""
+        """CPU time of all processes since their start."""
         return read_process_cost([process.pid for process in self._processes])
 
     def rest(self) -> bool:
-        """See System; starting anew would take minutes."""
+        """See System; suspends the processes, since a restart would take minutes."""
         for process in self._processes:
             process.freeze()
         return True
@@ -127,12 +127,12 @@ class Vllm:
             process.thaw()
 
     def counters(self) -> Counters:
-        found = [vllm_counters(read_metrics(url)) for url in self.urls]
+        counters = [vllm_counters(read_metrics(url)) for url in self.urls]
         return Counters(
-            preemptions=_total([one.preemptions for one in found]),
+            preemptions=_total([instance.preemptions for instance in counters]),
             capacity_tokens=self.blocks * BLOCK_TOKENS * self._deployment.workers,
-            processed=_total([one.processed for one in found]),
-            output=_total([one.output for one in found]),
+            processed=_total([instance.processed for instance in counters]),
+            output=_total([instance.output for instance in counters]),
         )
 
     def describe(self) -> Mapping[str, Any]:
@@ -142,7 +142,7 @@ class Vllm:
             "kind": "vllm",
             "version": VLLM_VERSION,
             "dtype": self._deployment.dtype,
-            # Results are published, so the paths of models are left out.
+            # Leave out the paths of models, since results are published.
             "arguments": [name if x == path else x for x in self.arguments(0, self.blocks)],
             "instances": self._deployment.workers,
             "threads": [self._threads(index) for index in range(self._deployment.workers)],
@@ -156,7 +156,7 @@ class Vllm:
         return BLOCK_TOKENS * self._deployment.kv_bytes_per_token
 
     def _threads(self, index: int) -> int:
-        """This instance's share of the cores."""
+        """Number of threads of instance `index`."""
         cores, workers = len(self._deployment.cores), self._deployment.workers
         return max(1, (index + 1) * cores // workers - index * cores // workers)
 
@@ -167,6 +167,6 @@ class Vllm:
 
 
 def _total(values: Sequence[Number | None]) -> Number | None:
-    """Their sum; None if one is unknown."""
-    known = [one for one in values if one is not None]
+    """The sum; None if a value is unknown."""
+    known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

@@ -109,7 +109,7 @@ def test_what_cannot_be_done_is_one_sentence(
             (["faults", "--quick", "--minutes", "3"], "--minutes alone runs random faults"),
             (["flood", "--device", "cpu"], "'flood' does not use --device; leave it out"),
             (["steady", "--ablation"], "'steady' does not use --ablation; leave it out"),
-            (["burst", "--rate", "3", "--time-scale", "1"], "give one"),
+            (["burst", "--rate", "3", "--time-scale", "1"], "give only one"),
             (["steady", "--plot", "out.doc", "--model", model], "must end in one of .png"),
             (["burst", "--dtype", "float16"], "'float16', but must be one of bfloat16"),
             (["churn", "--workers", "0"], "'workers' in the command line is 0"),
@@ -148,16 +148,16 @@ def test_what_cannot_be_done_on_a_gpu(
     on_gpu = ["burst", "--device", "cuda:0", "--model", str(model)]
     cases = {
         ("--systems", "drop,vllm"): "vllm is started on processors only",
-        (): "the --memory of a worker",
-        ("--systems", "drop-chunking"): "leave its suffix out",
-        ("--systems", "mine=http://x"): "no system of this run is one",
+        (): "the --memory per worker",
+        ("--systems", "drop-chunking"): "leave the suffix out",
+        ("--systems", "mine=http://x"): "no system of this run is tideserve",
         ("--systems", "drop,recompute-ample"): "leave systems with -ample out",
         ("--memory", "16GiB", "--cells", "x"): "does not use --cells",
     }
     for more, sentence in cases.items():
         assert sentence in refused([*on_gpu, *more], monkeypatch, capsys)
     paced = refused(["burst", "--device", "cuda", "--paced", "A100-14B"], monkeypatch, capsys)
-    assert "--paced with the tiny model is for processors; leave --device out" in paced
+    assert "--paced with the tiny model runs on processors; leave --device out" in paced
 
 
 def test_a_trial_serves_a_tiny_model_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:

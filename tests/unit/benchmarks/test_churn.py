@@ -45,7 +45,7 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
         (
             {"blocks": {"worker-0": (498, 500)}},
             {},
-            ["worker-0 has 2 of 500 blocks in use at rest"],
+            ["worker-0 has 2 of 500 blocks in use when idle"],
         ),
         ({"failure": "change 3 failed: no"}, {}, ["change 3 failed: no"]),
     ],
@@ -65,9 +65,9 @@ def test_a_property_that_does_not_hold_is_a_problem(
         ),
         (
             lambda logs: logs.replayed.update(w=Replayed(4, 5, "after event 4: x instead of y")),
-            "w decides otherwise when replayed: after event 4: x instead of y",
+            "w diverges when replayed: after event 4: x instead of y",
         ),
-        (lambda logs: logs.findings.checks.pop("I9"), "nothing in the logs tells of I9"),
+        (lambda logs: logs.findings.checks.pop("I9"), "no log entry checks I9"),
     ],
 )
 def test_logs_that_break_or_miss_something_are_a_problem(

@@ -33,7 +33,7 @@ def test_bounds_are_on_the_share_of_the_processor_the_first_token_and_the_tail()
     assert [problem.split(":")[0] for problem in problems] == [
         "one at a time",
         "eight at a time",
-        "the control plane takes 6.0 % of the engine's processor",
+        "the control plane takes 6.0 % of the engine's CPU",
         "lengths of the trace",
         "equal lengths",
     ]

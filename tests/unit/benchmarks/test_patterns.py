@@ -1,4 +1,4 @@
-"""Made-up arrivals as traces: rate, variation, phases; what is no pattern is told."""
+"""Made-up arrivals as traces: rate, variation, phases; what is not a pattern is told."""
 
 from itertools import pairwise
 from random import Random
@@ -50,12 +50,12 @@ def test_a_file_is_no_pattern() -> None:
     ("pattern", "problem"),
     [
         ("gamma:1,2", "write gamma:RATE,CV,SECONDS"),
-        ("gamma:a,1,2", "is no pattern"),
-        ("phases:3@4,5", "is no pattern"),
-        ("phases:", "is no pattern"),
-        ("gamma:-1,1,2", "none below 0"),
+        ("gamma:a,1,2", "is not a pattern"),
+        ("phases:3@4,5", "is not a pattern"),
+        ("phases:", "is not a pattern"),
+        ("gamma:-1,1,2", "not negative"),
         ("phases:inf@1", "finite"),
-        ("phases:10@0", "no request arrives"),
+        ("phases:10@0", "has no arrivals"),
         ("gamma:4,1e6,60", "must be 0 or 0.01 to 100"),
         ("gamma:4,1e-160,60", "must be 0 or 0.01 to 100"),
         ("gamma:1e12,1,60", "more than 100,000 requests"),

@@ -12,8 +12,8 @@ from benchmarks.scenarios.prefix import (
     ON,
     QUESTION_TOKENS,
     TURNS,
-    Found,
-    Served,
+    PrefixRecord,
+    SimulatedLoad,
     chat,
     count_hits,
     foreign_hits,
@@ -37,12 +37,12 @@ class CachingServer:
         return TurnAnswer(len(prompt_ids), cached, 1e-3 * (len(prompt_ids) - cached), output)
 
 
-def served(dispatch: str, share: float) -> Served:
-    return Served("chats", dispatch, 1_000_000, share, 0.5, 2.0, 0)
+def served(dispatch: str, share: float) -> SimulatedLoad:
+    return SimulatedLoad("chats", dispatch, 1_000_000, share, 0.5, 2.0, 0)
 
 
-def good() -> Found:
-    found = Found({ON: [[1.0, 0.3]], OFF: [[1.0, 1.0]]}, 100, 1000, 500, 510)
+def good() -> PrefixRecord:
+    found = PrefixRecord({ON: [[1.0, 0.3]], OFF: [[1.0, 1.0]]}, 100, 1000, 500, 510)
     found.served += [served("least_loaded", 0.1), served("prefix", 0.3)]
     return found
 
@@ -60,7 +60,7 @@ def test_each_bar_that_is_missed_is_a_problem() -> None:
     found.hits, found.foreign_hits = 530 + 10, 16
     found.served[-1] = served("prefix", 0.15)
     problems = judge(found).problems
-    assert [one.split()[0] for one in problems] == ["the", "540", "16", "dispatch"]
+    assert [one.split()[0] for one in problems] == ["TTFT", "540", "16", "dispatch"]
     found.hits = 480
     assert any("-5.9%" in one for one in judge(found).problems)
 
@@ -76,7 +76,7 @@ def test_a_chat_says_again_all_that_was_said() -> None:
 def test_a_cache_that_is_the_count_agrees_with_it_and_half_of_one_does_not() -> None:
     errors = []
     for blocks in (300, 150):
-        found = Found(capacity_blocks=300)
+        found = PrefixRecord(capacity_blocks=300)
         count_hits(CachingServer(blocks), found, 80, 1, lambda line: None)  # type: ignore[arg-type]
         assert 0 < found.counted_hits < found.queries
         errors.append(found.hits / found.counted_hits - 1)
@@ -87,5 +87,5 @@ def test_a_cache_that_is_the_count_agrees_with_it_and_half_of_one_does_not() -> 
 def test_hits_of_another_salt_are_seen_and_none_at_all_is_no_proof() -> None:
     assert foreign_hits(CachingServer(100), 1) == 0  # type: ignore[arg-type]
     assert foreign_hits(CachingServer(100, salted=False), 1) > 0  # type: ignore[arg-type]
-    with pytest.raises(SystemUnavailable, match="hits nothing"):
+    with pytest.raises(SystemUnavailable, match="has no hits"):
         foreign_hits(CachingServer(0), 1)  # type: ignore[arg-type]

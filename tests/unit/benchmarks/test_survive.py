@@ -33,10 +33,10 @@ def test_a_problem_names_its_part() -> None:
     assert problems[:4] == [
         "apart: request 24 is lost after 3 of 10 tokens: the server hung up",
         "merged: not all workers serve again",
-        "crowded: the survivors have KV for all requests",
-        "etcd: not all is well after the outage",
+        "crowded: the survivors have enough KV for all requests",
+        "etcd: the cluster did not settle after the outage",
     ]
-    assert problems[4:] == [f"nothing in the logs tells of {one}" for one in INVARIANTS]
+    assert problems[4:] == [f"no log entry checks {one}" for one in INVARIANTS]
 
 
 @pytest.mark.parametrize("problems", [[], ["a request is lost"]])

@@ -64,17 +64,17 @@ def deployment(tmp_path: Path) -> Deployment:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["what"], "unknown system 'what'; there are tideserve, drop, recompute,"),
+        (["what"], "unknown system 'what'; systems are tideserve, drop, recompute,"),
         (["waiting_time-ample"], "did you mean 'waiting-time-ample'?"),
-        (["tideserve-tides"], "no mechanism 'tides' to switch off; there are ample, exchange"),
+        (["tideserve-tides"], "no mechanism 'tides' to disable; mechanisms are ample, exchange"),
         (["mine=ftp://x"], "'mine=ftp://x' is not of the form name=http://host:port"),
-        (["drop-256"], "no mechanism '256' to switch off"),
-        (["priority-0"], "no mechanism '0' to switch off"),
-        (["mine-ample=http://x"], "'mine-ample' reads like a system of ours"),
-        (["mine@night=http://x"], "'mine@night' reads like a system of ours"),
-        (["a=http://x", "a=http://y"], "'a' is named twice"),
-        (["vllm-float32-bfloat16"], "'vllm-float32-bfloat16' asks for two dtypes"),
-        ([], "no system is named"),
+        (["drop-256"], "no mechanism '256' to disable"),
+        (["priority-0"], "no mechanism '0' to disable"),
+        (["mine-ample=http://x"], "'mine-ample' is the name of a built-in system"),
+        (["mine@night=http://x"], "'mine@night' is the name of a built-in system"),
+        (["a=http://x", "a=http://y"], "'a' is given twice"),
+        (["vllm-float32-bfloat16"], "'vllm-float32-bfloat16' has two dtypes"),
+        ([], "no system is given"),
     ],
 )
 def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
@@ -202,7 +202,7 @@ def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: 
     assert replace(deployment, dtype="float32").parameter_bytes == 1000
     path = deployment.model_dir / "model.safetensors"
     path.write_bytes(b"junk")
-    with pytest.raises(SystemUnavailable, match=r"model\.safetensors is no file of safetensors"):
+    with pytest.raises(SystemUnavailable, match=r"model\.safetensors is not a safetensors file"):
         _ = deployment.parameter_bytes
 
 

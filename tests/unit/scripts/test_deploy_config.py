@@ -78,8 +78,8 @@ def test_scheduler_and_workers_are_told_one_scheduling(objects):
         ("worker", "TIDESERVE__MEMROY_BYTES", "1", "did you mean TIDESERVE__MEMORY_BYTES"),
         ("gateway", "TIDESERVE__DRAIN_TIMEOUT_S", "-1", "DRAIN_TIMEOUT_S"),
         ("worker", "TIDESERVE__BULK_PORT", "50099", "port bulk is 50062, but 'bulk_port' is 50099"),
-        ("worker", "TIDESERVE__UCX_PORTS", "1-9", "no NetworkPolicy has ingress from worker to"),
-        ("worker", "TIDESERVE__UCX_PORTS", "1-9", "has egress from worker to worker at 1-9"),
+        ("worker", "TIDESERVE__UCX_PORTS", "1-9", "no NetworkPolicy allows ingress from worker to"),
+        ("worker", "TIDESERVE__UCX_PORTS", "1-9", "allows egress from worker to worker at 1-9"),
         ("worker", "TIDESERVE__MEMORY_BYTES", "4GiB", "leaves nothing"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_wrong_variable_is_found(objects, service, name, value, problem):
         ),
         (
             *("Deployment/tideserve-gateway", "spec/template/spec/terminationGracePeriodSeconds"),
-            *(324, "terminationGracePeriodSeconds is less than the 325 s of sleep and drain"),
+            *(324, "terminationGracePeriodSeconds is shorter than the 325 s of sleep and drain"),
         ),
         (
             *("Deployment/tideserve-scheduler", "spec/template/spec/containers/0/image"),
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_mounted_or_would_never_be_updated_is_found(objects):
     mounts = container(objects, "gateway")["volumeMounts"]
     mount = next(one for one in mounts if one["name"] == "api-key")
     mount["subPath"] = "api_key"
-    assert "never updated" in check_objects(objects, VERSION)[0]
+    assert "never updates" in check_objects(objects, VERSION)[0]
     mounts.remove(mount)
     assert "in no mount" in check_objects(objects, VERSION)[0]
 

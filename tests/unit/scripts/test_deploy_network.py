@@ -3,10 +3,10 @@
 import pytest
 from deploy_network import (
     SERVICES,
-    Way,
+    Connection,
+    admits_strangers,
     calls,
-    check_ways,
-    lets_strangers_in,
+    check_connections,
     selects,
     sources_of_services,
 )
@@ -22,7 +22,7 @@ def policy(component, **rules):
     return {"spec": {"podSelector": pods(component), **rules}}
 
 
-WAY = Way("gateway", "worker", 50051, 50051)
+WAY = Connection("gateway", "worker", 50051, 50051)
 IN = policy(
     "worker", ingress=[{"from": [{"podSelector": pods("gateway")}], "ports": [{"port": 50051}]}]
 )
@@ -32,20 +32,21 @@ OUT = policy(
 
 
 def test_a_way_needs_both_ends():
-    assert list(check_ways([WAY], [IN, OUT])) == []
-    assert list(check_ways([WAY], [IN])) == [
-        "no NetworkPolicy has egress from gateway to worker at 50051"
+    assert list(check_connections([WAY], [IN, OUT])) == []
+    assert list(check_connections([WAY], [IN])) == [
+        "no NetworkPolicy allows egress from gateway to worker at 50051"
     ]
-    assert list(check_ways([WAY], [OUT])) == [
-        "no NetworkPolicy has ingress from gateway to worker at 50051"
+    assert list(check_connections([WAY], [OUT])) == [
+        "no NetworkPolicy allows ingress from gateway to worker at 50051"
     ]
 
 
 @pytest.mark.parametrize(
-    "way", [Way("memmgr", "worker", 50051, 50051), Way("gateway", "worker", 50051, 50052)]
+    "way",
+    [Connection("memmgr", "worker", 50051, 50051), Connection("gateway", "worker", 50051, 50052)],
 )
 def test_another_source_or_port_is_closed(way):
-    assert len(list(check_ways([way], [IN, OUT]))) == 2
+    assert len(list(check_connections([way], [IN, OUT]))) == 2
 
 
 def test_a_range_is_covered_as_a_whole():
@@ -55,16 +56,16 @@ def test_a_range_is_covered_as_a_whole():
         ingress=[{"from": [{"podSelector": pods("worker")}], "ports": lanes}],
         egress=[{"to": [{"podSelector": pods("worker")}], "ports": lanes}],
     )
-    assert list(check_ways([Way("worker", "worker", 50063, 50094)], [both])) == []
-    assert len(list(check_ways([Way("worker", "worker", 50063, 50095)], [both]))) == 2
+    assert list(check_connections([Connection("worker", "worker", 50063, 50094)], [both])) == []
+    assert len(list(check_connections([Connection("worker", "worker", 50063, 50095)], [both]))) == 2
 
 
 def test_any_source_may_call_where_none_is_named():
-    assert not lets_strangers_in([IN], "worker", 50051)
-    assert lets_strangers_in([policy("worker", ingress=[{}])], "worker", 50051)
+    assert not admits_strangers([IN], "worker", 50051)
+    assert admits_strangers([policy("worker", ingress=[{}])], "worker", 50051)
     everywhere = {"from": [{"namespaceSelector": {}}], "ports": [{"port": 50051}]}
-    assert lets_strangers_in([policy("worker", ingress=[everywhere])], "worker", 50051)
-    assert not lets_strangers_in([policy("worker", ingress=[everywhere])], "worker", 50052)
+    assert admits_strangers([policy("worker", ingress=[everywhere])], "worker", 50051)
+    assert not admits_strangers([policy("worker", ingress=[everywhere])], "worker", 50052)
 
 
 def test_selectors_take_their_own():

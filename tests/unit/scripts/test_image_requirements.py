@@ -51,7 +51,7 @@ def test_what_a_package_needs_comes_along() -> None:
 
 
 def test_a_package_without_a_pin_is_named() -> None:
-    with pytest.raises(LookupError, match="pytest is needed"):
+    with pytest.raises(LookupError, match="an image needs pytest"):
         closure(["pytest"], pins(), alone=set(), without=[])
 
 

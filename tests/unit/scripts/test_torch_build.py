@@ -38,7 +38,7 @@ def test_the_build_is_known_by_its_version_or_what_it_needs(
 @pytest.mark.parametrize("text", ["", "[]", '{"install": []}', '{"install": [{}]}'])
 def test_no_answer_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
-    with pytest.raises(StepFailed, match="pip does not say"):
+    with pytest.raises(StepFailed, match="pip does not report"):
         build_in(tmp_path / "report.json")
 
 

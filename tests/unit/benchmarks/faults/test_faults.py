@@ -100,7 +100,7 @@ def test_a_file_of_something_else_is_refused(run: list[str], tmp_path: Path) -> 
     file = tmp_path / "cells.jsonl"
     for content in (b"no json\n", b"[1]\n", b'{"size": 2}\n'):
         file.write_bytes(content)
-        with pytest.raises(BenchError, match="is no file of cells"):
+        with pytest.raises(BenchError, match="is not a file of cells"):
             figures(LoadChoice(quick=True, append=file))
     line = orjson.dumps({"size": 2, "phase": "steady", "role": "leader", "fault": "kill-worker"})
     file.write_bytes(line + b"\n" + line + b"\n")

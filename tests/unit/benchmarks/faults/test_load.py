@@ -41,9 +41,9 @@ def test_each_stream_ends_as_its_client_sees_it() -> None:
     assert {body["temperature"] for body in sent} == {0.8}
     assert all(body["return_token_ids"] for body in sent)
     assert good.finished
-    assert (good.failure, good.told_tokens, len(good.times_s)) == ("", 3, 3)
+    assert (good.failure, good.completion_tokens, len(good.times_s)) == ("", 3, 3)
     assert good.ended_s >= good.times_s[-1]
-    assert (broken.failure, broken.finished, broken.told_tokens) == ("", False, 0)
+    assert (broken.failure, broken.finished, broken.completion_tokens) == ("", False, 0)
     assert failed.failure
     assert refused.failure.startswith("HTTP 503")
     assert not any(one.stuck for one in (good, broken, failed, refused))
@@ -82,7 +82,7 @@ def test_a_stream_without_tokens_for_long_is_given_up() -> None:
         streams.start()
         (outcome,) = streams.wait()
     assert outcome.stuck and not outcome.hung_up
-    assert outcome.failure == "nothing came for 1 s"
+    assert outcome.failure == "no token for 1 s"
 
 
 async def test_a_steady_load_counts_how_requests_end() -> None:

@@ -90,8 +90,8 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
         ({"tally": {"completed": 8, "refused": 1}}, "1 requests were refused"),
         ({"tally": {"completed": 8, "different": 1}}, "1 requests were different"),
         ({"tally": {"completed": 8}}, "10 requests were sent, and 9 ended"),
-        ({"groups_seen": Counter({3: 5})}, "no groups were seen merged"),
-        ({"groups_seen": Counter({1: 5})}, "the groups were never seen apart"),
+        ({"groups_seen": Counter({3: 5})}, "the groups were never seen merged"),
+        ({"groups_seen": Counter({1: 5})}, "the groups were never seen split"),
         (
             {"memory": memory("gateway", [*FLAT[:10], *[111 * MIB] * 10])},
             "gateway grew from 100.0 MiB to 111.0 MiB",

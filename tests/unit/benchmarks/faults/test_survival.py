@@ -39,7 +39,7 @@ def test_a_crowd_may_wait_and_must_not_fail() -> None:
     assert crowd([CUT]).problems() == [
         "request 24 is lost after 3 of 10 tokens: the server hung up"
     ]
-    assert crowd(demand_tokens=299).problems() == ["the survivors have KV for all requests"]
+    assert crowd(demand_tokens=299).problems() == ["the survivors have enough KV for all requests"]
 
 
 def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is_back() -> None:
@@ -66,16 +66,16 @@ OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
     ("seen", "problem"),
     [
         (loss([CUT]), "request 24 is lost after 3 of 10 tokens: the server hung up"),
-        (loss([OTHER]), "request 24 is different after 10 of 10 tokens: token 9 is 99 and not 9"),
+        (loss([OTHER]), "request 24 is different after 10 of 10 tokens: token 9 is 99, not 9"),
         (loss(whole_s=None), "not all workers serve again"),
         (
             loss(workers=2, alone_s=43.0, whole_s=50.0),
             "the survivors served without the killed worker after 31 s",
         ),
-        (loss(alone_s=None), "the survivors do not serve without the worker that was killed"),
-        (loss(whole_s=13.5), "too little time after the death to measure throughput"),
-        (loss(hit_s=5.0), "too little time before the death to measure throughput"),
-        (loss(workers=20), "throughput was 84% of the share that lives of that before the death"),
+        (loss(alone_s=None), "the survivors do not serve without the killed worker"),
+        (loss(whole_s=13.5), "too little time after the death for measuring throughput"),
+        (loss(hit_s=5.0), "too little time before the death for measuring throughput"),
+        (loss(workers=20), "throughput was 84% of the survivors' share of that before the death"),
     ],
 )
 def test_whatever_a_death_must_not_do_is_a_problem(seen: Loss, problem: str) -> None:
@@ -111,8 +111,8 @@ def test_order_is_no_change_and_an_epoch_is() -> None:
     [
         (outage([[GROUP], [GROUP | {"epoch": 5}]]), "the groups changed 1 times"),
         (outage([[]]), "the groups were never seen"),
-        (outage(settled_s=None), "not all is well after the outage"),
-        (outage(settled_s=16.0), "all was well 16 s after the return of etcd"),
+        (outage(settled_s=None), "the cluster did not settle after the outage"),
+        (outage(settled_s=16.0), "the cluster settled 16 s after the return of etcd"),
         (outage(tally={"completed": 8, "lost": 1}), "1 requests were lost"),
         (outage(tally={"completed": 8, "refused": 1}), "1 requests were refused"),
     ],

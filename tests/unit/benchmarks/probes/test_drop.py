@@ -30,9 +30,9 @@ def test_a_drop_of_half_the_layers_takes_few_calls() -> None:
 
 
 def test_a_layout_that_the_machine_cannot_hold_is_refused() -> None:
-    with pytest.raises(WorkerError, match="measure a smaller layout"):
+    with pytest.raises(WorkerError, match="choose a smaller layout"):
         drop.load_layout(1 << 50)
-    with pytest.raises(WorkerError, match="measure more"):
+    with pytest.raises(WorkerError, match="choose more"):
         drop.load_layout(drop.GIB // 20)
 
 

@@ -117,17 +117,17 @@ def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcom
         "vllm": [measured(30.0, None)],
     }
     (sentence,) = result_of(plan, outcomes)["too_mild"]
-    assert sentence.startswith("recompute@A100-14B: KV demand came to 0.6")
+    assert sentence.startswith("recompute@A100-14B: KV demand peaked at 0.6")
     unpaced = replace(plan, deployment=replace(plan.deployment, paced=None))
     (sentence,) = result_of(unpaced, outcomes)["too_mild"]
-    assert sentence.startswith("recompute: KV demand came to 0.1")
+    assert sentence.startswith("recompute: KV demand peaked at 0.1")
     outcomes.rounds["burst"] = {"recompute": [measured(20.0, capacity=100)]}
     assert "too_mild" not in result_of(unpaced, outcomes)
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"])
 def test_a_senseless_target_is_refused(text: str) -> None:
-    with pytest.raises(BenchError, match="is no target"):
+    with pytest.raises(BenchError, match="is not a target"):
         read_target(text)
 
 

@@ -109,7 +109,10 @@ def test_a_scenario_has_a_help_of_its_own() -> None:
     assert " --cycles " in help_of("bench churn") and " --cells " not in help_of("bench churn")
     assert " --systems " in help_of("bench steady") and " --trace " in help_of("bench burst")
     assert " --systems " not in help_of("bench drop")
-    usual, own = "[default: (SmolLM2-135M-Instruct)]", "[default: (a tiny one with random weights)]"
+    usual, own = (
+        "[default: (SmolLM2-135M-Instruct)]",
+        "[default: (a tiny model with random weights)]",
+    )
     for name, default in (("steady", usual), ("clients", usual), ("drop", usual), ("churn", own)):
         assert default in help_of(f"bench {name}"), name
     assert usual in help_of("bench")
