@@ -68,13 +68,13 @@ class AdminGuard:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = record.request_id
+                headers["x-request-id"] = record.client_request_id
                 for name, value in SECURITY_HEADERS.items():
                     headers[name] = value
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        with request_ids(record.request_id, ""):
+        with request_ids(record.client_request_id, ""):
             try:
                 self._check(scope, record)
                 await self._app(scope, receive, secured_send)

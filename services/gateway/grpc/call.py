@@ -76,7 +76,7 @@ class Call:
         """Metadata of every response, failed or not: request id, rate limits, warnings."""
         record = self.record
         warnings = tuple(("warning", text) for text in record.warning_headers)
-        return (("x-request-id", record.request_id), *record.limit_headers(), *warnings)
+        return (("x-request-id", record.client_request_id), *record.limit_headers(), *warnings)
 
     async def read(self, timeout_s: float | None = None) -> bytes | None:
         """The client's next message; None at the end of its stream.

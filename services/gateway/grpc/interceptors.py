@@ -115,7 +115,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         failure: tuple[status_pb2.Status, GatewayError] | None = None
         probe = method is not None and method.public
         recorded = refusal is not None or (method is not None and method.single and not probe)
-        with request_ids(record.request_id, record.trace_id):
+        with request_ids(record.client_request_id, record.trace_id):
             try:
                 await self._run(method, refusal, call)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
@@ -157,7 +157,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         record, begun = call.record, call.client.started
         record.fail(error)
         next_index = call.tokens_sent if begun else None
-        status = status_of(error, record.request_id, next_index)
+        status = status_of(error, record.client_request_id, next_index)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if begun:
             self._metrics.stream_failed(error.code or "error")

@@ -213,7 +213,7 @@ class KserveService:
         record.principal, record.slo_headers = principal, call.record.slo_headers
         record.address = call.record.address
         self._recorder.trace(record, None, admitted=True)
-        with request_ids(record.request_id, record.trace_id):
+        with request_ids(record.client_request_id, record.trace_id):
             try:
                 await self._infer(call, record, message)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
@@ -242,7 +242,7 @@ class KserveService:
         self, call: Call, record: RequestRecord, request_id: str, error: GatewayError
     ) -> None:
         record.fail(error)
-        status = status_of(error, record.request_id)
+        status = status_of(error, record.client_request_id)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if record.first_token_s is None:
             self._serving.metrics.refused(error, record.service_class)

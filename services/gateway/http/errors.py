@@ -39,7 +39,7 @@ def error_response(
 def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
     path: str = scope["path"]
     if path.startswith(messages_error.PATH):
-        return messages_error.error_body(error, record_of(scope).request_id)
+        return messages_error.error_body(error, record_of(scope).client_request_id)
     body = error.body()
     if path == RESPONSES_PATH:
         message, param = RESPONSES.renamed(error)

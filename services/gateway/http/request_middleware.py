@@ -58,7 +58,7 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", ()), *_headers(record)]
             return send(message)
 
-        with request_ids(record.request_id, record.trace_id):
+        with request_ids(record.client_request_id, record.trace_id):
             try:
                 if refusal is not None:
                     raise refusal
@@ -75,7 +75,7 @@ class RequestMiddleware:
                     await error_response(failure, scope)(scope, receive, recorded_send)
                 record.fail(failure)
             finally:
-                with request_ids(record.request_id, record.trace_id):
+                with request_ids(record.client_request_id, record.trace_id):
                     self._recorder.close(record, endpoint_of(scope))
 
     def _refusal(self, scope: Scope, record: RequestRecord) -> GatewayError | None:
@@ -123,7 +123,7 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
 
 def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
     """Headers of every response: request id, the owner's rate limits, warnings (RFC 7234)."""
-    request_id = record.request_id.encode()
+    request_id = record.client_request_id.encode()
     limits = [(name.encode(), value.encode()) for name, value in record.limit_headers()]
     warnings = [(b"warning", text.encode()) for text in record.warning_headers]
     # Clients of Anthropic's API read `request-id`.

@@ -1,9 +1,9 @@
 """The record of a request, for its log line, metrics and trace.
 
-Ids. `request_id` is the id that the client sees: its own id if it sent one, else the response id.
-`response_id` is made here and unique in the cluster. Each choice runs at scheduler and workers
-under an id that is derived from `response_id` (`Request.request_id`). Engines add a suffix for
-each start, which makes a sequence id (`services/core/planner/sequence_ids.py`).
+Ids. `client_request_id` is the id that the client sees: its own id if it sent one, else the
+response id. `response_id` is made here and unique in the cluster. Each choice runs at scheduler and
+workers under an id that is derived from `response_id` (`Request.request_id`). Engines add a suffix
+for each start, which makes a sequence id (`services/core/planner/sequence_ids.py`).
 
 Records hold counts, times and names, never texts of clients. Times are on the monotonic clock.
 """
@@ -117,7 +117,7 @@ WARNING_LENGTH_MAX = 256
 class RequestRecord:
     """The record of a request; see the module for its ids."""
 
-    request_id: str
+    client_request_id: str
     began_s: float
     trace_id: str = ""  # "" if neither client nor gateway traces the request
     context: TraceContext | None = None  # set if this gateway traces the request
@@ -187,17 +187,17 @@ class RequestRecord:
     @property
     def given_id(self) -> bytes | None:
         """The client's own id, None if it sent none."""
-        return self.request_id.encode() if self.has_client_id else None
+        return self.client_request_id.encode() if self.has_client_id else None
 
     @property
     def has_client_id(self) -> bool:
-        """Whether the client sent its own id, so that `request_id` differs from `response_id`."""
-        return self.request_id != self.response_id
+        """Whether the client sent its own id, so that `client_request_id` differs from `response_id`."""
+        return self.client_request_id != self.response_id
 
     def note_client_id(self, chosen_id: str) -> None:
         """Note the client's id from the body; an id from a header takes precedence."""
         if not self.has_client_id:
-            self.request_id = chosen_id
+            self.client_request_id = chosen_id
 
     def limit_headers(self) -> Headers:
         """The rate-limit headers of the request's owner."""
@@ -227,19 +227,19 @@ def new_record(
 ) -> RequestRecord:
     """Create the record of a request to `path`.
 
-    `given_id`, the client's id from a header, becomes `request_id` if it has 1 to 128 letters,
-    digits and ``._:=@+/-``. `gateway` is this gateway's incarnation.
+    `given_id`, the client's id from a header, becomes `client_request_id` if it has 1 to 128
+    letters, digits and ``._:=@+/-``. `gateway` is this gateway's incarnation.
     """
     # The id contains the gateway, so that any gateway can forward a cancel. It is always made here,
     # because workers must never see an id twice.
     digits = (gateway[:GATEWAY_DIGITS] + uuid.uuid4().hex)[:32]
     prefix = _DIALECT_PREFIXES.get(path) or _PREFIXES.get(OPERATIONS.get(path, ""), "req-")
     response_id = prefix + digits
-    request_id = response_id
+    client_request_id = response_id
     # Ids are shown in headers and logs, so only safe characters are accepted.
     if given_id is not None and _SAFE_ID.fullmatch(given_id):
-        request_id = given_id.decode("ascii")
-    return RequestRecord(request_id, began_s, path=path, response_id=response_id)
+        client_request_id = given_id.decode("ascii")
+    return RequestRecord(client_request_id, began_s, path=path, response_id=response_id)
 
 
 def gateway_of(response_id: str) -> str | None:

@@ -63,7 +63,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
         genai.LATENCY_TIME_TO_FIRST_TOKEN: (
             record.first_token_s - record.began_s if record.first_token_s is not None else None
         ),
-        genai.REQUEST_ID: record.request_id,
+        genai.REQUEST_ID: record.client_request_id,
         genai.OWNER: record.principal.owner or None,
         genai.ERROR_TYPE: record.code,
         **_door(record),

@@ -55,8 +55,8 @@ class RunningRequests:
             DuplicateRequest: if its owner used `chosen_id` for another request recently.
         """
         owner = record.principal.owner
-        # `record.request_id` is the header's id here: `chosen_id` is noted there later.
-        ids = {record.response_id, record.request_id}
+        # `record.client_request_id` is the header's id here: `chosen_id` is noted there later.
+        ids = {record.response_id, record.client_request_id}
         if chosen_id is None:
             with self._registered([(owner, request_id) for request_id in ids], cancel_scope):
                 yield

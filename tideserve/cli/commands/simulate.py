@@ -31,7 +31,7 @@ def simulate(
     against: Annotated[
         Path | None,
         typer.Option(
-            help="Result of 'tideserve bench --json' whose load to simulate (source checkout only)."
+            help="Result of 'tideserve bench --json' to simulate (source checkout only)."
         ),
     ] = None,
     profile: Annotated[
@@ -44,9 +44,8 @@ def simulate(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="With --against: another result of 'tideserve bench', whose ratio of measured to"
-            " predicted iteration times scales the profile. With the same result, each system is"
-            " scaled by the other systems."
+            help="With --against: another result of 'tideserve bench', which scales the profile by"
+            " measured iteration times. With the same result, other systems scale each system."
         ),
     ] = None,
 ) -> None:

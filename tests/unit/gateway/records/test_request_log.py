@@ -79,15 +79,15 @@ def test_the_line_of_a_refusal() -> None:
 )
 def test_an_unsafe_id_is_replaced_by_that_of_the_response(given: bytes | None) -> None:
     record = new_record(CHAT, given, 0.0)
-    assert record.request_id == record.response_id
-    assert record.request_id.startswith("chatcmpl-")
-    assert new_record("/ready", given, 0.0).request_id.startswith("req-")
+    assert record.client_request_id == record.response_id
+    assert record.client_request_id.startswith("chatcmpl-")
+    assert new_record("/ready", given, 0.0).client_request_id.startswith("req-")
 
 
 @pytest.mark.parametrize("given", [b"x" * 128, b"Root=1-67891233-abcdef012345678912345678"])
 def test_a_safe_id_is_kept_and_the_response_has_its_own(given: bytes) -> None:
     one, two = new_record(CHAT, given, 0.0), new_record(CHAT, given, 0.0)
-    assert one.request_id == two.request_id == given.decode()
+    assert one.client_request_id == two.request_id == given.decode()
     assert one.response_id != two.response_id
 
 

@@ -130,6 +130,6 @@ def test_response_ids_name_their_gateway() -> None:
         record = new_record(path, b"of-the-client", 0.0, gateway)
         assert record.response_id.startswith(begins)
         assert gateway_of(record.response_id) == gateway[:8]
-        assert gateway_of(record.request_id) is None
+        assert gateway_of(record.client_request_id) is None
     assert gateway_of(new_record("/v1/completions", None, 0.0, "").response_id) != gateway[:8]
     assert gateway_of("cmpl-0123") is None
