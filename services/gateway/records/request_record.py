@@ -191,7 +191,7 @@ class RequestRecord:
 
     @property
     def has_client_id(self) -> bool:
-        """Whether the client sent its own id, so that `client_request_id` differs from `response_id`."""
+        """Whether the client sent its own id, so that both ids differ."""
         return self.client_request_id != self.response_id
 
     def note_client_id(self, chosen_id: str) -> None:

@@ -30,9 +30,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(
-            help="Result of 'tideserve bench --json' to simulate (source checkout only)."
-        ),
+        typer.Option(help="Result of 'tideserve bench --json' to simulate (checkout only)."),
     ] = None,
     profile: Annotated[
         str | None,
@@ -44,8 +42,8 @@ def simulate(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="With --against: another result of 'tideserve bench', which scales the profile by"
-            " measured iteration times. With the same result, other systems scale each system."
+            help="With --against: a result whose measured iteration times scale the profile. With"
+            " the same result, other systems scale each system."
         ),
     ] = None,
 ) -> None:

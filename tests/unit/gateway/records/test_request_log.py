@@ -87,7 +87,7 @@ def test_an_unsafe_id_is_replaced_by_that_of_the_response(given: bytes | None) -
 @pytest.mark.parametrize("given", [b"x" * 128, b"Root=1-67891233-abcdef012345678912345678"])
 def test_a_safe_id_is_kept_and_the_response_has_its_own(given: bytes) -> None:
     one, two = new_record(CHAT, given, 0.0), new_record(CHAT, given, 0.0)
-    assert one.client_request_id == two.request_id == given.decode()
+    assert one.client_request_id == two.client_request_id == given.decode()
     assert one.response_id != two.response_id
 
 
