@@ -50,7 +50,7 @@ class World:
             now_s += 4
             for number, count in enumerate(bursts):
                 now_s += 1
-                assert meter.tokens(count, now_s) == (number > 0)
+                assert meter.observe_tokens(count, now_s) == (number > 0)
             if ending is not None:
                 raise ending
             choice.segments[-1].times = self.times
