@@ -51,7 +51,7 @@ class CancelScope:
         cancelled_outside = self._task.uncancel() > self._before
         if isinstance(raised, asyncio.CancelledError) and cancelled_outside:
             return
-        # Also replace errors of the block's cleanup, which would hide the cause of the cancellation.
+        # Also replace errors of the block's cleanup, which would hide the cancellation's cause.
         if isinstance(raised, asyncio.CancelledError | GatewayError) or (
             isinstance(raised, BaseExceptionGroup) and first_gateway_error(raised) is not None
         ):

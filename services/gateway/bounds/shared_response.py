@@ -116,7 +116,7 @@ class SharedResponse(Generic[M]):
             self._update_grace()
 
     async def message(self, index: int) -> M | None:
-        """Wait for message `index`; None after the last. Frees messages that all readers have read."""
+        """Wait for message `index`; None after the last. Frees messages read by all readers."""
         self._trim()
         while index == self._removed + len(self._messages):
             if self._over:

@@ -9,7 +9,7 @@ from services.gateway.api.chat import chat_of
 from services.gateway.api.completion import completion_of
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.tokens import Detokenize, ReadBody
+from services.gateway.api.tokens import Detokenize, ParsedBody
 from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
@@ -23,7 +23,7 @@ from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
-A = TypeVar("A", bound=ReadBody)
+A = TypeVar("A", bound=ParsedBody)
 Parse = Callable[[bytes, UnknownFields], A]
 """Parses a call's message into a request body; adds its unknown fields to the second argument."""
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]

@@ -35,9 +35,9 @@ def decoded_known(kind: type[M], data: bytes, unknown: UnknownFields) -> M:
         return message
     names = list(islice(_unknown_in(whole), SEARCHED_MAX))
     for number, inside in names:
-        unknown.note(f"field-{number}", inside)
+        unknown.add(f"field-{number}", inside)
     if not names:
-        unknown.note("field-of-a-long-message")
+        unknown.add("field-of-a-long-message")
     return message
 
 

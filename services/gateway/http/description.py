@@ -75,7 +75,7 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 @cache
 def _generated(kind: type[BaseModel]) -> dict[str, Any]:
-    """Pydantic's schema of `kind`. Cached: it takes 10 to 40 ms, and several routes need a chat's."""
+    """Pydantic's schema of `kind`. Cached, as it takes 10 to 40 ms and several routes need it."""
     return kind.model_json_schema()
 
 

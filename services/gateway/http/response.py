@@ -24,7 +24,7 @@ from services.gateway.bounds.body_budget import (
 )
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
-from services.gateway.http.dialect import Dialect, wait_for_disconnect, guard_client
+from services.gateway.http.dialect import Dialect, guard_client, wait_for_disconnect
 from services.gateway.http.errors import error_response
 from services.gateway.records.request_record import RequestRecord, record_of
 from services.gateway.serving.service_policy import SLO_HEADERS

@@ -14,7 +14,7 @@ from services.gateway.api.json_object import parse_object
 from services.gateway.api.tokens import (
     Detokenize,
     DetokenizeRequest,
-    ReadBody,
+    ParsedBody,
     Tokenize,
     TokenizeRequest,
     parse_detokenize,
@@ -30,7 +30,7 @@ from services.gateway.records.request_record import record_of
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 
-T = TypeVar("T", bound=ReadBody)
+T = TypeVar("T", bound=ParsedBody)
 Content = Callable[[], dict[str, Any]]
 
 

@@ -38,7 +38,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """A line of the file. `owner`: the tenant, who may have several keys. `models` None: all models.
+    """A line of the file. `owner`: the tenant, with one or more keys. `models` None: all models.
 
     `created` is informational.
     """
@@ -178,8 +178,8 @@ def _check_together(entries: Mapping[int, KeyEntry], source: str) -> None:
     for line_number, entry in entries.items():
         if entry.sha256 in seen:
             raise ConfigError(
-                f"{source} has the same key in line {seen[entry.sha256]} and line {line_number}; remove"
-                " either line"
+                f"{source} has the same key in line {seen[entry.sha256]} and line {line_number};"
+                " remove either line"
             )
         seen[entry.sha256] = line_number
         first, limits = owners.setdefault(entry.owner, (line_number, entry.limits))

@@ -163,7 +163,7 @@ class ChoiceRunner:
         if unread.prompt_logprobs:
             # Converting the log probabilities of a long prompt would block the event loop.
             push = partial(output.push, unread)
-            piece = await self._pool.run(push, unread.prompt_numbers)
+            piece = await self._pool.run(push, unread.prompt_logprob_count)
         else:
             piece = output.push(unread)
         pieces = (piece,) if chat is None else chat.push(piece)
