@@ -162,10 +162,7 @@ class _Gateway:
     async def run(
         self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
     ) -> None:
-        """Serve clients on `listener` and operators on `admin` until `stop`; then drain.
-
-        Removes the gateway's registration at the end.
-        """
+        """Serve clients on `listener`, and operators on `admin`, until `stop`; then drain."""
         config = self._config
         server = internal_server(
             config.grpc_host,

@@ -17,7 +17,7 @@ from services.core.service import Service, ServiceClass
 _BOUNDS_S = (*vllm_names.TOKEN_BUCKETS_S, float("inf"))
 
 
-class TokenTimes:
+class TokenTimeHistogram:
     """Histogram of times between tokens, in seconds, for use by a single event loop.
 
     Replaces prometheus_client's histogram, which takes three locks per observation and searches
@@ -39,12 +39,12 @@ class TokenMetrics(Collector):
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
-        self._times = {service_class: TokenTimes() for service_class in ServiceClass}
+        self._times = {service_class: TokenTimeHistogram() for service_class in ServiceClass}
         self.total = 0
         """Output tokens received."""
         registry.register(self)
 
-    def times_of(self, service_class: ServiceClass) -> TokenTimes:
+    def times_of(self, service_class: ServiceClass) -> TokenTimeHistogram:
         """The histogram of a class."""
         return self._times[service_class]
 
@@ -116,7 +116,7 @@ class ClassMetrics:
     """The labelled metrics of a class, observed for each choice."""
 
     ttft: Histogram
-    inter_token: TokenTimes
+    inter_token: TokenTimeHistogram
     per_token: Histogram
     inflight: Gauge
     slo: Mapping[str, SloCount]
