@@ -367,8 +367,8 @@ class _Gateway:
         self._metrics.groups_serving.set_function(lambda: self._probe.evaluate().groups_serving)
 
     def _members_changed(self) -> None:
-        self._admission.scheduler_changed()
-        self._workers.workers_changed()
+        self._admission.notify_scheduler_change()
+        self._workers.notify_workers_change()
 
 
 def _idempotency_cache(config: GatewayConfig) -> IdempotencyCache[Any]:

@@ -154,7 +154,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message, names: Mapping[str, str]) -> dict[str, Any]:
-    # Templates only know the older role "system".
+    # Templates support only the older role "system".
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": message.content or ""}
     if message.tool_call_id is not None:

@@ -83,7 +83,7 @@ class AdmissionClient:
         """Number of asks without an answer."""
         return len(self._pending)
 
-    def scheduler_changed(self) -> None:
+    def notify_scheduler_change(self) -> None:
         """Notify the client that `address` may return another scheduler."""
         self._changed.set()
 
@@ -130,7 +130,7 @@ class AdmissionClient:
             for pending in self._pending.values():
                 if pending.answer.done():
                     continue
-                # The scheduler keeps the queue while its stream lives, so any message confirms it.
+                # Any message confirms that the scheduler still has this stream's asks in its queue.
                 if pending.ticketed:
                     pending.known_s = self._received_s
                 resumed = pending.ask.resumed

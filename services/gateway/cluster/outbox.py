@@ -22,7 +22,7 @@ ROOM_TIMEOUT_S = 10.0
 
 
 class Outbox(Generic[T]):
-    """Frames for a peer. Their bytes count until `written`, also after `take`."""
+    """Frames for a peer. Their bytes count until `release`, also after `take`."""
 
     def __init__(self, bytes_max: int = BYTES_MAX, room_timeout_s: float = ROOM_TIMEOUT_S) -> None:
         self._bytes_max = bytes_max
@@ -90,7 +90,7 @@ class Outbox(Generic[T]):
         taken = [self._frames.popleft() for _ in range(len(self._frames) if many() else 1)]
         return [frame for frame, _ in taken], sum(frame_bytes for _, frame_bytes in taken)
 
-    def written(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         """Release the bytes of taken frames, which have been written."""
         self._count(-size_bytes)
 

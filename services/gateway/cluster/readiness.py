@@ -54,7 +54,7 @@ class ReadinessProbe:
         self._expected = workers_expected
         self._wait_s = wait_s
         self._clock = clock
-        self._awaits_workers = workers_expected is not None  # whether start-up goes on
+        self._awaits_workers = workers_expected is not None  # True during start-up
         self._first_serving_s: float | None = None
 
     async def run(self) -> None:

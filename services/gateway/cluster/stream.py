@@ -29,7 +29,7 @@ async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) 
             frames, size_bytes = await outbox.take(lambda: headers.done() and headers.result())
             for message in packed(frames):
                 await call.write(message)
-            outbox.written(size_bytes)
+            outbox.release(size_bytes)
     except asyncio.InvalidStateError as error:
         raise StreamBroken("the stream has ended") from error
     finally:

@@ -162,7 +162,7 @@ class WorkerClient:
         """Addresses of workers that are unreachable from here; see `CircuitBreaker.avoided`."""
         return self._breaker.avoided(monotonic_s())
 
-    def workers_changed(self) -> None:
+    def notify_workers_change(self) -> None:
         """Notify the client that `known_addresses` may have changed."""
         self._breaker.keep_only(self._known_addresses())
         for link in list(self._links.values()):

@@ -163,7 +163,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if begun:
             self._metrics.count_failed_stream(error.code or "error")
         else:
-            self._metrics.refused(error, record.service_class)
+            self._metrics.count_refusal(error, record.service_class)
         return status
 
     async def _fail(

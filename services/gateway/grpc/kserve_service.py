@@ -247,7 +247,7 @@ class KserveService:
         status = status_of(error, record.client_request_id)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if record.first_token_s is None:
-            self._serving.metrics.refused(error, record.service_class)
+            self._serving.metrics.count_refusal(error, record.service_class)
         else:
             self._serving.metrics.count_failed_stream(error.code or "error")
         await call.client.send(translate.error_response(status.message, request_id))

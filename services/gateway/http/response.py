@@ -202,7 +202,7 @@ class GenerationResponse(Response):
                         lease.keep(0)
                         lease.release()
                         record.note_replay(shared.response_id)
-                        serving.metrics.replayed()
+                        serving.metrics.count_replay()
                     producer = self._produce(shared, body, record, lease) if new else None
                     # Delete the reference, so that the producer can free the body.
                     del body
@@ -213,7 +213,7 @@ class GenerationResponse(Response):
             record.note_disconnect()
             serving.metrics.count_failed_stream("client_gone")
         except GatewayError as error:
-            serving.metrics.refused(error, record.service_class)
+            serving.metrics.count_refusal(error, record.service_class)
             await error_response(error, scope)(scope, receive, send)
             record.fail(error)
 

@@ -64,7 +64,7 @@ def describe_tools(
 def flatten_tool_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Write tool calls and tool responses as plain text; responses become messages of the user.
 
-    For templates that know neither tools nor the role "tool".
+    For templates that support neither tools nor the role "tool".
     """
     flat: list[dict[str, Any]] = []
     after_response = False

@@ -154,7 +154,7 @@ class Metrics:
         self._http_requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(duration_s)
 
-    def refused(self, error: GatewayError, service_class: ServiceClass | None) -> None:
+    def count_refusal(self, error: GatewayError, service_class: ServiceClass | None) -> None:
         """Count a request that was refused for lack of capacity before its response began.
 
         `service_class` is None if its body was not read.
@@ -179,7 +179,7 @@ class Metrics:
         """Count a request that resumes after its worker was lost."""
         self._resumed_streams.inc()
 
-    def replayed(self) -> None:
+    def count_replay(self) -> None:
         """Count a request that received the cached response of an earlier request."""
         self._replayed_requests.inc()
 

@@ -66,7 +66,7 @@ class WorkerSegment:
     epoch: int
     began_s: float
     ended_s: float | None = None
-    first_token_s: float | None = None  # only if the choice's first token came from this worker
+    first_token_s: float | None = None  # set only at the worker of the choice's first token
     times: WorkerTimes | None = None  # as reported by the worker
     first_index: int = 0  # output index of the first token from this worker
     moved: bool = False  # whether the worker adopted the request from the previous worker
@@ -271,7 +271,7 @@ class StreamRecord:
         self._log = log
 
     @contextmanager
-    def stream(
+    def log_stream(
         self, request: Request, segments: Sequence[WorkerSegment]
     ) -> Iterator[Callable[[FinishReason | None], None]]:
         """Log the start of a request and, on exit, its outcome and its `segments`.
@@ -300,7 +300,7 @@ class StreamRecord:
             reads = [SegmentRead(request_id, s.first_index, s.worker_id, s.moved) for s in segments]
             self._log.append(FACT, [*reads, StreamEnded(monotonic_s(), request_id, outcome)])
 
-    def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
+    def log_forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
         """Log tokens that are sent to the client now."""
         if self._log is not None and token_ids:
             fact = TokensForwarded(request_id, first_index, tuple(token_ids))

@@ -81,7 +81,7 @@ class ChoiceRunner:
         state = OutputState(journal, self._output(choice), _chat(choice))
         retries = RetryState(self._resumes)
         with (
-            self._stream_record.stream(request, record.segments) as note_finish,
+            self._stream_record.log_stream(request, record.segments) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             while True:
@@ -153,7 +153,7 @@ class ChoiceRunner:
         """Wait for tokens; returns their pieces, none if their text is held back."""
         first_index = stream.read_index
         unread = await stream.next()
-        self._stream_record.forwarded(request.request_id, first_index, unread.token_ids)
+        self._stream_record.log_forwarded(request.request_id, first_index, unread.token_ids)
         if unread.token_ids:
             failpoint.hit("gateway.token")
             now_s = monotonic_s()

@@ -140,6 +140,6 @@ def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
     """The request that resumes on another worker after the output `token_ids`."""
     if not token_ids:
         return request
-    # The prompt's log probabilities came with the first output token.
+    # The prompt's log probabilities arrived with the first output token: do not compute them again.
     logprobs = replace(request.logprobs, prompt=None)
     return replace(request, output_ids=token_ids, logprobs=logprobs)

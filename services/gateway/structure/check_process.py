@@ -1,4 +1,4 @@
-"""Checks grammars in a process of its own, each within limits of time and memory.
+"""Checks grammars in a separate process, each within limits of time and memory.
 
 A grammar may keep llguidance busy for ever in code that cannot be interrupted. So each check runs
 in a fork of this process. The kernel ends the fork after `CPU_MAX_S` of processor time, which does

@@ -44,7 +44,7 @@ class TextBuffer:
         return self.position == len(self.text)
 
     def skip_whitespace(self) -> None:
-        """Read the whitespace that comes next, and keep it aside."""
+        """Read whitespace at the current position, and keep it aside."""
         end = self.position
         while end < len(self.text) and self.text[end] in WHITESPACE:
             end += 1

@@ -174,16 +174,16 @@ def test_owners_without_limits_are_forgotten() -> None:
     registry = CollectorRegistry()
     metrics = QuotaMetrics(registry)
     metrics.set_limits({("alice", Limit.TOKENS): 1000, ("alice", Limit.CONCURRENT): 3})
-    metrics.used("alice", Limit.TOKENS, 7)
+    metrics.count_usage("alice", Limit.TOKENS, 7)
     # No limits of theirs, so nobody asks.
-    metrics.used("alice", Limit.REQUESTS, 1)
-    metrics.running("bob", 1)
+    metrics.count_usage("alice", Limit.REQUESTS, 1)
+    metrics.set_running("bob", 1)
     found = samples(generate_latest(registry).decode())
     assert value(found, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
     assert value(found, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
     assert {dict(labels).get("owner") for _, labels in found} == {"alice"}
     metrics.set_limits({("bob", Limit.REQUESTS): 5})
-    metrics.refused("alice", Limit.TOKENS)
-    metrics.running("alice", 1)
+    metrics.count_refusal("alice", Limit.TOKENS)
+    metrics.set_running("alice", 1)
     found = samples(generate_latest(registry).decode())
     assert {dict(labels).get("owner") for _, labels in found} == {"bob"}

@@ -201,7 +201,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
 def test_refusals_for_want_of_room(
     world: World, error: GatewayError, reason: str | None, service_class: ServiceClass | None
 ) -> None:
-    world.metrics.refused(error, service_class)
+    world.metrics.count_refusal(error, service_class)
     name = "vllm:admission_rejections_total"
     rows = {labels: count for (which, labels), count in world.told().items() if which == name}
     found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}
