@@ -89,8 +89,8 @@ class WorkerTimes:
 class TokenEvent(msgspec.Struct, frozen=True):
     """New tokens of a request; `first_index` is the output index of the first.
 
-    `logprobs` has an entry per token, or is empty. `prompt_logprobs` are set with the first tokens if
-    the request asks for them; they may be many, so they are decoded lazily. `moved` is set in the
+    `logprobs` has an entry per token, or is empty. `prompt_logprobs` are set with the first tokens,
+    if requested; they may be many, so they are decoded lazily. `moved` is set in the
     last event of a worker whose request another worker has adopted, `times` in the last event of a
     worker that reports times. `cached_tokens`, set with the first output token, is the number of
     prompt tokens from the prefix cache.
