@@ -16,11 +16,11 @@ class StateConfig:
     """Settings of SchedulerState; see there."""
 
     queue_limit: int = number(
-        1024, "Most requests that wait in the queue; more get 503.", minimum=1, maximum=1_000_000
+        1024, "Maximum number of queued requests; more get 503.", minimum=1, maximum=1_000_000
     )
     queue_deadline_s: float = number(
         120.0,
-        "Seconds that a request may wait, then 504; starts again when a worker fails under it.",
+        "Maximum seconds in the queue, then 504; counted again if the request's worker fails.",
         minimum=0.1,
         maximum=86_400,
     )
