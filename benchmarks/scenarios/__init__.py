@@ -13,6 +13,6 @@ SUMMARIES = {
     "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
-    "survive": "a worker is killed and etcd stops: no request fails, the other workers keep serving",
+    "survive": "a worker is killed and etcd stops: no request fails, other workers keep serving",
 }
 """Summaries by name. `tideserve --help` reads them without importing the scenarios."""

@@ -20,8 +20,8 @@ class MemmgrConfig(ServiceConfig):
     overload_policy: OverloadPolicy = choice(
         MONITOR.policy,
         OverloadPolicy,
-        "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache, or"
-        " preempt requests and recompute their KV (recompute).",
+        "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
+        " or preempt requests and recompute their KV (recompute).",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

@@ -38,7 +38,7 @@ class WorkerConfig(ServiceConfig):
     """The model, engine, device and memory of a worker."""
 
     worker_id: str = option("", "Name of this worker, unique in its cluster; empty: the host name.")
-    model_name: str = option(help="Model name in client requests.")
+    model_name: str = option(help="Model name in requests.")
     model_dir: Path = option(
         help="Folder with config.json, tokenizer.json and *.safetensors weights."
     )
