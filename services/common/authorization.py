@@ -1,6 +1,6 @@
-"""Authorization over mutual TLS: which roles may call which method.
+"""Authorizes gRPC calls over mutual TLS: the role in a certificate must be allowed for the method.
 
-Methods that the table does not list are refused.
+Calls of methods that the table does not list are refused.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def roles_of(auth_context: Mapping[str, Any]) -> frozenset[str]:
-    """The roles in the certificate of a call's peer."""
+    """The roles in the certificate of a call's client."""
     names = (name.decode("ascii", "replace") for name in auth_context.get("peer_dns") or ())
     roles = {name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)}
     return frozenset(roles & set(ROLES))
 
 
 class Authorization(grpc.aio.ServerInterceptor):
-    """Aborts calls whose caller has no suitable role with PERMISSION_DENIED."""
+    """Aborts calls with PERMISSION_DENIED unless the client's certificate has an allowed role."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, frozenset[str]]] = set()
@@ -68,7 +68,7 @@ class Authorization(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's handler, preceded by a check of the certificate; see grpc.aio."""
+        """Wrap the method's handler in a check of the certificate; see grpc.aio."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         allowed = METHODS.get(method, frozenset())

@@ -1,9 +1,9 @@
-"""The connection to etcd: a member at a time, optionally with TLS and authentication.
+"""The connection to etcd, with fail-over between its members, TLS and authentication.
 
-A member is used until it fails, then the next. Each has its own channel: in a common channel, gRPC
-would verify the certificates of all members against the same name. An authentication token ends
-with its lifetime, etcd's restart, or a change of users. A call refused for an invalid token was not
-applied, and is retried once with a new token.
+A member is used until it fails, then the next. Each has its own channel, because in a common
+channel gRPC would verify the certificates of all members against the same name. An authentication
+token becomes invalid after its lifetime, a restart of etcd, or a change of users. A call refused
+for an invalid token was not applied, and is retried once with a new token.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ ETCD_OPTIONS = {
 CALL_TIMEOUT_S = 3.0
 LOG_INTERVAL_S = 30.0
 LEFT_CHANNEL_S = 15.0
-"""Longer than any call."""
+"""How long a replaced channel stays open for its running calls; longer than any call."""
 
-# etcd identifies these conditions by their message only.
+# etcd reports these conditions by message only.
 TOKEN_REFUSALS = ("user name is empty", "revision of auth store is old", "invalid auth token")
 REFUSALS = {
     "user name is empty": "set 'etcd_user' and 'etcd_password'",
@@ -107,7 +107,7 @@ Operation = Callable[[EtcdMember], Awaitable[T]]
 
 
 class EtcdConnection:
-    """Calls any etcd member that answers."""
+    """Calls the current etcd member, and switches to the next if it is unreachable."""
 
     def __init__(self, url: str, login: EtcdLogin) -> None:
         """`url`: in the format of `parse_urls`.
@@ -129,7 +129,7 @@ class EtcdConnection:
         self._index = 0
         self._logged_s = -LOG_INTERVAL_S
         self._members: dict[str, EtcdMember] = {}
-        # Channels with former certificates and the time of their replacement: calls may finish.
+        # Members with former certificates, and when they were replaced; their calls may finish.
         self._left: list[tuple[float, EtcdMember]] = []
         self._logging_in = asyncio.Lock()
 
@@ -158,7 +158,7 @@ class EtcdConnection:
         return await self.call(operation)
 
     async def member(self) -> EtcdMember:
-        """The current member, on a channel with the current certificates."""
+        """The current member, with a channel that uses the current certificates."""
         await self._close_left()
         shown = self._source.current() if self._source is not None else None
         if shown is not self._shown:
@@ -230,7 +230,7 @@ class EtcdConnection:
             await self._left.pop(0)[1].close()
 
     def _translated(self, error: Exception) -> StoreError:
-        """Our error for an error of the library."""
+        """The StoreError for an error of the client library."""
         if isinstance(error, TimeoutError | EtcdTransientError):
             return StoreTimeout("etcd did not answer in time")
         details = str(error)

@@ -1,7 +1,7 @@
-"""Log format of the services, and the request ids in log lines.
+"""Log formats of the services, with the id of the current request in each line.
 
-A log line never contains a prompt, an output or a key: log counts, not contents. So for exceptions
-within a request, only types and code locations are logged, not messages.
+A log line never contains a prompt, an output or a key. So of an exception during a request only
+type and code locations are logged, because its message may quote such contents.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ FIELDS = "fields"
 """Key of `extra` for additional fields: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
 
 CHAIN_MAX = 8
-"""Most chained causes of an exception that are logged."""
+"""Maximum number of chained causes of an exception that are logged."""
 
-# A line break in a message would look like a line of its own, and terminals interpret the others:
-# the C0 and C1 control characters, and Unicode's two line separators.
+# Characters to escape: C0 and C1 control characters, which terminals interpret, and Unicode's line
+# separators. A line break in a message would look like another log line.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _ESCAPED = {code: chr(code).encode("unicode_escape").decode("ascii") for code in _CONTROLS}
 
@@ -48,7 +48,7 @@ def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Omits messages of exceptions within a request, since they may quote its contents."""
+    """Omits messages of exceptions during a request, since they may quote its contents."""
 
     def formatException(self, ei: Any) -> str:
         if not _ids.get() or ei[1] is None:

@@ -1,6 +1,6 @@
-"""Prometheus exposition on its own port: a small HTTP server on the service's event loop.
+"""Serves Prometheus metrics on a port of its own, with a small HTTP server.
 
-On the loop, so that collectors may read state of the service's tasks without locks.
+It runs on the service's event loop, so that collectors read the state of its tasks without locks.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 async def metrics_exposed(
     registry: CollectorRegistry, host: str, port: int | None
 ) -> AsyncIterator[int]:
-    """Serve `registry` at http://host:port/metrics during the body; None: not at all, 0: any port.
+    """Serve `registry` at http://host:port/metrics during the body, unless `port` is None.
 
-    Yields the port; 0 if it does not serve.
+    Port 0 is any free port. Yields the bound port; 0 without a server.
 
     Raises:
         ConfigError: if the port cannot be bound.
@@ -53,7 +53,7 @@ async def metrics_exposed(
 
 
 class _Exposition:
-    """Answers one request per connection, on up to `CONNECTIONS_MAX` connections."""
+    """Answers a single request per connection, on up to `CONNECTIONS_MAX` connections."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,7 +1,7 @@
-"""Codec of reports: between dataclasses of core and protobuf messages, with validation.
+"""Converts reports between dataclasses of `services.core` and protobuf messages, with validation.
 
-Fields have the same name in both, so a new field needs no code here. Fields that a message lacks
-keep their defaults.
+Fields have the same name in both, so a new field needs no code here. Fields that a message type
+lacks keep their defaults.
 """
 
 import math
@@ -26,10 +26,10 @@ class InvalidReport(ValueError):
 
 
 class Codec(Generic[R, M]):
-    """Converts between a report (a dataclass, possibly nested) and a flat message."""
+    """Converts between a report (a dataclass, possibly nested) and a flat protobuf message."""
 
     def __init__(self, report: type[R], message: type[M]) -> None:
-        """Raises TypeError if the message has a field that the report lacks."""
+        """Raises TypeError if the message type has a field that the report lacks."""
         on_wire = frozenset(field.name for field in message.DESCRIPTOR.fields)
         leaves = list(_leaves(report, on_wire))
         lacking = sorted(on_wire - {name for name, _, _ in leaves})
@@ -37,7 +37,7 @@ class Codec(Generic[R, M]):
             raise TypeError(f"{report.__name__} has no {', '.join(lacking)}")
         self._message = message
         self._names = tuple(name for name, _, _ in leaves)
-        # attrgetters, made once: reports are converted many times per second.
+        # Create the attrgetters once, because reports are converted many times per second.
         self._values = attrgetter(*(path for _, path, _ in leaves))
         self._numbers = attrgetter(*(path for _, path, kind in leaves if kind in (int, float)))
         self._made = _maker(report, on_wire)
@@ -80,7 +80,7 @@ def _leaves(
 
 
 def _maker(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
-    """A function that makes a report from a message, omitting nested reports without any field."""
+    """A function that creates a report from a message."""
     own = [field.name for field in fields(report) if field.name in on_wire]
     rows = [
         field.name

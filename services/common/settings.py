@@ -1,10 +1,10 @@
-"""Sources of a service's configuration: environment over file over defaults.
+"""Loads a service's configuration: the environment over a file over defaults.
 
 environment   TIDESERVE__<KEY>, with two underscores: Kubernetes sets TIDESERVE_PORT=tcp://… in
               every pod beside a Service named `tideserve`
 file          the YAML file of --config, if any
-secret files  a secret key may be given as `<key>_file`, in the file or the environment: the value
-              is that file's content without its trailing newline
+secret files  a secret key may be set as `<key>_file`, in the file or the environment: the value is
+              the content of the file at that path, without its trailing newline
 """
 
 import difflib
@@ -54,7 +54,7 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
     """The configuration `cls` of this process.
 
     Raises:
-        ConfigError: on invalid input; names the variable or key, the place and the remedy.
+        ConfigError: on invalid input; names the variable or key, its source and the remedy.
     """
     given = given_in(cls, read_yaml(path), str(path)) if path is not None else {}
     # Merged last: the environment takes precedence.
@@ -104,7 +104,7 @@ def _inline(value: Any) -> str:
 
 
 def help_text(cls: type[Any]) -> str:
-    """The keys of the configuration `cls` for --help, without expert keys."""
+    """The text of --help about the keys of the configuration `cls`, without expert keys."""
     lines = [
         "keys of the file; each may also be set in the environment, which takes precedence, as",
         "TIDESERVE__<KEY>, such as TIDESERVE__LOG_LEVEL=debug:",

@@ -1,6 +1,7 @@
-"""Exports finished traces to an OTLP collector. Imported only if tracing is on.
+"""Exports finished traces to an OTLP collector. Imported only if tracing is enabled.
 
-The SDK's own thread sends them; a full queue drops the oldest spans, so serving never waits.
+A thread of OpenTelemetry's SDK sends them; a full queue discards the oldest spans, so serving never
+waits.
 """
 
 import logging
@@ -51,7 +52,7 @@ class OtlpSink:
             raise ConfigError(
                 f"'{endpoint}' is not an OTLP endpoint; give a URL such as http://collector:4317"
             )
-        # In an outage they would log every attempt; `_OneWarning` logs once instead.
+        # OpenTelemetry would log every failed attempt; `_OneWarning` logs once per outage instead.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         resource = Resource.create(
@@ -114,7 +115,7 @@ class OtlpSink:
 
 
 class _GivenIds(IdGenerator):
-    """Random ids, except the ids of a trace and its root span, which were chosen earlier."""
+    """Random ids, except for a trace and its root span, whose ids the Tracer has chosen."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
@@ -126,13 +127,13 @@ class _GivenIds(IdGenerator):
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """The given id for the root span, random ids for its children."""
+        """The preset id for the root span, random ids for its children."""
         given, self.span_id = self.span_id, 0
         return given or self._random.generate_span_id()
 
 
 class _OneWarning(SpanExporter):
-    """Logs once that the collector is unreachable, and once that it is back."""
+    """Sends spans; logs once when the collector becomes unreachable, and once when it is back."""
 
     def __init__(self, sender: SpanExporter, endpoint: str) -> None:
         self._sender = sender
