@@ -105,16 +105,16 @@ def _guarded(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
     }
     behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
 
-    async def yielding(request: Any, context: Context) -> AsyncIterator[Any]:
+    async def guarded_stream(request: Any, context: Context) -> AsyncIterator[Any]:
         await check(context)
         async with contextlib.aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 yield response
 
-    async def answering(request: Any, context: Context) -> Any:
+    async def guarded_call(request: Any, context: Context) -> Any:
         await check(context)
         return await behaviour(request, context)
 
     # grpc.aio inspects the kind of a handler, so the wrapper must be of the same kind.
-    guarded = yielding if inspect.isasyncgenfunction(behaviour) else answering
+    guarded = guarded_stream if inspect.isasyncgenfunction(behaviour) else guarded_call
     return make(guarded, handler.request_deserializer, handler.response_serializer)

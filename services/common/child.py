@@ -42,7 +42,7 @@ class Child:
             env=env,
             start_new_session=new_session,
         )
-        self._leads = new_session
+        self._leads_group = new_session
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         threading.Thread(target=self._watch, name=f"child {self.pid}", daemon=True).start()
@@ -76,7 +76,7 @@ class Child:
     def kill(self) -> None:
         """Kill the process, and its group if it leads one; no effect once it has ended."""
         if self.returncode is None:
-            (os.killpg if self._leads else os.kill)(self.pid, signal.SIGKILL)
+            (os.killpg if self._leads_group else os.kill)(self.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
         # WNOWAIT keeps the zombie until `_reap` runs, so that the kernel does not reuse the process
@@ -89,6 +89,6 @@ class Child:
 
     def _reap(self) -> None:
         # Other processes of its group may outlive their leader.
-        if self._leads:
+        if self._leads_group:
             os.killpg(self.pid, signal.SIGKILL)
         self._ended.set_result(self._popen.wait())

@@ -20,10 +20,10 @@ import yaml
 
 from services.common.errors import ConfigError
 from services.common.setting import (
-    FILE,
     PAGE_BYTES,
+    SECRET_FILE_SUFFIX,
     Setting,
-    is_enum,
+    is_str_enum,
     key_of,
     known_keys,
     range_text,
@@ -101,7 +101,7 @@ def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> An
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Given:
+class SourcedValue:
     """A configured value and its source; `text`: the source has only text, such as a variable."""
 
     value: Any = dataclasses.field(repr=False)
@@ -118,14 +118,14 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
     return build(cls, given_in(cls, data, source), lambda key: f"missing in {source}; add it")
 
 
-def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Given]:
+def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, SourcedValue]:
     """The values in `data`, with secrets read from their files; `source` as in `from_mapping`.
 
     Raises:
         ConfigError: on an unknown key, or a file that cannot be read.
     """
     check_keys(data, known_keys(cls), source)
-    given = {key: Given(value, source) for key, value in data.items()}
+    given = {key: SourcedValue(value, source) for key, value in data.items()}
     take_secret_files(cls, given, source)
     return given
 
@@ -141,7 +141,7 @@ def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
 
 def take_secret_files(
     cls: type[Any],
-    given: dict[str, Given],
+    given: dict[str, SourcedValue],
     source: str,
     shown: Callable[[str], str] = lambda key: f"'{key}'",
 ) -> None:
@@ -151,16 +151,16 @@ def take_secret_files(
         ConfigError: if the file cannot be read, or the secret itself is given as well.
     """
     for name in (key for key, setting in settings_of(cls).items() if setting.secret):
-        pointer = given.pop(name + FILE, None)
+        pointer = given.pop(name + SECRET_FILE_SUFFIX, None)
         if pointer is None:
             continue
-        own, file = shown(name), shown(name + FILE)
+        own, file = shown(name), shown(name + SECRET_FILE_SUFFIX)
         if name in given:
             raise ConfigError(f"{source} gives both {own} and {file}; remove either")
         if not isinstance(pointer.value, str) or not pointer.value:
             raise ConfigError(f"{file} in {source} must be the path of a file")
         secret = _read_secret(Path(pointer.value), file)
-        given[name] = Given(secret, f"{pointer.value} ({file})", text=True)
+        given[name] = SourcedValue(secret, f"{pointer.value} ({file})", text=True)
 
 
 def _read_secret(path: Path, file: str) -> str:
@@ -178,7 +178,7 @@ def _read_secret(path: Path, file: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str]) -> T:
+def build(cls: type[T], given: Mapping[str, SourcedValue], missing: Callable[[str], str]) -> T:
     """An instance of the dataclass `cls`; `missing(key)` describes how to set a missing key.
 
     A static method `defaults_for` of `cls` returns defaults that depend on other values.
@@ -199,7 +199,7 @@ def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str
         raise ConfigError(str(error)) from error
 
 
-def read_values(cls: type[Any], given: Mapping[str, Given]) -> dict[str, Any]:
+def read_values(cls: type[Any], given: Mapping[str, SourcedValue]) -> dict[str, Any]:
     """The checked values of those keys in `given` that the dataclass `cls` has.
 
     Raises:
@@ -237,7 +237,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _read(setting: Setting, given: Given) -> Any:
+def _read(setting: Setting, given: SourcedValue) -> Any:
     for kind in setting.kinds:
         if dataclasses.is_dataclass(kind) and isinstance(given.value, Mapping):
             return from_mapping(
@@ -251,7 +251,7 @@ def _read(setting: Setting, given: Given) -> Any:
     # An empty secret is probably a mistake, and would turn authentication off.
     if setting.secret and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
-    enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
+    enum = next((kind for kind in setting.kinds if is_str_enum(kind)), None)
     accepted = tuple(map(_plain_type, setting.kinds))
     # bool is a subclass of int: refuse true where a number is required.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
@@ -269,7 +269,7 @@ def _read(setting: Setting, given: Given) -> Any:
 
 def _plain_type(kind: Any) -> Any:
     """The type of a field's values in YAML."""
-    if is_enum(kind):
+    if is_str_enum(kind):
         return str
     return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
 
@@ -305,8 +305,8 @@ def _from_text(text: str, setting: Setting) -> Any:
                 return read(text.strip())
             except (ValueError, KeyError):
                 raise ConfigError(f"'{text}' is not {wanted}") from None
-        if kind in (str, Path) or is_enum(kind):
-            return text if is_enum(kind) else kind(text)
+        if kind in (str, Path) or is_str_enum(kind):
+            return text if is_str_enum(kind) else kind(text)
     raise ConfigError("this key can be given only in a YAML file")
 
 

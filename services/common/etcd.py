@@ -187,7 +187,9 @@ class Store:
         writes: Mapping[str, bytes],
         deletes: Sequence[str] = (),
     ) -> int:
-        """Write and delete atomically if all conditions hold; at most 128 conditions or operations.
+        """Write and delete atomically if all conditions hold.
+
+        At most 128 conditions, and 128 writes and deletes together.
 
         Returns the revision of the write, or 0 if a condition failed and nothing was written.
 

@@ -34,6 +34,6 @@ class EtcdCalls:
         self._note(started_s)
 
     def _note(self, started_s: float) -> None:
-        took_s = monotonic_s() - started_s
-        self.counts[bisect_left(UPPER_BOUNDS_S, took_s)] += 1
-        self.total_s += took_s
+        duration_s = monotonic_s() - started_s
+        self.counts[bisect_left(UPPER_BOUNDS_S, duration_s)] += 1
+        self.total_s += duration_s

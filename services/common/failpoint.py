@@ -76,7 +76,7 @@ def hit(name: str) -> None:
     """Pass the failpoint `name`. May kill or suspend this process if it is armed."""
     # Do no more than a lookup, because `hit` is called on hot paths.
     if name in _armed:
-        _pass(_armed[name])
+        _count_hit(_armed[name])
 
 
 def any_armed() -> bool:
@@ -86,7 +86,7 @@ def any_armed() -> bool:
 
 def check(specs: Iterable[str], file: Path | None) -> None:
     """Raise ConfigError if a spec is invalid or the hits file is missing."""
-    read = [_read(spec) for spec in specs]
+    read = [_parse(spec) for spec in specs]
     if read and file is None:
         raise ConfigError("'failpoints' is given without 'failpoint_file'; add the file of hits")
 
@@ -113,7 +113,7 @@ def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
     _process.file, _process.parent = file, parent
     # After a restart, do not fire again the failpoint that killed the process.
     past = {entry["name"] for entry in read_hits(file)}
-    for failpoint in map(_read, specs):
+    for failpoint in map(_parse, specs):
         if failpoint.name not in past:
             _armed[failpoint.name] = failpoint
 
@@ -127,7 +127,7 @@ def read_hits(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _read(spec: str) -> _Armed:
+def _parse(spec: str) -> _Armed:
     """Parse a failpoint of the option. Raises ConfigError."""
     match = _SPEC.fullmatch(spec)
     if match is None or match["action"] not in ACTIONS:
@@ -143,17 +143,17 @@ def _read(spec: str) -> _Armed:
     )
 
 
-def _pass(failpoint: _Armed) -> None:
+def _count_hit(failpoint: _Armed) -> None:
     """Count a hit; act at the configured hit, unless another process has recorded it."""
     failpoint.left -= 1
     if failpoint.left > 0:
         return
     _armed.pop(failpoint.name, None)
-    if _claim(failpoint):
+    if _record_hit(failpoint):
         _act(failpoint)
 
 
-def _claim(failpoint: _Armed) -> bool:
+def _record_hit(failpoint: _Armed) -> bool:
     """Record the hit in the file; returns False if another process has recorded it already."""
     descriptor = os.open(_process.file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:

@@ -19,7 +19,7 @@ TAKES_MANY = (("tideserve-frames", "many"),)
 FRAMES_MAX = 256
 BYTES_MAX = 4 * 2**20
 """Maximum size of a message, unless a single frame is larger."""
-ALONE_BYTES = 64 * 2**10
+UNBATCHED_BYTES = 64 * 2**10
 """Frames of this size are sent alone: batching would copy them."""
 
 
@@ -33,7 +33,7 @@ def packed(frames: Sequence[T]) -> Iterator[T]:
     head, count, size = None, 0, 0
     for frame in frames:
         frame_bytes = frame.ByteSize()
-        if frame_bytes >= ALONE_BYTES:
+        if frame_bytes >= UNBATCHED_BYTES:
             # Send the earlier frames first, to keep the order.
             if head is not None:
                 yield head

@@ -53,10 +53,10 @@ class _Formatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:
         if not _ids.get() or ei[1] is None:
             return super().formatException(ei)
-        return "\n".join(_places(ei[1], CHAIN_MAX))
+        return "\n".join(_code_locations(ei[1], CHAIN_MAX))
 
 
-def _places(error: BaseException, chain_max: int) -> Iterator[str]:
+def _code_locations(error: BaseException, chain_max: int) -> Iterator[str]:
     """Types and tracebacks of an exception and its causes, causes first."""
     if chain_max > 0:
         hidden = error.__suppress_context__
@@ -65,7 +65,7 @@ def _places(error: BaseException, chain_max: int) -> Iterator[str]:
         # Causes first, as in Python's own tracebacks.
         for other in (before, *inner):
             if other is not None:
-                yield from _places(other, chain_max - 1)
+                yield from _code_locations(other, chain_max - 1)
     yield "Traceback (most recent call last):"
     yield from (part.rstrip("\n") for part in traceback.format_tb(error.__traceback__))
     yield f"{type(error).__module__}.{type(error).__qualname__}"

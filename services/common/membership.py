@@ -135,7 +135,7 @@ class Registration:
             # Renew early enough for several attempts within the TTL.
             await asyncio.sleep(min(self._ttl_s / 4, left_s))
             # Count from before the call, as etcd may have renewed the lease at its very beginning.
-            asked_s = monotonic_s()
+            sent_s = monotonic_s()
             try:
                 left_s = await self._store.keep_alive(self._lease)
             except StoreError as error:
@@ -143,7 +143,7 @@ class Registration:
                 continue
             if left_s == 0:
                 return
-            expires_s = asked_s + left_s
+            expires_s = sent_s + left_s
 
 
 class Directory(Generic[M]):

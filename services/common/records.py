@@ -1,8 +1,8 @@
 """Encodes, decodes and validates the records in etcd, for all services.
 
-All services read records with this module, so that they agree on workers, groups and assignments. A record is invalid, and ignored, if it is malformed, contradicts its key or lacks a
-required field. Records are protobuf JSON, readable with etcdctl; unknown fields, from a later
-release, are ignored.
+All services read records with this module, so that they agree on workers, groups and assignments. A
+record is invalid, and ignored, if it is malformed, contradicts its key or lacks a required field.
+Records are protobuf JSON, readable with etcdctl; unknown fields, from a later release, are ignored.
 """
 
 import logging
@@ -139,7 +139,7 @@ def to_assignment_record(assignment: Assignment) -> record_pb2.AssignmentRecord:
 
 
 def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
-    """The record of the epoch floor, the lowest epoch that new group changes may use."""
+    """The record of the epoch floor, above which every new epoch must be."""
     return record_pb2.EpochFloorRecord(epoch=epoch)
 
 

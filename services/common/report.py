@@ -40,7 +40,7 @@ class Codec(Generic[R, M]):
         # Create the attrgetters once, because reports are converted many times per second.
         self._values = attrgetter(*(path for _, path, _ in leaves))
         self._numbers = attrgetter(*(path for _, path, kind in leaves if kind in (int, float)))
-        self._made = _maker(report, on_wire)
+        self._build = _builder(report, on_wire)
 
     def values(self, report: R) -> dict[str, Any]:
         """The report's values by the message's field names."""
@@ -52,7 +52,7 @@ class Codec(Generic[R, M]):
 
     def report(self, message: M) -> R:
         """The report of a message, not validated."""
-        return cast(R, self._made(message))
+        return cast(R, self._build(message))
 
     def valid(self, message: M) -> R:
         """The report of a message, validated.
@@ -79,30 +79,30 @@ def _leaves(
             yield field.name, f"{within}{field.name}", field.type
 
 
-def _maker(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
+def _builder(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
     """A function that creates a report from a message."""
     own = [field.name for field in fields(report) if field.name in on_wire]
-    rows = [
+    tuples = [
         field.name
         for field in fields(report)
         if field.name in on_wire and "tuple" in str(field.type)
     ]
     # Nested reports without any field on the wire keep their defaults.
     within = [
-        (field.name, _maker(cast(type[Any], field.type), on_wire))
+        (field.name, _builder(cast(type[Any], field.type), on_wire))
         for field in fields(report)
         if is_dataclass(field.type) and any(_leaves(cast(type[Any], field.type), on_wire))
     ]
 
-    def made(message: Message) -> Any:
+    def build(message: Message) -> Any:
         values = {name: getattr(message, name) for name in own}
-        for name in rows:
+        for name in tuples:
             values[name] = tuple(values[name])
         for name, part in within:
             values[name] = part(message)
         return report(**values)
 
-    return made
+    return build
 
 
 _LOAD = Codec(LoadReport, load_pb2.WorkerLoad)

@@ -13,7 +13,7 @@ from services.common.size import format_size
 
 # Memory is mapped in pages, so chunk sizes are multiples of this.
 PAGE_BYTES = mmap.PAGESIZE
-FILE = "_file"
+SECRET_FILE_SUFFIX = "_file"
 REQUIRED = "required"
 _KINDS: Mapping[Any, str] = {
     str: "text",
@@ -120,7 +120,10 @@ def key_of(field: dataclasses.Field[Any]) -> str:
 def known_keys(cls: type[Any]) -> list[str]:
     """The keys of the dataclass `cls`, including `<key>_file` of each secret."""
     settings = settings_of(cls)
-    return [*settings, *(key + FILE for key, setting in settings.items() if setting.secret)]
+    return [
+        *settings,
+        *(key + SECRET_FILE_SUFFIX for key, setting in settings.items() if setting.secret),
+    ]
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return values
 
 
-def is_enum(kind: Any) -> bool:
+def is_str_enum(kind: Any) -> bool:
     """Whether a type is a string enum."""
     return isinstance(kind, type) and issubclass(kind, StrEnum)
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from services.common.config import (
-    Given,
+    SourcedValue,
     build,
     given_in,
     plain,
@@ -65,7 +65,7 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
     return Settings(config, origins)
 
 
-def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[str, Given]:
+def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[str, SourcedValue]:
     known = {variable(key): key for key in known_keys(cls)}
     given = {}
     for name, text in environment.items():
@@ -76,7 +76,7 @@ def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[st
             close = difflib.get_close_matches(key, known.values(), n=1)
             hint = f"did you mean {variable(close[0])}?" if close else "--help lists those known"
             raise ConfigError(f"unknown variable {name} in the environment; {hint}")
-        given[known[name]] = Given(text, f"the environment ({name})", text=True)
+        given[known[name]] = SourcedValue(text, f"the environment ({name})", text=True)
     take_secret_files(cls, given, "the environment", variable)
     return given
 

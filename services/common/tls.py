@@ -55,14 +55,14 @@ class CertificateSource:
         self._stamp = _stamp(files)
         self._certificates = read_certificates(files)
         self._refused: Stamp | None = None
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
 
     def current(self) -> Certificates:
         """The certificates; the same object until the files change. Thread-safe.
 
         While new files are invalid, such as partially written, the old certificates are returned.
         """
-        with self._reading:
+        with self._lock:
             return self._current()
 
     def _current(self) -> Certificates:
@@ -143,10 +143,10 @@ def _stamp(files: CertificateFiles) -> Stamp:
         path: Path | None = getattr(files, part)
         if path is not None:
             try:
-                seen = path.stat()
+                status = path.stat()
             except OSError as error:
                 raise _unreadable(files, part, path, error) from error
-            stamps.append((seen.st_mtime_ns, seen.st_size, seen.st_ino))
+            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
     return tuple(stamps)
 
 

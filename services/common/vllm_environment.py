@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _NOT_INHERITED = frozenset({"PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE"})
-"""Variables to remove: PYTHONPATH would make our modules shadow vLLM's, and the other would override
-the configured KV cache size."""
+"""Variables to remove: PYTHONPATH would make our modules shadow vLLM's, and the other would
+override the configured KV cache size."""
 
 
 def compiled_folder(python: Path) -> Path:
@@ -29,7 +29,8 @@ def vllm_environment(
         "PATH": f"{python.parent}{os.pathsep}{inherited.get('PATH', '')}",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Child processes must run tideserve's start-up code, which makes them end with their parent.
+        # Child processes must run tideserve's start-up code, which makes them end with their
+        # parent.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     compiled = compiled_folder(python)

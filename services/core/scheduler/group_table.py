@@ -316,7 +316,7 @@ class GroupTable:
         prefixes = self._models[load.group.model].prefixes
         # Evictions of another epoch refer to a cache that no longer exists.
         if prefixes is not None and report.epoch == load.group.epoch:
-            prefixes.note_dropped(load, report)
+            prefixes.note_evicted(load, report)
             if counts:
                 prefixes.note_load(load, report.load)
         if not reported.passed_on:

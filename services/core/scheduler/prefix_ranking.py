@@ -158,17 +158,17 @@ class PrefixRanking:
             reported.prefix_queries_total, reported.prefix_hits_total
         )
 
-    def note_dropped(self, load: GroupLoad, report: LoadReport) -> None:
+    def note_evicted(self, load: GroupLoad, report: LoadReport) -> None:
         """Remove the hashes that a report lists as evicted, also if it arrives out of order.
 
         An eviction that an earlier report listed is ignored, since the block may be cached again.
         """
-        group_id, dropped = load.group.group_id, report.dropped_prefixes
+        group_id, evicted = load.group.group_id, report.dropped_prefixes
         if report.dropped_total:
             new = max(0, report.dropped_total - self._evicted_totals[group_id])
-            dropped = dropped[-new:] if new else ()
+            evicted = evicted[-new:] if new else ()
             self._evicted_totals[group_id] += new
-        self.index.drop(group_id, dropped)
+        self.index.drop(group_id, evicted)
 
     def hit_tokens(self, load: GroupLoad, ask: Ask) -> int:
         """Predicted cache hits of a prompt in a group; its last token is always computed."""
