@@ -128,9 +128,7 @@ class EngineServing:
         state = MemberState(name, incarnation)
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
         path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
-        self._registration = Registration(
-            store, path, record, lease_s, self._registration_conditions
-        )
+        self._registration = Registration(store, path, record, lease_s, self._conditions)
         self._drain = WorkerDrain(
             engine, self._groups, self._member, self._requests, self._registration, record
         )
@@ -197,7 +195,7 @@ class EngineServing:
         await self._registration.withdraw()
         await self._drain.end_requests(deadline_s)
 
-    async def _registration_conditions(self) -> tuple[Condition, ...]:
+    async def _conditions(self) -> tuple[Condition, ...]:
         return await registration_conditions(
             self._store, self._name, self._incarnation, self._member.epoch
         )

@@ -99,11 +99,11 @@ def _fair_order(band: _Band) -> Iterator[str]:
     ]
     heapify(heap)
     while heap:
-        served_tokens, entry, place, name = heap[0]
+        served_tokens, entry, number, name = heap[0]
         yield entry[-1]
         tenant = band.waiting[name]
-        if place + 1 == len(tenant.entries):
+        if number + 1 == len(tenant.entries):
             heappop(heap)
             continue
         next_tokens = served_tokens + tenant.tokens[entry[-1]]
-        heapreplace(heap, (next_tokens, tenant.entries[place + 1], place + 1, name))
+        heapreplace(heap, (next_tokens, tenant.entries[number + 1], number + 1, name))

@@ -104,7 +104,7 @@ class ModelGroups:
     prefixes: PrefixRanking | None = None
     # Groups ranked for batch requests; None if the scheduling policy ignores classes.
     batch_index: GroupIndex | None = None
-    # Whether some groups take only batch requests and the others none (`batch_groups`).
+    # Whether groups take either batch or online requests (setting `batch_groups`).
     partitioned: bool = False
 
     def can_hold(self, ask: Ask) -> bool:
@@ -176,8 +176,8 @@ class ModelGroups:
         by_leader = sorted(self.index.loads.values(), key=lambda load: load.group.worker_id)
         batch_groups = min(batch_groups, len(by_leader) - 1)
         self.partitioned = batch_groups > 0
-        for place, load in enumerate(by_leader):
-            load.for_batch = place < batch_groups if self.partitioned else None
+        for number, load in enumerate(by_leader):
+            load.for_batch = number < batch_groups if self.partitioned else None
             self.touch(load)
 
     def check_invariants(self) -> None:
@@ -306,18 +306,18 @@ class GroupTable:
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
 
-    def report(self, reported: LoadReported) -> GroupLoad | None:
+    def apply_report(self, reported: LoadReported) -> GroupLoad | None:
         """Apply a worker's load report; returns the group it leads, or None."""
         report = reported.report
         load = self._of_worker(report.worker_id, report.incarnation)
         if load is None:
             return None
-        counts = load.note_report(reported)
+        is_load_used = load.note_report(reported)
         prefixes = self._models[load.group.model].prefixes
         # Evictions of another epoch refer to a cache that no longer exists.
         if prefixes is not None and report.epoch == load.group.epoch:
             prefixes.note_evicted(load, report)
-            if counts:
+            if is_load_used:
                 prefixes.note_load(load, report.load)
         if not reported.passed_on:
             self._flap_damping.note_presence(report.worker_id)
@@ -325,9 +325,9 @@ class GroupTable:
         self.touch(load)
         return load
 
-    def lose(self, lost: LoadLost) -> None:
+    def suspend(self, lost: LoadLost) -> None:
         """Stop dispatch to a worker whose report stream has ended."""
-        # If this process was stalled, streams break without any fault of the workers.
+        # If this process was suspended, streams end although the workers are healthy.
         if self._pause_detector.awake(lost.now_s):
             self._flap_damping.note_departure(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
@@ -387,7 +387,7 @@ class GroupTable:
             self._longest_served[model] = tokens
 
     def _partition(self, name: str) -> None:
-        """Partition the groups of a model again after a group joined or left."""
+        """Partition the groups of a model by class again, after a group has joined or left."""
         model = self._models.get(name)
         if model is not None and self.rules.enabled and self.rules.batch_groups:
             model.partition(self.rules.batch_groups)

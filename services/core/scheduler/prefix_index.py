@@ -89,11 +89,11 @@ class PrefixIndex:
 
     def matched_blocks(self, group_id: str, prefix: ThinHashes) -> int:
         """Length in blocks of the longest prefix of a prompt that a group probably has cached."""
-        by_age, place = self._cached[group_id].by_age, len(prefix.hashes)
+        by_age, length = self._cached[group_id].by_age, len(prefix.hashes)
         # Each hash identifies its whole prefix, so the last hash in the index decides.
-        while place and prefix.hashes[place - 1] not in by_age:
-            place -= 1
-        return place * prefix.stride
+        while length and prefix.hashes[length - 1] not in by_age:
+            length -= 1
+        return length * prefix.stride
 
     def by_longest_match(self, prefix: ThinHashes) -> Iterator[str]:
         """Groups that probably have a prefix of a prompt cached, the longest match first.

@@ -63,9 +63,9 @@ class QueueSlots:
             kind = ONLINE if cls in ONLINE else (cls,)
             counts = {tenant: self._count(kind, tenant) for tenant in of_class}
             most = max(of_class, key=lambda tenant: (counts[tenant], of_class[tenant][-1]))
-            yields = service.online and cls is ServiceClass.BATCH
+            is_preemptible = service.online and cls is ServiceClass.BATCH
             # "+ 1": after the exchange the new tenant must not have more slots than the other.
-            if yields or counts[most] > self._count(kind, service.tenant) + 1:
+            if is_preemptible or counts[most] > self._count(kind, service.tenant) + 1:
                 return of_class[most][-1][-1]
             if cls is not service.service_class and service.tenant in of_class:
                 return of_class[service.tenant][-1][-1]

@@ -117,7 +117,7 @@ class SchedulerState:
             case Asked():
                 return self._ask(event)
             case LoadReported():
-                load = self._groups.report(event)
+                load = self._groups.apply_report(event)
                 return [] if load is None else self._dispatch(load.group.model, event.now_s)
             case Ticked():
                 return self._tick(event.now_s)
@@ -128,7 +128,7 @@ class SchedulerState:
             case GroupLeft():
                 self._groups.leave(event.group_id, event.now_s)
             case LoadLost():
-                self._groups.lose(event)
+                self._groups.suspend(event)
             case ShortfallsReported():
                 self._admission.shortfalls = event.shortfalls
         return []
@@ -177,7 +177,7 @@ class SchedulerState:
             assert model is not None
             # Groups merge and drop layers for online demand alone: report batch demand separately.
             queued, queued_tokens = self._queue.demand(name, self.rules.demand_classes)
-            every, every_tokens = self._queue.demand(name)
+            total, total_tokens = self._queue.demand(name)
             refused, refused_tokens = model.meter.refused.at(now_s)
             rate = model.meter.arrived_tokens_per_s(now_s)
             demand = ModelDemand(
@@ -187,15 +187,15 @@ class SchedulerState:
                 refused,
                 refused_tokens,
                 rate,
-                every - queued,
-                every_tokens - queued_tokens,
+                total - queued,
+                total_tokens - queued_tokens,
             )
             if demand != ModelDemand(name):
                 demands.append(demand)
         return tuple(demands)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself."""
+        """Raise AssertionError if the parts of the state contradict each other."""
         self._queue.check_invariants()
         self._groups.check_invariants()
         self._assignments.check_invariants()
@@ -223,7 +223,7 @@ class SchedulerState:
         if ask.resumed or ask.excused_s:
             # The request has run, even if this scheduler has restarted and forgotten it.
             was_assigned = True
-            self._forget_lost(ask)
+            self._suspend_failed_group(ask)
         self._totals.returned += returned
         return self._admit(ask, arrival_s, requeues, was_assigned)
 
@@ -244,7 +244,7 @@ class SchedulerState:
         self._forget(ask.request_id)
         return None
 
-    def _forget_lost(self, ask: Asked) -> None:
+    def _suspend_failed_group(self, ask: Asked) -> None:
         """Stop dispatch to the group whose worker lost a request, until its next load report.
 
         The gateway may know an older epoch. If the group has another leader by now, that leader
@@ -343,7 +343,8 @@ class SchedulerState:
         kept_tokens = inf  # groups that can hold this many tokens start no batch request
         spread = False  # skip groups with a prefill backlog
 
-        def fits(waiting: Waiting) -> bool:
+        def pick_group(waiting: Waiting) -> bool:
+            """Set `picked` for a request; returns False if no group can start it now."""
             nonlocal picked, spread
             ask, below_tokens = waiting.ask, held_tokens
             if self.rules.is_batch(ask.service):
@@ -357,7 +358,8 @@ class SchedulerState:
                 picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
             return picked is not None
 
-        def holds_all(waiting: Waiting) -> bool:
+        def hold_groups(waiting: Waiting) -> bool:
+            """Keep groups for an overtaken request; returns whether all groups are kept."""
             nonlocal held_tokens
             # A request that waits for an idle group must not block the queue.
             if now_s < waiting.alone_until_s:
@@ -365,7 +367,7 @@ class SchedulerState:
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
             return model.index.tokens_min >= held_tokens
 
-        def wants(waiting: Waiting) -> bool:
+        def could_use(waiting: Waiting) -> bool:
             ask = waiting.ask
             return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
 
@@ -375,10 +377,10 @@ class SchedulerState:
             held_tokens, kept_tokens = inf, self._tokens_kept_from_batch(name, model)
             spread = False
             queue = (w for w in self._queue.in_order(name) if model.can_hold(w.ask))
-            first = next_to_start(queue, fits, self.overtaken_max, holds_all)
+            first = next_to_start(queue, pick_group, self.overtaken_max, hold_groups)
             if first is None or picked is None:
                 return commands
-            start(self._queue.in_order(name), first, wants)
+            start(self._queue.in_order(name), first, could_use)
             commands.append(self._assign(first, picked, model, now_s))
 
     def _waiting_online(self, name: str) -> int:
@@ -449,14 +451,14 @@ class SchedulerState:
     ) -> SendAssignment:
         model = self._groups.of_model(group.model)
         # Returning a request helps only if another group might take it.
-        elsewhere = model is not None and len(model.index.loads) > 1
+        has_others = model is not None and len(model.index.loads) > 1
         return SendAssignment(
             request_id,
             group.group_id,
             group.epoch,
             group.worker_id,
             group.address,
-            returnable=elsewhere and requeues < REQUEUES_MAX,
+            returnable=has_others and requeues < REQUEUES_MAX,
             stream_id=stream_id,
         )
 

@@ -204,7 +204,7 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
         return dispatch.state.snapshot(0.0).cached_tokens_total - before
 
     dispatch.ask(chat(1, 3))
-    loads.note_evicted(chat(1, 3)[1:])
+    loads.note_dropped(chat(1, 3)[1:])
     late = loads.out_of_band(1, idle)
     dropped = loads.next(1, idle, 0.0)
     assert hit_tokens(dropped) == HASHED
@@ -212,7 +212,7 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
     assert beside.dropped_prefixes == dropped.dropped_prefixes
     for report, passed_on in ((beside, True), (late, True), (loads.next(1, idle, 0.0), False)):
         assert hit_tokens(report, passed_on) == 3 * HASHED
-    loads.note_evicted(chat(1, 3)[2:])
+    loads.note_dropped(chat(1, 3)[2:])
     assert hit_tokens(loads.out_of_band(1, idle), passed_on=True) == 2 * HASHED
     assert hit_tokens(loads.next(1, idle, 0.0)) == 3 * HASHED
 
