@@ -88,7 +88,7 @@ def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> 
     """
     bare = host.strip("[]")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, bind_address = socket.getaddrinfo(
             bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         # Pass the protocol number, without which asyncio does not set TCP_NODELAY.
@@ -100,7 +100,7 @@ def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> 
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if stall_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-        listener.bind(place)
+        listener.bind(bind_address)
         listener.listen(backlog)
     except OSError as error:
         listener.close()

@@ -79,10 +79,10 @@ def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
 def _where_and_why(error: Exception) -> str:
     """Position and problem of a YAML error, without quoting the text."""
     mark = getattr(error, "problem_mark", None)
-    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
     # A problem may end with a name from the text, such as that of an alias or a tag.
     problem = _NAME.split(getattr(error, "problem", None) or "")[0]
-    return f"{place}: {problem or 'it contains an invalid value or character'}"
+    return f"{position}: {problem or 'it contains an invalid value or character'}"
 
 
 def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> Any:
@@ -105,7 +105,7 @@ class SourcedValue:
     """A configured value and its source; `text`: the source has only text, such as a variable."""
 
     value: Any = dataclasses.field(repr=False)
-    place: str
+    source: str
     text: bool = False
 
 
@@ -241,9 +241,9 @@ def _read(setting: Setting, given: SourcedValue) -> Any:
     for kind in setting.kinds:
         if dataclasses.is_dataclass(kind) and isinstance(given.value, Mapping):
             return from_mapping(
-                cast("type[Any]", kind), given.value, f"section '{setting.key}' of {given.place}"
+                cast("type[Any]", kind), given.value, f"section '{setting.key}' of {given.source}"
             )
-    where = f"'{setting.key}' in {given.place}"
+    where = f"'{setting.key}' in {given.source}"
     try:
         value = (_from_text if given.text else _converted)(given.value, setting)
     except ConfigError as error:

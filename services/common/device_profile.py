@@ -86,13 +86,13 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     Raises:
         ConfigError: if it does not exist or cannot be read.
     """
-    place, slowdown = split_slowdown(str(name_or_path))
-    path = Path(place).expanduser()
-    if path.name == place and not path.is_file():
-        path = SHIPPED_DIR / f"{place}{SUFFIX}"
+    name, slowdown = split_slowdown(str(name_or_path))
+    path = Path(name).expanduser()
+    if path.name == name and not path.is_file():
+        path = SHIPPED_DIR / f"{name}{SUFFIX}"
         if not path.is_file():
             raise ConfigError(
-                f"unknown device profile '{place}'; choose from"
+                f"unknown device profile '{name}'; choose from"
                 f" {', '.join(shipped_names())}, or give the path of a file"
             )
     profile = parse_profile(read_yaml(path), str(path))

@@ -59,9 +59,9 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
     given = given_in(cls, read_yaml(path), str(path)) if path is not None else {}
     # Merged last: the environment takes precedence.
     given |= _from_environment(cls, environment)
-    place = f"add it to {path}" if path is not None else "give a file that has it with --config"
-    config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {place}")
-    origins = {key: given[key].place if key in given else DEFAULT for key in settings_of(cls)}
+    remedy = f"add it to {path}" if path is not None else "give a file that has it with --config"
+    config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {remedy}")
+    origins = {key: given[key].source if key in given else DEFAULT for key in settings_of(cls)}
     return Settings(config, origins)
 
 

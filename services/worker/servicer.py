@@ -380,7 +380,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _forget(self, request_id: str, stream: GatewayStream) -> None:
         del self._streams[request_id]
-        self._coalescer.drop(request_id)
+        self._coalescer.forget(request_id)
         stream.request_ids.discard(request_id)
         self._note_activity()
 

@@ -30,7 +30,7 @@ class TokenCoalescer:
         """Coalesce the output of a request from now on."""
         self._ids.add(request_id)
 
-    def drop(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Forget a request that has ended or has a new reader, with its pending event."""
         self._ids.discard(request_id)
         self._pending.pop(request_id, None)

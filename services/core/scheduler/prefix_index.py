@@ -80,7 +80,7 @@ class PrefixIndex:
             self._holders.setdefault(thin_hash, {})[group_id] = None
         self._evict(group_id, cached)
 
-    def drop(self, group_id: str, thin_hashes: Iterable[int]) -> None:
+    def remove_hashes(self, group_id: str, thin_hashes: Iterable[int]) -> None:
         """Remove hashes that a group has evicted; hashes not in the index are ignored."""
         cached = self._cached[group_id]
         for thin_hash in thin_hashes:

@@ -168,7 +168,7 @@ class PrefixRanking:
             new = max(0, report.dropped_total - self._evicted_totals[group_id])
             evicted = evicted[-new:] if new else ()
             self._evicted_totals[group_id] += new
-        self.index.drop(group_id, evicted)
+        self.index.remove_hashes(group_id, evicted)
 
     def hit_tokens(self, load: GroupLoad, ask: Ask) -> int:
         """Predicted cache hits of a prompt in a group; its last token is always computed."""

@@ -344,7 +344,6 @@ class SchedulerState:
         spread = False  # skip groups with a prefill backlog
 
         def pick_group(waiting: Waiting) -> bool:
-            """Set `picked` for a request; returns False if no group can start it now."""
             nonlocal picked, spread
             ask, below_tokens = waiting.ask, held_tokens
             if self.rules.is_batch(ask.service):
