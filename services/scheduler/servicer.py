@@ -1,4 +1,7 @@
-"""The scheduler's gRPC service: streams of gateways that send asks, and load reports of workers."""
+"""The scheduler's gRPC service: streams of gateways, and load reports of workers.
+
+Gateways send asks (requests for an assignment) and receive tickets, assignments and refusals.
+"""
 
 import asyncio
 import logging

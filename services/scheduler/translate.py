@@ -1,4 +1,8 @@
-"""Translates between protobuf messages and the scheduler's events and commands."""
+"""Translates between protobuf messages and the scheduler's events and commands.
+
+An ask is a gateway's request for an assignment to a group of workers; an epoch numbers the
+configurations of a group.
+"""
 
 from collections.abc import Iterable
 

@@ -1,9 +1,9 @@
 """Graceful shutdown of a worker: it leaves its group, then its own requests may finish.
 
-A worker in a merged group publishes in its etcd record that it drains, so that the memory manager
-splits the group, and waits for the split. It also waits for group changes that it has prepared,
-then refuses further changes. If no memory manager runs, no split happens, but running requests may
-still finish within the drain time.
+A worker in a group with others publishes in its etcd record that it drains, so that the memory
+manager splits the group, and waits for the split. It also waits for group changes that it has
+prepared, then refuses further changes. If no memory manager runs, no split happens, but running
+requests may still finish within the drain time. An epoch numbers the configurations of groups.
 """
 
 import asyncio

@@ -1,9 +1,10 @@
 """The gRPC service of a worker: passes requests from gateways to the engine, and tokens back.
 
-There is a stream per gateway; the tokens of an engine step share a message. A request adopted from
-another worker, which continues here after a group change, is kept in `Handovers` until its gateway
-attaches to it. All `request_id`s are the ids under which gateways started the requests, never the
-engine's sequence ids.
+There is a stream per gateway; the tokens of an engine step share a message. Workers form groups; an
+epoch numbers a group's configurations, and requests are started at the leader. A request adopted
+from another worker, which continues here after a group change, is kept in `Handovers` until its
+gateway attaches to it. All `request_id`s are the ids under which gateways started the requests,
+never the engine's sequence ids.
 """
 
 import asyncio

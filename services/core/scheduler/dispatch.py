@@ -1,9 +1,10 @@
 """Filters and scores with which the scheduler chooses a worker group for a request.
 
 A filter decides whether a group can take the request; a score ranks groups, lower is better. A
-score depends on the group's load alone, never on time or the request, so that `GroupIndex` can
-keep groups sorted by score. The setting `dispatch` names a score of `SCORES`, or `PREFIX`, with
-which `PrefixRanking` chooses by predicted TTFT and `kv_share` breaks ties.
+score depends on the group's load alone, never on time or the request, so that `GroupIndex` can keep
+groups sorted by score. The setting `dispatch` names a score of `SCORES`, or `PREFIX`, with which
+`PrefixRanking` chooses by predicted TTFT and `kv_share` breaks ties. Online requests are those of
+all classes except batch.
 """
 
 from collections.abc import Callable

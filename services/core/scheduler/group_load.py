@@ -3,7 +3,7 @@
 It combines the latest load report of the group's leader with reservations: KV blocks of assignments
 that no report includes yet. An epoch numbers the configurations of a group. Batch requests yield
 their blocks to online requests (all other classes) if the report has `batch_yields`; the comments
-call them preemptible.
+call them preemptible. A resumed request has run on another worker and must recompute its KV.
 """
 
 import math
@@ -44,8 +44,8 @@ class GroupLoad:
     """
 
     group: ServingGroup
-    # Blocks kept free per running request: a request that started in them would soon make another
-    # sequence lose its KV.
+    # Blocks kept free per running request for its growth. A new request in them would soon cause
+    # a preemption.
     growth_blocks: float = GROWTH_BLOCKS
     # The latest report, None unless it is of the current epoch.
     _report: LoadReport | None = None
@@ -59,7 +59,7 @@ class GroupLoad:
     flaps: bool = False
     # Which requests the group takes: True: batch only, False: online only, None: all.
     for_batch: bool | None = None
-    # Highest report number seen, to ignore reports that arrive out of order.
+    # Highest report number so far, to ignore reports that arrive out of order.
     _newest_number: int = 0
     # Latest report from the worker itself, not a gateway: at this epoch (-inf: none), and at any
     # epoch (inf: none).

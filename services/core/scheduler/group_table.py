@@ -1,7 +1,8 @@
 """The worker groups that the scheduler knows, by id, model and leader, with load and demand.
 
-A group is a set of workers that serve a model together; requests go to its leader. Online requests
-are those of all classes except batch.
+A group is a set of workers that serve a model together; requests go to its leader. An epoch numbers
+its configurations, an incarnation is the id of a worker process. Online requests are those of all
+classes except batch.
 """
 
 from collections.abc import Collection, Iterable

@@ -2,7 +2,8 @@
 
 vLLM schedules, runs and preempts requests. The adapter submits requests, and sends the tokens of a
 step in a single frame. It refuses group changes that merge it with other workers, so a vLLM worker
-always forms a group of its own.
+always forms a group of its own. A resumed request has run on another worker, and its output so far
+is known.
 """
 
 import asyncio

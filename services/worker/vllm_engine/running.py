@@ -1,7 +1,8 @@
 """Tracks the requests in vLLM, and derives from them the load that the worker reports.
 
 After each step vLLM reports only how many requests run and wait, and its KV usage. Requests
-submitted since that step count as waiting.
+submitted since that step count as waiting. A returnable request may go back to the scheduler before
+it starts. Online requests are those of all classes except batch.
 """
 
 import asyncio
