@@ -1,9 +1,9 @@
 """Encodes, decodes and validates the records in etcd, for all services.
 
 All services read records with this module, so that they agree on workers, groups and assignments. A
-record is invalid, and ignored, if it is malformed, contradicts its key or lacks a required field. An
-incarnation is the id of a process; an epoch numbers the configurations of a group of workers.
+record is invalid, and ignored, if it is malformed, contradicts its key or lacks a required field.
 Records are protobuf JSON, readable with etcdctl; unknown fields, from a later release, are ignored.
+An incarnation is the id of a process; an epoch numbers the configurations of a group of workers.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Matches requests that moved to this worker with the gateway streams that read their output.
 
 When a group of workers changes to another epoch (configuration), a request may move to another
-worker, whose engine adopts and continues it. The engine reports adopted requests; gateways attach to
-them. Either may happen first, or never. Pure: time is an argument.
+worker, whose engine adopts and continues it. The engine reports adopted requests; gateways attach
+to them. Either may happen first, or never. Pure: time is an argument.
 """
 
 from collections.abc import Callable
