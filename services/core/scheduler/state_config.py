@@ -1,4 +1,4 @@
-"""The settings of a scheduler's state, which also begin its event log."""
+"""Settings of the scheduler's state machine; also the first entry of its event log."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from services.core.setting import choice, computed, nested, number
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """Settings of SchedulerState; see there."""
+    """Settings from which `state` creates a `SchedulerState`."""
 
     queue_limit: int = number(
         1024, "Maximum number of queued requests; more get 503.", minimum=1, maximum=1_000_000
@@ -48,7 +48,7 @@ class StateConfig:
     spread_s: float = computed(SPREAD_S)
 
     def state(self) -> SchedulerState:
-        """A new state machine with these settings."""
+        """Create a state machine with these settings."""
         return SchedulerState(
             self.queue_limit,
             self.queue_deadline_s,
