@@ -16,11 +16,11 @@ from services.core.overload.action_plan import ActionPlan, Change
 from services.core.overload.actions import LOAD_IS_BACK, ActionState
 from services.core.overload.events import Action
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.change_trace import ChangeCause, decided
+from services.memmgr.change_trace import ChangeCause, decision_cause
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_memory import MemoryView
 
-SEE_S = 0.5
+WORKERS_POLL_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ActionRunner:
             self._tasks = tasks
             while True:
                 self.note_workers()
-                await asyncio.sleep(SEE_S)
+                await asyncio.sleep(WORKERS_POLL_S)
 
     def note_workers(self) -> None:
         """Record which workers report now, for flap damping."""
@@ -97,9 +97,9 @@ class ActionRunner:
             log.info("%s: %s", decision.model, plan.reason)
             return plan
         if self._event_log is not None:
-            self._event_log.append(FACT, [planned(change, now_s) for change in plan.changes])
+            self._event_log.append(FACT, [planned_fact(change, now_s) for change in plan.changes])
         for change in plan.changes:
-            cause = decided(decision, change)
+            cause = decision_cause(decision, change)
             self._tasks.create_task(self._change(change, cause, logged))
         return plan
 
@@ -120,6 +120,6 @@ class ActionRunner:
             self._state.ended(change, phase is ChangePhase.STABLE, monotonic_s())
 
 
-def planned(change: Change, now_s: float) -> ChangePlanned:
+def planned_fact(change: Change, now_s: float) -> ChangePlanned:
     """The event log's entry for a planned change."""
     return ChangePlanned(now_s, change.group_ids, change.targets, change.text)

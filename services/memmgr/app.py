@@ -69,14 +69,14 @@ async def _serve(
         event_log,
         tracer,
     )
-    actor = ActionRunner(driver, memory, protocol.backoff_s, protocol.backoff_max_s, event_log)
+    runner = ActionRunner(driver, memory, protocol.backoff_s, protocol.backoff_max_s, event_log)
     watch = OverloadWatch(
         open_monitor(config),
         memory,
         demand,
         lambda: driver.stable_groups,
         lambda: driver.facts,
-        actor.act,
+        runner.act,
         updated,
         event_log,
     )
@@ -94,7 +94,7 @@ async def _serve(
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, (actor, watch), server, stop, incarnation)
+            await _run(config, store, driver, (runner, watch), server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -127,7 +127,7 @@ async def _run(
 
     def lead(token: int) -> None:
         driver.lead(token)
-        presence.show(leads=token != 0)
+        presence.set_leader(leads=token != 0)
 
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)

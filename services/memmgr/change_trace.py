@@ -23,7 +23,7 @@ class ChangeCause:
     attributes: dict[str, Value]
 
 
-def decided(decision: Decision, change: Change) -> ChangeCause:
+def decision_cause(decision: Decision, change: Change) -> ChangeCause:
     """The cause of a change that carries out a decision of the monitor, decided now."""
     reason, load = decision.reason, decision.reason.load
     values: dict[str, Value] = {
@@ -55,7 +55,7 @@ def manual_cause(action: str, change: Change) -> ChangeCause:
     return ChangeCause(monotonic_s(), _attributes("manual", action, change))
 
 
-def restoration(command: PrepareMembers) -> ChangeCause:
+def restore_cause(command: PrepareMembers) -> ChangeCause:
     """The cause of a restore that starts now: survivors of a lost member fetch their layers."""
     groups = [source.group.group_id for source in command.sources]
     text = f"{', '.join(groups)} restores the layers of a lost member"

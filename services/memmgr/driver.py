@@ -45,11 +45,11 @@ from services.core.groups.vocabulary import (
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
-from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
+from services.memmgr.change_trace import ChangeCause, ChangeTrace, restore_cause
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
 from services.memmgr.losses import Losses, LossLog
 from services.memmgr.member_client import MemberClient
-from services.memmgr.translate_record import WorkerPlace
+from services.memmgr.translate_record import WorkerEndpoint
 from services.memmgr.worker_memory import MemoryView
 
 TICK_S = 0.2
@@ -87,7 +87,7 @@ class Driver:
         self._event_log = event_log
         self._tracer = tracer
         self._traces: dict[str, ChangeTrace] = {}  # by change
-        self._places: dict[str, WorkerPlace] = {}
+        self._endpoints: dict[str, WorkerEndpoint] = {}
         # A task per transaction, call or poll in flight; the state machine bounds their number.
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
@@ -248,7 +248,9 @@ class Driver:
             return
         trace = self._trace_of(command.attempt)
         if trace is None:  # an attempt without a request: survivors restore their layers
-            trace = self._traces[command.attempt] = ChangeTrace(self._tracer, restoration(command))
+            trace = self._traces[command.attempt] = ChangeTrace(
+                self._tracer, restore_cause(command)
+            )
         trace.preparing()
 
     async def _tick(self) -> None:
@@ -260,7 +262,7 @@ class Driver:
         listing = cluster.listing
         # Commits of this instance may be newer than the watch; do not go back behind them.
         if cluster.revision >= self._state.records.revision:
-            self._places = listing.places
+            self._endpoints = listing.endpoints
             self.facts = listing.facts
             groups = {group.group_id for group in self.groups}
             self._loss_log.keep_only(listing.facts.keys(), groups)
@@ -289,9 +291,9 @@ class Driver:
             self._event_log.append(EVENT, [event])
             self._event_log.append(COMMAND, commands)
         for command in commands:
-            self._carry_out(command)
+            self._execute(command)
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         # Commands imply a listing, and listings come from `run`, so its task group exists.
         match command:
             case Transact():
@@ -305,7 +307,7 @@ class Driver:
                 self._start(self._prepare(command))
             case AbortMember():
                 log.info("attempt %s: sending Abort to %s", command.attempt, command.worker_id)
-                self._start(self._members.abort(command, self._places))
+                self._start(self._members.abort(command, self._endpoints))
             case PollMembers() if command.after_s:
                 self._start(self._poll_members_later(command))
             case PollMembers():
@@ -359,7 +361,7 @@ class Driver:
                 )
             )
 
-        await self._members.prepare(command, self._places, answered)
+        await self._members.prepare(command, self._endpoints, answered)
 
 
 def _kind_of(command: Transact) -> str:

@@ -11,7 +11,7 @@ from services.common.grpc_client import Dial
 from services.core.groups.fence import prepare_calls
 from services.core.groups.vocabulary import AbortMember, PrepareMembers
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
-from services.memmgr.translate_record import WorkerPlace
+from services.memmgr.translate_record import WorkerEndpoint
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
@@ -31,23 +31,23 @@ class MemberClient:
         self._dial = dial
 
     async def prepare(
-        self, command: PrepareMembers, places: dict[str, WorkerPlace], answered: Answered
+        self, command: PrepareMembers, endpoints: dict[str, WorkerEndpoint], answered: Answered
     ) -> None:
         """Send Prepare to all members concurrently; calls `answered` for each."""
-        requests = prepare_requests(command, places)
+        requests = prepare_requests(command, endpoints)
         async with asyncio.TaskGroup() as tasks:
             for worker_id, request in requests.items():
-                address = places[worker_id].address if worker_id in places else ""
+                address = endpoints[worker_id].address if worker_id in endpoints else ""
                 tasks.create_task(
                     self._prepare(worker_id, address, request, command.timeout_s, answered)
                 )
 
-    async def abort(self, command: AbortMember, places: dict[str, WorkerPlace]) -> None:
+    async def abort(self, command: AbortMember, endpoints: dict[str, WorkerEndpoint]) -> None:
         """Send Abort to a member. Best effort: its group's record says the same."""
-        place = places.get(command.worker_id)
-        if place is None:
+        endpoint = endpoints.get(command.worker_id)
+        if endpoint is None:
             return
-        async with self._dial(place.address, "worker") as channel:
+        async with self._dial(endpoint.address, "worker") as channel:
             stub = worker_pb2_grpc.MemberServiceStub(channel)
             try:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
@@ -86,13 +86,13 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 def prepare_requests(
-    command: PrepareMembers, places: dict[str, WorkerPlace]
+    command: PrepareMembers, endpoints: dict[str, WorkerEndpoint]
 ) -> dict[str, worker_pb2.PrepareRequest]:
     """The Prepare of each member, by worker id; all list the same peers with fresh nonces."""
     peers = [
         to_peer(
             member,
-            places.get(member.worker_id, WorkerPlace("", "", "")),
+            endpoints.get(member.worker_id, WorkerEndpoint("", "", "")),
             (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)),
         )
         for source in command.sources
@@ -101,7 +101,7 @@ def prepare_requests(
     formed = [target for target in command.targets if target.members]
     return {
         worker_id: to_prepare_request(
-            asked, peers, [group for group in formed if group != asked.target]
+            call, peers, [group for group in formed if group != call.target]
         )
-        for worker_id, asked in prepare_calls(command).items()
+        for worker_id, call in prepare_calls(command).items()
     }

@@ -123,18 +123,18 @@ class OverloadWatch:
         """Report a manual change to the monitor; None if no group serves the model."""
         event = ManualChange(monotonic_s(), model, action, tuple(group_ids))
         for decision in self._monitor.handle(event):
-            return self._keep(decision)
+            return self._record(decision)
         return None
 
     def _apply(self, event: Event) -> None:
         for decision in self._monitor.handle(event):
-            logged = self._keep(decision)
+            logged = self._record(decision)
             # The plan may show that all merges gain too little: a decision of its own (EXHAUSTED).
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
             if plan is not None and plan.short_tokens is not None:
                 self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
 
-    def _keep(self, decision: Decision) -> LoggedDecision:
+    def _record(self, decision: Decision) -> LoggedDecision:
         log.info("%s", text_of(decision))
         logged = LoggedDecision(unix_s(), decision)
         self.decisions.append(logged)

@@ -28,7 +28,7 @@ class Presence:
         )
         self._registration = self._new_registration()
 
-    def show(self, leads: bool) -> None:
+    def set_leader(self, leads: bool) -> None:
         """Set whether the instance is the leader."""
         self._leads = leads
         self._changed.set()
@@ -39,7 +39,7 @@ class Presence:
             tasks.create_task(self._instances.run())
             while True:
                 registering = tasks.create_task(self._registration.run())
-                await self._hidden()
+                await self._wait_until_outdated()
                 registering.cancel()
                 await asyncio.wait([registering])
                 await self._registration.withdraw()
@@ -51,7 +51,7 @@ class Presence:
         """Remove the registration; call after `run` was cancelled."""
         await self._registration.withdraw()
 
-    async def _hidden(self) -> None:
+    async def _wait_until_outdated(self) -> None:
         """Return once this instance leads and is registered, but another instance is newer."""
         await self._registration.registered.wait()
         while True:

@@ -20,7 +20,7 @@ from tideserve.common.v1 import record_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class WorkerEndpoint:
     """The addresses of a registered worker."""
 
     address: str  # gRPC
@@ -39,7 +39,7 @@ class Listing:
     workers: tuple[Worker, ...]
     groups: tuple[StoredGroup, ...]
     assignments: tuple[StoredAssignment, ...]
-    places: dict[str, WorkerPlace]
+    endpoints: dict[str, WorkerEndpoint]
     facts: dict[str, WorkerFacts]
     epoch_floor: int = 0
     floor_revision: int = 0
@@ -62,7 +62,7 @@ class RecordReader:
             tuple(entry.worker for entry in workers),
             tuple(self._groups.read(entries)),
             tuple(self._assignments.read(entries)),
-            {entry.worker.worker_id: entry.place for entry in workers},
+            {entry.worker.worker_id: entry.endpoint for entry in workers},
             {entry.facts.worker_id: entry.facts for entry in workers if entry.facts is not None},
             *_to_floor(entries.get(EPOCH_FLOOR)),
         )
@@ -73,7 +73,7 @@ class _Registered:
     """The contents of a worker record."""
 
     worker: Worker
-    place: WorkerPlace
+    endpoint: WorkerEndpoint
     facts: WorkerFacts | None
 
 
@@ -101,10 +101,10 @@ def _to_worker(key: str, entry: Entry) -> _Registered | None:
     record = read_record(record_pb2.WorkerRecord, key, entry.value)
     if record is None:
         return None
-    place = WorkerPlace(
+    endpoint = WorkerEndpoint(
         record.address, record.activation_address, record.bulk_address, record.draining
     )
-    return _Registered(to_worker(record, entry.mod_revision), place, to_facts(record))
+    return _Registered(to_worker(record, entry.mod_revision), endpoint, to_facts(record))
 
 
 def _to_floor(entry: Entry | None) -> tuple[int, int]:

@@ -75,13 +75,13 @@ class Audit:
             self.streams.read(entries)
         for engine in self.engines:
             self._check_switches(engine)
-        for engine in self._living:
+        for engine in self._live_engines:
             self._check_in_time(engine)
-        self._check_copies()
+        self._check_layers_held()
         self._check_models()
         self._check_tokens()
-        self._check_ends()
-        self._check_rest()
+        self._check_requests_ended()
+        self._check_blocks_freed()
         self._check_groups_stable()
         return self.findings
 
@@ -90,7 +90,7 @@ class Audit:
         return max([self.groups.last_s, *(engine.last_s for engine in self.engines)])
 
     @property
-    def _living(self) -> list[EngineHistory]:
+    def _live_engines(self) -> list[EngineHistory]:
         """Engines that are in a group at the end; engines that died need not be idle."""
         members = [member for group in self.groups.live.values() for member in group.members]
         return [engine for engine in self.engines if any(map(engine.is_process_of, members))]
@@ -99,13 +99,13 @@ class Audit:
 
     def _check_switches(self, engine: EngineHistory) -> None:
         for switch in engine.switches:
-            place = (switch.group_id, switch.epoch)
-            members = self.groups.configurations.get(place)
+            group_epoch = (switch.group_id, switch.epoch)
+            members = self.groups.configurations.get(group_epoch)
             self.findings.check(
                 "I4",
                 members is not None,
                 "{} switched to {} at epoch {}, which was never committed",
-                *(engine.worker_id, *place),
+                *(engine.worker_id, *group_epoch),
             )
             # I1: the engine's layer map equals that of the committed record.
             record = [(m.worker_id, m.first_layer, m.end_layer) for m in members or ()]
@@ -114,9 +114,9 @@ class Audit:
                 "I1",
                 members is None or record == runs,
                 "{} runs {} in epoch {} as {}, but the record says {}",
-                *(engine.worker_id, *place, runs, record),
+                *(engine.worker_id, *group_epoch, runs, record),
             )
-            attempt = self.groups.attempts.get(place, "")
+            attempt = self.groups.attempts.get(group_epoch, "")
             self.findings.check(
                 "I4",
                 attempt not in engine.aborted,
@@ -127,9 +127,9 @@ class Audit:
     def _check_in_time(self, engine: EngineHistory) -> None:
         """I9: the engine settled each of its configurations, or a later one, in time."""
         stopped_until_s = self.stopped_until_s.get(engine.worker_id, -inf)
-        for place, members in self.groups.configurations.items():
+        for group_epoch, members in self.groups.configurations.items():
             # A configuration read from the store has no known time of commit.
-            since_s = self.groups.committed_s.get(place)
+            since_s = self.groups.committed_s.get(group_epoch)
             mine = any(engine.is_process_of(member) for member in members)
             if since_s is None or not mine:
                 continue
@@ -137,14 +137,14 @@ class Audit:
             if self._end_s < due_s:
                 continue
             settled = any(
-                fact.settled and fact.epoch >= place[1] and fact.now_s <= due_s
+                fact.settled and fact.epoch >= group_epoch[1] and fact.now_s <= due_s
                 for fact in engine.memory
             )
             self.findings.check(
                 "I9",
-                settled or _superseded(engine.switches, place[1], due_s),
+                settled or _superseded(engine.switches, group_epoch[1], due_s),
                 "{} had not settled in {} at epoch {} {:g} s after the commit",
-                *(engine.worker_id, *place, due_s - since_s),
+                *(engine.worker_id, *group_epoch, due_s - since_s),
             )
 
     def _check_groups_stable(self) -> None:
@@ -159,7 +159,7 @@ class Audit:
 
     # --- parameters
 
-    def _check_copies(self) -> None:
+    def _check_layers_held(self) -> None:
         """I2; a process that died counts with the layers that it held last."""
         by_model: dict[str, list[EngineHistory]] = {}
         for engine in self.engines:
@@ -179,14 +179,17 @@ class Audit:
                 )
 
     def _check_models(self) -> None:
-        for place, members in self.groups.configurations.items():
+        for group_epoch, members in self.groups.configurations.items():
             digests = {
                 engine.model_digest
                 for engine in self.engines
                 if any(map(engine.is_process_of, members))
             }
             self.findings.check(
-                "I5", len(digests) <= 1, "{} at epoch {} has members of different models", *place
+                "I5",
+                len(digests) <= 1,
+                "{} at epoch {} has members of different models",
+                *group_epoch,
             )
 
     # --- requests
@@ -207,11 +210,11 @@ class Audit:
                 )
                 others += tokens
         if all(engine.exact for engine in self.engines):
-            self._check_alike(emitted)
+            self._check_equal_tokens(emitted)
         for request_id, stream in self.streams.streams.items():
             self._check_stream(request_id, stream, emitted)
 
-    def _check_alike(self, emitted: Mapping[Key, Sequence[Emitted]]) -> None:
+    def _check_equal_tokens(self, emitted: Mapping[Key, Sequence[Emitted]]) -> None:
         """I5 for exact engines: a token that is emitted again, after a loss, is the same."""
         for (request_id, index), tokens in emitted.items():
             if len(tokens) > 1:
@@ -252,7 +255,7 @@ class Audit:
                     ", ".join(map(str, own)) or "none",
                 )
 
-    def _check_ends(self) -> None:
+    def _check_requests_ended(self) -> None:
         finished: Counter[str] = sum((engine.finished for engine in self.engines), Counter())
         for request_id, count in finished.items():
             # A restarted request may finish in each engine that received it.
@@ -270,14 +273,14 @@ class Audit:
                 "{} ended at its gateway, but in no engine",
                 request_id,
             )
-        for engine in self._living:
+        for engine in self._live_engines:
             left = sorted(engine.open_sequences)
             self.findings.check(
                 "I10", not left, "{} keeps {} at the end", engine.worker_id, ", ".join(left[:5])
             )
 
-    def _check_rest(self) -> None:
-        living = self._living
+    def _check_blocks_freed(self) -> None:
+        living = self._live_engines
         if any(engine.open_sequences for engine in living):
             return
         for engine in living:

@@ -95,7 +95,7 @@ class EngineHistory:
                 case EngineSwitched():
                     self._switch(value)
                 case MemoryHeld():
-                    self._hold(value)
+                    self._note_memory(value)
                 case EngineStarted():
                     self._start(value)
                 case NoteAborted():
@@ -147,9 +147,9 @@ class EngineHistory:
             case FrameReceived(frame=Samples(number=number)):
                 self._take_samples(number)
             case NoteAdopted():
-                name = value.sequence.request.request_id
-                self.adopted[request_id_of(name)] += 1
-                self._enter(name)
+                seq_id = value.sequence.request.request_id
+                self.adopted[request_id_of(seq_id)] += 1
+                self._enter(seq_id)
             case PeersLost(workers=workers):
                 self.lost_peers = self.lost_peers or bool(workers)
             case NoteMoved():
@@ -157,7 +157,7 @@ class EngineHistory:
 
     # --- memory
 
-    def _hold(self, fact: MemoryHeld) -> None:
+    def _note_memory(self, fact: MemoryHeld) -> None:
         self.memory.append(fact)
         stage = range(fact.first_layer, fact.end_layer)
         missing = sorted(set(stage) - set(fact.resident))
@@ -194,7 +194,7 @@ class EngineHistory:
                 self._unanswered.add(request.request_id)
             case RequestAborted(request_id=request_id):
                 self.open_sequences = {
-                    name for name in self.open_sequences if request_id_of(name) != request_id
+                    seq_id for seq_id in self.open_sequences if request_id_of(seq_id) != request_id
                 }
             case IterationFinished(number=number):
                 self._take_samples(number or 0)
@@ -209,14 +209,14 @@ class EngineHistory:
         self.open_sequences.add(request_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
-        name = command.request_id
-        request_id = request_id_of(name)
+        seq_id = command.request_id
+        request_id = request_id_of(seq_id)
         if isinstance(command, RefuseRequest):
             # The refusal of a duplicate id leaves the first request open. A refusal after a sample
             # (no valid token) or a return to the scheduler ends the request.
-            if name == self._newcomer or self._sampled or command.returned:
-                self.open_sequences.discard(name)
-                self._unanswered.discard(name)
+            if seq_id == self._newcomer or self._sampled or command.returned:
+                self.open_sequences.discard(seq_id)
+                self._unanswered.discard(seq_id)
             return
         self.findings.check(
             "I5",
@@ -224,14 +224,14 @@ class EngineHistory:
             "{} emitted token {} of {} in epoch {}, which was planned in epoch {}",
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
-        if command.index == 0 or name in self._unanswered:
+        if command.index == 0 or seq_id in self._unanswered:
             # This sequence answers the request from now on. A request that restarts here after the
             # loss of its worker replaces the sequence that the worker had handed over before.
-            self._unanswered.discard(name)
+            self._unanswered.discard(seq_id)
             self.open_sequences = {
                 other
                 for other in self.open_sequences
-                if other == name or request_id_of(other) != request_id
+                if other == seq_id or request_id_of(other) != request_id
             }
         key = (request_id, command.index)
         self.findings.check(
@@ -244,4 +244,4 @@ class EngineHistory:
         self.tokens.setdefault(key, []).append(emitted)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
-            self.open_sequences.discard(name)
+            self.open_sequences.discard(seq_id)

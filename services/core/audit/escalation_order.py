@@ -44,14 +44,14 @@ class EscalationOrder:
     name: str  # the worker's id
     _blocks: dict[str, int] = field(default_factory=dict)  # of each sequence, before the call
     _free: int = 0  # free blocks before the call
-    _places: int = 0  # free places in the running batch before the call
+    _running_slots: int = 0  # free places in the running batch before the call
 
     def before(self, planner: PlannerState) -> None:
         """Record the state before a call of `plan`."""
         table = planner.sequence_table
         self._blocks = {name: seq.blocks for name, seq in planner.sequences.items()}
         self._free = min(table.ledger.least_room, table.ledger.free)  # growth may use more
-        self._places = planner.config.max_running * planner.stages - table.running_count
+        self._running_slots = planner.config.max_running * planner.stages - table.running_count
 
     def after(self, planner: PlannerState) -> None:
         """Check the state after the call of `plan`."""
@@ -73,7 +73,7 @@ class EscalationOrder:
         wanted += sum(seq.blocks - self._blocks[seq.seq_id] for seq in running)
         self.findings.check(
             "I11",
-            not preempted or wanted > self._free or len(started) > self._places,
+            not preempted or wanted > self._free or len(started) > self._running_slots,
             "{} preempted {} ({}), though {} blocks were free for {} (" + _CACHED + ")",
             *(self.name, _names(preempted), _step(preempted), self._free, wanted),
         )
@@ -83,7 +83,11 @@ class EscalationOrder:
     ) -> None:
         """Online sequences are preempted last, and started first."""
         online = [seq for seq in preempted if seq.request.service.online]
-        victims = [seq for seq in planner.sequence_table.batch.values() if _gives(planner, seq)]
+        victims = [
+            seq
+            for seq in planner.sequence_table.batch.values()
+            if _has_freeable_block(planner, seq)
+        ]
         self.findings.check(
             "I11",
             not (online and victims),
@@ -112,7 +116,7 @@ def _names(sequences: list[Sequence]) -> str:
     return ", ".join(seq.seq_id for seq in sequences[:5])
 
 
-def _gives(planner: PlannerState, sequence: Sequence) -> bool:
+def _has_freeable_block(planner: PlannerState, sequence: Sequence) -> bool:
     """Whether a running batch sequence has a block that a preemption would free."""
     if sequence.phase is not Phase.RUNNING:
         return False

@@ -116,13 +116,13 @@ class GroupHistory:
                 "{} went back from epoch {} to {}",
                 *(group.group_id, before.epoch if before else 0, group.epoch),
             )
-            place = (group.group_id, group.epoch)
-            self.committed_s[place] = now_s
+            group_epoch = (group.group_id, group.epoch)
+            self.committed_s[group_epoch] = now_s
             self.findings.check(
                 "I4",
-                len(group.members) < 2 or place in self.attempts,
+                len(group.members) < 2 or group_epoch in self.attempts,
                 "{} was formed at epoch {} without a preparation",
-                *place,
+                *group_epoch,
             )
         self._note_configuration(group)
         self.live[group.group_id] = group
@@ -179,9 +179,9 @@ class GroupHistory:
         written = {_configuration(group) for group in transaction.groups}
         compared = transaction.group_revisions
         for prepare in self._prepares.values():
-            places = {_configuration(group) for group in prepare.targets}
+            targets = {_configuration(group) for group in prepare.targets}
             marked = {source.group.group_id: source.mod_revision for source in prepare.sources}
-            if places <= written and marked.items() <= compared.items():
+            if targets <= written and marked.items() <= compared.items():
                 yield prepare, prepare.targets
 
 

@@ -52,13 +52,13 @@ class StreamHistory:
         for entry in entries:
             match entry.value:
                 case StreamOpened() as opened:
-                    self._open(opened)
+                    self._note_opened(opened)
                 case TokensForwarded() as tokens:
-                    self._forward(tokens)
+                    self._note_tokens(tokens)
                 case SegmentRead() as segment:
                     self._note_segment(segment)
                 case StreamEnded() as ended:
-                    self._end(ended)
+                    self._note_ended(ended)
         for stream in self.streams.values() if killed else ():
             stream.outcome = stream.outcome or KILLED
         for request_id, stream in self.streams.items():
@@ -66,7 +66,7 @@ class StreamHistory:
                 "I10", stream.outcome != "", "{} was admitted and never ended", request_id
             )
 
-    def _open(self, fact: StreamOpened) -> None:
+    def _note_opened(self, fact: StreamOpened) -> None:
         self.findings.check(
             "I10",
             fact.request_id not in self.streams,
@@ -75,7 +75,7 @@ class StreamHistory:
         )
         self.streams[fact.request_id] = AuditedStream(fact.tokens_max)
 
-    def _forward(self, fact: TokensForwarded) -> None:
+    def _note_tokens(self, fact: TokensForwarded) -> None:
         stream = self.streams.get(fact.request_id)
         if stream is None or stream.outcome:
             self.findings.check(
@@ -106,7 +106,7 @@ class StreamHistory:
         )
         stream.segments.append(fact)
 
-    def _end(self, fact: StreamEnded) -> None:
+    def _note_ended(self, fact: StreamEnded) -> None:
         stream = self.streams.get(fact.request_id)
         if stream is None or stream.outcome:
             self.findings.check("I10", False, "{} ended twice", fact.request_id)

@@ -68,11 +68,11 @@ class Attempt:
         return self.targets[0].epoch
 
     @property
-    def restores(self) -> bool:
+    def is_restore(self) -> bool:
         """Whether it restores the layers of survivors of a lost member."""
         return all(group.phase is GroupPhase.DEGRADED for group in self.sources)
 
-    def move(self, phase: AttemptPhase) -> None:
+    def enter(self, phase: AttemptPhase) -> None:
         """Enter `phase`."""
         assert (self.phase, phase) in TRANSITIONS, f"an attempt went from {self.phase} to {phase}"
         self.phase = phase
@@ -87,7 +87,7 @@ class Attempt:
         targets = tuple(group for group in self.targets if group.members)
         return PrepareMembers(self.attempt_id, self.token, sources, targets, timeout_s)
 
-    def awaits(self, answer: MemberAnswered) -> bool:
+    def is_from_member(self, answer: MemberAnswered) -> bool:
         """Whether the answer comes from the process that received the Prepare."""
         worker = self.workers.get(answer.worker_id)
         return worker is not None and worker.incarnation == answer.incarnation
@@ -107,7 +107,7 @@ class Attempt:
             worker_revisions={w.worker_id: w.mod_revision for w in self.workers.values()},
         )
 
-    def change_in(self, records: Records) -> str | None:
+    def conflict_in(self, records: Records) -> str | None:
         """The change of a record that rules out the commit, as a sentence; None without any."""
         for worker in self.workers.values():
             if records.workers.get(worker.worker_id) != worker:

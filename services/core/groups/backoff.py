@@ -11,7 +11,7 @@ class Backoff:
     _failures: dict[str, int] = field(default_factory=dict)  # consecutive failures
     _until_s: dict[str, float] = field(default_factory=dict)  # end of the back-off
 
-    def failed(
+    def note_failure(
         self, worker_ids: Iterable[str], now_s: float, first_s: float, longest_s: float
     ) -> None:
         """Start the back-off of these workers, or double it."""
@@ -22,7 +22,7 @@ class Backoff:
             wait_s = min(longest_s, first_s * 2 ** min(failures - 1, 30))
             self._until_s[worker_id] = now_s + wait_s
 
-    def succeeded(self, worker_ids: Iterable[str]) -> None:
+    def note_success(self, worker_ids: Iterable[str]) -> None:
         """End the back-off of these workers."""
         for worker_id in worker_ids:
             self._failures.pop(worker_id, None)

@@ -187,15 +187,15 @@ class _Change:
 
     def step(self, phase: ChangePhase, message: str) -> ChangeStepped:
         """Enter `phase`, and report it."""
-        self.move(phase)
+        self.enter(phase)
         return ChangeStepped(self.change_id, phase, message, self.epoch)
 
-    def move(self, phase: ChangePhase) -> None:
+    def enter(self, phase: ChangePhase) -> None:
         """Enter `phase` without a report."""
         assert (self.phase, phase) in TRANSITIONS, f"a change went from {self.phase} to {phase}"
         self.phase = phase
 
-    def look(self, after_s: float) -> PollMembers:
+    def poll(self, after_s: float) -> PollMembers:
         return PollMembers(self.change_id, self.worker_ids, after_s)
 
 
@@ -221,7 +221,7 @@ class CoordinatorState:
             case ChangeCalledOff():
                 commands = self._call_off(event)
             case MembersPolled():
-                commands = self._see(event)
+                commands = self._note_poll(event)
             case _:
                 commands = self._advance(event)
         # PREPARING depends on etcd's answers alone, so ticks enforce its deadline. Polls of the
@@ -301,7 +301,7 @@ class CoordinatorState:
         return commands
 
     def _prepare(self, change: _Change, now_s: float) -> None:
-        change.move(ChangePhase.PREPARING)
+        change.enter(ChangePhase.PREPARING)
         protocol = self.config.protocol
         change.deadline_s = now_s + protocol.prepare_timeout_s + self.config.attempt_margin_s
 
@@ -339,11 +339,11 @@ class CoordinatorState:
             change.epoch = ended.epoch
             change.deadline_s = now_s + self.config.change_over_timeout_s
             text = f"epoch {ended.epoch}; {', '.join(change.worker_ids)} change over"
-            return [change.step(ChangePhase.COMMITTED, text), change.look(0.0)]
+            return [change.step(ChangePhase.COMMITTED, text), change.poll(0.0)]
         # Another write has locked the records: retry, since such a write ends within moments.
         if ended.busy and now_s <= change.blocked_until_s:
-            change.move(ChangePhase.BLOCKED)
-            return [change.look(self.config.poll_interval_s)]
+            change.enter(ChangePhase.BLOCKED)
+            return [change.poll(self.config.poll_interval_s)]
         return self._end(change, ChangePhase.FAILED, ended.reason)
 
     def _fail_overdue(self, now_s: float) -> list[Command]:
@@ -361,44 +361,44 @@ class CoordinatorState:
 
     # --- members
 
-    def _see(self, seen: MembersPolled) -> list[Command]:
-        change = self._changes.get(seen.change_id)
+    def _note_poll(self, polled: MembersPolled) -> list[Command]:
+        change = self._changes.get(polled.change_id)
         if change is None:
             return []
         match change.phase:
             case ChangePhase.BLOCKED:
-                return self._begin(change, seen.now_s)
+                return self._begin(change, polled.now_s)
             case ChangePhase.COMMITTED:
-                return self._await_epoch(change, seen)
+                return self._await_epoch(change, polled)
             case ChangePhase.STABLE:
-                return self._await_settled(change, seen)
+                return self._await_settled(change, polled)
         return []
 
-    def _await_epoch(self, change: _Change, seen: MembersPolled) -> list[Command]:
+    def _await_epoch(self, change: _Change, polled: MembersPolled) -> list[Command]:
         """Wait until all members report the epoch or a later epoch."""
-        late = _late(change, seen.members)
-        if not late:
-            change.deadline_s = seen.now_s + self.config.change_over_timeout_s
+        lagging = _lagging(change, polled.members)
+        if not lagging:
+            change.deadline_s = polled.now_s + self.config.change_over_timeout_s
             stable = change.step(ChangePhase.STABLE, f"all members serve epoch {change.epoch}")
-            return [stable, *self._await_settled(change, seen)]
-        if seen.now_s <= change.deadline_s:
-            return [change.look(self.config.poll_interval_s)]
+            return [stable, *self._await_settled(change, polled)]
+        if polled.now_s <= change.deadline_s:
+            return [change.poll(self.config.poll_interval_s)]
         reason = (
-            f"epoch {change.epoch} is committed, but {', '.join(late)} did not change over within "
-            f"{self.config.change_over_timeout_s:g} s; see `tideserve logs`"
+            f"epoch {change.epoch} is committed, but {', '.join(lagging)} did not change over"
+            f" within {self.config.change_over_timeout_s:g} s; see `tideserve logs`"
         )
         return self._end(change, ChangePhase.FAILED, reason)
 
-    def _await_settled(self, change: _Change, seen: MembersPolled) -> list[Command]:
-        late = _late(change, [member for member in seen.members if member.settled])
-        if not late:
+    def _await_settled(self, change: _Change, polled: MembersPolled) -> list[Command]:
+        lagging = _lagging(change, [member for member in polled.members if member.settled])
+        if not lagging:
             return self._end(change, ChangePhase.SETTLED, "all members have settled")
-        if seen.now_s <= change.deadline_s:
-            return [change.look(self.config.poll_interval_s)]
-        return self._end(change, ChangePhase.LEFT, f"{', '.join(late)} have not settled yet")
+        if polled.now_s <= change.deadline_s:
+            return [change.poll(self.config.poll_interval_s)]
+        return self._end(change, ChangePhase.LEFT, f"{', '.join(lagging)} have not settled yet")
 
 
-def _late(change: _Change, members: Sequence[MemberStatus]) -> list[str]:
+def _lagging(change: _Change, members: Sequence[MemberStatus]) -> list[str]:
     """The workers of a committed change that `members` lacks at the change's epoch."""
     assert change.epoch is not None
     current = [member.worker_id for member in members if member.epoch >= change.epoch]

@@ -115,28 +115,28 @@ class MemberState:
     preparing: PrepareCall | None = None  # the accepted Prepare, until commit or abort
     _revision: int = 0  # of the source record; attempts at or below it are over
 
-    def judge(self, asked: PrepareCall) -> Answer:
+    def judge(self, call: PrepareCall) -> Answer:
         """Judge a Prepare; if accepted, it becomes `preparing`."""
-        refused = self._refusal(asked)
+        refused = self._refusal(call)
         if refused is not None:
             return refused
-        self.token = asked.token
-        if self.preparing is not None and self.preparing.attempt == asked.attempt:
+        self.token = call.token
+        if self.preparing is not None and self.preparing.attempt == call.attempt:
             return Answer(Verdict.REPLAYED)
-        if asked.mod_revision <= self._revision:
-            return Answer(Verdict.STALE, f"attempt {asked.attempt} is over")
+        if call.mod_revision <= self._revision:
+            return Answer(Verdict.STALE, f"attempt {call.attempt} is over")
         # A later mark on the source record proves that the earlier attempt was not committed.
         aborted = AbortPreparation(self.preparing.attempt) if self.preparing is not None else None
-        self.preparing = asked
-        self._revision = asked.mod_revision
+        self.preparing = call
+        self._revision = call.mod_revision
         return Answer(Verdict.ACCEPTED, aborted=aborted)
 
-    def abort(self, asked: AbortCall) -> AbortPreparation | None:
+    def abort(self, call: AbortCall) -> AbortPreparation | None:
         """Apply a coordinator's Abort; a stale Abort is ignored."""
-        if asked.incarnation != self.incarnation or asked.token < self.token:
+        if call.incarnation != self.incarnation or call.token < self.token:
             return None
-        self.token = asked.token
-        return self.abort_own(asked.attempt)
+        self.token = call.token
+        return self.abort_own(call.attempt)
 
     def abort_own(self, attempt: str) -> AbortPreparation | None:
         """Abort this member's own preparation, which is safe before it is acknowledged.
@@ -156,20 +156,20 @@ class MemberState:
             newest = max(newer, key=lambda entry: entry.group.epoch)
             self._note_revision(newest)
             return self._apply(newest.group)
-        mine = listed.get(self.group_id) if self.group_id is not None else None
-        if mine is None:
+        own = listed.get(self.group_id) if self.group_id is not None else None
+        if own is None:
             return []
         preparing = self.preparing
-        if mine.group.epoch > self.epoch:
+        if own.group.epoch > self.epoch:
             # The group advanced without this member. Its preparation may have been committed and
             # superseded unseen, so keep it until a configuration with this member decides.
             return []
         # A write of the source record at the same epoch removed the mark: the attempt is aborted.
-        if preparing is not None and mine.mod_revision > preparing.mod_revision:
+        if preparing is not None and own.mod_revision > preparing.mod_revision:
             self.preparing = None
-            self._note_revision(mine)
+            self._note_revision(own)
             return [AbortPreparation(preparing.attempt)]
-        self._note_revision(mine)
+        self._note_revision(own)
         return []
 
     def check_invariants(self) -> None:
@@ -180,40 +180,40 @@ class MemberState:
             assert self.preparing.token <= self.token
             assert self.preparing.target.epoch > self.epoch
 
-    def _refusal(self, asked: PrepareCall) -> Answer | None:
-        if asked.incarnation != self.incarnation:
+    def _refusal(self, call: PrepareCall) -> Answer | None:
+        if call.incarnation != self.incarnation:
             reason = f"this is incarnation {self.incarnation} of {self.worker_id}"
             return Answer(Verdict.FOREIGN, reason)
-        if asked.token < self.token:
+        if call.token < self.token:
             return Answer(Verdict.STALE, "a newer coordinator leads")
-        if self._place_in(asked.target) is None or asked.target.epoch <= asked.epoch:
+        if self._member_in(call.target) is None or call.target.epoch <= call.epoch:
             reason = f"the target has no place for {self.worker_id}, or is not newer"
             return Answer(Verdict.FOREIGN, reason)
-        return self._epoch_refusal(asked)
+        return self._epoch_refusal(call)
 
-    def _epoch_refusal(self, asked: PrepareCall) -> Answer | None:
-        if (asked.group_id, asked.epoch) == (self.group_id, self.epoch):
+    def _epoch_refusal(self, call: PrepareCall) -> Answer | None:
+        if (call.group_id, call.epoch) == (self.group_id, self.epoch):
             return None
         reason = (
             f"{self.worker_id} is in {self.group_id or 'no group'} at epoch {self.epoch}, not in "
-            f"{asked.group_id} at {asked.epoch}"
+            f"{call.group_id} at {call.epoch}"
         )
-        verdict = Verdict.FUTURE if asked.epoch > self.epoch else Verdict.STALE
+        verdict = Verdict.FUTURE if call.epoch > self.epoch else Verdict.STALE
         return Answer(verdict, reason)
 
     def _is_newer(self, group: Group) -> bool:
         """Whether this process is a member of the group, at a higher epoch than its own."""
-        if group.phase is GroupPhase.DISSOLVED or self._place_in(group) is None:
+        if group.phase is GroupPhase.DISSOLVED or self._member_in(group) is None:
             return False
         return group.epoch > self.epoch
 
-    def _note_revision(self, mine: StoredGroup) -> None:
+    def _note_revision(self, own: StoredGroup) -> None:
         """Note that attempts which began before this write of the record are over."""
         # The attempt that marks the record began with this write; its Prepare may be in flight.
-        begun = mine.mod_revision - 1 if mine.group.attempt else mine.mod_revision
+        begun = own.mod_revision - 1 if own.group.attempt else own.mod_revision
         self._revision = max(self._revision, begun)
 
-    def _place_in(self, group: Group) -> Member | None:
+    def _member_in(self, group: Group) -> Member | None:
         for member in group.members:
             if (member.worker_id, member.incarnation) == (self.worker_id, self.incarnation):
                 return member

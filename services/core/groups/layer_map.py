@@ -101,15 +101,15 @@ def split_layers(
         SplitError: if there are more members than layers, or the parameters do not fit.
     """
     _check(model, members)
-    frees = _free_bytes(model, members)
+    free_bytes = _free_bytes(model, members)
     # Objective 1: the capacity that memory alone allows, capped at the need.
     unlimited = [model.num_layers] * len(members)
-    tokens = min(max(0, needed_tokens), _most_tokens(model, frees, unlimited))
+    tokens = min(max(0, needed_tokens), _most_tokens(model, free_bytes, unlimited))
     # Objective 2: the lowest pipeline period at that capacity.
-    limits = _within_time(model, _most_layers(model, frees, tokens))
+    limits = _limits_for_fastest(model, _most_layers(model, free_bytes, tokens))
     # Objective 3: the most capacity at that period.
-    tokens = _most_tokens(model, frees, limits)
-    counts = _assign_layers(model, _minima(_most_layers(model, frees, tokens), limits))
+    tokens = _most_tokens(model, free_bytes, limits)
+    counts = _assign_layers(model, _minima(_most_layers(model, free_bytes, tokens), limits))
     return stages_of(members, counts)
 
 
@@ -154,10 +154,10 @@ def _free_bytes(model: ModelShape, members: Sequence[MemberMemory]) -> list[int]
     ]
 
 
-def _most_layers(model: ModelShape, frees: Sequence[int], tokens: int) -> list[int]:
+def _most_layers(model: ModelShape, free_bytes: Sequence[int], tokens: int) -> list[int]:
     """Maximum number of layers per member if each layer has KV of `tokens` tokens."""
     each = model.layer_bytes + tokens * model.kv_bytes
-    return [min(model.num_layers, free // each) for free in frees]
+    return [min(model.num_layers, free // each) for free in free_bytes]
 
 
 def _minima(left: Sequence[int], right: Sequence[int]) -> list[int]:
@@ -165,27 +165,27 @@ def _minima(left: Sequence[int], right: Sequence[int]) -> list[int]:
     return list(map(min, left, right))
 
 
-def _suffice(model: ModelShape, counts: Sequence[int]) -> bool:
+def _can_cover(model: ModelShape, counts: Sequence[int]) -> bool:
     """Whether members with at most `counts` layers each can run all layers, at least 1 each."""
     return min(counts) >= 1 and sum(counts) >= model.num_layers
 
 
-def _most_tokens(model: ModelShape, frees: Sequence[int], limits: Sequence[int]) -> int:
+def _most_tokens(model: ModelShape, free_bytes: Sequence[int], limits: Sequence[int]) -> int:
     """Maximum capacity in tokens if member i runs at most `limits[i]` layers.
 
     Raises SplitError.
     """
 
     def fits(tokens: int) -> bool:
-        return _suffice(model, _minima(_most_layers(model, frees, tokens), limits))
+        return _can_cover(model, _minima(_most_layers(model, free_bytes, tokens), limits))
 
     if not fits(0):
         raise SplitError(
-            f"the parameters do not fit into the memory of {len(frees)} members; give the workers "
-            "more memory"
+            f"the parameters do not fit into the memory of {len(free_bytes)} members; give the"
+            " workers more memory"
         )
     # Binary search. Upper bound: the member with most memory runs a single layer, all KV.
-    low, high = 0, max(frees) // model.kv_bytes + 1
+    low, high = 0, max(free_bytes) // model.kv_bytes + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -200,7 +200,7 @@ def _extra_costs(model: ModelShape, stages: int) -> list[float]:
     return extra
 
 
-def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
+def _limits_for_fastest(model: ModelShape, limits: Sequence[int]) -> list[int]:
     """`limits` tightened to the minimum time of the slowest stage; both suffice for all layers."""
     # The time of 1, 2, … layers at each member. The slowest stage's time is among these values, so
     # a search over them is exact: floats are only compared with themselves.
@@ -213,7 +213,7 @@ def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
         return [bisect_right(own, time) for own in times]
 
     choices = sorted(set(chain.from_iterable(times)))
-    best = bisect_left(choices, True, key=lambda time: _suffice(model, counts_within(time)))
+    best = bisect_left(choices, True, key=lambda time: _can_cover(model, counts_within(time)))
     return counts_within(choices[best])
 
 

@@ -58,8 +58,8 @@ class DepartedWorkers:
         self, records: Records, now_s: float, gone_after_s: float, busy: set[str]
     ) -> tuple[str, ...]:
         """Up to `REMOVED_MAX` workers, absent for `gone_after_s`, whose records are removable."""
-        long_gone = [name for name, at_s in self._since_s.items() if now_s - at_s >= gone_after_s]
-        if not long_gone:
+        long_absent = [name for name, at_s in self._since_s.items() if now_s - at_s >= gone_after_s]
+        if not long_absent:
             return ()
         # Members of a live group are not removable: the group's repair needs their assignments.
         placed = {
@@ -70,7 +70,7 @@ class DepartedWorkers:
         }
         free = [
             name
-            for name in sorted(long_gone)
+            for name in sorted(long_absent)
             if name not in records.workers
             and name in records.assignments
             and name not in placed
@@ -112,12 +112,12 @@ def form_singletons(
     `broken_id` is the group that they were in, if any; it is dissolved, unless its first worker
     reuses its id. Returns None while another live group has an id that a worker needs.
     """
-    homeless = {name for name in names if records.group_of(name) in (None, broken_id)}
-    owners = {group_id_of(name): name for name in homeless if name in records.workers}
+    unplaced = {name for name in names if records.group_of(name) in (None, broken_id)}
+    owners = {group_id_of(name): name for name in unplaced if name in records.workers}
     if any(records.is_live(group_id) and group_id != broken_id for group_id in owners):
         return None
     group_ids = sorted({*owners} if broken_id is None else {*owners, broken_id})
-    epoch = records.next_epoch(group_ids, homeless)
+    epoch = records.next_epoch(group_ids, unplaced)
     groups = tuple(
         _singleton(records, records.workers[owners[group_id]], epoch, broken_id)
         if group_id in owners
@@ -126,7 +126,7 @@ def form_singletons(
     )
     assignments = [assignment_of(group, member) for group in groups for member in group.members]
     # Absent members get an assignment, too: its epoch fences them if they return.
-    assignments += _unplaced(records, homeless - set(owners.values()), broken_id, epoch)
+    assignments += _absent_assignments(records, unplaced - set(owners.values()), broken_id, epoch)
     return Transact(
         transaction_id,
         token,
@@ -159,7 +159,7 @@ def _held_layers(records: Records, worker: Worker, broken_id: str | None) -> tup
     return records.held_layers(worker)
 
 
-def _unplaced(
+def _absent_assignments(
     records: Records, names: Iterable[str], broken_id: str | None, epoch: int
 ) -> list[Assignment]:
     """Assignments to no group for absent workers, with the layers that they hold."""

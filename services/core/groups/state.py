@@ -148,7 +148,7 @@ class GroupState:
         self.token = token
         ended = list(self._attempts.values())
         for attempt in ended:
-            attempt.move(AttemptPhase.ABORTED)
+            attempt.enter(AttemptPhase.ABORTED)
         self._attempts.clear()
         self._attempt_of.clear()
         reason = "the memory manager lost leadership; retry with the new leader"
@@ -195,7 +195,7 @@ class GroupState:
         attempt = self._attempts.get(answer.attempt)
         if attempt is None or attempt.phase is not AttemptPhase.PREPARING:
             return []
-        if not attempt.awaits(answer):
+        if not attempt.is_from_member(answer):
             return []
         if not answer.ready:
             return self._abort(attempt, f"{answer.worker_id} refused: {answer.reason}")
@@ -203,7 +203,7 @@ class GroupState:
         if attempt.ready != attempt.workers.keys():
             return []
         # All members are ready: the change takes effect if and only if this transaction commits.
-        attempt.move(AttemptPhase.COMMITTING)
+        attempt.enter(AttemptPhase.COMMITTING)
         transaction = self._track(attempt.commit(self._next_transaction))
         self._attempt_of[transaction.transaction_id] = attempt.attempt_id
         return [transaction]
@@ -224,15 +224,15 @@ class GroupState:
     def _advance(self, attempt: Attempt, revision: int) -> list[Command]:
         """Move an attempt to the next phase after its transaction was committed."""
         if attempt.phase is AttemptPhase.MARKING:
-            attempt.move(AttemptPhase.PREPARING)
+            attempt.enter(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
             attempt.deadline_s = self._now_s + self._timeout_s(attempt)
             return [attempt.prepare(self._timeout_s(attempt))]
-        attempt.move(AttemptPhase.COMMITTED)
+        attempt.enter(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
-        self._stuck.committed(attempt, self._now_s)
+        self._stuck.note_committed(attempt, self._now_s)
         for backoff in (self._backoff, self._restores):
-            backoff.succeeded(attempt.workers)
+            backoff.note_success(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
@@ -279,27 +279,27 @@ class GroupState:
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        if self._stuck.rebuild_failed(attempt):
+        if self._stuck.note_rebuild_failed(attempt):
             return [self._end(attempt, reason)]  # the group is split up next, without back-off
-        backoff = self._restores if attempt.restores else self._backoff
-        backoff.failed(
+        backoff = self._restores if attempt.is_restore else self._backoff
+        backoff.note_failure(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
         return [self._end(attempt, reason)]
 
     def _end(self, attempt: Attempt, reason: str) -> ReconfigurationFailed:
         """End the attempt; `_repair` then removes its marks from the records."""
-        attempt.move(AttemptPhase.ABORTED)
+        attempt.enter(AttemptPhase.ABORTED)
         del self._attempts[attempt.attempt_id]
         return ReconfigurationFailed(attempt.request_id, reason)
 
-    def _abort_doomed(self) -> list[Command]:
+    def _abort_failing(self) -> list[Command]:
         """Abort attempts that can no longer commit, or whose members missed the deadline."""
         commands: list[Command] = []
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records) or self._stuck.abort_reason(attempt)
+            reason = attempt.conflict_in(self.records) or self._stuck.abort_reason(attempt)
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
@@ -321,7 +321,7 @@ class GroupState:
         """Compare every group and worker with the desired state, and start what is missing."""
         if self.token is None or not self.records.revision:
             return []
-        commands = self._abort_doomed()
+        commands = self._abort_failing()
         # Each step below adds its keys to `busy`, so that no two steps write the same record.
         busy = self._busy()
         for group_id in sorted(self.records.groups):
@@ -385,7 +385,7 @@ class GroupState:
             return []
         stages = tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
         transaction = self._begin(None, (stages,))
-        self._stuck.rebuild_started(
+        self._stuck.note_rebuild_started(
             group, self._attempts[self._attempt_of[transaction.transaction_id]]
         )
         busy |= transaction.touched | worker_keys(names)
@@ -424,7 +424,7 @@ class GroupState:
         if not names:
             return []
         for backoff in (self._backoff, self._restores):
-            backoff.succeeded(names)
+            backoff.note_success(names)
         removal = remove_records(self.records, names, self._next_transaction, self._leadership)
         return [self._track(removal)]
 

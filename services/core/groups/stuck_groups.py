@@ -22,7 +22,7 @@ class _Rebuild:
     count: int  # consecutive rebuilds
     at_s: float  # time of the commit
 
-    def holds(self, epoch: int, now_s: float) -> bool:
+    def covers(self, epoch: int, now_s: float) -> bool:
         """Whether a failure at this epoch now continues the failure before the rebuild."""
         return epoch == self.epoch and now_s - self.at_s < REBUILD_WINDOW_S
 
@@ -65,7 +65,7 @@ class StuckGroups:
         self._reasons[group.group.group_id] = (event.epoch, event.reason)
         before = self._rebuilds.get(group.group.group_id)
         # A group that is stuck again soon after rebuilds has a path that no rebuild repairs.
-        count = before.count if before and before.holds(event.epoch, event.now_s) else 0
+        count = before.count if before and before.covers(event.epoch, event.now_s) else 0
         if count >= REBUILDS_MAX:
             self._unrecoverable[group.group.group_id] = event.epoch
         for entries in (self._reasons, self._iterations_s, self._unrecoverable, self._rebuilds):
@@ -109,7 +109,7 @@ class StuckGroups:
                 return f"{group.group_id} is stuck: {self._reasons[group.group_id][1]}"
         return None
 
-    def rebuild_started(self, group: Group, attempt: Attempt) -> None:
+    def note_rebuild_started(self, group: Group, attempt: Attempt) -> None:
         """Record that the attempt rebuilds the group."""
         # Drop earlier attempts of this group: a loss of leadership ends them without a call here.
         self._rebuilding = {
@@ -128,16 +128,16 @@ class StuckGroups:
         """Whether the attempt rebuilds a stuck group."""
         return attempt.attempt_id in self._rebuilding
 
-    def committed(self, attempt: Attempt, now_s: float) -> None:
+    def note_committed(self, attempt: Attempt, now_s: float) -> None:
         """Count the rebuild, if the committed attempt is a rebuild."""
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return
         before = self._rebuilds.get(group.group_id)
-        count = before.count if before and before.holds(group.epoch, now_s) else 0
+        count = before.count if before and before.covers(group.epoch, now_s) else 0
         self._rebuilds[group.group_id] = _Rebuild(attempt.epoch, count + 1, now_s)
 
-    def rebuild_failed(self, attempt: Attempt) -> bool:
+    def note_rebuild_failed(self, attempt: Attempt) -> bool:
         """Mark the group as unrecoverable; False if the aborted attempt was no rebuild."""
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:

@@ -34,8 +34,8 @@ class ActionState:
 
     backoff_s: float  # after the first failure
     backoff_max_s: float
-    _failed: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
-    _planless: Backoff = field(default_factory=Backoff)  # of models without a possible merge
+    _change_backoff: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
+    _no_plan_backoff: Backoff = field(default_factory=Backoff)  # of models without a possible merge
     _flap_damping: FlapDamping = field(default_factory=FlapDamping)  # flap damping of workers
     _pause_detector: LocalPauseDetector = field(
         default_factory=LocalPauseDetector
@@ -52,11 +52,12 @@ class ActionState:
         gone = self._present.keys() - incarnations.keys()
         # All workers silent at once, or a stall of this process: the fault is on this side, so
         # silence is no evidence of flapping. A new incarnation always is.
-        blind = len(self._present) > 1 and len(gone) == len(self._present)
-        silent_left = self._pause_detector.tick(now_s) and not blind
+        all_silent = len(self._present) > 1 and len(gone) == len(self._present)
+        silence_counts = self._pause_detector.tick(now_s) and not all_silent
         for worker_id, incarnation in self._present.items():
-            left = silent_left if worker_id in gone else incarnations[worker_id] != incarnation
-            if left:
+            restarted = worker_id not in gone and incarnations[worker_id] != incarnation
+            departed = silence_counts if worker_id in gone else restarted
+            if departed:
                 self._flap_damping.note_departure(worker_id, now_s)
         for worker_id, incarnation in incarnations.items():
             if self._present.get(worker_id) != incarnation:
@@ -74,15 +75,15 @@ class ActionState:
         """Start the changes that carry out a merge or split decision; call `ended` for each."""
         model = decision.model
         groups = [g for g in stable_groups if g.model == model and self._is_free(g, now_s)]
-        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
+        pending_tokens = sum(tokens for name, tokens in self._gains.values() if name == model)
         # Merges in progress already serve part of the need; a second set would drop too much.
-        missing = decision.needed_tokens - coming
+        missing = decision.needed_tokens - pending_tokens
         for_all = decision.action is Action.MERGE and not decision.group_ids
         try:
             if decision.action is Action.SPLIT:
                 changes = splits([g for g in groups if g.group_id in decision.group_ids])
             else:
-                changes = self._merges(decision, coming, groups, facts, reports, now_s)
+                changes = self._merges(decision, pending_tokens, groups, facts, reports, now_s)
         except NoPlan as error:
             return ActionPlan((), max(0, missing) if for_all else None, str(error))
         if decision.action is Action.SPLIT:
@@ -112,36 +113,36 @@ class ActionState:
         called_off = change in self._called_off
         self._called_off.discard(change)
         if is_stable or called_off:
-            self._failed.succeeded(names)
+            self._change_backoff.note_success(names)
         else:
-            self._failed.failed(names, now_s, self.backoff_s, self.backoff_max_s)
+            self._change_backoff.note_failure(names, now_s, self.backoff_s, self.backoff_max_s)
 
     def _merges(
         self,
         decision: Decision,
-        coming: int,
+        pending_tokens: int,
         groups: list[Group],
         facts: Mapping[str, WorkerFacts],
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> list[Change]:
-        """Merges of free groups, for the need beyond `coming`. Raises NoPlan."""
+        """Merges of free groups, for the need beyond `pending_tokens`. Raises NoPlan."""
         model, needed = decision.model, decision.needed_tokens
-        wait_s = self._planless.wait_s([model], now_s)
+        wait_s = self._no_plan_backoff.wait_s([model], now_s)
         if wait_s > 0:
             raise NoPlan(f"no merge was possible lately; next try in {wait_s:.1f} s")
-        if 0 < needed <= coming:
-            raise NoPlan(f"merges in progress gain {coming} of {needed} tokens")
+        if 0 < needed <= pending_tokens:
+            raise NoPlan(f"merges in progress gain {pending_tokens} of {needed} tokens")
         # A flapping worker would break its merged group, and stall the other members, each time.
         groups = [group for group in groups if not self._flaps(group, now_s)]
         try:
             if decision.group_ids:
                 return merges_of_full(groups, decision.group_ids, facts, reports)
-            changes = merges(groups, facts, reports, needed - coming)
+            changes = merges(groups, facts, reports, needed - pending_tokens)
         except NoPlan:
-            self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
+            self._no_plan_backoff.note_failure([model], now_s, self.backoff_s, self.backoff_max_s)
             raise
-        self._planless.succeeded([model])
+        self._no_plan_backoff.note_success([model])
         return changes
 
     def _flaps(self, group: Group, now_s: float) -> bool:
@@ -150,4 +151,4 @@ class ActionState:
     def _is_free(self, group: Group, now_s: float) -> bool:
         names = [member.worker_id for member in group.members]
         busy = bool(group.attempt) or group.group_id in self._changing
-        return not busy and self._failed.wait_s(names, now_s) == 0
+        return not busy and self._change_backoff.wait_s(names, now_s) == 0

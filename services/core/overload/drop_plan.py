@@ -140,10 +140,10 @@ class _Greedy:
         self.missing_bytes = needed_bytes
         self.freed_bytes = 0
         self._shapes = shapes
-        self._longest = {
+        self._max_size = {
             model: min(shape.num_layers, members_max) for model, shape in shapes.items()
         }
-        self._given = len(groups)  # higher numbers are merged groups
+        self._original_count = len(groups)  # higher numbers are merged groups
         # By group number: original groups in it, KV (a float: exact here, and faster to sort),
         # bytes that its merges freed.
         self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
@@ -152,7 +152,7 @@ class _Greedy:
         self._used: list[int] = []  # groups that are part of a merged group
         self._by_size: dict[int, dict[MergeKey, _Places]] = {}
         self._sizes: list[int] = []  # a heap of the keys of `_by_size`
-        self._sort_in(groups)
+        self._add_groups(groups)
 
     def run(self) -> None:
         """Merge while bytes are missing and a merge is possible."""
@@ -172,14 +172,14 @@ class _Greedy:
 
     def merges(self) -> tuple[Merge, ...]:
         """The merged groups that no later merge has absorbed."""
-        made = range(self._given, len(self._sources))
-        final = sorted(set(made).difference(self._used))
+        merged = range(self._original_count, len(self._sources))
+        final = sorted(set(merged).difference(self._used))
         sources = map(self._sources.__getitem__, final)
         freed_bytes = map(self._freed_bytes.__getitem__, final)
         # Equivalent to `Merge(...)`, in a third of the time.
         return tuple(map(tuple.__new__, repeat(Merge), zip(sources, freed_bytes, strict=True)))
 
-    def _sort_in(self, groups: tuple[PlanGroup, ...]) -> None:
+    def _add_groups(self, groups: tuple[PlanGroup, ...]) -> None:
         """File the groups by size, key and place."""
         sizes = map(len, map(_members, groups))
         kinds = zip(sizes, map(_key, groups), map(_location, groups), strict=True)
@@ -206,7 +206,7 @@ class _Greedy:
             (sum(map(len, places.values())), self._shapes[key.model])
             for key, places in by_key.items()
         ]
-        longest = max(self._longest[key.model] for key in by_key)
+        longest = max(self._max_size[key.model] for key in by_key)
         most = 2
         while not self._sizes and 2 * most * size <= longest:
             # Upper bound of the bytes that these rounds free: a group frees at most what it holds.
@@ -225,7 +225,7 @@ class _Greedy:
         """Merge a left-over group of a smaller size with the nearest group of `places`."""
         # If this merge exceeds the member limit, so does a merge with any larger group.
         shape = self._shapes[key.model]
-        if self.missing_bytes <= 0 or small_size + size > self._longest[key.model]:
+        if self.missing_bytes <= 0 or small_size + size > self._max_size[key.model]:
             return
         location = reduce(_common, map(_location, self._sources[small]))
         shared = {place: len(_common(location, place)) for place, here in places.items() if here}
@@ -244,7 +244,7 @@ class _Greedy:
     def _merge_alike(self, key: MergeKey, size: int, most: int, places: _Places) -> int | None:
         """Merge groups of equal size, nearest first; returns the group left without a partner."""
         shape = self._shapes[key.model]
-        while most * size > self._longest[key.model]:
+        while most * size > self._max_size[key.model]:
             most //= 2
         if most < 2:
             return None

@@ -81,15 +81,15 @@ def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
 def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape:
     """The shape of the model that these workers serve. Raises InvalidChange."""
     known = [facts.get(name) for name in names]
-    fixed = [
+    cannot_drop = [
         name
         for name, worker in zip(names, known, strict=True)
         if worker is None or not worker.can_drop
     ]
-    if fixed:
+    if cannot_drop:
         raise InvalidChange(
-            f"{', '.join(fixed)} cannot drop layers: a transport or an engine with support for it"
-            " is missing; name other groups"
+            f"{', '.join(cannot_drop)} cannot drop layers: a transport or an engine with support"
+            " for it is missing; name other groups"
         )
     leaving = [worker.worker_id for worker in known if worker is not None and worker.draining]
     if leaving:

@@ -71,15 +71,15 @@ def targets_of(
         SplitError: if the parameters do not fit into the memory of the members.
     """
     # Memoize: in a large cluster most groups and most merges have equal shapes.
-    divided: dict[tuple[str, tuple[int, ...], int], _Layers] = {}
-    held: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+    layers_cache: dict[tuple[str, tuple[int, ...], int], _Layers] = {}
+    tokens_cache: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 
     def tokens_of(group: PlanGroup) -> int:
         model, members = group.key.model, group.members
         kind = model, tuple([(arena_bytes[member[0]], *member[1:]) for member in members])
-        if kind not in held:
-            held[kind] = group_tokens(shapes[model], members, arena_bytes)
-        return held[kind]
+        if kind not in tokens_cache:
+            tokens_cache[kind] = group_tokens(shapes[model], members, arena_bytes)
+        return tokens_cache[kind]
 
     targets = []
     for merge in plan.merges:
@@ -90,11 +90,11 @@ def targets_of(
         needed = before + -(-share_bytes // (shape.num_layers * shape.kv_bytes))
         members = [MemberMemory(m.worker_id, arena_bytes[m.worker_id]) for m in merge.members]
         kind = merge.key.model, tuple(member.arena_bytes for member in members), needed
-        if kind not in divided:
+        if kind not in layers_cache:
             stages = split_layers(shape, members, needed)
             counts = tuple(stage.num_layers for stage in stages)
-            divided[kind] = counts, min(capacity_tokens(shape, members, stages))
-        counts, after = divided[kind]
+            layers_cache[kind] = counts, min(capacity_tokens(shape, members, stages))
+        counts, after = layers_cache[kind]
         targets.append(Target(merge, stages_of(members, counts), before, after))
     return tuple(targets)
 

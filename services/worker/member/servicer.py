@@ -40,7 +40,7 @@ class InvalidPrepare(ValueError):
     """A malformed Prepare; the message is a sentence."""
 
 
-def to_prepare_asked(request: pb.PrepareRequest) -> PrepareCall:
+def to_prepare_call(request: pb.PrepareRequest) -> PrepareCall:
     """The fence's part of a Prepare.
 
     Raises:
@@ -64,16 +64,16 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareCall:
     )
 
 
-def to_preparation(asked: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
+def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
     """The engine side's part of a Prepare. Raises InvalidPrepare."""
     others = tuple(group for record in request.others if (group := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
     return ProposedChange(
-        asked.attempt,
-        asked.group_id,
-        asked.epoch,
-        asked.target,
+        call.attempt,
+        call.group_id,
+        call.epoch,
+        call.target,
         tuple(
             SourceMember(
                 peer.worker_id,
@@ -91,7 +91,7 @@ def to_preparation(asked: PrepareCall, request: pb.PrepareRequest) -> ProposedCh
     )
 
 
-def to_abort_asked(request: pb.AbortRequest) -> AbortCall:
+def to_abort_call(request: pb.AbortRequest) -> AbortCall:
     """An Abort, as the fence judges it."""
     return AbortCall(request.token, request.attempt, request.incarnation)
 
@@ -154,7 +154,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 self._changed.clear()
                 async with self._lock:
                     for action in self._state.observe(self._records()):
-                        await self._carry_out(action)
+                        await self._execute(action)
                 self._observed.set()
                 self._observed = asyncio.Event()
 
@@ -162,37 +162,37 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self, request: pb.PrepareRequest, context: PrepareContext
     ) -> pb.PrepareResponse:
         try:
-            asked = to_prepare_asked(request)
-            preparation = to_preparation(asked, request)
+            call = to_prepare_call(request)
+            preparation = to_preparation(call, request)
         except InvalidPrepare as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._tasks is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is starting; retry")
         timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
-        task = await self._judge(asked, preparation, timeout_s, context)
+        task = await self._judge(call, preparation, timeout_s, context)
         # A cancelled call does not cancel the preparation: a retry attaches to it, and the attempt
         # may still be committed.
         refused = await asyncio.shield(task)
         if refused is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
-        return pb.PrepareResponse(attempt=asked.attempt, incarnation=self._state.incarnation)
+        return pb.PrepareResponse(attempt=call.attempt, incarnation=self._state.incarnation)
 
     async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
-        asked = to_abort_asked(request)
-        if asked.incarnation != self._state.incarnation or asked.token < self._state.token:
+        call = to_abort_call(request)
+        if call.incarnation != self._state.incarnation or call.token < self._state.token:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale Abort, or an Abort for another incarnation",
             )
         async with self._lock:
-            action = self._state.abort(asked)
+            action = self._state.abort(call)
             if action is not None:
-                await self._carry_out(action)
+                await self._execute(action)
         return pb.AbortResponse()
 
     async def _judge(
         self,
-        asked: PrepareCall,
+        call: PrepareCall,
         preparation: ProposedChange,
         timeout_s: float,
         context: PrepareContext,
@@ -206,9 +206,9 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     await context.abort(
                         grpc.StatusCode.FAILED_PRECONDITION, "the worker is stopping; leave it out"
                     )
-                answer = self._state.judge(asked)
+                answer = self._state.judge(call)
                 if answer.aborted is not None:
-                    await self._carry_out(answer.aborted)
+                    await self._execute(answer.aborted)
                 if answer.verdict is Verdict.ACCEPTED:
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
@@ -223,7 +223,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 break
         is_future = answer.verdict is Verdict.FUTURE
         code = grpc.StatusCode.ABORTED if is_future else grpc.StatusCode.FAILED_PRECONDITION
-        log.info("attempt %s refused: %s", asked.attempt, answer.reason)
+        log.info("attempt %s refused: %s", call.attempt, answer.reason)
         await context.abort(code, answer.reason)
 
     def _begin(
@@ -240,7 +240,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     ) -> PrepareRefused | None:
         """Prepare, and undo the preparation on failure; returns the failure, or None."""
         try:
-            refused = await self._try(preparation, timeout_s)
+            refused = await self._run_prepare(preparation, timeout_s)
             if refused is not None:
                 async with self._lock:
                     if self._state.abort_own(preparation.attempt) is not None:
@@ -248,10 +248,12 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                         await self._participant.abort(preparation.attempt)
             return refused
         except asyncio.CancelledError:
-            # `_carry_out` cancelled this task, and undoes or applies the preparation itself.
+            # `_execute` cancelled this task, and undoes or applies the preparation itself.
             return PrepareRefused("the attempt was aborted")
 
-    async def _try(self, preparation: ProposedChange, timeout_s: float) -> PrepareRefused | None:
+    async def _run_prepare(
+        self, preparation: ProposedChange, timeout_s: float
+    ) -> PrepareRefused | None:
         try:
             async with timeout(timeout_s):
                 await self._participant.prepare(preparation)
@@ -262,7 +264,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             return PrepareRefused(f"not ready within {timeout_s:.0f} s")
         return None
 
-    async def _carry_out(self, action: AbortPreparation | Apply) -> None:
+    async def _execute(self, action: AbortPreparation | Apply) -> None:
         """Execute an action of the fence; the caller holds the lock."""
         if self._preparing is not None:
             _, task = self._preparing
