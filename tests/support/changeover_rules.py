@@ -54,15 +54,15 @@ def _resumes_at_once(patch: pytest.MonkeyPatch) -> None:
         add(self, request_id, *rest)
         sequence = self._context.planner.sequences[request_id]
         if not sequence.absent:
-            self._context.change(SequenceResumed(request_id))
+            self._context.apply(SequenceResumed(request_id))
 
     patch.setattr(LeaderMoves, "add", resume)
 
 
 def _aborts_while_joining(self: Changeover, name: str) -> None:
-    self._context.names.end(name)
+    self._context.answering.end(name)
     if not self._handover.abort(name):
-        self._context.change(RequestAborted(self._context.now_s, name))
+        self._context.apply(RequestAborted(self._context.now_s, name))
 
 
 def _begins_unsettled(patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,15 @@
 """Checks the invariants I1-I11 (docs/protocol.md) on the event logs of a cluster.
 
 Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
-memory managers and gateways of a run on a single machine, since I2 and I9 compare its clock.
+memory managers and gateways of a run. All must run on a single host, because I2 and I9 compare
+times of its clock.
+
+Terms: a *group* is engines that serve together; its *configuration* is its members and their layers
+(*stages*); its *epoch* is a number that every change increases. The *committed record* is the
+configuration in etcd. An *attempt* is a two-phase change of groups: prepare, then commit. A group
+is *marked* while an attempt prepares to change it, and DEGRADED if it lacks layers. A change has
+*settled* at a member once its sequences and KV have moved. A *segment* is a run of tokens that a
+gateway read from one worker.
 
 I1  an engine plans and runs only the stage that the committed record of its epoch assigns to it,
     and holds the parameters of that stage's layers
@@ -16,10 +24,10 @@ I5  an engine emits a token in the epoch in which it was planned; another engine
 I6  used blocks have an owner at all times; no block is in use after all requests have ended
 I7  parameters, KV (incoming and departing layers included) and staging are within the budget
 I8  a client receives tokens 0, 1, 2, … without gaps, all before the end of the stream
-I9  members apply and settle each commit in time; no group stays marked or DEGRADED
+I9  members switch to each commit and settle in time; no group stays marked or DEGRADED
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps a request
-I11 no process escalates while a cheaper step of its own suffices (`concession_order`): no merge is
-    decided while demand fits; planners are checked while their logs are replayed
+I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
+    (`escalation_order`): no merge is decided while demand fits; planners are checked by replay
 
 The audit cannot detect what a log does not record, such as a write past the end of a block.
 """
@@ -45,8 +53,8 @@ class Audit:
     """The histories of a run, and the findings."""
 
     stable_within_s: float = STABLE_WITHIN_S  # time limit of I9 after a commit
-    # Workers whose processes were suspended, and the end of that, by the clock of the logs; the
-    # time limit of commits during the suspension starts at its end.
+    # End of the suspension of each process that a test suspended, by worker and the clock of the
+    # logs; the time limit of commits during the suspension starts at its end.
     stopped_until_s: Mapping[str, float] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
     engines: list[EngineHistory] = field(default_factory=list)  # by process
@@ -91,7 +99,7 @@ class Audit:
 
     @property
     def _live_engines(self) -> list[EngineHistory]:
-        """Engines that are in a group at the end; engines that died need not be idle."""
+        """Engines that are in a group at the end; only these must have ended all requests."""
         members = [member for group in self.groups.live.values() for member in group.members]
         return [engine for engine in self.engines if any(map(engine.is_process_of, members))]
 
@@ -160,7 +168,7 @@ class Audit:
     # --- parameters
 
     def _check_layers_held(self) -> None:
-        """I2; a process that died counts with the layers that it held last."""
+        """I2. A process that died counts with its last resident layers."""
         by_model: dict[str, list[EngineHistory]] = {}
         for engine in self.engines:
             by_model.setdefault(engine.model_digest, []).append(engine)
@@ -236,7 +244,7 @@ class Audit:
             "{} received tokens without a worker",
             request_id,
         )
-        # A segment that moved may contain tokens of each earlier worker, so any of them will do.
+        # A moved segment may contain tokens of each earlier worker.
         for first, end, workers in stream.sources():
             names = "the workers" if workers is None else " or ".join(sorted(workers))
             for index in range(first, end):
@@ -258,7 +266,7 @@ class Audit:
     def _check_requests_ended(self) -> None:
         finished: Counter[str] = sum((engine.finished for engine in self.engines), Counter())
         for request_id, count in finished.items():
-            # A restarted request may finish in each engine that received it.
+            # A restarted request may finish at each engine that received it.
             times = times_started(request_id, self.engines)
             self.findings.check(
                 "I10",

@@ -1,4 +1,10 @@
-"""History of an engine process from its log, with the checks that need no other log."""
+"""History of an engine process from its event log, with the checks that need no other log.
+
+Part of an audit (`audit.py` lists the invariants I1-I11). An engine is a member of a group; the
+group's first member *leads* it: it plans microbatches for all members. The *epoch* is the number of
+the group's configuration. A *sequence* answers a request; each start of a request has its own
+sequence id (`seq_id`), from which `request_id_of` returns the request's id.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -33,7 +39,7 @@ Key = tuple[str, int]
 
 
 class Emitted(NamedTuple):
-    """A token, with the epoch in which the engine emitted it."""
+    """An emitted token, with the epoch and the engine that emitted it."""
 
     token_id: int
     epoch: int
@@ -41,11 +47,14 @@ class Emitted(NamedTuple):
 
 
 def times_started(request_id: str, engines: "Row[EngineHistory]") -> int:
-    """How often these engines may have started a request: as often as gateways sent it."""
+    """An upper bound of how often these engines started a request.
+
+    It is the number of times that gateways sent the request to them; see below for lost peers.
+    """
     arrived = sum(engine.arrived[request_id] for engine in engines)
     if not any(engine.lost_peers for engine in engines):
         return arrived
-    # While members lose each other, a hand-over can leave both engines with the request.
+    # If members lose each other during a hand-over, both engines may continue the request.
     return arrived + sum(engine.adopted[request_id] for engine in engines)
 
 
@@ -61,25 +70,25 @@ class EngineHistory:
     epoch: int = 0  # 0 before the first configuration
     switches: list[EngineSwitched] = field(default_factory=list)
     memory: list[MemoryHeld] = field(default_factory=list)
-    aborted: set[str] = field(default_factory=set)  # attempts
+    aborted: set[str] = field(default_factory=set)  # ids of aborted attempts at changes of groups
     exact: bool = False  # see `EngineStarted`
     tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
-    arrived: Counter[str] = field(default_factory=Counter)  # requests that gateways sent
-    adopted: Counter[str] = field(default_factory=Counter)  # requests from other engines
+    arrived: Counter[str] = field(default_factory=Counter)  # arrivals from gateways, by request
+    adopted: Counter[str] = field(default_factory=Counter)  # adoptions, by request
     # A member of a change was lost: both engines of a hand-over may continue the request.
     lost_peers: bool = False
-    finished: Counter[str] = field(default_factory=Counter)  # requests
-    open_sequences: set[str] = field(default_factory=set)  # that the engine leads
+    finished: Counter[str] = field(default_factory=Counter)  # finished answers, by request
+    open_sequences: set[str] = field(default_factory=set)  # not ended, led by this engine
     last_s: float = 0.0  # time of the last entry
     _budget_bytes: int = 0
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch -> epoch
     _sampled_in: int = 0  # epoch in which the last sampled microbatch was planned
-    _newcomer: str = ""  # sequence that arrived with the last event
-    _unanswered: set[str] = field(default_factory=set)  # arrived, no token yet
-    _sampled: bool = False  # the last event was a sample
+    _newcomer: str = ""  # sequence that the last event added, or ""
+    _unanswered: set[str] = field(default_factory=set)  # arrived sequences without a token
+    _sampled: bool = False  # the last event delivered sampled tokens
 
     def is_process_of(self, member: Member) -> bool:
-        """Whether the member is this process."""
+        """Whether `member` names this process (worker and incarnation)."""
         return (self.worker_id, self.incarnation) == (member.worker_id, member.incarnation)
 
     def read(self, entries: Iterable[Recorded]) -> None:
@@ -127,7 +136,7 @@ class EngineHistory:
         return not self.switches or self.switches[-1].stages[0].worker_id == self.worker_id
 
     def _take_work(self, value: object) -> None:
-        # Only a leader plans. Followers run stages of frames that the leader sends.
+        # Only a leader plans microbatches; other members run the frames that the leader sends.
         match value:
             case Planned(microbatch=microbatch) if microbatch is not None:
                 self._planned_in[microbatch.number] = self.epoch
@@ -167,7 +176,7 @@ class EngineHistory:
             "{} runs layers {} to {} in epoch {}, but does not hold {}",
             *(self.worker_id, fact.first_layer, fact.end_layer - 1, fact.epoch, missing),
         )
-        # `kv_bytes` includes KV of incoming and departing layers, so changes are checked as well.
+        # `kv_bytes` includes KV of incoming and departing layers, so the check covers changes.
         used_bytes = fact.parameter_bytes + fact.kv_bytes + fact.staging_bytes
         self.findings.check(
             "I7",
@@ -204,16 +213,16 @@ class EngineHistory:
         self._sampled = True
         self._sampled_in = self._planned_in.pop(number, self.epoch)
 
-    def _enter(self, request_id: str) -> None:
-        self._newcomer = "" if request_id in self.open_sequences else request_id
-        self.open_sequences.add(request_id)
+    def _enter(self, seq_id: str) -> None:
+        self._newcomer = "" if seq_id in self.open_sequences else seq_id
+        self.open_sequences.add(seq_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
         seq_id = command.request_id
         request_id = request_id_of(seq_id)
         if isinstance(command, RefuseRequest):
-            # The refusal of a duplicate id leaves the first request open. A refusal after a sample
-            # (no valid token) or a return to the scheduler ends the request.
+            # A refusal ends a sequence that just arrived, or that had no valid token to sample, or
+            # that returns to the scheduler. The refusal of a duplicate leaves the original open.
             if seq_id == self._newcomer or self._sampled or command.returned:
                 self.open_sequences.discard(seq_id)
                 self._unanswered.discard(seq_id)
@@ -225,8 +234,8 @@ class EngineHistory:
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
         if command.index == 0 or seq_id in self._unanswered:
-            # This sequence answers the request from now on. A request that restarts here after the
-            # loss of its worker replaces the sequence that the worker had handed over before.
+            # This sequence answers the request from now on. It replaces other sequences of the
+            # request: a lost worker may have handed one over before a gateway restarted the request.
             self._unanswered.discard(seq_id)
             self.open_sequences = {
                 other

@@ -1,4 +1,8 @@
-"""Durations of the changes of groups that memory managers planned, from the logs. Pure."""
+"""Computes the durations of the changes of groups that memory managers planned, from an audit.
+
+A change has *settled* at a member once the member serves the new group, every sequence has its
+leader, and all KV has moved; engines log that in `MemoryHeld.settled`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,18 +14,17 @@ from services.core.audit.group_history import GroupEpoch
 
 @dataclass(frozen=True, slots=True)
 class SettledChange:
-    """A committed change."""
+    """A committed change, with durations in seconds since its plan."""
 
     merge: bool  # otherwise a split
-    workers: int
-    committed_s: float  # from the plan to the commit
-    # From the plan until the last member settled, here or in a later configuration; None if a
-    # member has not settled.
+    workers: int  # number of workers
+    committed_s: float  # until the commit of its last group
+    # Until the last member settled, in this or a later configuration; None if a member has not.
     settled_s: float | None
 
 
 def settled_changes(audit: Audit) -> list[SettledChange]:
-    """The committed changes in the order of their plans."""
+    """The committed changes in the order of their plans; changes without a commit are left out."""
     changes = []
     for planned in sorted(audit.groups.planned, key=lambda change: change.now_s):
         group_epochs = list(_commits_of(audit, planned))
@@ -42,22 +45,23 @@ def settled_changes(audit: Audit) -> list[SettledChange]:
 
 
 def _commits_of(audit: Audit, planned: ChangePlanned) -> Iterator[GroupEpoch]:
-    """The group and epoch at which each target was first committed after the plan."""
+    """For each target, the group and epoch of its first commit after the plan, if any."""
     later = sorted(
         (time_s, group_epoch)
         for group_epoch, time_s in audit.groups.committed_s.items()
         if time_s >= planned.now_s
     )
     for target in planned.targets:
-        names = [stage.worker_id for stage in target]
+        worker_ids = [stage.worker_id for stage in target]
         for _, group_epoch in later:
-            if [m.worker_id for m in audit.groups.configurations[group_epoch]] == names:
+            members = audit.groups.configurations[group_epoch]
+            if [member.worker_id for member in members] == worker_ids:
                 yield group_epoch
                 break
 
 
 def _settled_s(audit: Audit, group_epoch: GroupEpoch) -> float | None:
-    """When the last member settled, here or in a later configuration; None if not all have."""
+    """When the last member settled, in this or a later configuration; None if not all have."""
     times_s = []
     for member in audit.groups.configurations[group_epoch]:
         engine = next((e for e in audit.engines if e.is_process_of(member)), None)

@@ -41,7 +41,7 @@ class MemberCapacity:
         index = self._stage_of(peer)
         if not index:
             return  # the leader knows its own capacity
-        self._context.change(CapacityReported(index, frame.blocks))
+        self._context.apply(CapacityReported(index, frame.blocks))
         announced = self._awaiting_kept.get(peer)
         if frame.attempt:
             self._awaiting_kept[peer] = frame
@@ -50,7 +50,7 @@ class MemberCapacity:
 
     def note_foreign_freed(self, peer: str, frame: ForeignBlocksFreed) -> None:
         """Return blocks to the ledger: a member freed them, no sequence here counts them."""
-        self._context.change(BlocksCredited(self._stage_of(peer), frame.blocks))
+        self._context.apply(BlocksCredited(self._stage_of(peer), frame.blocks))
 
     def answer_waiting(self) -> None:
         """Send `CapacityKept` to members whose block use is low enough; called in every turn."""
@@ -58,7 +58,7 @@ class MemberCapacity:
         for peer, announced in list(self._awaiting_kept.items()):
             stage = self._stage_of(peer)
             # Preempt batch work: otherwise block use might not fall for a long time.
-            self._context.change(BatchYielded(stage, announced.blocks))
+            self._context.apply(BatchYielded(stage, announced.blocks))
             if ledger.used_at(stage) <= announced.blocks:
                 del self._awaiting_kept[peer]
                 kept = CapacityKept(peer, announced.attempt, self._kv.take_released())
@@ -68,7 +68,7 @@ class MemberCapacity:
         """Free the blocks of `released` sequences, and forward the frame to the next stage."""
         if frame.released:
             # Before the frame takes effect, because the leader counts these blocks as free.
-            self._context.change(MicrobatchFollowed(frame.released))
+            self._context.apply(MicrobatchFollowed(frame.released))
             self._kv.forget(frame.released)
         if not self._context.leads:
             self._context.send_along(frame)

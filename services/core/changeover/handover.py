@@ -169,15 +169,15 @@ class Handover:
         leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
         sequences = self._context.planner.sequences.values()
         for sequence in [entry for entry in sequences if entry.seq_id in parked]:
-            self._context.change(SequenceResumed(sequence.seq_id))  # waits without blocks
+            self._context.apply(SequenceResumed(sequence.seq_id))  # waits without blocks
         moving = [entry for entry in sequences if entry.seq_id not in parked]
         for sequence, leader in assign_to_leaders(moving, leaders):
             seq_id = sequence.seq_id
             # Hold it until its KV is complete at the new stages. Without KV it can run at once.
             if sequence.blocks:
-                self._context.change(SequenceHeld(seq_id))
+                self._context.apply(SequenceHeld(seq_id))
             else:
-                self._context.change(SequenceResumed(seq_id))
+                self._context.apply(SequenceResumed(seq_id))
             if leader != self._context.worker_id:
                 self.send(seq_id, leader)
 
@@ -223,7 +223,7 @@ class Handover:
         ]:
             del self._assigned[seq_id]
             if self.pending.pop(seq_id, None) is not None:
-                self._context.change(SequenceReset(seq_id))
+                self._context.apply(SequenceReset(seq_id))
                 self._freeing[seq_id] = set(stages)
                 returned.append(seq_id)
             for worker_id in sorted(stages):
@@ -277,5 +277,5 @@ class Handover:
         context.commands.append(NoteMoved(seq_id, peer, group, frame.next_index))
 
     def _end(self, seq_id: str) -> None:
-        self._context.names.end(seq_id)
-        self._context.change(RequestAborted(self._context.now_s, seq_id))
+        self._context.answering.end(seq_id)
+        self._context.apply(RequestAborted(self._context.now_s, seq_id))

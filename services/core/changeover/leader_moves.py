@@ -91,7 +91,7 @@ class LeaderMoves:
         # leader's own stage has index 0 and needs no report.
         for index, stage in enumerate(self._context.stages):
             if stage.worker_id == peer and index:
-                self._context.change(CapacityReported(index, frame.capacity))
+                self._context.apply(CapacityReported(index, frame.capacity))
         self._forward(peer, frame)
 
     def _new_exchange(self) -> ExchangeState:

@@ -141,7 +141,7 @@ class LostPeers:
     def resume_or_hand_over(self, seq_id: str) -> None:
         """Resume a returned sequence here, or hand it to the present leader."""
         if self._context.leads:
-            self._context.change(SequenceResumed(seq_id))
+            self._context.apply(SequenceResumed(seq_id))
         else:
             self._handover.send(seq_id, self._context.leader)
 
@@ -159,7 +159,7 @@ class LostPeers:
         # If two or more others are all lost, this worker is probably partitioned: count them as
         # alive.
         living = others - self.lost_workers or (others if len(others) > 1 else frozenset())
-        self._context.change(GroupDivided(1 + len(living), returned))
+        self._context.apply(GroupDivided(1 + len(living), returned))
 
     def _give_up(self, worker_id: str) -> list[str]:
         """Stop waiting for a lost worker of another group of this change.

@@ -203,7 +203,7 @@ class Preparation:
         if current.limit >= pool.num_blocks:
             self._shrink(current)
         elif self._context.leads:
-            self._context.change(PoolLimited(current.limit))
+            self._context.apply(PoolLimited(current.limit))
             self._advance(current)
         else:
             self._context.announced_blocks = current.limit
@@ -213,7 +213,7 @@ class Preparation:
         """Continue: the leader keeps the block use of this stage within the limit."""
         current = self._current_at(PreparationStep.CAPACITY, attempt)
         if current is not None:
-            self._context.change(PoolLimited(current.limit))
+            self._context.apply(PoolLimited(current.limit))
             self._context.announced_blocks = None
             current.step = PreparationStep.RELOCATION
 
@@ -249,7 +249,7 @@ class Preparation:
 
     def note_undone(self, event: RestoreUndone) -> None:
         """Restore the capacity: the memory is as it was before the preparation."""
-        self._context.change(PoolGrown(event.blocks))
+        self._context.apply(PoolGrown(event.blocks))
         if not self._context.leads:
             self._context.send(self._context.leader, Capacity(event.blocks))
 
@@ -268,16 +268,16 @@ class Preparation:
         table = self._context.table
         if current.step is PreparationStep.CAPACITY and self._context.leads:
             # Preempt batch work: otherwise block use might not fall to the limit for a long time.
-            self._context.change(BatchYielded(0, current.limit))
+            self._context.apply(BatchYielded(0, current.limit))
             if table.pool.taken_count > current.limit:
                 return
             current.step = PreparationStep.RELOCATION
         if current.step is PreparationStep.RELOCATION:
             # Memory can only be unmapped from its end, so used blocks move to lower ids.
             if self._context.highest_block(table.seq_ids) >= current.limit:
-                self._context.change(BlocksRelocated(current.limit, MOVES_PER_TURN))
+                self._context.apply(BlocksRelocated(current.limit, MOVES_PER_TURN))
                 return
-            self._context.change(PoolShrunk(current.limit))
+            self._context.apply(PoolShrunk(current.limit))
             self._shrink(current)
 
     def _shrink(self, current: _Attempt) -> None:

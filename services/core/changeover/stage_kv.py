@@ -204,13 +204,13 @@ class StageKv:
         self._held.difference_update(gone)
         blocks = sum(len(table.block_ids(seq_id)) for seq_id in gone)
         for seq_id in gone:
-            self._context.change(BlocksReleased(seq_id))
+            self._context.apply(BlocksReleased(seq_id))
         return blocks
 
     def release_everything(self) -> None:
         """Free all blocks: no sequence can continue with its KV."""
         for seq_id in self._context.table.seq_ids:
-            self._context.change(BlocksReleased(seq_id))
+            self._context.apply(BlocksReleased(seq_id))
 
     def sweep(self) -> None:
         """Release departed KV that no sequence needs any more; the last step of each turn."""
@@ -230,7 +230,7 @@ class StageKv:
         self._departed = answer.departed
         grown = answer.blocks > self._context.table.pool.num_blocks
         if grown:
-            self._context.change(PoolGrown(answer.blocks))
+            self._context.apply(PoolGrown(answer.blocks))
         self._report_freed(self._releases.popleft(), grown)
 
     def _cancel_sending(self, seq_ids: Collection[str]) -> None:

@@ -272,7 +272,7 @@ class Changeover:
 
     def seq_id_of(self, request_id: str) -> str:
         """The id of the sequence that answers a request at this worker; "" if there is none."""
-        return self._context.names.seq_id_of(request_id)
+        return self._context.answering.seq_id_of(request_id)
 
     def kv_blocks_for(self, transfer_id: str, seq_id: str) -> tuple[int, ...]:
         """Block ids for the KV of an incoming transfer; () if the transfer is not expected."""
@@ -359,11 +359,11 @@ class Changeover:
             self._handover.send(seq_id, context.leader)
 
     def _abort_request(self, event: RequestAborted) -> None:
-        self._abort(self._context.names.seq_id_of(event.request_id))
+        self._abort(self._context.answering.seq_id_of(event.request_id))
 
     def _abort(self, seq_id: str) -> None:
         """Abort a sequence, which may be at its new leader; unknown ids and "" are ignored."""
-        self._context.names.end(seq_id)
+        self._context.answering.end(seq_id)
         if self._handover.abort(seq_id):
             return
         if self._adoption.waiting:
@@ -371,7 +371,7 @@ class Changeover:
             # move. Moves start once all stages have joined.
             self._aborted.append(seq_id)
             return
-        self._context.change(RequestAborted(self._context.now_s, seq_id))
+        self._context.apply(RequestAborted(self._context.now_s, seq_id))
 
     # --- changes
 
@@ -512,7 +512,7 @@ class Changeover:
         """
         if old is not None and old.leads:
             living = old.own.workers - self._lost.lost_workers
-            self._context.change(GroupDivided(len(living)))
+            self._context.apply(GroupDivided(len(living)))
 
     def _abort_all(self) -> None:
         """Abort all requests: the group continues without this member, and clients retry there."""
