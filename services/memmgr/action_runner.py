@@ -1,4 +1,7 @@
-"""Executes the monitor's decisions: plans changes of groups, and starts them at the driver."""
+"""Executes the overload monitor's decisions: plans changes of groups, and starts them at `Driver`.
+
+A change is a merge or a split of groups of workers.
+"""
 
 import asyncio
 import logging
@@ -21,6 +24,7 @@ from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_memory import MemoryView
 
 WORKERS_POLL_S = 0.5
+"""Interval of `note_workers`."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class Changer(Protocol):
 
 
 class ActionRunner:
-    """Executes decisions while this instance leads; `core.overload.actions` selects changes."""
+    """Executes decisions while this memory manager leads; `ActionState` selects the changes."""
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class ActionRunner:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Own the tasks of changes in progress, until cancelled."""
+        """Run the tasks of changes in progress, and call `note_workers`, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
@@ -75,9 +79,9 @@ class ActionRunner:
         self._state.note_workers(incarnations, now_s)
 
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
-        """Start the changes of a decision, and record their outcomes in `logged`.
+        """Start the changes of a decision, and record their progress in `logged`.
 
-        Returns the plan; None if another instance leads, or for a cancellation.
+        Returns the plan; None if another memory manager leads, or if the decision cancels splits.
         """
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:
@@ -87,7 +91,7 @@ class ActionRunner:
             self._call_off(logged)
             return None
         now_s = monotonic_s()
-        # A GC pass over the objects of a large cluster takes longer than the plan itself.
+        # A garbage collection of the objects of a large cluster takes longer than planning.
         with gc_paused():
             plan = self._state.begin(
                 decision, driver.stable_groups, driver.facts, self._memory.engines(now_s), now_s

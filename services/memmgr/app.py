@@ -1,4 +1,7 @@
-"""Wires the memory manager: group state, memory reports, gRPC service, registration."""
+"""Builds and runs the memory manager: group state, memory reports, gRPC service, registration.
+
+Several instances may run; the elected leader changes groups, and the others are standbys.
+"""
 
 import asyncio
 import logging
@@ -33,6 +36,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2_grpc
 
 STOP_GRACE_S = 1.0
+"""Time for gRPC calls in progress to end at shutdown."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ async def _serve(
     config: MemmgrConfig, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
 ) -> None:
     transport = transport_of(config)
-    updated = asyncio.Event()  # new reports of memory or demand wake up the watch
+    updated = asyncio.Event()  # set by new reports of memory or demand; wakes up `OverloadWatch`
     memory, demand = MemoryView(updated), DemandView(updated)
     protocol = ProtocolConfig(
         prepare_timeout_s=config.prepare_timeout_s,
@@ -135,7 +139,7 @@ async def _run(
         parts = (driver, election, presence, *actions)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
-        # First refuse new calls, then stop deciding, then hand leadership over at once.
+        # Refuse new calls, stop all decisions, then resign, so that a standby leads at once.
         server.drain()
         for task in background:
             task.cancel()

@@ -1,4 +1,8 @@
-"""gRPC client of the workers' MemberService; every call has a deadline."""
+"""gRPC client of the workers' MemberService, which prepares them for changes of groups.
+
+Every call has a deadline. A change is an *attempt*: Prepare at every member of the *source* groups,
+then a commit of the *target* groups, or Abort.
+"""
 
 import asyncio
 import logging
@@ -17,7 +21,7 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 ABORT_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 CONNECTING = "last error:"
-"""Part of gRPC's error message if no connection could be established."""
+"""Appears in gRPC's error message if no connection could be established."""
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, bool, str], None]
@@ -43,7 +47,7 @@ class MemberClient:
                 )
 
     async def abort(self, command: AbortMember, endpoints: dict[str, WorkerEndpoint]) -> None:
-        """Send Abort to a member. Best effort: its group's record says the same."""
+        """Send Abort to a member, without retry: the group's record shows the abort as well."""
         endpoint = endpoints.get(command.worker_id)
         if endpoint is None:
             return
@@ -76,7 +80,7 @@ class MemberClient:
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """Why a member is not ready, readable for operators, unlike gRPC's connection errors."""
+    """Why a member is not ready, for operators; replaces gRPC's texts of connection errors."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.UNAVAILABLE and CONNECTING in details:
         return "it is unreachable"
@@ -88,7 +92,10 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 def prepare_requests(
     command: PrepareMembers, endpoints: dict[str, WorkerEndpoint]
 ) -> dict[str, worker_pb2.PrepareRequest]:
-    """The Prepare of each member, by worker id; all list the same peers with fresh nonces."""
+    """The Prepare for each member, by worker id.
+
+    All list the same peers, with new random nonces that authenticate connections between members.
+    """
     peers = [
         to_peer(
             member,

@@ -1,6 +1,6 @@
-"""Conversion between RPC messages and the memory manager's types.
+"""Converts between RPC messages and the memory manager's types; for the servicer and the client.
 
-Only this module and `translate_record` handle protobuf.
+`translate_record` converts the records in etcd.
 """
 
 from collections.abc import Iterable, Mapping
@@ -64,7 +64,11 @@ def to_prepare_request(
 def to_peer(
     member: Member, endpoint: WorkerEndpoint, nonces: tuple[bytes, bytes]
 ) -> worker_pb2.Peer:
-    """A member before the change; the `nonces` authenticate connections, by lane."""
+    """A member of a source group of a change.
+
+    `nonces` authenticate its connections with other members: the lane for activations, then the
+    lane for bulk data (parameters and KV).
+    """
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,

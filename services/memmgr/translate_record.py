@@ -1,4 +1,7 @@
-"""Conversion of the records in etcd; see also `translate`."""
+"""Converts the records in etcd to the types of core; `translate` converts RPC messages.
+
+An unreadable record does not stop the memory manager: see `RecordReader.read`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from tideserve.common.v1 import record_pb2
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """The addresses of a registered worker."""
+    """The addresses of a registered worker, and whether it is shutting down."""
 
     address: str  # gRPC
     activation_address: str  # lane for activations between members
@@ -46,7 +49,7 @@ class Listing:
 
 
 class RecordReader:
-    """Converts listings; caches records by revision, so only changed records are parsed."""
+    """Converts snapshots of all records; parses only records whose revision has changed."""
 
     def __init__(self) -> None:
         self._workers = _Reader(WORKERS, _to_worker)
@@ -55,8 +58,9 @@ class RecordReader:
 
     def read(self, entries: Mapping[str, Entry]) -> Listing:
         """The records in `entries`, without invalid worker records."""
-        # An unreadable group record counts as a tombstone with its revision as the epoch: an epoch
-        # takes a write, so no epoch exceeds it, and the next epoch is safe. So is the epoch floor.
+        # An unreadable group record counts as a dissolved group with its revision as the epoch:
+        # every epoch requires a write, so no earlier epoch exceeds the revision, and the next epoch
+        # is higher than all of them. The same holds for an unreadable epoch floor.
         workers = self._workers.read(entries)
         return Listing(
             tuple(entry.worker for entry in workers),
@@ -78,10 +82,12 @@ class _Registered:
 
 
 class _Reader(Generic[T]):
+    """Converts the records with a key prefix; `decode` returns None for an invalid record."""
+
     def __init__(self, prefix: str, decode: Callable[[str, Entry], T | None]) -> None:
         self._prefix = prefix
         self._decode = decode
-        self._known: dict[str, tuple[int, T | None]] = {}
+        self._known: dict[str, tuple[int, T | None]] = {}  # revision and value, by key
 
     def read(self, entries: Mapping[str, Entry]) -> list[T]:
         known = {}
@@ -125,7 +131,7 @@ def _to_stored_group(key: str, entry: Entry) -> StoredGroup:
 
 
 def _to_stored_assignment(key: str, entry: Entry) -> StoredAssignment:
-    """An unreadable assignment counts as an assignment to no group: it still fences."""
+    """The stored assignment; an unreadable one counts as an assignment to no group."""
     record = read_record(record_pb2.AssignmentRecord, key, entry.value)
     if record is None:
         nowhere = Assignment(key.removeprefix(ASSIGNMENTS), "", "", 0)

@@ -1,4 +1,4 @@
-"""The latest memory report of every registered worker."""
+"""Keeps the latest memory report of every registered worker."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.core.report import EngineReport, MemoryReport
 from services.core.reporting import ReportUrgency, memory_report_urgency
 
 REPORT_FRESH_S = 3.0
-"""A worker without a report for so long is silent and may hang; reports come every second."""
+"""A worker without a report for this long is silent and may hang; workers report every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class LatestReport:
 
     report: MemoryReport
     received_s: float
-    served_s: float  # first report of this epoch
-    settled_s: float | None  # first report that its change-over has settled; None: not yet
+    served_s: float  # first report of this epoch (the number of the worker's configuration)
+    settled_s: float | None  # first report that all sequences and KV have moved; None: not yet
 
     @property
     def epoch(self) -> int:
@@ -32,8 +32,8 @@ class MemoryView:
     def __init__(self, updated: asyncio.Event) -> None:
         """`updated` is set by reports that may cause a decision, and by changes of membership."""
         self._updated = updated
-        self._registered: dict[str, str] = {}
-        self._latest_reports: dict[str, LatestReport] = {}
+        self._registered: dict[str, str] = {}  # incarnations by worker id
+        self._latest_reports: dict[str, LatestReport] = {}  # by worker id
 
     def set_registered(self, incarnations: dict[str, str]) -> None:
         """Set the registered workers and their incarnations; reports of others are removed."""
@@ -47,7 +47,7 @@ class MemoryView:
 
     def report(self, report: MemoryReport) -> None:
         """Record a report; reports of unregistered workers or incarnations are ignored."""
-        # Nothing is lost: the worker reports again within a second of its registration.
+        # The worker reports again within a second of its registration.
         if self._registered.get(report.worker_id) != report.incarnation:
             return
         now_s = monotonic_s()

@@ -99,7 +99,7 @@ class Audit:
 
     @property
     def _live_engines(self) -> list[EngineHistory]:
-        """Engines that are in a group at the end; only these must have ended all requests."""
+        """Engines that are in a group at the end; checks of the end state skip all others."""
         members = [member for group in self.groups.live.values() for member in group.members]
         return [engine for engine in self.engines if any(map(engine.is_process_of, members))]
 

@@ -234,8 +234,8 @@ class EngineHistory:
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
         if command.index == 0 or seq_id in self._unanswered:
-            # This sequence answers the request from now on. It replaces other sequences of the
-            # request: a lost worker may have handed one over before a gateway restarted the request.
+            # This sequence answers the request from now on, and replaces its other sequences: a
+            # lost worker may have handed a sequence over before a gateway restarted the request.
             self._unanswered.discard(seq_id)
             self.open_sequences = {
                 other

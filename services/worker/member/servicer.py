@@ -1,7 +1,10 @@
-"""MemberService: the fence judges each request; the participant executes accepted requests.
+"""MemberService: a worker's gRPC service for the preparation of changes of groups.
 
-Commits come only from the group records, which the worker watches. Aborts come from the memory
-manager's call, or from the records if that call was lost.
+The memory manager tries a change in an *attempt*: it calls Prepare at every member, then commits
+the new groups in etcd, or calls Abort. The *fence* (`MemberState`) decides whether this worker
+accepts a call or a record; the *participant* executes accepted changes at the engine. The worker
+learns of commits only from the group records in etcd, and of aborts also from them if a call was
+lost.
 """
 
 import asyncio
@@ -37,11 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class InvalidPrepare(ValueError):
-    """A malformed Prepare; the message is a sentence."""
+    """A field of a Prepare is missing or invalid; the message is a sentence."""
 
 
 def to_prepare_call(request: pb.PrepareRequest) -> PrepareCall:
-    """The fence's part of a Prepare.
+    """The part of a Prepare that the fence decides on.
 
     Raises:
         InvalidPrepare: if a field is missing or a layer is out of range.
@@ -65,7 +68,7 @@ def to_prepare_call(request: pb.PrepareRequest) -> PrepareCall:
 
 
 def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
-    """The engine side's part of a Prepare. Raises InvalidPrepare."""
+    """The part of a Prepare that the participant executes. Raises InvalidPrepare."""
     others = tuple(group for record in request.others if (group := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
@@ -92,11 +95,11 @@ def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedCha
 
 
 def to_abort_call(request: pb.AbortRequest) -> AbortCall:
-    """An Abort, as the fence judges it."""
+    """The part of an Abort that the fence decides on: all of it."""
     return AbortCall(request.token, request.attempt, request.incarnation)
 
 
-# How long a Prepare from a later epoch waits for the group records of that epoch.
+# How long a Prepare for a higher epoch than this worker's waits for the records of that epoch.
 FUTURE_WAIT_S = 3.0
 # Time limit of a preparation if the caller set no deadline.
 PREPARE_TIMEOUT_S = 600.0
@@ -118,8 +121,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._state = state
         self._participant = participant
         self._records = records
-        # Makes a verdict of the fence and its execution atomic. Preparations run outside the lock,
-        # since an abort or commit must be able to interrupt them.
+        # Held from a verdict of the fence until its execution. Preparations run outside the lock,
+        # so that an abort or a commit can interrupt them.
         self._lock = asyncio.Lock()
         self._preparing: tuple[str, asyncio.Task[PrepareRefused | None]] | None = None
         self._refuses_all = False
@@ -128,7 +131,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._tasks: asyncio.TaskGroup | None = None
 
     def note_records(self) -> None:
-        """Notify that the group records have changed."""
+        """Wake up `run`, since the group records have changed."""
         self._changed.set()
 
     @property
@@ -142,11 +145,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         return self._state.epoch
 
     def refuse_all(self) -> None:
-        """Refuse all further changes, since the worker stops."""
+        """Refuse all further attempts, since the worker stops."""
         self._refuses_all = True
 
     async def run(self) -> None:
-        """Apply changes of the group records, until cancelled."""
+        """Apply each change of the group records, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
@@ -170,8 +173,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is starting; retry")
         timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
         task = await self._judge(call, preparation, timeout_s, context)
-        # A cancelled call does not cancel the preparation: a retry attaches to it, and the attempt
-        # may still be committed.
+        # A cancelled call does not cancel the preparation: a repeated Prepare waits for the same
+        # task, and the attempt may still be committed.
         refused = await asyncio.shield(task)
         if refused is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
@@ -197,7 +200,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         timeout_s: float,
         context: PrepareContext,
     ) -> "asyncio.Task[PrepareRefused | None]":
-        """The task of the preparation, new or running; aborts the call if the fence refuses."""
+        """Return the task of the preparation, new or running; abort a call that is refused."""
         deadline_s = monotonic_s() + min(FUTURE_WAIT_S, timeout_s / 2)
         while True:
             observed = self._observed
@@ -213,7 +216,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
                     return self._preparing[1]
-            # FUTURE: the watch lags behind the memory manager; wait for the records, and retry.
+            # FUTURE: the records here lag behind the memory manager's. Wait for them, and judge
+            # again.
             if answer.verdict is not Verdict.FUTURE or monotonic_s() > deadline_s:
                 break
             try:
