@@ -15,7 +15,7 @@ from services.core.overload.events import Decision
 class EngineStarted:
     """An engine has loaded a model; `model_digest` covers all parameters.
 
-    `exact`: a token depends only on the tokens before it, not on batches or layer maps.
+    `exact`: a token depends only on the tokens before it, not on how their KV was computed.
     `budget_bytes`: limit of the memory for parameters, KV and staging.
     """
 
