@@ -23,8 +23,7 @@ from services.memmgr.change_trace import ChangeCause, decision_cause
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_memory import MemoryView
 
-WORKERS_POLL_S = 0.5
-"""Interval of `note_workers`."""
+WORKERS_POLL_S = 0.5  # interval of `note_workers`
 
 log = logging.getLogger(__name__)
 

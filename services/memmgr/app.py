@@ -35,8 +35,7 @@ from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2_grpc
 
-STOP_GRACE_S = 1.0
-"""Time for gRPC calls in progress to end at shutdown."""
+STOP_GRACE_S = 1.0  # time for gRPC calls in progress to end at shutdown
 
 log = logging.getLogger(__name__)
 

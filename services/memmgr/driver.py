@@ -57,8 +57,7 @@ from services.memmgr.member_client import MemberClient
 from services.memmgr.translate_record import WorkerEndpoint
 from services.memmgr.worker_memory import MemoryView
 
-TICK_S = 0.2
-"""Interval of `TimePassed` events."""
+TICK_S = 0.2  # interval of `TimePassed` events
 
 log = logging.getLogger(__name__)
 

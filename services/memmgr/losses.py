@@ -62,8 +62,7 @@ class LossLog:
         return logging.WARNING
 
 
-LOSSES_MAX = 100
-"""Maximum number of groups in `Losses`."""
+LOSSES_MAX = 100  # groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +89,7 @@ class Losses:
         return iter(self._by_group.values())
 
     def note_trouble(self, records: Records, event: GroupStuck, unix_s: int) -> None:
-        """Record a member's report that its group is stuck, unless the group has no other member.
-
-        Reports of another process or epoch are ignored.
-        """
+        """Record that a member reports its group as stuck; outdated reports are ignored."""
         worker = records.workers.get(event.worker_id)
         stored = records.assignments.get(event.worker_id)
         if stored is None or worker is None or worker.incarnation != event.incarnation:

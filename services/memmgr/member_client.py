@@ -92,10 +92,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 def prepare_requests(
     command: PrepareMembers, endpoints: dict[str, WorkerEndpoint]
 ) -> dict[str, worker_pb2.PrepareRequest]:
-    """The Prepare for each member, by worker id.
-
-    All list the same peers, with new random nonces that authenticate connections between members.
-    """
+    """The Prepare for each member, by worker id; all list the same peers with new nonces."""
     peers = [
         to_peer(
             member,

@@ -125,10 +125,7 @@ class OverloadWatch:
     def note_manual_change(
         self, model: str, action: Action, group_ids: Iterable[str]
     ) -> LoggedDecision | None:
-        """Report a manual change to the monitor, which records it as a decision.
-
-        Returns None if no group serves the model.
-        """
+        """Report a manual change to the monitor; None if no group serves the model."""
         event = ManualChange(monotonic_s(), model, action, tuple(group_ids))
         for decision in self._monitor.handle(event):
             return self._record(decision)

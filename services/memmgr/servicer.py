@@ -121,10 +121,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     async def _steps(
         self, action: Action, find: Callable[[], Change], context: Context
     ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
-        """Execute the change that `find` returns; yields its steps.
-
-        Reports the commit to the overload monitor, so that it does not revert the change at once.
-        """
+        """Execute the change that `find` returns; its commit is reported to the monitor."""
         if not self._driver.leads:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,

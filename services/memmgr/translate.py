@@ -64,11 +64,7 @@ def to_prepare_request(
 def to_peer(
     member: Member, endpoint: WorkerEndpoint, nonces: tuple[bytes, bytes]
 ) -> worker_pb2.Peer:
-    """A member of a source group of a change.
-
-    `nonces` authenticate its connections with other members: the lane for activations, then the
-    lane for bulk data (parameters and KV).
-    """
+    """A member of a source group; `nonces` authenticate its activation and bulk connections."""
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,

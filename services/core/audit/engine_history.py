@@ -47,10 +47,7 @@ class Emitted(NamedTuple):
 
 
 def times_started(request_id: str, engines: "Row[EngineHistory]") -> int:
-    """An upper bound of how often these engines started a request.
-
-    It is the number of times that gateways sent the request to them; see below for lost peers.
-    """
+    """How often these engines may have started a request: as often as gateways sent it."""
     arrived = sum(engine.arrived[request_id] for engine in engines)
     if not any(engine.lost_peers for engine in engines):
         return arrived

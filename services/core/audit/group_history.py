@@ -181,10 +181,7 @@ class GroupHistory:
     def _attempts_in(
         self, transaction: Transact
     ) -> Iterator[tuple[PrepareMembers, tuple[Group, ...]]]:
-        """The attempts that a transaction commits, with their target groups.
-
-        It writes all their targets, and compares the revisions of their marked source records.
-        """
+        """The attempts whose targets the transaction writes, comparing their marked sources."""
         written = {_configuration(group) for group in transaction.groups}
         compared = transaction.group_revisions
         for prepare in self._prepares.values():

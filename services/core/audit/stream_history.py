@@ -55,10 +55,7 @@ class StreamHistory:
     streams: dict[str, AuditedStream] = field(default_factory=dict)
 
     def read(self, entries: Iterable[Recorded], killed: bool = False) -> None:
-        """Read all entries of the log, in order, and check them.
-
-        Open requests of a `killed` gateway get the outcome `KILLED`.
-        """
+        """Read and check all entries; open requests of a `killed` gateway end as `KILLED`."""
         for entry in entries:
             match entry.value:
                 case StreamOpened() as opened:
@@ -124,7 +121,6 @@ class StreamHistory:
 
     def _note_ended(self, ended: StreamEnded) -> None:
         stream = self.streams.get(ended.request_id)
-        # A request that was never opened counts as ended.
         if stream is None or stream.outcome:
             self.findings.check("I10", False, "{} ended twice", ended.request_id)
             return

@@ -181,10 +181,7 @@ class Preparation:
         self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
 
     def note_measured(self, event: RestoreMeasured) -> None:
-        """Lower the capacity to the blocks that remain beside the missing slabs.
-
-        Ready at once if no slab or layer is missing; refuse if no block would remain.
-        """
+        """Lower the capacity to the blocks that remain beside the missing slabs."""
         current = self._current
         if current is None or current.step is not PreparationStep.MEASUREMENT:
             return

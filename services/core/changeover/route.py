@@ -17,10 +17,7 @@ class Transfer:
 
 
 def transfers_between(old: Sequence[Stage], new: Sequence[Stage]) -> tuple[Transfer, ...]:
-    """The transfers for a sequence with KV at `old` stages that will run at `new` stages.
-
-    A transfer per pair of different workers whose layer ranges overlap.
-    """
+    """The transfers for a sequence with KV at `old` stages that will run at `new` stages."""
     return tuple(
         Transfer(
             source.worker_id,

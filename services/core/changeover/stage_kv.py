@@ -126,10 +126,7 @@ class StageKv:
         return self._context.table.block_ids(seq_id)
 
     def take_released(self) -> tuple[str, ...]:
-        """Take the ids of newly released sequences, to send them to the next stages.
-
-        Refuses transfers of these sequences here.
-        """
+        """Take the ids of newly released sequences for the next stages; end transfers here."""
         released = self._context.take_freed(ReleasedTaken())
         self.forget(released)
         return released

@@ -381,8 +381,7 @@ class Changeover:
         newest = self._next or self._context.configuration
         if newest is not None and new.epoch <= newest.epoch:
             return
-        # Other members may have switched to a configuration that this member skips: they must not
-        # wait for it.
+        # Other members may have entered a configuration that this member skips.
         skipped = self._next or self._preparation.ready_before(new)
         if skipped is not None:
             for peer in sorted(skipped.members - {new.worker_id}):

@@ -143,10 +143,9 @@ class MemberState:
         return self.abort_own(call.attempt)
 
     def abort_own(self, attempt: str) -> AbortPreparation | None:
-        """Abort an accepted attempt by this member's own decision.
+        """Abort an accepted attempt; safe before the member has answered the Prepare.
 
-        That is safe before the member has answered the Prepare. Returns None unless `attempt` is
-        being prepared.
+        Returns None unless `attempt` is being prepared.
         """
         if self.preparing is None or self.preparing.attempt != attempt:
             return None

@@ -87,7 +87,6 @@ class Stage:
 
 def serves(stages: Sequence[Stage], num_layers: int) -> bool:
     """Whether the stages have all layers; false for a survivor of a lost member."""
-    # Stages are contiguous, so their ends suffice.
     return (stages[0].first_layer, stages[-1].end_layer) == (0, num_layers)
 
 
@@ -206,10 +205,7 @@ def _extra_costs(model: ModelShape, stages: int) -> list[float]:
 
 
 def _limits_for_fastest(model: ModelShape, limits: Sequence[int]) -> list[int]:
-    """Lower `limits` as far as the shortest possible time of the slowest stage allows.
-
-    `limits` and the result suffice for all layers.
-    """
+    """`limits` lowered to the shortest possible time of the slowest stage; still sufficient."""
     # The time of 1, 2, … layers at each member. The slowest stage's time is one of these values,
     # so a binary search over them is exact: it compares each float only with these values.
     times = [

@@ -27,10 +27,7 @@ compares 3 records per worker."""
 def refusal(
     records: Records, targets: Targets, may_be_degraded: bool = False
 ) -> ChangeRefused | None:
-    """The reason why the change to `targets` is invalid now; None if it can start.
-
-    `may_be_degraded`: source groups may be DEGRADED, since the change restores their layers.
-    """
+    """Why `targets` is invalid now, or None; `may_be_degraded` allows DEGRADED source groups."""
     stages = [stage for target in targets for stage in target]
     names = [stage.worker_id for stage in stages]
     if not targets or not all(targets):

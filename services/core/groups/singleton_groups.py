@@ -61,10 +61,7 @@ class DepartedWorkers:
     def due(
         self, records: Records, now_s: float, gone_after_s: float, busy: set[str]
     ) -> tuple[str, ...]:
-        """Up to `REMOVED_MAX` workers, absent for `gone_after_s`, whose records may be removed.
-
-        `busy`: keys of records that another transaction or attempt uses.
-        """
+        """Up to `REMOVED_MAX` absent workers whose records may be removed and are not `busy`."""
         long_absent = [name for name, at_s in self._since_s.items() if now_s - at_s >= gone_after_s]
         if not long_absent:
             return ()

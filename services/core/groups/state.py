@@ -5,7 +5,7 @@ that serve together, each with some layers. Its record in etcd has an *epoch*, a
 change increases. Only committed records have authority, so every decision is a transaction that
 compares all records it depends on. The record of a dissolved group stays as a *tombstone* with the
 last epoch, until its worker has been absent for long (`singleton_groups`). docs/protocol.md has the
-rules and the invariants I1-I10.
+rules and the invariants I1-I11.
 
 A registered worker forms the singleton group `group_id_of(worker)` with all layers. `Reconfigure`
 merges and splits groups by a two-phase change, an *attempt*: mark the source records with the

@@ -146,10 +146,7 @@ class StuckGroups:
         self._rebuilds[group.group_id] = _Rebuild(attempt.epoch, count + 1, now_s)
 
     def note_rebuild_failed(self, attempt: Attempt) -> bool:
-        """Mark the group of an aborted rebuild as unrecoverable.
-
-        Returns False if the attempt was no rebuild.
-        """
+        """Mark the group of an aborted rebuild as unrecoverable; False if it was no rebuild."""
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return False

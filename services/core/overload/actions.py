@@ -73,10 +73,7 @@ class ActionState:
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> ActionPlan:
-        """Plan the changes for a MERGE or SPLIT decision, and record them as in progress.
-
-        Call `ended` at the end of each change.
-        """
+        """Plan changes for a MERGE or SPLIT decision; they are in progress until `ended`."""
         model = decision.model
         groups = [g for g in stable_groups if g.model == model and self._is_free(g, now_s)]
         pending_tokens = sum(tokens for name, tokens in self._gains.values() if name == model)
@@ -130,10 +127,7 @@ class ActionState:
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> list[Change]:
-        """Merges of `groups` for the need beyond `pending_tokens`, which changes in progress gain.
-
-        Raises NoPlan.
-        """
+        """Merges for the need beyond `pending_tokens` of changes in progress. Raises NoPlan."""
         model, needed = decision.model, decision.needed_tokens
         wait_s = self._no_plan_backoff.wait_s([model], now_s)
         if wait_s > 0:

@@ -53,10 +53,7 @@ def plan_group(
     locations: Sequence[Location],
     used_bytes: Iterable[int],
 ) -> PlanGroup:
-    """A group that may merge.
-
-    `used_bytes`: KV in use at each stage, scaled from the stage's layers to all layers.
-    """
+    """A group that may merge; `used_bytes`: KV in use at each stage, scaled to all layers."""
     return PlanGroup(group_id, key, members, shared_location(locations), max(used_bytes))
 
 

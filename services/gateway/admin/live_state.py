@@ -20,6 +20,7 @@ SENTENCES = {
         "Requests at full groups need {stuck_tokens:,} more tokens of KV cache than these groups"
         " have. Groups merge and drop duplicate layers."
     ),
+    "call_off": "Requests need {wanted:,} tokens of KV cache again: {names} does not split.",
     "restore manual": "Manual split: {names} splits and restores its parameters.",
     "restore draining": "A worker of {names} is draining, so the group splits.",
     "restore": (

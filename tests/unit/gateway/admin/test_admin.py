@@ -178,6 +178,7 @@ DECISION = {
         ({"action": "restore", "cause": "relief", "group_ids": ["g"]}, "2,048: g splits"),
         ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is draining"),
         ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "Manual split: g splits"),
+        ({"action": "call_off", "cause": "overload", "group_ids": ["g"]}, "g does not split"),
         ({"action": "exhausted"}, "need 900 more tokens of KV cache"),
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
     ],

@@ -44,17 +44,17 @@ def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
     drain = Drain(inflight_max=3, batch_inflight_max=1)
     for _ in range(100):
         with drain.enter() as place:
-            place.hold(ServiceClass.STANDARD)
+            place.set_class(ServiceClass.STANDARD)
     with drain.enter() as first, drain.enter() as second:
-        first.hold(ServiceClass.BATCH)
+        first.set_class(ServiceClass.BATCH)
         with pytest.raises(QueueFull) as full:
-            second.hold(ServiceClass.BATCH)
+            second.set_class(ServiceClass.BATCH)
         assert full.value.retry_after_s == 60, "only online requests have left"
     for _ in range(100):
         with drain.enter() as place:
-            place.hold(ServiceClass.BATCH)
+            place.set_class(ServiceClass.BATCH)
     with drain.enter() as first, drain.enter() as second:
-        first.hold(ServiceClass.BATCH)
+        first.set_class(ServiceClass.BATCH)
         with pytest.raises(QueueFull) as full:
-            second.hold(ServiceClass.BATCH)
+            second.set_class(ServiceClass.BATCH)
         assert full.value.retry_after_s is not None and full.value.retry_after_s < 2
