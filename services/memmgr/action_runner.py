@@ -1,7 +1,4 @@
-"""Executes the overload monitor's decisions: plans changes of groups, and starts them at `Driver`.
-
-A change is a merge or a split of groups of workers.
-"""
+"""Executes the overload monitor's decisions: plans merges and splits, starts them at `Driver`."""
 
 import asyncio
 import logging

@@ -1,8 +1,7 @@
 """The driver of the coordinator's state machine: passes events to it, and executes its commands.
 
-`CoordinatorState` decides on changes of groups (merges, splits and repairs); this module connects
-it with etcd, the workers and the reports of their memory. An *attempt* is the two-phase change that
-the state machine tries: Prepare at every member, then a commit in etcd.
+`CoordinatorState` decides on changes of groups; this module connects it with etcd and the workers.
+An *attempt* is a two-phase change: Prepare at every member, then a commit in etcd.
 """
 
 import asyncio

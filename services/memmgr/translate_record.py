@@ -1,7 +1,4 @@
-"""Converts the records in etcd to the types of core; `translate` converts RPC messages.
-
-An unreadable record does not stop the memory manager: see `RecordReader.read`.
-"""
+"""Converts the records in etcd to the types of core; `translate` converts RPC messages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

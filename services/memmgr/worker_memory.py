@@ -33,15 +33,15 @@ class MemoryView:
         """`updated` is set by reports that may cause a decision, and by changes of membership."""
         self._updated = updated
         self._registered: dict[str, str] = {}  # incarnations by worker id
-        self._latest_reports: dict[str, LatestReport] = {}  # by worker id
+        self._latest: dict[str, LatestReport] = {}  # by worker id
 
     def set_registered(self, incarnations: dict[str, str]) -> None:
         """Set the registered workers and their incarnations; reports of others are removed."""
         self._registered = incarnations
         self._updated.set()
-        self._latest_reports = {
+        self._latest = {
             worker_id: latest
-            for worker_id, latest in self._latest_reports.items()
+            for worker_id, latest in self._latest.items()
             if incarnations.get(worker_id) == latest.report.incarnation
         }
 
@@ -52,12 +52,12 @@ class MemoryView:
             return
         now_s = monotonic_s()
         served_s, settled_s = now_s, None
-        before = self._latest_reports.get(report.worker_id)
+        before = self._latest.get(report.worker_id)
         if before is not None and before.epoch == report.engine.epoch:
             served_s, settled_s = before.served_s, before.settled_s
         if settled_s is None and not report.engine.unsettled:
             settled_s = now_s
-        self._latest_reports[report.worker_id] = LatestReport(report, now_s, served_s, settled_s)
+        self._latest[report.worker_id] = LatestReport(report, now_s, served_s, settled_s)
         last = before.report if before is not None else None
         if memory_report_urgency(last, report) is ReportUrgency.MAJOR:
             self._updated.set()
@@ -66,7 +66,7 @@ class MemoryView:
         """The reports of workers that are not silent, by worker id."""
         return {
             worker_id: latest.report
-            for worker_id, latest in self._latest_reports.items()
+            for worker_id, latest in self._latest.items()
             if now_s - latest.received_s <= REPORT_FRESH_S
         }
 
@@ -76,11 +76,9 @@ class MemoryView:
 
     def latest(self, worker_id: str, epoch: int = 0) -> LatestReport | None:
         """A worker's latest report; None before the first report at `epoch` or later."""
-        latest = self._latest_reports.get(worker_id)
+        latest = self._latest.get(worker_id)
         return latest if latest is not None and latest.epoch >= epoch else None
 
     def workers(self) -> list[MemoryReport]:
         """The latest reports of the registered workers, ordered by worker id."""
-        return [
-            self._latest_reports[worker_id].report for worker_id in sorted(self._latest_reports)
-        ]
+        return [self._latest[worker_id].report for worker_id in sorted(self._latest)]

@@ -1,9 +1,8 @@
 """History of an engine process from its event log, with the checks that need no other log.
 
-Part of an audit (`audit.py` lists the invariants I1-I11). An engine is a member of a group; the
-group's first member *leads* it: it plans microbatches for all members. The *epoch* is the number of
-the group's configuration. A *sequence* answers a request; each start of a request has its own
-sequence id (`seq_id`), from which `request_id_of` returns the request's id.
+Part of an audit (`audit.py` lists the invariants). A group's first member *leads* it: it plans
+microbatches for all members. The *epoch* is the number of the group's configuration. Each start of
+a request is a *sequence* with its own `seq_id`, from which `request_id_of` returns the request's id.
 """
 
 from collections import Counter

@@ -88,11 +88,7 @@ class EscalationOrder:
     ) -> None:
         """Online sequences are preempted last, and started first."""
         online = [seq for seq in preempted if seq.request.service.online]
-        victims = [
-            seq
-            for seq in planner.sequence_table.batch.values()
-            if _has_freeable_block(planner, seq)
-        ]
+        victims = [seq for seq in planner.sequence_table.batch.values() if _frees(planner, seq)]
         self.findings.check(
             "I11",
             not (online and victims),
@@ -121,7 +117,7 @@ def _names(sequences: list[Sequence]) -> str:
     return ", ".join(seq.seq_id for seq in sequences[:5])
 
 
-def _has_freeable_block(planner: PlannerState, sequence: Sequence) -> bool:
+def _frees(planner: PlannerState, sequence: Sequence) -> bool:
     """Whether a running batch sequence has a block that a preemption would free."""
     if sequence.phase is not Phase.RUNNING:
         return False

@@ -23,9 +23,7 @@ class MemberCapacity:
     def __init__(self, context: MemberContext, kv: StageKv) -> None:
         self._context = context
         self._kv = kv
-        self._awaiting_kept: dict[
-            str, Capacity
-        ] = {}  # reports that wait for `CapacityKept`, by member
+        self._awaiting_kept: dict[str, Capacity] = {}  # members that wait for `CapacityKept`
 
     @property
     def is_awaited(self) -> bool:

@@ -142,9 +142,7 @@ class Handover:
 
     def settled_except(self, leader: str) -> bool:
         """As `settled`, but sequences may wait for `leader` to adopt them."""
-        return not self._freeing and all(
-            new_leader == leader for new_leader in self.pending.values()
-        )
+        return not self._freeing and all(target == leader for target in self.pending.values())
 
     def begin(self) -> None:
         """Start a change: save the present stages and group as the old ones."""
@@ -218,9 +216,7 @@ class Handover:
         theirs = [group.workers for group in configuration.groups if leader in group.workers]
         stages = {stage.worker_id for stage in self.old_stages}.difference(*theirs)
         stages = {worker_id for worker_id in stages if worker_id not in unreachable}
-        for seq_id in [
-            seq_id for seq_id, new_leader in self._assigned.items() if new_leader == leader
-        ]:
+        for seq_id in [seq_id for seq_id, target in self._assigned.items() if target == leader]:
             del self._assigned[seq_id]
             if self.pending.pop(seq_id, None) is not None:
                 self._context.apply(SequenceReset(seq_id))

@@ -276,16 +276,12 @@ class ExchangeState:
         self.window.note_started(move.seq_id, move.sizes, now_s)
         self._last_origin = move.origin
         seq_id, destinations = move.seq_id, {transfer.destination for transfer in move.transfers}
-        transfers = {
-            transfer_id_of(self.epoch, seq_id, transfer): transfer for transfer in move.transfers
-        }
+        transfers = {transfer_id_of(self.epoch, seq_id, entry): entry for entry in move.transfers}
         self.underway[seq_id] = _ActiveMove(move, destinations, transfers)
         for worker_id in sorted(destinations):
             if worker_id in move.lacking:
                 self._free[worker_id] -= move.blocks
-            ids = tuple(
-                key for key, transfer in transfers.items() if transfer.destination == worker_id
-            )
+            ids = tuple(key for key, entry in transfers.items() if entry.destination == worker_id)
             frame = Reserve(worker_id, seq_id, move.blocks, ids)
             commands.append(SendFrame(worker_id, frame))
 

@@ -1,8 +1,4 @@
-"""The result of a bulk transfer (KV or parameters) between two workers.
-
-The transfer engine creates it, the pipeline passes it on, and the change-over state machine acts on
-it.
-"""
+"""The result of a bulk transfer (KV or parameters) between two workers, for `Changeover`."""
 
 from dataclasses import dataclass
 from enum import StrEnum

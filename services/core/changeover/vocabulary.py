@@ -326,10 +326,7 @@ class NoteAdopted:
 
 @dataclass(frozen=True, slots=True)
 class NoteMoved:
-    """Redirect readers of a sequence: leader `worker_id` of `group` adopted it.
-
-    `next_index`: output index of the first token that the new leader emits.
-    """
+    """Leader `worker_id` of `group` adopted a sequence and emits its tokens from `next_index`."""
 
     seq_id: str
     worker_id: str

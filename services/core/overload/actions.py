@@ -53,11 +53,9 @@ class ActionState:
         # If all workers are silent at once, or this process stalled, the fault is here, so silence
         # is no evidence of a departure. A new incarnation always is.
         all_silent = len(self._present) > 1 and len(gone) == len(self._present)
-        silence_counts = self._pause_detector.tick(now_s) and not all_silent
+        gone_counts = self._pause_detector.tick(now_s) and not all_silent
         for worker_id, incarnation in self._present.items():
-            departed = (
-                silence_counts if worker_id in gone else incarnations[worker_id] != incarnation
-            )
+            departed = gone_counts if worker_id in gone else incarnations[worker_id] != incarnation
             if departed:
                 self._flap_damping.note_departure(worker_id, now_s)
         for worker_id, incarnation in incarnations.items():
