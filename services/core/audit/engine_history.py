@@ -2,7 +2,7 @@
 
 Part of an audit (`audit.py` lists the invariants). A group's first member *leads* it: it plans
 microbatches for all members. The *epoch* is the number of the group's configuration. Each start of
-a request is a *sequence* with its own `seq_id`, from which `request_id_of` returns the request's id.
+a request is a *sequence* with its own `seq_id`; `request_id_of` converts it to the request's id.
 """
 
 from collections import Counter
