@@ -1,4 +1,4 @@
-"""`python -m services.memmgr [--config FILE]`, or `tideserve-memmgr`."""
+"""Runs the memory manager: `python -m services.memmgr [--config FILE]`, or `tideserve-memmgr`."""
 
 from services.common import lifecycle
 from services.memmgr.app import serve

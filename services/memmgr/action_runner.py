@@ -1,4 +1,4 @@
-"""Executes the monitor's decisions: plans changes of groups, and starts them at the driver."""
+"""Executes the overload monitor's decisions: plans merges and splits, starts them at `Driver`."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from services.core.overload.action_plan import ActionPlan, Change
 from services.core.overload.actions import LOAD_IS_BACK, ActionState
 from services.core.overload.events import Action
 from services.core.overload.worker_facts import WorkerFacts
-from services.memmgr.change_trace import ChangeCause, decided
+from services.memmgr.change_trace import ChangeCause, decision_cause
 from services.memmgr.overload_watch import LoggedDecision
 from services.memmgr.worker_memory import MemoryView
 
-SEE_S = 0.5
+WORKERS_POLL_S = 0.5  # interval of `note_workers`
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Changer(Protocol):
 
 
 class ActionRunner:
-    """Executes decisions while this instance leads; `core.overload.actions` selects changes."""
+    """Executes decisions while this memory manager leads; `ActionState` selects the changes."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class ActionRunner:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Own the tasks of changes in progress, until cancelled."""
+        """Run the tasks of changes in progress, and call `note_workers`, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
                 self.note_workers()
-                await asyncio.sleep(SEE_S)
+                await asyncio.sleep(WORKERS_POLL_S)
 
     def note_workers(self) -> None:
         """Record which workers report now, for flap damping."""
@@ -75,9 +75,9 @@ class ActionRunner:
         self._state.note_workers(incarnations, now_s)
 
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
-        """Start the changes of a decision, and record their outcomes in `logged`.
+        """Start the changes of a decision, and record their progress in `logged`.
 
-        Returns the plan; None if another instance leads, or for a cancellation.
+        Returns the plan; None if another memory manager leads, or if the decision cancels splits.
         """
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:
@@ -87,7 +87,7 @@ class ActionRunner:
             self._call_off(logged)
             return None
         now_s = monotonic_s()
-        # A GC pass over the objects of a large cluster takes longer than the plan itself.
+        # A garbage collection of the objects of a large cluster takes longer than planning.
         with gc_paused():
             plan = self._state.begin(
                 decision, driver.stable_groups, driver.facts, self._memory.engines(now_s), now_s
@@ -97,9 +97,9 @@ class ActionRunner:
             log.info("%s: %s", decision.model, plan.reason)
             return plan
         if self._event_log is not None:
-            self._event_log.append(FACT, [planned(change, now_s) for change in plan.changes])
+            self._event_log.append(FACT, [planned_fact(change, now_s) for change in plan.changes])
         for change in plan.changes:
-            cause = decided(decision, change)
+            cause = decision_cause(decision, change)
             self._tasks.create_task(self._change(change, cause, logged))
         return plan
 
@@ -120,6 +120,6 @@ class ActionRunner:
             self._state.ended(change, phase is ChangePhase.STABLE, monotonic_s())
 
 
-def planned(change: Change, now_s: float) -> ChangePlanned:
+def planned_fact(change: Change, now_s: float) -> ChangePlanned:
     """The event log's entry for a planned change."""
     return ChangePlanned(now_s, change.group_ids, change.targets, change.text)

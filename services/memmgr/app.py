@@ -1,4 +1,7 @@
-"""Wires the memory manager: group state, memory reports, gRPC service, registration."""
+"""Builds and runs the memory manager: group state, memory reports, gRPC service, registration.
+
+Several instances may run; the elected leader changes groups, and the others are standbys.
+"""
 
 import asyncio
 import logging
@@ -32,7 +35,7 @@ from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2_grpc
 
-STOP_GRACE_S = 1.0
+STOP_GRACE_S = 1.0  # time for gRPC calls in progress to end at shutdown
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ async def _serve(
     config: MemmgrConfig, store: Store, stop: asyncio.Event, incarnation: str, tracer: Tracer | None
 ) -> None:
     transport = transport_of(config)
-    updated = asyncio.Event()  # new reports of memory or demand wake up the watch
+    updated = asyncio.Event()  # set by new reports of memory or demand; wakes up `OverloadWatch`
     memory, demand = MemoryView(updated), DemandView(updated)
     protocol = ProtocolConfig(
         prepare_timeout_s=config.prepare_timeout_s,
@@ -69,14 +72,14 @@ async def _serve(
         event_log,
         tracer,
     )
-    actor = ActionRunner(driver, memory, protocol.backoff_s, protocol.backoff_max_s, event_log)
+    runner = ActionRunner(driver, memory, protocol.backoff_s, protocol.backoff_max_s, event_log)
     watch = OverloadWatch(
         open_monitor(config),
         memory,
         demand,
         lambda: driver.stable_groups,
         lambda: driver.facts,
-        actor.act,
+        runner.act,
         updated,
         event_log,
     )
@@ -94,7 +97,7 @@ async def _serve(
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, (actor, watch), server, stop, incarnation)
+            await _run(config, store, driver, (runner, watch), server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
 
@@ -127,7 +130,7 @@ async def _run(
 
     def lead(token: int) -> None:
         driver.lead(token)
-        presence.show(leads=token != 0)
+        presence.set_leader(leads=token != 0)
 
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)
@@ -135,7 +138,7 @@ async def _run(
         parts = (driver, election, presence, *actions)
         background = [tasks.create_task(part.run()) for part in parts]
         await stop.wait()
-        # First refuse new calls, then stop deciding, then hand leadership over at once.
+        # Refuse new calls, stop all decisions, then resign, so that a standby leads at once.
         server.drain()
         for task in background:
             task.cancel()

@@ -8,22 +8,22 @@ from services.core.groups.coordinator import ChangePhase
 
 UPPER_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LAST_PHASES = (ChangePhase.STABLE, ChangePhase.FAILED)
-"""Phases that end a requested change for its requester."""
+"""Phases after which the requester of a change waits no longer."""
 
 
 @dataclass(slots=True)
 class ChangeCount:
-    """Changes by outcome, and a histogram of the durations of stable changes."""
+    """Number of changes by outcome, and a histogram of the durations of stable changes."""
 
     ended: Counter[ChangePhase] = field(
         default_factory=lambda: Counter(dict.fromkeys(LAST_PHASES, 0))
     )
-    # Histogram buckets by `UPPER_BOUNDS_S`, plus +Inf.
+    # Histogram buckets with `UPPER_BOUNDS_S`, and a last bucket without bound.
     counts: list[int] = field(default_factory=lambda: [0] * (len(UPPER_BOUNDS_S) + 1))
-    total_s: float = 0.0
+    total_s: float = 0.0  # sum of the durations of stable changes
 
     def note(self, phase: ChangePhase, elapsed_s: float) -> None:
-        """Count a change that entered `phase`, `elapsed_s` after its request."""
+        """Count a change if `phase` ends it; it entered `phase` `elapsed_s` after its request."""
         if phase not in LAST_PHASES:
             return
         self.ended[phase] += 1

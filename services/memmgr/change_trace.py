@@ -1,7 +1,7 @@
-"""The trace of a change of groups: the decision with its reason, and the time of each step.
+"""OpenTelemetry trace of a change of groups: its cause, and the time of each step.
 
-Spans: decide → prepare (per member) → commit → apply (per member) → exchange, until the last member
-has settled.
+Spans: decide → prepare (per member) → commit → apply (per member) → exchange of KV, until the last
+member has *settled*: all its sequences and KV have moved.
 """
 
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from services.memmgr.worker_memory import MemoryView
 
 @dataclass(frozen=True, slots=True)
 class ChangeCause:
-    """The reason for a change, and its time `decided_s` on the monotonic clock."""
+    """The cause of a change, as attributes of its root span."""
 
-    decided_s: float
+    decided_s: float  # time of the decision on the monotonic clock
     attributes: dict[str, Value]
 
 
-def decided(decision: Decision, change: Change) -> ChangeCause:
-    """The cause of a change that carries out a decision of the monitor, decided now."""
+def decision_cause(decision: Decision, change: Change) -> ChangeCause:
+    """The cause of a change that executes a decision of the overload monitor, made now."""
     reason, load = decision.reason, decision.reason.load
     values: dict[str, Value] = {
         "model": decision.model,
@@ -55,7 +55,7 @@ def manual_cause(action: str, change: Change) -> ChangeCause:
     return ChangeCause(monotonic_s(), _attributes("manual", action, change))
 
 
-def restoration(command: PrepareMembers) -> ChangeCause:
+def restore_cause(command: PrepareMembers) -> ChangeCause:
     """The cause of a restore that starts now: survivors of a lost member fetch their layers."""
     groups = [source.group.group_id for source in command.sources]
     text = f"{', '.join(groups)} restores the layers of a lost member"
@@ -75,35 +75,35 @@ def _attributes(cause: str, action: str, change: Change) -> dict[str, Value]:
 
 @dataclass(slots=True)
 class ChangeTrace:
-    """Records the times of a change in progress; `end` exports them as spans."""
+    """Records the times of the steps of a change; `end` exports them as spans."""
 
     tracer: Tracer
     cause: ChangeCause
     context: TraceContext = field(init=False)
-    prepare_s: float | None = None  # when Prepare was sent
-    # Answers by worker: time, and the reason of a refusal or "".
+    prepare_s: float | None = None  # time when Prepare was sent
+    # Answers to Prepare by worker: time, and the reason of a refusal, or "" if ready.
     ready: dict[str, tuple[float, str]] = field(default_factory=dict)
     committed_s: float | None = None
     epoch: int | None = None  # of the commit
 
     def __post_init__(self) -> None:
-        # Sample all changes: they are few, and traces of moved requests link to them.
+        # Sample every change: changes are few, and traces of moved requests link to them.
         self.context = self.tracer.begin(always=True)
 
     def preparing(self) -> None:
-        """Record that Prepare is sent now."""
+        """Record the time of Prepare: now."""
         self.prepare_s = monotonic_s()
 
     def answered(self, worker_id: str, reason: str) -> None:
-        """Record that a member is ready, or refused for `reason`."""
+        """Record that a member is ready, or refused for `reason`; later answers are ignored."""
         self.ready.setdefault(worker_id, (monotonic_s(), reason))
 
     def committed(self, epoch: int) -> None:
-        """Record the commit."""
+        """Record the epoch and time of the commit: now."""
         self.committed_s, self.epoch = monotonic_s(), epoch
 
     def end(self, error: str = "", memory: MemoryView | None = None) -> None:
-        """Export the trace; `memory` has the times of the members of a committed change."""
+        """End and export the trace; `memory` provides the members' times after a commit."""
         now_s = monotonic_s()
         attributes = dict(self.cause.attributes)
         if self.epoch is not None:
@@ -128,7 +128,7 @@ class ChangeTrace:
         spans, served_s, settled_s = [], [from_s], [from_s]
         for worker_id in self.ready:
             latest = memory.latest(worker_id, epoch)
-            # A report can outrun etcd's answer to the commit.
+            # A member's report can arrive before etcd's answer to the commit.
             ended_s = max(from_s, latest.served_s) if latest is not None else now_s
             error = "" if latest is not None else f"{worker_id} did not change over"
             attributes: dict[str, Value] = {genai.WORKER: worker_id, genai.EPOCH: epoch}

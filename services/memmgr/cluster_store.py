@@ -1,4 +1,8 @@
-"""Records of workers, groups and assignments in etcd, written by the leader's transactions."""
+"""Reads the records of workers, groups and assignments in etcd, and writes them in transactions.
+
+A *fencing token* identifies the leadership of an instance; transactions compare it, so that a
+former leader cannot write.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +20,7 @@ from services.common.records import (
 from services.core.groups.vocabulary import Transact
 from services.memmgr.translate_record import Listing, RecordReader
 
-ROOT = ""
+ROOT = ""  # prefix of all keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +35,25 @@ class ClusterStore:
     """Reads consistent snapshots of all records, and writes atomically."""
 
     def __init__(self, store: Store, leader: Callable[[int], SameCreation]) -> None:
-        """`leader` converts a fencing token into the condition that its leadership holds."""
+        """`leader` converts a fencing token to the condition that this leadership still holds."""
         self._store = store
         self._leader = leader
         self._reader = RecordReader()
 
     async def follow(self) -> AsyncIterator[ClusterRecords]:
-        """Yield all records now and after every change; pauses while etcd is down."""
+        """Yield all records now and after every change; yields nothing while etcd is down."""
         async for snapshot in self._store.follow_prefix(ROOT):
             yield self._read(snapshot)
 
     async def list_until_answered(self) -> ClusterRecords:
-        """All records; retries until etcd answers."""
+        """Read all records; retries until etcd answers."""
         return self._read(await self._snapshot_until_answered())
 
     async def write(self, command: Transact) -> int | None:
         """Execute a transaction; returns its revision, or None if rejected or uncertain.
 
-        If etcd does not answer, the outcome is read back. The write is never retried, as it may
-        have been applied, and it may be applied even after the read.
+        If etcd does not answer, the outcome is determined by reading the records. The write is
+        never retried, because it may have been applied, or may be applied even after the read.
         """
         writes, deletes = _writes(command), _deletes(command)
         conditions = _conditions(command)
@@ -64,7 +68,8 @@ class ClusterStore:
     async def _read_back(
         self, writes: dict[str, bytes], deletes: list[str], conditions: list[Unchanged]
     ) -> int | None:
-        # Committed if and only if every written key has its new value at the same new revision.
+        """The revision of a write with an unknown outcome, or None if it is not applied yet."""
+        # Applied if and only if every written key has its new value at the same new revision.
         entries = (await self._snapshot_until_answered()).entries
         before = {condition.key: condition.mod_revision for condition in conditions}
         revisions = set()
@@ -89,7 +94,7 @@ class ClusterStore:
 
 
 def _deletes(command: Transact) -> list[str]:
-    """Existing records of the workers that the transaction removes."""
+    """Keys of the existing records of the workers that the transaction removes."""
     return [
         f"{prefix}{key}"
         for prefix, revisions in (

@@ -7,6 +7,7 @@ from services.core.groups.coordinator import CoordinatorConfig
 from services.core.overload.events import OverloadConfig, OverloadPolicy
 from services.core.setting import choice, number, option, tcp_port
 
+# The defaults of the state machines, which are also the defaults of the options.
 BOUNDS = CoordinatorConfig()
 MONITOR = OverloadConfig()
 

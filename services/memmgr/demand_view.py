@@ -1,4 +1,4 @@
-"""The latest demand reports of the schedulers."""
+"""The latest demand reports of the schedulers: KV that their queued requests need, by model."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ Demands = tuple[ModelDemand, ...]
 
 
 class DemandView:
-    """Keeps a report per open stream, so the number of schedulers bounds its size.
+    """Keeps the latest report of each open stream; each scheduler has a stream.
 
-    `translate` bounds the size of a report.
+    Its size is bounded by the number of schedulers, and that of a report by `translate`.
     """
 
     def __init__(self, updated: asyncio.Event) -> None:
@@ -22,7 +22,7 @@ class DemandView:
 
     @contextmanager
     def stream(self) -> Iterator["DemandStream"]:
-        """A scheduler's stream; its last report is removed at the end."""
+        """A context for a scheduler's stream; its end removes the stream's last report."""
         stream = DemandStream(self)
         try:
             yield stream
@@ -46,7 +46,7 @@ class DemandView:
 
 
 class DemandStream:
-    """The sink of a scheduler's reports."""
+    """A scheduler's stream of reports."""
 
     def __init__(self, view: DemandView) -> None:
         self._view = view

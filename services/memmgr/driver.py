@@ -1,4 +1,8 @@
-"""The driver of the coordinator's state machine: passes it events, executes its commands."""
+"""The driver of the coordinator's state machine: passes events to it, and executes its commands.
+
+`CoordinatorState` decides on changes of groups; this module connects it with etcd and the workers.
+An *attempt* is a two-phase change: Prepare at every member, then a commit in etcd.
+"""
 
 import asyncio
 import logging
@@ -45,14 +49,14 @@ from services.core.groups.vocabulary import (
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
-from services.memmgr.change_trace import ChangeCause, ChangeTrace, restoration
+from services.memmgr.change_trace import ChangeCause, ChangeTrace, restore_cause
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
 from services.memmgr.losses import Losses, LossLog
 from services.memmgr.member_client import MemberClient
-from services.memmgr.translate_record import WorkerPlace
+from services.memmgr.translate_record import WorkerEndpoint
 from services.memmgr.worker_memory import MemoryView
 
-TICK_S = 0.2
+TICK_S = 0.2  # interval of `TimePassed` events
 
 log = logging.getLogger(__name__)
 
@@ -86,18 +90,18 @@ class Driver:
         self._memory = memory
         self._event_log = event_log
         self._tracer = tracer
-        self._traces: dict[str, ChangeTrace] = {}  # by change
-        self._places: dict[str, WorkerPlace] = {}
+        self._traces: dict[str, ChangeTrace] = {}  # by change id
+        self._endpoints: dict[str, WorkerEndpoint] = {}  # of the registered workers, by id
         # A task per transaction, call or poll in flight; the state machine bounds their number.
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
-        self._waited: dict[str, _WaitedChange] = {}  # by change
+        self._waited: dict[str, _WaitedChange] = {}  # by change id
         self._loss_log = LossLog()
-        # Facts of the registered workers, by id.
+        # Facts for the planning of merges about the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
         self.losses = Losses()
-        self.loaded = False
+        self.loaded = False  # whether the records have been read
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -126,7 +130,7 @@ class Driver:
         )
 
     async def run(self) -> None:
-        """Follow the records in etcd and make decisions, until cancelled."""
+        """Follow the records in etcd and pass them to the state machine, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -145,7 +149,7 @@ class Driver:
         self._apply(LeadershipChanged(monotonic_s(), token or None))
 
     def note_report(self, report: MemoryReport) -> None:
-        """Process a worker's report, which may say that its group is stuck or its engine hangs."""
+        """Process a worker's report: memory usage, a stuck group (`trouble`), a hung engine."""
         before = self._memory.latest(report.worker_id)
         self._memory.report(report)
         latest = self._memory.latest(report.worker_id)
@@ -167,9 +171,9 @@ class Driver:
             )
 
     def _note_hung(self, report: MemoryReport, before: MemoryReport | None) -> None:
-        """Pass on a change of `engine_hung`.
+        """Report a change of `engine_hung` to the state machine.
 
-        `before`: the previous report, None if there is none since the worker registered.
+        `before`: the worker's previous report, or None for the first since its registration.
         """
         name, hung = report.worker_id, report.engine_hung
         same_process = before is not None and before.incarnation == report.incarnation
@@ -183,9 +187,9 @@ class Driver:
     async def reconfigure(
         self, targets: Targets, cause: ChangeCause, urgent: bool = False
     ) -> AsyncIterator[ChangeStepped]:
-        """Change groups to `targets`; yields each step until the change is stable or has failed.
+        """Request a change of groups to `targets`; yields each step until STABLE or FAILED.
 
-        The coordinator ends every change by a deadline. An `urgent` change skips the queue.
+        The state machine ends every change by a deadline. An `urgent` change skips the queue.
         """
         change_id, waited = uuid.uuid4().hex, _WaitedChange(monotonic_s())
         self._waited[change_id] = waited
@@ -205,7 +209,7 @@ class Driver:
         self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
     def _group_of(self, worker_id: str) -> str:
-        """The worker's group by its assignment; the worker's id without an assignment."""
+        """The group id in the worker's assignment; the worker's id if it has no assignment."""
         stored = self._state.records.assignments.get(worker_id)
         return stored.assignment.group_id if stored is not None else worker_id
 
@@ -247,8 +251,10 @@ class Driver:
         if self._tracer is None:
             return
         trace = self._trace_of(command.attempt)
-        if trace is None:  # an attempt without a request: survivors restore their layers
-            trace = self._traces[command.attempt] = ChangeTrace(self._tracer, restoration(command))
+        if trace is None:  # an attempt without a request, such as a restore by survivors
+            trace = self._traces[command.attempt] = ChangeTrace(
+                self._tracer, restore_cause(command)
+            )
         trace.preparing()
 
     async def _tick(self) -> None:
@@ -258,9 +264,9 @@ class Driver:
 
     def _take(self, cluster: ClusterRecords) -> None:
         listing = cluster.listing
-        # Commits of this instance may be newer than the watch; do not go back behind them.
+        # A listing may be older than commits of this instance: then keep the newer state.
         if cluster.revision >= self._state.records.revision:
-            self._places = listing.places
+            self._endpoints = listing.endpoints
             self.facts = listing.facts
             groups = {group.group_id for group in self.groups}
             self._loss_log.keep_only(listing.facts.keys(), groups)
@@ -284,15 +290,16 @@ class Driver:
         if isinstance(event, GroupStuck):
             self.losses.note_trouble(self._state.records, event, int(time.time()))
         commands = self._state.handle(event)
-        # Skip ticks without an effect, which would fill the log.
+        # Do not log ticks without commands, which would fill the log.
         if self._event_log is not None and (commands or not isinstance(event, TimePassed)):
             self._event_log.append(EVENT, [event])
             self._event_log.append(COMMAND, commands)
         for command in commands:
-            self._carry_out(command)
+            self._execute(command)
 
-    def _carry_out(self, command: Command) -> None:
-        # Commands imply a listing, and listings come from `run`, so its task group exists.
+    def _execute(self, command: Command) -> None:
+        # The state machine emits no such command before its first listing, which `run` delivers, so
+        # the task group exists.
         match command:
             case Transact():
                 self.losses.note_transaction(self._state.records, command, int(time.time()))
@@ -305,7 +312,7 @@ class Driver:
                 self._start(self._prepare(command))
             case AbortMember():
                 log.info("attempt %s: sending Abort to %s", command.attempt, command.worker_id)
-                self._start(self._members.abort(command, self._places))
+                self._start(self._members.abort(command, self._endpoints))
             case PollMembers() if command.after_s:
                 self._start(self._poll_members_later(command))
             case PollMembers():
@@ -316,7 +323,7 @@ class Driver:
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
         if self._stopping:
-            coroutine.close()  # the next leader finishes or reverts the attempt
+            coroutine.close()  # the next leader removes the marks of this attempt
         else:
             self._tasks.create_task(coroutine)
 
@@ -341,7 +348,7 @@ class Driver:
         finished = TransactionFinished(monotonic_s(), command.transaction_id, revision)
         self._apply(finished)
         if revision is None:
-            # The watch reports nothing if no record has changed, so request a listing.
+            # The etcd watch delivers nothing if no record has changed, so request a listing.
             await asyncio.sleep(RETRY_S)
             self._take(await self._store.list_until_answered())
 
@@ -359,7 +366,7 @@ class Driver:
                 )
             )
 
-        await self._members.prepare(command, self._places, answered)
+        await self._members.prepare(command, self._endpoints, answered)
 
 
 def _kind_of(command: Transact) -> str:

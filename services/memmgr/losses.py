@@ -1,4 +1,8 @@
-"""Why groups were interrupted: lost members and lost connections, for operators. Pure."""
+"""Logs and keeps the reasons why groups were interrupted, for operators.
+
+A group is interrupted if it loses a member, or if a member reports that the group cannot make
+progress (`trouble`, `GroupStuck`). An *epoch* is the number of a group's configuration.
+"""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -11,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class LossLog:
-    """Logs failures of groups: a warning per group and epoch, further messages at INFO."""
+    """Logs failures of groups: the first of a group and epoch as a warning, others at INFO."""
 
     def __init__(self) -> None:
         self._members: dict[str, int] = {}  # epoch of the last failure, by worker
@@ -29,7 +33,7 @@ class LossLog:
                 del known[name]
 
     def note_trouble(self, worker_id: str, group_id: str, epoch: int, trouble: str) -> None:
-        """Log the failure that a member reports; reports repeat it, so only the first counts."""
+        """Log the failure that a member reports; repeated reports of an epoch are ignored."""
         if self._members.get(worker_id) == epoch:
             return
         self._members[worker_id] = epoch
@@ -42,7 +46,7 @@ class LossLog:
             self._attempts[source.group.group_id] = (command.attempt, source.group.epoch)
 
     def note_failed(self, attempt: str, message: str) -> None:
-        """Log a failed restore; until a lost member is settled, several may fail in a row."""
+        """Log a failed attempt without a request, such as a restore; it may fail repeatedly."""
         epochs = {
             group_id: epoch
             for group_id, (newest, epoch) in self._attempts.items()
@@ -58,7 +62,7 @@ class LossLog:
         return logging.WARNING
 
 
-LOSSES_MAX = 100
+LOSSES_MAX = 100  # groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,10 @@ class GroupLoss:
 
 @dataclass(slots=True)
 class Losses:
-    """The last loss of each group since this instance leads; at most `LOSSES_MAX`, oldest evicted.
+    """The last loss of each group since this process started; the oldest is evicted.
 
-    Reports of the same epoch are a single loss with the first time and the last reason: members
-    notice a broken connection before the lease of a dead worker ends.
+    Losses at the same epoch are merged, with the first time and the last reason: members report a
+    broken connection before the lease of a dead worker ends.
     """
 
     _by_group: dict[str, GroupLoss] = field(default_factory=dict)  # the newest is last
@@ -85,7 +89,7 @@ class Losses:
         return iter(self._by_group.values())
 
     def note_trouble(self, records: Records, event: GroupStuck, unix_s: int) -> None:
-        """Record a member's report that its group is stuck; a single worker's report is no loss."""
+        """Record that a member reports its group as stuck; outdated reports are ignored."""
         worker = records.workers.get(event.worker_id)
         stored = records.assignments.get(event.worker_id)
         if stored is None or worker is None or worker.incarnation != event.incarnation:
@@ -96,7 +100,7 @@ class Losses:
             self._note(GroupLoss(group.group.group_id, event.epoch, unix_s, reason))
 
     def note_transaction(self, records: Records, command: Transact, unix_s: int) -> None:
-        """Record losses of members, which are about to change the records of their groups."""
+        """Record losses of members: groups that the transaction changes with members gone."""
         for written in command.groups:
             before = records.groups.get(written.group_id)
             if before is None or not records.is_live(written.group_id):

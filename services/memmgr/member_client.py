@@ -1,4 +1,8 @@
-"""gRPC client of the workers' MemberService; every call has a deadline."""
+"""gRPC client of the workers' MemberService, which prepares them for changes of groups.
+
+Every call has a deadline. A change is an *attempt*: Prepare at every member of the *source* groups,
+then a commit of the *target* groups, or Abort.
+"""
 
 import asyncio
 import logging
@@ -11,13 +15,13 @@ from services.common.grpc_client import Dial
 from services.core.groups.fence import prepare_calls
 from services.core.groups.vocabulary import AbortMember, PrepareMembers
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
-from services.memmgr.translate_record import WorkerPlace
+from services.memmgr.translate_record import WorkerEndpoint
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 CONNECTING = "last error:"
-"""Part of gRPC's error message if no connection could be established."""
+"""Appears in gRPC's error message if no connection could be established."""
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, bool, str], None]
@@ -31,23 +35,23 @@ class MemberClient:
         self._dial = dial
 
     async def prepare(
-        self, command: PrepareMembers, places: dict[str, WorkerPlace], answered: Answered
+        self, command: PrepareMembers, endpoints: dict[str, WorkerEndpoint], answered: Answered
     ) -> None:
         """Send Prepare to all members concurrently; calls `answered` for each."""
-        requests = prepare_requests(command, places)
+        requests = prepare_requests(command, endpoints)
         async with asyncio.TaskGroup() as tasks:
             for worker_id, request in requests.items():
-                address = places[worker_id].address if worker_id in places else ""
+                address = endpoints[worker_id].address if worker_id in endpoints else ""
                 tasks.create_task(
                     self._prepare(worker_id, address, request, command.timeout_s, answered)
                 )
 
-    async def abort(self, command: AbortMember, places: dict[str, WorkerPlace]) -> None:
-        """Send Abort to a member. Best effort: its group's record says the same."""
-        place = places.get(command.worker_id)
-        if place is None:
+    async def abort(self, command: AbortMember, endpoints: dict[str, WorkerEndpoint]) -> None:
+        """Send Abort to a member, without retry: the group's record shows the abort as well."""
+        endpoint = endpoints.get(command.worker_id)
+        if endpoint is None:
             return
-        async with self._dial(place.address, "worker") as channel:
+        async with self._dial(endpoint.address, "worker") as channel:
             stub = worker_pb2_grpc.MemberServiceStub(channel)
             try:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
@@ -76,7 +80,7 @@ class MemberClient:
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """Why a member is not ready, readable for operators, unlike gRPC's connection errors."""
+    """Why a member is not ready, for operators; replaces gRPC's texts of connection errors."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.UNAVAILABLE and CONNECTING in details:
         return "it is unreachable"
@@ -86,13 +90,13 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 def prepare_requests(
-    command: PrepareMembers, places: dict[str, WorkerPlace]
+    command: PrepareMembers, endpoints: dict[str, WorkerEndpoint]
 ) -> dict[str, worker_pb2.PrepareRequest]:
-    """The Prepare of each member, by worker id; all list the same peers with fresh nonces."""
+    """The Prepare for each member, by worker id; all list the same peers with new nonces."""
     peers = [
         to_peer(
             member,
-            places.get(member.worker_id, WorkerPlace("", "", "")),
+            endpoints.get(member.worker_id, WorkerEndpoint("", "", "")),
             (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)),
         )
         for source in command.sources
@@ -101,7 +105,7 @@ def prepare_requests(
     formed = [target for target in command.targets if target.members]
     return {
         worker_id: to_prepare_request(
-            asked, peers, [group for group in formed if group != asked.target]
+            call, peers, [group for group in formed if group != call.target]
         )
-        for worker_id, asked in prepare_calls(command).items()
+        for worker_id, call in prepare_calls(command).items()
     }

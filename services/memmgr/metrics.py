@@ -1,4 +1,4 @@
-"""The memory manager's metrics, computed from its state at each scrape."""
+"""The memory manager's Prometheus metrics, computed from its state at each scrape."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -118,7 +118,7 @@ class MemmgrCollector(Collector):
 
 
 def usable_blocks(groups: Sequence[Group], workers: Iterable[MemoryReport]) -> dict[str, int]:
-    """Usable KV blocks by model; a request needs each of its blocks at every stage."""
+    """Usable KV blocks by model: a request needs its blocks at every member of a group."""
     blocks = {worker.worker_id: worker.engine.load.kv_blocks_total for worker in workers}
     usable: dict[str, int] = {}
     for group in groups:

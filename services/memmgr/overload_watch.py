@@ -1,4 +1,8 @@
-"""The driver of the overload monitor: passes it reports, logs and keeps its decisions."""
+"""The driver of the overload monitor: passes reports to it, logs and executes its decisions.
+
+`OverloadMonitor` decides when to merge groups, which drops duplicate parameters to gain memory for
+KV, and when to split them again. A *shortfall* is KV capacity that merges cannot provide.
+"""
 
 import asyncio
 import logging
@@ -30,19 +34,20 @@ from services.memmgr.demand_view import DemandView
 from services.memmgr.worker_memory import MemoryView
 
 PAUSE_S = 0.05
-"""Reports within this time are evaluated together."""
+"""Reports that arrive within this time are evaluated together."""
 ALERT_S, CALM_S = 0.1, 0.5
 """Interval of evaluations during an overload, and otherwise."""
 DECISIONS_MAX = 100
+"""Maximum number of decisions that are kept for queries."""
 OUTCOMES_MAX = 3
-"""Changes of a decision whose outcomes are shown; the others are counted."""
+"""Maximum number of changes of a decision whose states are shown; the others are counted."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class LoggedDecision:
-    """A decision and its outcome so far."""
+    """A decision and the progress of its changes."""
 
     unix_s: int  # time of the decision, in seconds since 1970
     decision: Decision
@@ -74,7 +79,7 @@ class OverloadWatch:
         updated: asyncio.Event,
         event_log: EventLog | None = None,
     ) -> None:
-        """`groups` returns the serving groups. The two views set `updated`.
+        """`groups` returns the serving groups. `memory` and `demand` set `updated`.
 
         `act` starts the changes of a decision and returns the plan, or None if there is no plan.
         """
@@ -88,12 +93,12 @@ class OverloadWatch:
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
         self.decided: Counter[Action] = Counter()
-        self._short = set[str]()  # models with a shortfall, as last seen
-        # Set when the set of models with a shortfall changes, and then replaced by a new event.
+        self._short = set[str]()  # models with a shortfall at the last evaluation
+        # Set if the models with a shortfall change, and then replaced by a new event.
         self.shortfalls_changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Evaluate new reports promptly, and at an interval without any, until cancelled."""
+        """Evaluate after new reports, and at an interval without reports, until cancelled."""
         while True:
             every_s = ALERT_S if self._monitor.is_alert else CALM_S
             await wait_set(self._updated, every_s - PAUSE_S)
@@ -102,7 +107,7 @@ class OverloadWatch:
 
     @property
     def shortfalls(self) -> dict[str, int]:
-        """See `OverloadMonitor`."""
+        """Missing KV tokens by model; see `OverloadMonitor.shortfalls`."""
         return self._monitor.shortfalls
 
     def evaluate(self) -> None:
@@ -123,18 +128,18 @@ class OverloadWatch:
         """Report a manual change to the monitor; None if no group serves the model."""
         event = ManualChange(monotonic_s(), model, action, tuple(group_ids))
         for decision in self._monitor.handle(event):
-            return self._keep(decision)
+            return self._record(decision)
         return None
 
     def _apply(self, event: Event) -> None:
         for decision in self._monitor.handle(event):
-            logged = self._keep(decision)
-            # The plan may show that all merges gain too little: a decision of its own (EXHAUSTED).
+            logged = self._record(decision)
+            # Report the tokens still missing after all merges; the monitor may decide EXHAUSTED.
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
             if plan is not None and plan.short_tokens is not None:
                 self._apply(MergesPlanned(event.now_s, decision.model, plan.short_tokens))
 
-    def _keep(self, decision: Decision) -> LoggedDecision:
+    def _record(self, decision: Decision) -> LoggedDecision:
         log.info("%s", text_of(decision))
         logged = LoggedDecision(unix_s(), decision)
         self.decisions.append(logged)

@@ -1,7 +1,8 @@
-"""Registration of an instance in etcd: workers report to the newest instance, clients call it.
+"""Registration of a memory manager instance in etcd, by which workers and clients find it.
 
-The newest instance should be the leader, which makes decisions from the reports. So a leader that
-is not the newest registers again. Until a dead leader's lease ends, clients reach a standby.
+Workers and clients use the newest registration. It should be the leader's, because the leader
+decides from the reports. So a leader whose registration is not the newest registers again. Until a
+dead leader's lease ends, no other instance leads, and clients reach a standby.
 """
 
 import asyncio
@@ -28,22 +29,23 @@ class Presence:
         )
         self._registration = self._new_registration()
 
-    def show(self, leads: bool) -> None:
+    def set_leader(self, leads: bool) -> None:
         """Set whether the instance is the leader."""
         self._leads = leads
         self._changed.set()
 
     async def run(self) -> None:
-        """Register, and register again whenever a leader is not the newest, until cancelled."""
+        """Register; register again whenever this leader is not the newest; until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._instances.run())
             while True:
                 registering = tasks.create_task(self._registration.run())
-                await self._hidden()
+                await self._wait_until_outdated()
                 registering.cancel()
                 await asyncio.wait([registering])
                 await self._registration.withdraw()
-                # Pause: another instance that believes to lead would register again in turn.
+                # Pause: if another instance still considers itself the leader, it registers again
+                # as well, so the two would alternate without delay.
                 await asyncio.sleep(RETRY_S)
                 self._registration = self._new_registration()
 
@@ -51,7 +53,7 @@ class Presence:
         """Remove the registration; call after `run` was cancelled."""
         await self._registration.withdraw()
 
-    async def _hidden(self) -> None:
+    async def _wait_until_outdated(self) -> None:
         """Return once this instance leads and is registered, but another instance is newer."""
         await self._registration.registered.wait()
         while True:

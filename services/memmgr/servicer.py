@@ -1,4 +1,4 @@
-"""The memory manager's gRPC service."""
+"""The memory manager's gRPC service, MemmgrService, for workers, schedulers and operators."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable

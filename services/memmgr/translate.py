@@ -1,6 +1,6 @@
-"""Conversion between RPC messages and the memory manager's types.
+"""Converts between RPC messages and the memory manager's types; for the servicer and the client.
 
-Only this module and `translate_record` handle protobuf.
+`translate_record` converts the records in etcd.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
 from services.memmgr.losses import GroupLoss
 from services.memmgr.overload_watch import LoggedDecision
-from services.memmgr.translate_record import WorkerPlace
+from services.memmgr.translate_record import WorkerEndpoint
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.worker.v1 import worker_pb2
 
@@ -45,35 +45,37 @@ _STEPS = {
 
 
 def to_prepare_request(
-    asked: PrepareCall, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
+    call: PrepareCall, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
 ) -> worker_pb2.PrepareRequest:
     """The Prepare for a member; `others` are the other target groups of the change."""
     return worker_pb2.PrepareRequest(
-        token=asked.token,
-        attempt=asked.attempt,
-        incarnation=asked.incarnation,
-        group_id=asked.group_id,
-        epoch=asked.epoch,
-        mod_revision=asked.mod_revision,
-        target=to_group_record(asked.target),
+        token=call.token,
+        attempt=call.attempt,
+        incarnation=call.incarnation,
+        group_id=call.group_id,
+        epoch=call.epoch,
+        mod_revision=call.mod_revision,
+        target=to_group_record(call.target),
         peers=peers,
         others=map(to_group_record, others),
     )
 
 
-def to_peer(member: Member, place: WorkerPlace, nonces: tuple[bytes, bytes]) -> worker_pb2.Peer:
-    """A member before the change; the `nonces` authenticate connections, by lane."""
+def to_peer(
+    member: Member, endpoint: WorkerEndpoint, nonces: tuple[bytes, bytes]
+) -> worker_pb2.Peer:
+    """A member of a source group; `nonces` authenticate its activation and bulk connections."""
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,
-        activation_address=place.activation_address,
-        bulk_address=place.bulk_address,
+        activation_address=endpoint.activation_address,
+        bulk_address=endpoint.bulk_address,
         activation_nonce=nonces[0],
         bulk_nonce=nonces[1],
         first_layer=member.first_layer,
         end_layer=member.end_layer,
-        address=place.address,
-        draining=place.draining,
+        address=endpoint.address,
+        draining=endpoint.draining,
     )
 
 

@@ -1,4 +1,4 @@
-"""Conversion of the records in etcd; see also `translate`."""
+"""Converts the records in etcd to the types of core; `translate` converts RPC messages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from tideserve.common.v1 import record_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """The addresses of a registered worker."""
+class WorkerEndpoint:
+    """The addresses of a registered worker, and whether it is shutting down."""
 
     address: str  # gRPC
     activation_address: str  # lane for activations between members
@@ -39,14 +39,14 @@ class Listing:
     workers: tuple[Worker, ...]
     groups: tuple[StoredGroup, ...]
     assignments: tuple[StoredAssignment, ...]
-    places: dict[str, WorkerPlace]
+    endpoints: dict[str, WorkerEndpoint]
     facts: dict[str, WorkerFacts]
     epoch_floor: int = 0
     floor_revision: int = 0
 
 
 class RecordReader:
-    """Converts listings; caches records by revision, so only changed records are parsed."""
+    """Converts snapshots of all records; parses only records whose revision has changed."""
 
     def __init__(self) -> None:
         self._workers = _Reader(WORKERS, _to_worker)
@@ -55,14 +55,15 @@ class RecordReader:
 
     def read(self, entries: Mapping[str, Entry]) -> Listing:
         """The records in `entries`, without invalid worker records."""
-        # An unreadable group record counts as a tombstone with its revision as the epoch: an epoch
-        # takes a write, so no epoch exceeds it, and the next epoch is safe. So is the epoch floor.
+        # An unreadable group record counts as a dissolved group with its revision as the epoch:
+        # every epoch requires a write, so no earlier epoch exceeds the revision, and the next epoch
+        # is higher than all of them. The same holds for an unreadable epoch floor.
         workers = self._workers.read(entries)
         return Listing(
             tuple(entry.worker for entry in workers),
             tuple(self._groups.read(entries)),
             tuple(self._assignments.read(entries)),
-            {entry.worker.worker_id: entry.place for entry in workers},
+            {entry.worker.worker_id: entry.endpoint for entry in workers},
             {entry.facts.worker_id: entry.facts for entry in workers if entry.facts is not None},
             *_to_floor(entries.get(EPOCH_FLOOR)),
         )
@@ -73,15 +74,17 @@ class _Registered:
     """The contents of a worker record."""
 
     worker: Worker
-    place: WorkerPlace
+    endpoint: WorkerEndpoint
     facts: WorkerFacts | None
 
 
 class _Reader(Generic[T]):
+    """Converts the records with a key prefix; `decode` returns None for an invalid record."""
+
     def __init__(self, prefix: str, decode: Callable[[str, Entry], T | None]) -> None:
         self._prefix = prefix
         self._decode = decode
-        self._known: dict[str, tuple[int, T | None]] = {}
+        self._known: dict[str, tuple[int, T | None]] = {}  # revision and value, by key
 
     def read(self, entries: Mapping[str, Entry]) -> list[T]:
         known = {}
@@ -101,10 +104,10 @@ def _to_worker(key: str, entry: Entry) -> _Registered | None:
     record = read_record(record_pb2.WorkerRecord, key, entry.value)
     if record is None:
         return None
-    place = WorkerPlace(
+    endpoint = WorkerEndpoint(
         record.address, record.activation_address, record.bulk_address, record.draining
     )
-    return _Registered(to_worker(record, entry.mod_revision), place, to_facts(record))
+    return _Registered(to_worker(record, entry.mod_revision), endpoint, to_facts(record))
 
 
 def _to_floor(entry: Entry | None) -> tuple[int, int]:
@@ -125,7 +128,7 @@ def _to_stored_group(key: str, entry: Entry) -> StoredGroup:
 
 
 def _to_stored_assignment(key: str, entry: Entry) -> StoredAssignment:
-    """An unreadable assignment counts as an assignment to no group: it still fences."""
+    """The stored assignment; an unreadable one counts as an assignment to no group."""
     record = read_record(record_pb2.AssignmentRecord, key, entry.value)
     if record is None:
         nowhere = Assignment(key.removeprefix(ASSIGNMENTS), "", "", 0)

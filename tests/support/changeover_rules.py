@@ -54,15 +54,15 @@ def _resumes_at_once(patch: pytest.MonkeyPatch) -> None:
         add(self, request_id, *rest)
         sequence = self._context.planner.sequences[request_id]
         if not sequence.absent:
-            self._context.change(SequenceResumed(request_id))
+            self._context.apply(SequenceResumed(request_id))
 
     patch.setattr(LeaderMoves, "add", resume)
 
 
 def _aborts_while_joining(self: Changeover, name: str) -> None:
-    self._context.names.end(name)
+    self._context.answering.end(name)
     if not self._handover.abort(name):
-        self._context.change(RequestAborted(self._context.now_s, name))
+        self._context.apply(RequestAborted(self._context.now_s, name))
 
 
 def _begins_unsettled(patch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,11 @@ def _begins_unsettled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_released_names(patch: pytest.MonkeyPatch) -> None:
-    pass_on = MemberCapacity.pass_on
+    free_and_forward = MemberCapacity.free_and_forward
     patch.setattr(
-        MemberCapacity, "pass_on", lambda self, frame: pass_on(self, replace(frame, released=()))
+        MemberCapacity,
+        "free_and_forward",
+        lambda self, frame: free_and_forward(self, replace(frame, released=())),
     )
 
 
@@ -121,8 +123,8 @@ def _shrinks_without_moving(self: Preparation, now: Any) -> None:
 
 
 def _answers_at_once(self: MemberCapacity) -> None:
-    for peer, asked in list(self._asked.items()):
-        del self._asked[peer]
+    for peer, asked in list(self._awaiting_kept.items()):
+        del self._awaiting_kept[peer]
         self._context.send_along(CapacityKept(peer, asked.attempt, self._kv.take_released()))
 
 
@@ -132,7 +134,7 @@ def _limits_unasked(patch: pytest.MonkeyPatch) -> None:
     def limit(self: Preparation, event: Any) -> None:
         measured(self, event)
         if self._current is not None:
-            self.note_kept(self._current.attempt)
+            self.note_capacity_kept(self._current.attempt)
 
     patch.setattr(Preparation, "note_measured", limit)
 
@@ -178,17 +180,19 @@ def _aborts_only_what_is_pending(self: Handover, name: str) -> bool:
 
 
 def _puts_the_first_first(patch: pytest.MonkeyPatch) -> None:
-    superseded = Adoption._is_superseded
-    patch.setattr(Adoption, "_is_superseded", lambda self, _, name: superseded(self, "", name))
+    superseded = Adoption._resolve_duplicate
+    patch.setattr(Adoption, "_resolve_duplicate", lambda self, _, name: superseded(self, "", name))
 
 
 RULES: dict[str, Removal] = {
     "frames of other epochs have no effect": _put(EpochFence, "admits", lambda *_: True),
-    "frames wait until all stages have joined": _put(Adoption, "defers", lambda *_: False),
+    "frames wait until all stages have joined": _put(
+        Adoption, "defer_if_joining", lambda *_: False
+    ),
     "a configuration is left when it is drained": _put(Changeover, "_is_drained", _drains_at_once),
     "a stage leaves after its leader": _follower_leaves_at_once,
     "a sequence is held until its KV is whole": _resumes_at_once,
-    "a superseded sequence is not adopted": _put(Adoption, "_is_superseded", lambda *_: False),
+    "a superseded sequence is not adopted": _put(Adoption, "_resolve_duplicate", lambda *_: False),
     "transfers to released requests are refused": _put(StageKv, "forget", lambda *_: None),
     "unclaimed KV keeps a member unsettled": _put(
         StageKv, "has_unclaimed", property(lambda _: False)
@@ -204,7 +208,9 @@ RULES: dict[str, Removal] = {
         Preparation, "end", _keeps_what_was_prepared
     ),
     "blocks move below the limit first": _put(Preparation, "_advance", _shrinks_without_moving),
-    "a stage shrinks when few enough are used": _put(MemberCapacity, "answer", _answers_at_once),
+    "a stage shrinks when few enough are used": _put(
+        MemberCapacity, "answer_waiting", _answers_at_once
+    ),
     "a stage shrinks when its leader says so": _limits_unasked,
     "a move starts when there is room": _put(ExchangeState, "_fits", lambda *_: True),
     "KV that no leader has is released": _put(OrphanedKv, "release", lambda *_: None),

@@ -68,7 +68,7 @@ class EpochlessMember(MemberState):
     """Takes any record and any preparation, however old."""
 
     def _is_newer(self, group: Group) -> bool:
-        return self._place_in(group) is not None and group.epoch != self.epoch
+        return self._member_in(group) is not None and group.epoch != self.epoch
 
     def _epoch_refusal(self, asked: PrepareCall) -> Answer | None:
         return None
@@ -87,7 +87,7 @@ class NamelessMember(MemberState):
         )
         return replace(asked.target, members=members)
 
-    def _place_in(self, group: Group):
+    def _member_in(self, group: Group):
         return next((one for one in group.members if one.worker_id == self.worker_id), None)
 
 

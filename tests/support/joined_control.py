@@ -39,8 +39,8 @@ from services.core.groups.vocabulary import (
 from services.core.report import EngineReport
 from services.memmgr.driver import TICK_S
 from services.memmgr.member_client import prepare_requests
-from services.memmgr.translate_record import WorkerPlace
-from services.worker.member.servicer import to_preparation, to_prepare_asked
+from services.memmgr.translate_record import WorkerEndpoint
+from services.worker.member.servicer import to_preparation, to_prepare_call
 from tests.support.group_store import FakeStore
 from tests.support.joined_worker import Call, WorkerProcess
 from tideserve.worker.v1 import worker_pb2
@@ -252,9 +252,9 @@ class ControlPlane:
         world = self._world
         world.note(f"attempt {command.attempt} asks {[t.members for t in command.targets]}")
         names = [member.worker_id for source in command.sources for member in source.group.members]
-        places = {name: WorkerPlace(name, f"local:{name}", f"local:{name}") for name in names}
+        endpoints = {name: WorkerEndpoint(name, f"local:{name}", f"local:{name}") for name in names}
         deadline_s = world.now_s + command.timeout_s
-        for name, request in prepare_requests(command, places).items():
+        for name, request in prepare_requests(command, endpoints).items():
             asked = partial(self._call, one, name, request, deadline_s)
             world.mail(asked, partial(asked, lost=True))
             if world.faulty and world.rng.random() < 0.05:
@@ -270,7 +270,7 @@ class ControlPlane:
     ) -> None:
         world = self._world
         process = world.processes.get(name)
-        asked = to_prepare_asked(request)
+        asked = to_prepare_call(request)
 
         def hear(incarnation: str, ready: bool, reason: str) -> None:
             if world.now_s <= deadline_s:

@@ -1,7 +1,15 @@
 """Checks the invariants I1-I11 (docs/protocol.md) on the event logs of a cluster.
 
 Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
-memory managers and gateways of a run on a single machine, since I2 and I9 compare its clock.
+memory managers and gateways of a run. All must run on a single host, because I2 and I9 compare
+times of its clock.
+
+Terms: a *group* is engines that serve together; its *configuration* is its members and their layers
+(*stages*); its *epoch* is a number that every change increases. The *committed record* is the
+configuration in etcd. An *attempt* is a two-phase change of groups: prepare, then commit. A group
+is *marked* while an attempt prepares to change it, and DEGRADED if it lacks layers. A change has
+*settled* at a member once its sequences and KV have moved. A *segment* is a run of tokens that a
+gateway read from one worker.
 
 I1  an engine plans and runs only the stage that the committed record of its epoch assigns to it,
     and holds the parameters of that stage's layers
@@ -16,10 +24,10 @@ I5  an engine emits a token in the epoch in which it was planned; another engine
 I6  used blocks have an owner at all times; no block is in use after all requests have ended
 I7  parameters, KV (incoming and departing layers included) and staging are within the budget
 I8  a client receives tokens 0, 1, 2, … without gaps, all before the end of the stream
-I9  members apply and settle each commit in time; no group stays marked or DEGRADED
+I9  members switch to each commit and settle in time; no group stays marked or DEGRADED
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps a request
-I11 no process escalates while a cheaper step of its own suffices (`escalation_order`): no merge is
-    decided while demand fits; planners are checked while their logs are replayed
+I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
+    (`escalation_order`): no merge is decided while demand fits; planners are checked by replay
 
 The audit cannot detect what a log does not record, such as a write past the end of a block.
 """
@@ -45,8 +53,8 @@ class Audit:
     """The histories of a run, and the findings."""
 
     stable_within_s: float = STABLE_WITHIN_S  # time limit of I9 after a commit
-    # Workers whose processes were suspended, and the end of that, by the clock of the logs; the
-    # time limit of commits during the suspension starts at its end.
+    # End of the suspension of each process that a test suspended, by worker and the clock of the
+    # logs; the time limit of commits during the suspension starts at its end.
     stopped_until_s: Mapping[str, float] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
     engines: list[EngineHistory] = field(default_factory=list)  # by process
@@ -75,13 +83,13 @@ class Audit:
             self.streams.read(entries)
         for engine in self.engines:
             self._check_switches(engine)
-        for engine in self._living:
+        for engine in self._live_engines:
             self._check_in_time(engine)
-        self._check_copies()
+        self._check_layers_held()
         self._check_models()
         self._check_tokens()
-        self._check_ends()
-        self._check_rest()
+        self._check_requests_ended()
+        self._check_blocks_freed()
         self._check_groups_stable()
         return self.findings
 
@@ -90,8 +98,8 @@ class Audit:
         return max([self.groups.last_s, *(engine.last_s for engine in self.engines)])
 
     @property
-    def _living(self) -> list[EngineHistory]:
-        """Engines that are in a group at the end; engines that died need not be idle."""
+    def _live_engines(self) -> list[EngineHistory]:
+        """Engines that are in a group at the end; checks of the end state skip all others."""
         members = [member for group in self.groups.live.values() for member in group.members]
         return [engine for engine in self.engines if any(map(engine.is_process_of, members))]
 
@@ -99,13 +107,13 @@ class Audit:
 
     def _check_switches(self, engine: EngineHistory) -> None:
         for switch in engine.switches:
-            place = (switch.group_id, switch.epoch)
-            members = self.groups.configurations.get(place)
+            group_epoch = (switch.group_id, switch.epoch)
+            members = self.groups.configurations.get(group_epoch)
             self.findings.check(
                 "I4",
                 members is not None,
                 "{} switched to {} at epoch {}, which was never committed",
-                *(engine.worker_id, *place),
+                *(engine.worker_id, *group_epoch),
             )
             # I1: the engine's layer map equals that of the committed record.
             record = [(m.worker_id, m.first_layer, m.end_layer) for m in members or ()]
@@ -114,9 +122,9 @@ class Audit:
                 "I1",
                 members is None or record == runs,
                 "{} runs {} in epoch {} as {}, but the record says {}",
-                *(engine.worker_id, *place, runs, record),
+                *(engine.worker_id, *group_epoch, runs, record),
             )
-            attempt = self.groups.attempts.get(place, "")
+            attempt = self.groups.attempts.get(group_epoch, "")
             self.findings.check(
                 "I4",
                 attempt not in engine.aborted,
@@ -127,9 +135,9 @@ class Audit:
     def _check_in_time(self, engine: EngineHistory) -> None:
         """I9: the engine settled each of its configurations, or a later one, in time."""
         stopped_until_s = self.stopped_until_s.get(engine.worker_id, -inf)
-        for place, members in self.groups.configurations.items():
+        for group_epoch, members in self.groups.configurations.items():
             # A configuration read from the store has no known time of commit.
-            since_s = self.groups.committed_s.get(place)
+            since_s = self.groups.committed_s.get(group_epoch)
             mine = any(engine.is_process_of(member) for member in members)
             if since_s is None or not mine:
                 continue
@@ -137,14 +145,14 @@ class Audit:
             if self._end_s < due_s:
                 continue
             settled = any(
-                fact.settled and fact.epoch >= place[1] and fact.now_s <= due_s
+                fact.settled and fact.epoch >= group_epoch[1] and fact.now_s <= due_s
                 for fact in engine.memory
             )
             self.findings.check(
                 "I9",
-                settled or _superseded(engine.switches, place[1], due_s),
+                settled or _superseded(engine.switches, group_epoch[1], due_s),
                 "{} had not settled in {} at epoch {} {:g} s after the commit",
-                *(engine.worker_id, *place, due_s - since_s),
+                *(engine.worker_id, *group_epoch, due_s - since_s),
             )
 
     def _check_groups_stable(self) -> None:
@@ -159,8 +167,8 @@ class Audit:
 
     # --- parameters
 
-    def _check_copies(self) -> None:
-        """I2; a process that died counts with the layers that it held last."""
+    def _check_layers_held(self) -> None:
+        """I2. A process that died counts with its last resident layers."""
         by_model: dict[str, list[EngineHistory]] = {}
         for engine in self.engines:
             by_model.setdefault(engine.model_digest, []).append(engine)
@@ -179,14 +187,17 @@ class Audit:
                 )
 
     def _check_models(self) -> None:
-        for place, members in self.groups.configurations.items():
+        for group_epoch, members in self.groups.configurations.items():
             digests = {
                 engine.model_digest
                 for engine in self.engines
                 if any(map(engine.is_process_of, members))
             }
             self.findings.check(
-                "I5", len(digests) <= 1, "{} at epoch {} has members of different models", *place
+                "I5",
+                len(digests) <= 1,
+                "{} at epoch {} has members of different models",
+                *group_epoch,
             )
 
     # --- requests
@@ -207,11 +218,11 @@ class Audit:
                 )
                 others += tokens
         if all(engine.exact for engine in self.engines):
-            self._check_alike(emitted)
+            self._check_equal_tokens(emitted)
         for request_id, stream in self.streams.streams.items():
             self._check_stream(request_id, stream, emitted)
 
-    def _check_alike(self, emitted: Mapping[Key, Sequence[Emitted]]) -> None:
+    def _check_equal_tokens(self, emitted: Mapping[Key, Sequence[Emitted]]) -> None:
         """I5 for exact engines: a token that is emitted again, after a loss, is the same."""
         for (request_id, index), tokens in emitted.items():
             if len(tokens) > 1:
@@ -233,7 +244,7 @@ class Audit:
             "{} received tokens without a worker",
             request_id,
         )
-        # A segment that moved may contain tokens of each earlier worker, so any of them will do.
+        # A moved segment may contain tokens of each earlier worker.
         for first, end, workers in stream.sources():
             names = "the workers" if workers is None else " or ".join(sorted(workers))
             for index in range(first, end):
@@ -252,10 +263,10 @@ class Audit:
                     ", ".join(map(str, own)) or "none",
                 )
 
-    def _check_ends(self) -> None:
+    def _check_requests_ended(self) -> None:
         finished: Counter[str] = sum((engine.finished for engine in self.engines), Counter())
         for request_id, count in finished.items():
-            # A restarted request may finish in each engine that received it.
+            # A restarted request may finish at each engine that received it.
             times = times_started(request_id, self.engines)
             self.findings.check(
                 "I10",
@@ -270,14 +281,14 @@ class Audit:
                 "{} ended at its gateway, but in no engine",
                 request_id,
             )
-        for engine in self._living:
+        for engine in self._live_engines:
             left = sorted(engine.open_sequences)
             self.findings.check(
                 "I10", not left, "{} keeps {} at the end", engine.worker_id, ", ".join(left[:5])
             )
 
-    def _check_rest(self) -> None:
-        living = self._living
+    def _check_blocks_freed(self) -> None:
+        living = self._live_engines
         if any(engine.open_sequences for engine in living):
             return
         for engine in living:

@@ -1,4 +1,9 @@
-"""History of an engine process from its log, with the checks that need no other log."""
+"""History of an engine process from its event log, with the checks that need no other log.
+
+Part of an audit (`audit.py` lists the invariants). A group's first member *leads* it: it plans
+microbatches for all members. The *epoch* is the number of the group's configuration. Each start of
+a request is a *sequence* with its own `seq_id`; `request_id_of` converts it to the request's id.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -33,7 +38,7 @@ Key = tuple[str, int]
 
 
 class Emitted(NamedTuple):
-    """A token, with the epoch in which the engine emitted it."""
+    """An emitted token, with the epoch and the engine that emitted it."""
 
     token_id: int
     epoch: int
@@ -45,7 +50,7 @@ def times_started(request_id: str, engines: "Row[EngineHistory]") -> int:
     arrived = sum(engine.arrived[request_id] for engine in engines)
     if not any(engine.lost_peers for engine in engines):
         return arrived
-    # While members lose each other, a hand-over can leave both engines with the request.
+    # If members lose each other during a hand-over, both engines may continue the request.
     return arrived + sum(engine.adopted[request_id] for engine in engines)
 
 
@@ -61,25 +66,25 @@ class EngineHistory:
     epoch: int = 0  # 0 before the first configuration
     switches: list[EngineSwitched] = field(default_factory=list)
     memory: list[MemoryHeld] = field(default_factory=list)
-    aborted: set[str] = field(default_factory=set)  # attempts
+    aborted: set[str] = field(default_factory=set)  # ids of aborted attempts at changes of groups
     exact: bool = False  # see `EngineStarted`
     tokens: dict[Key, list[Emitted]] = field(default_factory=dict)
-    arrived: Counter[str] = field(default_factory=Counter)  # requests that gateways sent
-    adopted: Counter[str] = field(default_factory=Counter)  # requests from other engines
+    arrived: Counter[str] = field(default_factory=Counter)  # arrivals from gateways, by request
+    adopted: Counter[str] = field(default_factory=Counter)  # adoptions, by request
     # A member of a change was lost: both engines of a hand-over may continue the request.
     lost_peers: bool = False
-    finished: Counter[str] = field(default_factory=Counter)  # requests
-    open_sequences: set[str] = field(default_factory=set)  # that the engine leads
+    finished: Counter[str] = field(default_factory=Counter)  # finished answers, by request
+    open_sequences: set[str] = field(default_factory=set)  # not ended, led by this engine
     last_s: float = 0.0  # time of the last entry
     _budget_bytes: int = 0
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch -> epoch
     _sampled_in: int = 0  # epoch in which the last sampled microbatch was planned
-    _newcomer: str = ""  # sequence that arrived with the last event
-    _unanswered: set[str] = field(default_factory=set)  # arrived, no token yet
-    _sampled: bool = False  # the last event was a sample
+    _newcomer: str = ""  # sequence that the last event added, or ""
+    _unanswered: set[str] = field(default_factory=set)  # arrived sequences without a token
+    _sampled: bool = False  # the last event delivered sampled tokens
 
     def is_process_of(self, member: Member) -> bool:
-        """Whether the member is this process."""
+        """Whether `member` names this process (worker and incarnation)."""
         return (self.worker_id, self.incarnation) == (member.worker_id, member.incarnation)
 
     def read(self, entries: Iterable[Recorded]) -> None:
@@ -95,7 +100,7 @@ class EngineHistory:
                 case EngineSwitched():
                     self._switch(value)
                 case MemoryHeld():
-                    self._hold(value)
+                    self._note_memory(value)
                 case EngineStarted():
                     self._start(value)
                 case NoteAborted():
@@ -127,7 +132,7 @@ class EngineHistory:
         return not self.switches or self.switches[-1].stages[0].worker_id == self.worker_id
 
     def _take_work(self, value: object) -> None:
-        # Only a leader plans. Followers run stages of frames that the leader sends.
+        # Only a leader plans microbatches; other members run the frames that the leader sends.
         match value:
             case Planned(microbatch=microbatch) if microbatch is not None:
                 self._planned_in[microbatch.number] = self.epoch
@@ -147,9 +152,9 @@ class EngineHistory:
             case FrameReceived(frame=Samples(number=number)):
                 self._take_samples(number)
             case NoteAdopted():
-                name = value.sequence.request.request_id
-                self.adopted[request_id_of(name)] += 1
-                self._enter(name)
+                seq_id = value.sequence.request.request_id
+                self.adopted[request_id_of(seq_id)] += 1
+                self._enter(seq_id)
             case PeersLost(workers=workers):
                 self.lost_peers = self.lost_peers or bool(workers)
             case NoteMoved():
@@ -157,7 +162,7 @@ class EngineHistory:
 
     # --- memory
 
-    def _hold(self, fact: MemoryHeld) -> None:
+    def _note_memory(self, fact: MemoryHeld) -> None:
         self.memory.append(fact)
         stage = range(fact.first_layer, fact.end_layer)
         missing = sorted(set(stage) - set(fact.resident))
@@ -167,7 +172,7 @@ class EngineHistory:
             "{} runs layers {} to {} in epoch {}, but does not hold {}",
             *(self.worker_id, fact.first_layer, fact.end_layer - 1, fact.epoch, missing),
         )
-        # `kv_bytes` includes KV of incoming and departing layers, so changes are checked as well.
+        # `kv_bytes` includes KV of incoming and departing layers, so the check covers changes.
         used_bytes = fact.parameter_bytes + fact.kv_bytes + fact.staging_bytes
         self.findings.check(
             "I7",
@@ -194,7 +199,7 @@ class EngineHistory:
                 self._unanswered.add(request.request_id)
             case RequestAborted(request_id=request_id):
                 self.open_sequences = {
-                    name for name in self.open_sequences if request_id_of(name) != request_id
+                    seq_id for seq_id in self.open_sequences if request_id_of(seq_id) != request_id
                 }
             case IterationFinished(number=number):
                 self._take_samples(number or 0)
@@ -204,19 +209,19 @@ class EngineHistory:
         self._sampled = True
         self._sampled_in = self._planned_in.pop(number, self.epoch)
 
-    def _enter(self, request_id: str) -> None:
-        self._newcomer = "" if request_id in self.open_sequences else request_id
-        self.open_sequences.add(request_id)
+    def _enter(self, seq_id: str) -> None:
+        self._newcomer = "" if seq_id in self.open_sequences else seq_id
+        self.open_sequences.add(seq_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
-        name = command.request_id
-        request_id = request_id_of(name)
+        seq_id = command.request_id
+        request_id = request_id_of(seq_id)
         if isinstance(command, RefuseRequest):
-            # The refusal of a duplicate id leaves the first request open. A refusal after a sample
-            # (no valid token) or a return to the scheduler ends the request.
-            if name == self._newcomer or self._sampled or command.returned:
-                self.open_sequences.discard(name)
-                self._unanswered.discard(name)
+            # A refusal ends a sequence that just arrived, or that had no valid token to sample, or
+            # that returns to the scheduler. The refusal of a duplicate leaves the original open.
+            if seq_id == self._newcomer or self._sampled or command.returned:
+                self.open_sequences.discard(seq_id)
+                self._unanswered.discard(seq_id)
             return
         self.findings.check(
             "I5",
@@ -224,14 +229,14 @@ class EngineHistory:
             "{} emitted token {} of {} in epoch {}, which was planned in epoch {}",
             *(self.worker_id, command.index, request_id, self.epoch, self._sampled_in),
         )
-        if command.index == 0 or name in self._unanswered:
-            # This sequence answers the request from now on. A request that restarts here after the
-            # loss of its worker replaces the sequence that the worker had handed over before.
-            self._unanswered.discard(name)
+        if command.index == 0 or seq_id in self._unanswered:
+            # This sequence answers the request from now on, and replaces its other sequences: a
+            # lost worker may have handed a sequence over before a gateway restarted the request.
+            self._unanswered.discard(seq_id)
             self.open_sequences = {
                 other
                 for other in self.open_sequences
-                if other == name or request_id_of(other) != request_id
+                if other == seq_id or request_id_of(other) != request_id
             }
         key = (request_id, command.index)
         self.findings.check(
@@ -244,4 +249,4 @@ class EngineHistory:
         self.tokens.setdefault(key, []).append(emitted)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
-            self.open_sequences.discard(name)
+            self.open_sequences.discard(seq_id)

@@ -1,7 +1,8 @@
-"""I11 for planners: no step of the memory escalation while a cheaper step suffices.
+"""Checks I11 for planners: no step of the memory escalation while a cheaper step suffices.
 
-Checked while a log is replayed: the planner's state before and after a call of `plan` shows its
-steps, so the log needs no entries for them. `GroupHistory` checks the memory managers.
+The check runs while a worker's event log is replayed. It compares the planner's state before and
+after each call of `plan`, which shows the steps, so the log needs no entries for them.
+`GroupHistory` checks I11 for memory managers.
 """
 
 from dataclasses import dataclass, field
@@ -15,19 +16,21 @@ from services.core.planner.state import PlannerState
 class EscalationStep(IntEnum):
     """Steps of the escalation when online requests need memory, cheapest first (I11).
 
+    *Online* requests are those of the classes with users that wait; the others are *batch* work.
     The order applies within a process, which does not know the options of other processes. A worker
     takes the first three steps and `RECOMPUTE`, a memory manager `DROP`, a scheduler `HOLD_BACK`
     and `REFUSE`. Memory managers count only online demand, so batch work yields before parameters
-    are dropped. With `scheduling` `fcfs` there are no classes, hence no `HOLD_BACK` and `YIELD`.
+    are dropped. With the setting `scheduling=fcfs`, requests have no classes, so `HOLD_BACK` and
+    `YIELD` do not occur.
     """
 
     CACHED = auto()
     """Allocate empty blocks, then evict unreferenced cached blocks (`BlockPool.allocate`)."""
     HOLD_BACK = auto()
-    """Start no batch request while an online one waits (a worker's `next_to_admit`, `harvest`)."""
+    """Start no batch request while an online request waits (`next_to_admit`, `harvest`)."""
     YIELD = auto()
-    """Preempt batch sequences (`victims.batch_first`). Their full blocks stay cached, evicted from
-    the tail block by block; the remaining blocks need no recomputation."""
+    """Preempt batch sequences (`victims.batch_first`). Their full blocks stay cached and are
+    evicted one by one, last block first; blocks that stay need no recomputation."""
     DROP = auto()
     """Merge groups and drop parameters (`OverloadMonitor`)."""
     RECOMPUTE = auto()
@@ -38,20 +41,21 @@ class EscalationStep(IntEnum):
 
 @dataclass(slots=True)
 class EscalationOrder:
-    """Compares the planner of the worker `name` before and after each call of `plan`."""
+    """Compares the state of a worker's planner before and after each call of `plan`."""
 
     findings: Findings
     name: str  # the worker's id
     _blocks: dict[str, int] = field(default_factory=dict)  # of each sequence, before the call
     _free: int = 0  # free blocks before the call
-    _places: int = 0  # free places in the running batch before the call
+    _running_slots: int = 0  # sequences that could start running, before the call
 
     def before(self, planner: PlannerState) -> None:
         """Record the state before a call of `plan`."""
         table = planner.sequence_table
         self._blocks = {name: seq.blocks for name, seq in planner.sequences.items()}
-        self._free = min(table.ledger.least_room, table.ledger.free)  # growth may use more
-        self._places = planner.config.max_running * planner.stages - table.running_count
+        # Admission may not use reserved blocks, but growth may: compare with the smaller limit.
+        self._free = min(table.ledger.least_room, table.ledger.free)
+        self._running_slots = planner.config.max_running * planner.stages - table.running_count
 
     def after(self, planner: PlannerState) -> None:
         """Check the state after the call of `plan`."""
@@ -67,13 +71,14 @@ class EscalationOrder:
     ) -> None:
         """A sequence is preempted only if the free blocks do not suffice."""
         size = planner.config.block_size
-        # A preempted sequence may have grown by a block before, which the state no longer shows.
+        # Count a block for each preempted sequence: it may have grown before its preemption, which
+        # the state does not show.
         wanted = sum(max(s.blocks, s.blocks_to_admit(size)) for s in started) + len(preempted)
         running = [seq for seq in planner.running if self._blocks[seq.seq_id]]
         wanted += sum(seq.blocks - self._blocks[seq.seq_id] for seq in running)
         self.findings.check(
             "I11",
-            not preempted or wanted > self._free or len(started) > self._places,
+            not preempted or wanted > self._free or len(started) > self._running_slots,
             "{} preempted {} ({}), though {} blocks were free for {} (" + _CACHED + ")",
             *(self.name, _names(preempted), _step(preempted), self._free, wanted),
         )
@@ -83,7 +88,7 @@ class EscalationOrder:
     ) -> None:
         """Online sequences are preempted last, and started first."""
         online = [seq for seq in preempted if seq.request.service.online]
-        victims = [seq for seq in planner.sequence_table.batch.values() if _gives(planner, seq)]
+        victims = [seq for seq in planner.sequence_table.batch.values() if _frees(planner, seq)]
         self.findings.check(
             "I11",
             not (online and victims),
@@ -112,7 +117,7 @@ def _names(sequences: list[Sequence]) -> str:
     return ", ".join(seq.seq_id for seq in sequences[:5])
 
 
-def _gives(planner: PlannerState, sequence: Sequence) -> bool:
+def _frees(planner: PlannerState, sequence: Sequence) -> bool:
     """Whether a running batch sequence has a block that a preemption would free."""
     if sequence.phase is not Phase.RUNNING:
         return False

@@ -1,6 +1,7 @@
-"""Facts: entries of event logs for the audit, beside the events and commands of the state machines.
+"""Facts: entries that services write into their event logs only for audits.
 
-`now_s` is the machine's monotonic clock in seconds.
+Event logs also contain the events and commands of state machines. `now_s` is the host's monotonic
+clock in seconds. `epoch` is the number of a configuration of a group, which every change increases.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from services.core.overload.events import Decision
 class EngineStarted:
     """An engine has loaded a model; `model_digest` covers all parameters.
 
-    `exact`: a token depends only on the tokens before it, however those were computed.
+    `exact`: a token depends only on the tokens before it, not on how their KV was computed.
+    `budget_bytes`: limit of the memory for parameters, KV and staging.
     """
 
     now_s: float
@@ -38,7 +40,7 @@ class EngineSwitched:
 
 @dataclass(frozen=True, slots=True)
 class MemoryHeld:
-    """The usage of an engine's memory, logged after each change."""
+    """The usage of an engine's memory, logged after each change of this usage."""
 
     now_s: float
     epoch: int
@@ -47,17 +49,17 @@ class MemoryHeld:
     resident: tuple[int, ...]  # layers with all parameters in memory
     parameter_bytes: int
     kv_bytes: int  # mapped
-    staging_bytes: int
+    staging_bytes: int  # buffers for transfers
     blocks: int  # KV blocks in total
     blocks_taken: int  # in use
-    owners: int  # requests that own them
+    owners: int  # sequences with blocks
     sequences: int  # that the engine leads
     settled: bool  # the last change of groups has settled on this engine
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecided:
-    """A decision of the monitor, with its reason."""
+    """A decision of the overload monitor, with its reason."""
 
     now_s: float
     decision: Decision
@@ -65,7 +67,7 @@ class MemoryDecided:
 
 @dataclass(frozen=True, slots=True)
 class ChangePlanned:
-    """A planned change that carries out a decision: `group_ids` become `targets`."""
+    """A planned change of groups that executes a decision: `group_ids` become `targets`."""
 
     now_s: float
     group_ids: tuple[str, ...]
@@ -84,7 +86,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensForwarded:
-    """A gateway forwarded tokens to the client; `first_index` is the first output index."""
+    """A gateway sent tokens to the client; `first_index` is the output index of the first token."""
 
     request_id: str
     first_index: int
@@ -93,9 +95,9 @@ class TokensForwarded:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRead:
-    """A gateway read a request's tokens from `first_index` on, if any, from this worker.
+    """A gateway read a request's tokens from `first_index` on from this worker, perhaps none.
 
-    `moved`: the previous worker handed the request over, including its tokens.
+    `moved`: the previous worker handed the sequence over, including its tokens.
     """
 
     request_id: str

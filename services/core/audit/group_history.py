@@ -1,6 +1,9 @@
-"""History of all groups from the logs of the memory managers: configurations and consent.
+"""History of all groups from the event logs of the memory managers: configurations and consent.
 
-The store's revisions order the commits of different processes.
+Part of an audit: it checks the invariants I3, I4 and I11 (`audit.py`) for memory managers. A
+*configuration* is a group's members and layers at an *epoch*, a number that every change of the
+group increases. An *attempt* is a two-phase change: all members prepare, then a transaction commits
+it. The etcd revisions order the commits of different processes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +29,7 @@ GroupEpoch = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A committed transaction."""
+    """A committed transaction, at an etcd revision."""
 
     now_s: float
     revision: int
@@ -40,12 +43,14 @@ class GroupHistory:
     findings: Findings
     commits: list[Committed] = field(default_factory=list)
     configurations: dict[GroupEpoch, tuple[Member, ...]] = field(default_factory=dict)
-    # When the commit was known; a configuration that was read from the store is missing.
+    # When the memory manager learned of the commit; configurations that were only read from the
+    # store are missing.
     committed_s: dict[GroupEpoch, float] = field(default_factory=dict)
-    attempts: dict[GroupEpoch, str] = field(default_factory=dict)  # that prepared it
+    attempts: dict[GroupEpoch, str] = field(default_factory=dict)  # attempt that prepared it
     planned: list[ChangePlanned] = field(default_factory=list)
     live: dict[str, Group] = field(default_factory=dict)  # the last record of each group
-    unstable_since_s: dict[str, float] = field(default_factory=dict)  # marked or DEGRADED groups
+    # Since when a group is DEGRADED or marked by an attempt, by group.
+    unstable_since_s: dict[str, float] = field(default_factory=dict)
     last_s: float = 0.0  # time of the last entry
     _prepares: dict[str, PrepareMembers] = field(default_factory=dict)  # by attempt
     _ready: set[tuple[str, str, str]] = field(default_factory=set)  # attempt, worker, incarnation
@@ -77,7 +82,7 @@ class GroupHistory:
                     self._ready.add((value.attempt, value.worker_id, value.incarnation))
 
     def finish(self) -> None:
-        """Apply all commits in the order of the store's revisions."""
+        """Apply and check all commits in the order of their revisions; call it after all logs."""
         token = 0
         self.commits.sort(key=lambda commit: commit.revision)
         self._begin()
@@ -100,7 +105,7 @@ class GroupHistory:
             self._listed[stored.group.group_id, stored.mod_revision] = stored.group
 
     def _begin(self) -> None:
-        """The groups that existed before the first commit."""
+        """Set `live` to the groups that existed before the first commit."""
         for (group_id, revision), group in sorted(
             self._listed.items(), key=lambda entry: entry[0][1]
         ):
@@ -108,6 +113,7 @@ class GroupHistory:
                 self.live[group_id] = group
 
     def _write(self, group: Group, now_s: float) -> None:
+        """Apply and check a group record that a commit writes."""
         before = self.live.get(group.group_id)
         if before is None or group.epoch != before.epoch:
             self.findings.check(
@@ -116,13 +122,13 @@ class GroupHistory:
                 "{} went back from epoch {} to {}",
                 *(group.group_id, before.epoch if before else 0, group.epoch),
             )
-            place = (group.group_id, group.epoch)
-            self.committed_s[place] = now_s
+            group_epoch = (group.group_id, group.epoch)
+            self.committed_s[group_epoch] = now_s
             self.findings.check(
                 "I4",
-                len(group.members) < 2 or place in self.attempts,
+                len(group.members) < 2 or group_epoch in self.attempts,
                 "{} was formed at epoch {} without a preparation",
-                *place,
+                *group_epoch,
             )
         self._note_configuration(group)
         self.live[group.group_id] = group
@@ -162,7 +168,7 @@ class GroupHistory:
                     )
 
     def _check_demand(self, decision: Decision) -> None:
-        """I11: a merge needs waiting online requests and demand that exceeds the capacity."""
+        """I11: a merge requires waiting online requests, and demand above the capacity."""
         if decision.action is Action.MERGE and decision.reason.cause is Cause.OVERLOAD:
             load = decision.reason.load
             self.findings.check(
@@ -175,16 +181,17 @@ class GroupHistory:
     def _attempts_in(
         self, transaction: Transact
     ) -> Iterator[tuple[PrepareMembers, tuple[Group, ...]]]:
-        """The attempts that a transaction commits: it replaces marked records by their targets."""
+        """The attempts whose targets the transaction writes, comparing their marked sources."""
         written = {_configuration(group) for group in transaction.groups}
         compared = transaction.group_revisions
         for prepare in self._prepares.values():
-            places = {_configuration(group) for group in prepare.targets}
+            targets = {_configuration(group) for group in prepare.targets}
             marked = {source.group.group_id: source.mod_revision for source in prepare.sources}
-            if places <= written and marked.items() <= compared.items():
+            if targets <= written and marked.items() <= compared.items():
                 yield prepare, prepare.targets
 
 
 def _configuration(group: Group) -> tuple[str, int, GroupPhase, tuple[Member, ...]]:
-    """Identity of a configuration. The epoch is not enough: survivors may get an aborted epoch."""
+    """Identity of a configuration. An epoch alone is ambiguous: after an aborted attempt, its
+    epoch may be used for another configuration."""
     return group.group_id, group.epoch, group.phase, group.members

@@ -1,20 +1,24 @@
-"""Entries of event logs, their kinds, and the findings of an audit."""
+"""Types shared by all parts of an audit: entries of event logs, and findings.
+
+A service's event log records the events and commands of its state machine, and facts. An audit
+reads the logs of a run and checks the invariants I1-I11 (`audit.py`).
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 VIOLATIONS_MAX = 100
-"""Violations that are kept: a defect can break an invariant with every token."""
+"""Maximum number of violations that are kept: a defect can break an invariant with every token."""
 
 
 @dataclass(slots=True)
 class Findings:
     """The outcome of an audit; a violation is a sentence that starts with its invariant."""
 
-    checks: Counter[str] = field(default_factory=Counter)  # by invariant
+    checks: Counter[str] = field(default_factory=Counter)  # number of checks by invariant
     violations: list[str] = field(default_factory=list)  # the first `VIOLATIONS_MAX`
-    broken: int = 0  # all violations
+    broken: int = 0  # number of all violations
 
     def check(self, invariant: str, holds: bool, sentence: str, *parts: object) -> None:
         """Count a check; if it fails, record `sentence`, formatted with `parts`."""
@@ -29,9 +33,9 @@ class Findings:
 EVENT = "event"
 COMMAND = "command"
 BATCH = "batch"
-"""`Planned`: a call of `plan`, with its outcome."""
+"""A `Planned` entry: a call of a planner's `plan`, with the microbatch that it returned, if any."""
 FACT = "fact"
-"""A fact for the audit, without effect on decisions: `core.audit.facts`."""
+"""An entry only for audits, which no state machine reads: see `core.audit.facts`."""
 
 
 class Recorded(Protocol):
@@ -39,7 +43,7 @@ class Recorded(Protocol):
 
     @property
     def kind(self) -> str:
-        """A kind above."""
+        """`EVENT`, `COMMAND`, `BATCH` or `FACT`."""
         ...
 
     @property

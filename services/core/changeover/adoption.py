@@ -1,4 +1,9 @@
-"""The new leader's side of a change: waits until its stages have joined, then adopts sequences."""
+"""The new leader's part of a change: waits until its stages have joined, then adopts sequences.
+
+Terms: a stage has *joined* once it has switched to the new configuration and sent `Joined`. An *old
+leader* led a sequence before the change and hands it over with an `Adopt` frame. A sequence in
+`Phase.HELD` may not run until its KV has moved to the present stages.
+"""
 
 from dataclasses import replace
 
@@ -23,17 +28,18 @@ from services.core.planner.sequence_ids import request_id_of
 class Adoption:
     """Adopts sequences of old leaders, and defers frames until all stages have joined.
 
-    Before that, the ledger does not know the stages' blocks.
+    Until then, the planner's ledger of free blocks lacks the stages' capacities.
     """
 
     def __init__(self, context: MemberContext, moves: LeaderMoves, handover: Handover) -> None:
         self._context = context
         self._moves = moves
         self._handover = handover
-        self._joined: dict[str, Joined] | None = None  # by stage; None once all have joined
+        # Reports of joined stages by worker id; None once all have joined, or if not leading.
+        self._joined: dict[str, Joined] | None = None
         self._deferred: list[tuple[str, MemberFrame]] = []  # with their senders, in order
         self._handing_over: set[str] = set()  # members that may still send `Adopt`
-        self._senders: dict[str, str] = {}  # old leaders of adopted sequences
+        self._senders: dict[str, str] = {}  # old leader of each adopted sequence
 
     @property
     def waiting(self) -> bool:
@@ -46,7 +52,7 @@ class Adoption:
         return self._joined is None and not self._handing_over
 
     def enter(self) -> None:
-        """Start the present configuration."""
+        """Reset for the configuration that this member has just switched to."""
         new = self._context.configuration
         assert new is not None
         self._deferred.clear()
@@ -57,24 +63,24 @@ class Adoption:
         }
         self._joined = {} if new.leads else None
 
-    def defers(self, peer: str, frame: MemberFrame) -> bool:
-        """Keep a frame until all stages have joined; False if it can be handled now."""
+    def defer_if_joining(self, peer: str, frame: MemberFrame) -> bool:
+        """Store a frame for `begin_when_joined`; returns False if it can be handled now."""
         if self._joined is None or isinstance(frame, Joined | AllAdopted):
             return False
         self._deferred.append((peer, frame))
         return True
 
     def note_joined(self, peer: str, frame: Joined) -> None:
-        """Record that a stage has switched."""
+        """Record that the stage of `peer` has joined."""
         if self._joined is not None:
             self._joined[peer] = frame
 
     def note_all_adopted(self, peer: str) -> None:
-        """Record that an old or lost leader sends no more `Adopt`."""
+        """Record that `peer`, an old or lost leader, sends no further `Adopt`."""
         self._handing_over.discard(peer)
 
     def begin_when_joined(self) -> list[tuple[str, MemberFrame]]:
-        """Start to lead once all stages have joined; returns the deferred frames."""
+        """If all stages have joined, start the moves of KV; returns the deferred frames."""
         joined, stages = self._joined, self._context.stages
         if joined is None or any(stage.worker_id not in joined for stage in stages[1:]):
             return []
@@ -82,8 +88,9 @@ class Adoption:
         context, handover = self._context, self._handover
         own = [s for s in context.planner.sequences.values() if s.seq_id not in handover.pending]
         counts = {worker_id: (frame.capacity, frame.used) for worker_id, frame in joined.items()}
-        # The ledger first: the moves below reserve blocks in it.
-        context.change(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
+        # Update the ledger first, because the moves below reserve blocks in it. Sequences in
+        # `handover.pending` await their adoption by another leader.
+        context.apply(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
         for sequence in own:
             if sequence.phase is Phase.HELD:
                 seq_id = sequence.seq_id
@@ -96,10 +103,11 @@ class Adoption:
         """Adopt a sequence and acknowledge it; a duplicate `Adopt` is only acknowledged."""
         context = self._context
         if not context.leads:
-            return  # the sender saw this worker lead, and the group has changed again since
+            return  # this worker led when the frame was sent; the group has changed again since
+        # The planner's `request_id` is the sequence id; `request_id_of` returns the client's id.
         sequences, seq_id = context.planner.sequences, adopt.sequence.request.request_id
         fresh = seq_id not in sequences
-        if fresh and not self._is_superseded(peer, seq_id):
+        if fresh and not self._resolve_duplicate(peer, seq_id):
             self._adopt(adopt)
             self._senders[seq_id] = peer
         context.send(peer, Adopted(seq_id, len(adopt.sequence.output_ids)))
@@ -108,27 +116,31 @@ class Adoption:
         if seq_id in sequences:
             self._moves.add(seq_id, adopt.origin, adopt.stages, adopt.highest_block)
         else:
-            # It was refused as too large for this leader, or it was superseded.
+            # The planner refused the sequence as too large, or another sequence superseded it.
             for stage in adopt.stages:
                 context.send(stage.worker_id, FreeKv(seq_id, whole_table=True))
 
-    def _is_superseded(self, peer: str, seq_id: str) -> bool:
-        """Whether another sequence already answers the same request here, after a retry."""
+    def _resolve_duplicate(self, peer: str, seq_id: str) -> bool:
+        """Keep the newer of two sequences that answer the same request here, after a retry.
+
+        Returns whether the sequence `seq_id`, which `peer` hands over, is superseded. If instead
+        the present sequence is older, it is ended.
+        """
         context = self._context
-        current = context.names.seq_id_of(request_id_of(seq_id))
+        current = context.answering.seq_id_of(request_id_of(seq_id))
         if current == seq_id or current not in context.planner.sequences:
             return False
         if self._senders.get(current) != peer:
             return True
-        # Frames of a member are ordered, so its later sequence is the retry: end the earlier.
-        context.names.end(current)
-        context.change(RequestAborted(context.now_s, current))
+        # The frames of a peer arrive in order, so its later sequence is the retry.
+        context.answering.end(current)
+        context.apply(RequestAborted(context.now_s, current))
         return False
 
     def _adopt(self, adopt: Adopt) -> None:
         context = self._context
-        # Translate the arrival time to this host's clock: ages are comparable, clocks are not.
+        # Convert the age to this host's clock, since clocks of hosts cannot be compared.
         state = replace(adopt.sequence, arrival_s=context.now_s - adopt.age_s)
-        context.names.adopt(state.request.request_id)
+        context.answering.adopt(state.request.request_id)
         context.commands.append(NoteAdopted(state))
-        context.change(SequenceAdopted(state, absent_stages(context.stages, adopt.stages)))
+        context.apply(SequenceAdopted(state, absent_stages(context.stages, adopt.stages)))

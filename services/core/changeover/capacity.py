@@ -1,7 +1,9 @@
-"""Block capacities of a group's members: reports to the leader, and its answers.
+"""Block capacities in a group: members report them (`Capacity`), the leader answers.
 
-The answers carry the ids of released requests, since the leader's ledger counts their blocks as
-free before the stages have freed them.
+A member that prepares to restore layers announces a lower capacity. The leader preempts batch work
+and, once block use at that member is low enough, answers with `CapacityKept`. This answer carries
+the ids of released sequences, because the leader's ledger counts their blocks as free before the
+stages have freed them.
 """
 
 from services.core.changeover.frames import Capacity, CapacityKept, ForeignBlocksFreed, Reserve
@@ -21,50 +23,50 @@ class MemberCapacity:
     def __init__(self, context: MemberContext, kv: StageKv) -> None:
         self._context = context
         self._kv = kv
-        self._asked: dict[str, Capacity] = {}  # reports that wait for `CapacityKept`, by member
+        self._awaiting_kept: dict[str, Capacity] = {}  # members that wait for `CapacityKept`
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a member waits for `CapacityKept`."""
-        return bool(self._asked)
+        """Whether a member waits for `CapacityKept` from this leader."""
+        return bool(self._awaiting_kept)
 
     def enter(self) -> None:
         """Reset at the start of a configuration."""
-        self._asked.clear()
+        self._awaiting_kept.clear()
 
-    def note(self, peer: str, frame: Capacity) -> None:
-        """Record the blocks of a member, and its request for `CapacityKept`, if any."""
+    def note_capacity(self, peer: str, frame: Capacity) -> None:
+        """Record the capacity of a member, and that it waits for `CapacityKept`, if so."""
         index = self._stage_of(peer)
         if not index:
-            return
-        self._context.change(CapacityReported(index, frame.blocks))
-        asked = self._asked.get(peer)
+            return  # the leader knows its own capacity
+        self._context.apply(CapacityReported(index, frame.blocks))
+        announced = self._awaiting_kept.get(peer)
         if frame.attempt:
-            self._asked[peer] = frame
-        elif asked is not None and frame.blocks > asked.blocks:
-            del self._asked[peer]  # its capacity rose again: it has aborted the preparation
+            self._awaiting_kept[peer] = frame
+        elif announced is not None and frame.blocks > announced.blocks:
+            del self._awaiting_kept[peer]  # a higher capacity: the member aborted its preparation
 
     def note_foreign_freed(self, peer: str, frame: ForeignBlocksFreed) -> None:
-        """Add blocks that a member freed for other leaders' requests to the ledger."""
-        self._context.change(BlocksCredited(self._stage_of(peer), frame.blocks))
+        """Return blocks to the ledger: a member freed them, no sequence here counts them."""
+        self._context.apply(BlocksCredited(self._stage_of(peer), frame.blocks))
 
-    def answer(self) -> None:
-        """Answer the members whose block use has fallen to their announced limit; every turn."""
+    def answer_waiting(self) -> None:
+        """Send `CapacityKept` to members whose block use is low enough; called in every turn."""
         ledger = self._context.planner.sequence_table.ledger
-        for peer, asked in list(self._asked.items()):
+        for peer, announced in list(self._awaiting_kept.items()):
             stage = self._stage_of(peer)
-            # Preempt batch work first: without it, the use might not fall for a long time.
-            self._context.change(BatchYielded(stage, asked.blocks))
-            if ledger.used_at(stage) <= asked.blocks:
-                del self._asked[peer]
-                kept = CapacityKept(peer, asked.attempt, self._kv.take_released())
+            # Preempt batch work: otherwise block use might not fall for a long time.
+            self._context.apply(BatchYielded(stage, announced.blocks))
+            if ledger.used_at(stage) <= announced.blocks:
+                del self._awaiting_kept[peer]
+                kept = CapacityKept(peer, announced.attempt, self._kv.take_released())
                 self._context.send_along(kept)
 
-    def pass_on(self, frame: Reserve | CapacityKept) -> None:
-        """Free the blocks of `released` requests, and forward the frame to the next stage."""
+    def free_and_forward(self, frame: Reserve | CapacityKept) -> None:
+        """Free the blocks of `released` sequences, and forward the frame to the next stage."""
         if frame.released:
-            # Before the frame takes effect: the leader has given their blocks to other requests.
-            self._context.change(MicrobatchFollowed(frame.released))
+            # Before the frame takes effect, because the leader counts these blocks as free.
+            self._context.apply(MicrobatchFollowed(frame.released))
             self._kv.forget(frame.released)
         if not self._context.leads:
             self._context.send_along(frame)

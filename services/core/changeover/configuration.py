@@ -1,4 +1,8 @@
-"""A committed configuration, as a member sees it."""
+"""A committed configuration from the view of one member: its group, and the groups beside it.
+
+Terms: a *change* commits one or more groups at once; a *stage* is a member with its contiguous
+layers; the first stage of a group is its *leader*, which plans microbatches for the group.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -85,7 +89,7 @@ class Configuration:
 
     @property
     def members(self) -> frozenset[str]:
-        """The members of all groups of the change."""
+        """The workers of all groups of the change."""
         return frozenset(worker_id for group in self.groups for worker_id in group.workers)
 
     @property
@@ -94,12 +98,12 @@ class Configuration:
         return frozenset(group.leader for group in self.groups)
 
     def leaders_for(self, workers: Collection[str]) -> frozenset[str]:
-        """Leaders of the groups that contain any of `workers`.
+        """Leaders of the groups of the change that contain any of `workers`.
 
-        Draining leaders are left out unless all of them drain.
+        Leaves out leaders that shut down, unless all do.
         """
         groups = [group for group in self.groups if not group.workers.isdisjoint(workers)]
-        # A draining leader would have to hand the sequences over once more.
+        # A leader that shuts down would have to hand the sequences over once more.
         staying = {group.leader for group in groups if group.leader not in group.draining}
         return frozenset(staying or {group.leader for group in groups})
 

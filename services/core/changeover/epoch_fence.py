@@ -1,7 +1,8 @@
-"""Fences frames by epoch: only frames of the present configuration take effect.
+"""A member's fence: only frames of its present configuration take effect.
 
-Members switch at different moments. A frame of a newer epoch is buffered until this member has
-switched; a frame of an older epoch is dropped, because its sender does not know of the change yet.
+Each configuration has an epoch, a number that increases with every change of the group. Members
+switch to a new configuration at different moments, so a frame of a higher epoch is buffered until
+the receiver has switched. A frame of a lower epoch is discarded: its sender has yet to switch.
 """
 
 from collections import deque
@@ -12,29 +13,30 @@ FrameT = TypeVar("FrameT")
 
 
 class EpochStatus(Enum):
-    """The epoch of a frame relative to its receiver's."""
+    """The epoch of a frame compared with that of its receiver."""
 
     CURRENT = auto()  # takes effect
-    STALE = auto()  # dropped
+    STALE = auto()  # discarded
     FUTURE = auto()  # buffered until the receiver has switched
 
     @classmethod
     def of(cls, epoch: int, own: int) -> "EpochStatus":
-        """The status of a frame of `epoch` at a member whose epoch is `own`."""
+        """The status of a frame of `epoch` at a member whose present epoch is `own`."""
         if epoch == own:
             return cls.CURRENT
         return cls.FUTURE if epoch > own else cls.STALE
 
 
 class EpochFence(Generic[FrameT]):
-    """The fence of a member. `early`: buffered frames with their epochs, in arrival order."""
+    """The fence of a member."""
 
     def __init__(self, epoch: int = 0) -> None:
-        self.epoch = epoch
+        self.epoch = epoch  # of the present configuration
+        # Buffered frames of higher epochs, with these, in arrival order.
         self.early: deque[tuple[int, FrameT]] = deque()
 
     def admits(self, epoch: int, frame: FrameT) -> bool:
-        """Whether a frame of `epoch` takes effect now; frames of future epochs are buffered."""
+        """Return whether a frame of `epoch` takes effect now; buffer it if its epoch is higher."""
         status = EpochStatus.of(epoch, self.epoch)
         if status is EpochStatus.FUTURE:
             self.early.append((epoch, frame))

@@ -1,4 +1,7 @@
-"""Dispatches each frame of a peer to the part of the member that handles it (`_FRAMES`)."""
+"""Dispatches each frame of a peer to the part of the member's state machine that handles it.
+
+`_FRAMES` maps each type of frame to its handler. See `frames` for the meaning of each frame.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from services.core.planner.events import IterationFinished
 
 @dataclass(slots=True)
 class FrameHandlers:
-    """The frame handlers of a member, and the flags that frames set in a configuration."""
+    """The frame handlers of a member, with two flags that frames set in a configuration."""
 
     context: MemberContext
     kv: StageKv
@@ -33,8 +36,8 @@ class FrameHandlers:
     preparation: Preparation
     lost: LostPeers
     abort: Callable[[str], None]  # ends a sequence that its client has aborted
-    drained: bool = False  # the leader has sent `Drained`
-    leader_has_left: bool = False  # the leader has sent `AllAdopted`: it adopts no more
+    drained: bool = False  # the leader has sent `Drained`: it launches no further microbatch
+    leader_has_left: bool = False  # the leader has sent `AllAdopted`: no `Adopted` follows
 
     def enter(self) -> None:
         """Reset at the start of a configuration."""
@@ -42,72 +45,73 @@ class FrameHandlers:
 
     def receive(self, peer: str, frame: frames.MemberFrame) -> None:
         """Handle a frame now, or defer it until all stages have joined."""
-        if not self.adoption.defers(peer, frame):
-            self.take(peer, frame)
+        if not self.adoption.defer_if_joining(peer, frame):
+            self.handle(peer, frame)
 
-    def take(self, peer: str, frame: frames.MemberFrame) -> None:
+    def handle(self, peer: str, frame: frames.MemberFrame) -> None:
         """Handle a frame now."""
         _FRAMES[type(frame)](self, peer, frame)
 
-    def _follow(self, _peer: str, frame: frames.Activations) -> None:
+    def _run_microbatch(self, _peer: str, frame: frames.Activations) -> None:
         """Update the block table for a microbatch, and have this stage run it."""
         if self.drained or self.lost.isolation.lost_member:
-            # After a loss, microbatches are missing even if the member has reconnected.
+            # After the loss of a member, an earlier microbatch may be missing even if that member
+            # has reconnected, so this microbatch would run on an inconsistent block table.
             return
         chunks = tuple((chunk.seq_id, chunk.blocks) for chunk in frame.chunks)
-        self.context.change(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
+        self.context.apply(MicrobatchFollowed(frame.released, chunks, frame.prefixes))
         self.kv.forget(frame.released)
         self.kv.claim(seq_id for seq_id, _ in chunks)
         self.context.commands.append(RunStage(frame))
 
-    def _finish(self, _peer: str, frame: frames.Samples) -> None:
+    def _finish_microbatch(self, _peer: str, frame: frames.Samples) -> None:
         if self.lost.isolation.lost_member:
             return  # an earlier microbatch may be missing; all of them run again
         now_s = self.context.now_s
-        self.context.change(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
+        self.context.apply(IterationFinished(now_s, frame.tokens, frame.number, frame.notes))
 
     def _adopt(self, peer: str, frame: frames.Adopt) -> None:
-        """Adopt a sequence, except from unreachable peers, whose shared KV was freed here."""
+        """Adopt a sequence, unless `peer` is unreachable: this member has freed the KV already."""
         if peer not in self.lost.unreachable:
             self.adoption.adopt(peer, frame)
 
     def _note_drained(self, _peer: str, frame: frames.Drained) -> None:
         """Free the blocks that the drained leader released, and ignore later microbatches."""
-        self.context.change(MicrobatchFollowed(frame.released))
+        self.context.apply(MicrobatchFollowed(frame.released))
         self.drained = True
-        # Along the stages, behind all microbatches, so that each stage applies these first.
+        # From stage to stage, so that each stage first applies all microbatches.
         self.context.send_along(frame)
 
     def _note_all_adopted(self, peer: str, _frame: frames.AllAdopted) -> None:
-        """Note that an old leader sends no more `Adopt`; this leader also no more `Adopted`."""
+        """Record that `peer` sends no further `Adopt` and, if it leads, no further `Adopted`."""
         self.adoption.note_all_adopted(peer)
         if peer == self.context.leader:
             self.leader_has_left = True
 
     def _reserve(self, _peer: str, frame: frames.Reserve) -> None:
-        self.capacity.pass_on(frame)
+        self.capacity.free_and_forward(frame)
         if frame.worker_id == self.context.worker_id:
             self.kv.reserve(self.context.leader, frame)
 
-    def _note_kept(self, _peer: str, frame: frames.CapacityKept) -> None:
-        self.capacity.pass_on(frame)
+    def _note_capacity_kept(self, _peer: str, frame: frames.CapacityKept) -> None:
+        self.capacity.free_and_forward(frame)
         if frame.worker_id == self.context.worker_id:
-            self.preparation.note_kept(frame.attempt)
+            self.preparation.note_capacity_kept(frame.attempt)
 
-    def _note_freed(self, peer: str, frame: frames.KvFreed) -> None:
+    def _note_kv_freed(self, peer: str, frame: frames.KvFreed) -> None:
         if self.context.leads:
             self.moves.note_freed(peer, frame)
         if self.handover.note_freed(peer, frame.seq_id):
-            self.lost.go_on(frame.seq_id)
+            self.lost.resume_or_hand_over(frame.seq_id)
 
 
 _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
-    frames.Activations: FrameHandlers._follow,
-    frames.Samples: FrameHandlers._finish,
+    frames.Activations: FrameHandlers._run_microbatch,
+    frames.Samples: FrameHandlers._finish_microbatch,
     frames.Drained: FrameHandlers._note_drained,
     frames.Joined: lambda self, peer, frame: self.adoption.note_joined(peer, frame),
-    frames.Capacity: lambda self, peer, frame: self.capacity.note(peer, frame),
-    frames.CapacityKept: FrameHandlers._note_kept,
+    frames.Capacity: lambda self, peer, frame: self.capacity.note_capacity(peer, frame),
+    frames.CapacityKept: FrameHandlers._note_capacity_kept,
     frames.ForeignBlocksFreed: lambda self, peer, frame: self.capacity.note_foreign_freed(
         peer, frame
     ),
@@ -125,6 +129,6 @@ _FRAMES: dict[type[Any], Callable[[FrameHandlers, str, Any], None]] = {
     frames.SendKv: lambda self, peer, frame: self.kv.send(peer, frame),
     frames.KvEnded: lambda self, peer, frame: self.moves.receive(peer, frame),
     frames.FreeKv: lambda self, peer, frame: self.kv.free(peer, frame),
-    frames.KvFreed: FrameHandlers._note_freed,
+    frames.KvFreed: FrameHandlers._note_kv_freed,
 }
 assert _FRAMES.keys() == set(get_args(frames.MemberFrame)), "each frame has a handler"

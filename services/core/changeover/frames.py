@@ -1,11 +1,17 @@
-"""Messages between the members of a change, on the activation lane.
+"""Frames: the messages between the members of a change of groups, on the activation lane.
 
-Each lane is FIFO per peer, and the protocol relies on that: a stage applies its leader's
-microbatches in order, so all stages agree on the number of blocks of each request, and no frame of
-a new configuration overtakes the last microbatch of the old configuration.
+The activation lane is a connection between two members that keeps the order of frames. The protocol
+relies on that order: a stage applies its leader's microbatches in order, so all stages agree on the
+number of blocks of each request, and no frame of a new configuration overtakes the last microbatch
+of the old configuration. Every frame travels in an envelope with the epoch of a configuration.
 
-The fields are encoded by name: renaming a field needs another `PROTOCOL_VERSION`.
-`seq_id` fields hold sequence ids: each start of a request has an id of its own.
+Terms: a *stage* is a member with its layers; the first stage is the *leader*, which plans
+microbatches and keeps a *ledger* of the free blocks of all stages. An *old leader* led a sequence
+before the change, a *new leader* leads it afterwards. `released`: ids of sequences whose blocks the
+leader counts as free since the last frame with that field; the stage frees them.
+
+The fields are encoded by name: renaming a field requires a new `PROTOCOL_VERSION`.
+`seq_id` is a sequence id, which is unique to each start of a request.
 """
 
 from collections.abc import Mapping
@@ -22,9 +28,9 @@ from services.core.prefix.cache_update import PrefixCacheUpdate
 class StageChunk(NamedTuple):
     """A chunk for later stages, which need no token ids and keep block tables of their own.
 
-    It has `tokens` tokens at positions `start` onwards; the request has `blocks` blocks by then.
-    The last stage uses `sample` and `score`. Sampling terms are sent once, with the request's
-    first token in a configuration or after a preemption, which keeps later frames small.
+    It has `tokens` tokens at positions from `start` on; with it, the sequence needs `blocks` blocks
+    in total. Only the last stage uses `sample` and `score`. Sampling parameters are sent once, with
+    the sequence's first sampled token in a configuration or after a preemption.
     """
 
     seq_id: str
@@ -37,11 +43,11 @@ class StageChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """From stage to stage: run this microbatch. The payload is hidden [tokens, hidden_size].
+    """From stage to stage: run this microbatch. Payload: hidden states [tokens, hidden_size].
 
-    Stages free the blocks of `released` requests before they run it. Without chunks there is
-    nothing to run and no payload. `vacant_s`: how long the pipeline was empty before this
-    microbatch. `prefixes` as in `Microbatch`.
+    A stage frees the blocks of `released` sequences before it runs the microbatch. A frame without
+    chunks has no payload and only releases blocks. `vacant_s`: how long the pipeline was empty
+    before this microbatch. `prefixes` as in `Microbatch`.
     """
 
     number: int
@@ -55,7 +61,8 @@ class Activations:
 class Samples:
     """From the last stage to the leader: the tokens sampled in microbatch `number`.
 
-    `notes`: log probabilities and the like, as in `IterationFinished`.
+    `tokens` is by sequence id. `notes`: additional results such as log probabilities, as in
+    `IterationFinished`.
     """
 
     number: int
@@ -75,9 +82,9 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """To the leader: this member has switched to the envelope's epoch.
+    """To the new leader: this member runs the stage of the envelope's epoch from now on.
 
-    It has `capacity` blocks, of which `used` belong to requests of earlier configurations.
+    It has `capacity` blocks, of which `used` hold KV of sequences of earlier configurations.
     """
 
     capacity: int
@@ -88,8 +95,8 @@ class Joined:
 class Capacity:
     """To the leader: this member has `blocks` blocks.
 
-    If a preparation lowers the number to make room for parameters, `attempt` names it, and the
-    leader answers with `CapacityKept` once at most `blocks` are in use here.
+    If a preparation lowers the number to make room for parameters, `attempt` is its id, and the
+    leader answers with `CapacityKept` once at most `blocks` blocks are in use at this member.
     """
 
     blocks: int
@@ -98,10 +105,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class CapacityKept:
-    """From the leader: at most as many blocks are in use at `worker_id` as it announced.
+    """From the leader: block use at `worker_id` has fallen to the capacity that it announced.
 
-    `attempt` is that of the `Capacity` frame. Forwarded from stage to stage with the `released`
-    requests, as `Reserve` is.
+    `attempt` is the id from the `Capacity` frame. Forwarded from stage to stage, as `Reserve` is.
     """
 
     worker_id: str
@@ -111,17 +117,17 @@ class CapacityKept:
 
 @dataclass(frozen=True, slots=True)
 class ForeignBlocksFreed:
-    """To the leader: this member freed `blocks` blocks of requests that other leaders had."""
+    """To the leader: this member freed `blocks` blocks of sequences that it does not lead."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """From a request's old leader to its new leader: adopt the request.
+    """From a sequence's old leader to its new leader: adopt the sequence.
 
-    `stages` hold its KV (none if it has no blocks); `origin` is the id of their group.
-    `highest_block` is its largest block id at the sender. `age_s` is the time since its arrival: a
+    `stages` hold its KV (empty if it has no blocks); `origin` is the id of their group.
+    `highest_block` is its highest block id at the sender. `age_s` is the time since its arrival: a
     duration, because clocks of different hosts cannot be compared.
     """
 
@@ -134,7 +140,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """To the old leader: this member leads the request and emits tokens from `next_index` on."""
+    """To the old leader: this member leads the sequence, and emits tokens from `next_index` on."""
 
     seq_id: str
     next_index: int
@@ -142,25 +148,26 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class RequestDropped:
-    """From the old leader of an adopted request: its client has aborted it."""
+    """From the old leader to the new leader of a sequence: its client has aborted it."""
 
     seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AllAdopted:
-    """From an old leader: no `Adopt` of the envelope's epoch follows.
+    """From an old leader: it sends no further `Adopt` of the envelope's epoch.
 
-    From the leader of an ending configuration to its stages, also: no `Adopted` follows.
+    If the leader of an ending configuration sends it to its stages, no `Adopted` follows either.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class AllMoved:
-    """From `leader`: it has adopted all its sequences of this change, and all their KV arrived.
+    """From `leader`: it has adopted all its sequences of this change, and all their KV has arrived.
 
-    Sent to the members of other groups, and forwarded from stage to stage in its own. `kept`, only
-    for its own stages: its sequences, and released sequences that the stages still hold.
+    Sent to the members of other groups, and forwarded from stage to stage in its own group. `kept`,
+    set only in its own group: its sequences, and released sequences whose blocks the stages have
+    yet to free.
     """
 
     leader: str
@@ -176,18 +183,17 @@ class MemberRemoved:
 class EpochAbandoned:
     """From a member of the change: it has left the envelope's epoch, or will never enter it.
 
-    It neither sends nor accepts frames of this epoch any more, so KV that it still owed must be
-    recomputed.
+    The sender neither sends nor accepts frames of this epoch any more, so KV that it has not sent
+    must be recomputed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """From the leader: reserve blocks for these transfers of a request's KV.
+    """From the leader: reserve blocks at `worker_id` for these transfers of a sequence's KV.
 
-    Answered by `Reserved`. The request needs `blocks` blocks in all at `worker_id`, which has all
-    of them or none. Forwarded from stage to stage like a microbatch, and with the requests that
-    were `released` since the last microbatch: the leader's ledger counts their blocks as free.
+    Answered by `Reserved`. The sequence needs `blocks` blocks at `worker_id`, which already has all
+    of them or none. Forwarded from stage to stage in order with microbatches.
     """
 
     worker_id: str
@@ -206,7 +212,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
-    """From the leader to `transfer.source`: send the KV of the request's first `blocks` blocks."""
+    """From the leader to `transfer.source`: send the KV of the sequence's first `blocks` blocks."""
 
     seq_id: str
     transfer_id: str
@@ -218,7 +224,8 @@ class SendKv:
 class KvEnded:
     """To the leader: a transfer is verified at its destination (`intact`), or has failed.
 
-    Reports the `TransferOutcome` of a member; a frame of its own, since its bytes are on the wire.
+    Reports a `TransferOutcome`. It is a separate type, because its fields are part of the wire
+    format.
     """
 
     seq_id: str
@@ -228,9 +235,9 @@ class KvEnded:
 
 @dataclass(frozen=True, slots=True)
 class FreeKv:
-    """From the leader: free the request's KV in layers that left the stage.
+    """From the leader: free the sequence's KV in layers that left the receiver's stage.
 
-    `whole_table`: free all its blocks here, since the member has left the request's group.
+    `whole_table`: free all its blocks at the receiver, which does not run the sequence any more.
     Answered by `KvFreed`.
     """
 
@@ -240,7 +247,7 @@ class FreeKv:
 
 @dataclass(frozen=True, slots=True)
 class KvFreed:
-    """To the leader: the KV is freed, and this member now has `capacity` blocks."""
+    """Answer to `FreeKv`: the KV is freed, and this member now has `capacity` blocks."""
 
     seq_id: str
     capacity: int

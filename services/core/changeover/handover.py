@@ -1,7 +1,9 @@
-"""The old leader's side of a change: hands sequences to the new leaders.
+"""The old leader's part of a change: hands its sequences to the new leaders.
 
-Until the stream of a request has moved, its abort still arrives at the old leader, which forwards
-it to the new leader. Batch work that yields is not handed over but parked: see `ParkedBatch`.
+A sequence is *pending* from the `Adopt` frame until the new leader confirms with `Adopted`, and
+*held* (not run) meanwhile. The token stream of an adopted sequence moves to the new leader only
+after that, so the old leader forwards aborts. Preemptible batch sequences are *parked* instead of
+handed over: see `ParkedBatch`.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -26,9 +28,9 @@ from services.core.planner.sequence import Sequence
 def assign_to_leaders(
     sequences: Iterable[Sequence], leaders: Iterable[str]
 ) -> list[tuple[Sequence, str]]:
-    """Assign each sequence of an old leader to a new leader, so that blocks are balanced.
+    """Assign each sequence of an old leader to a new leader, balanced by number of blocks.
 
-    Returns the assignments in hand-over order, most blocks first.
+    Returns pairs of sequence and leader in hand-over order: most blocks first.
     """
     blocks = dict.fromkeys(leaders, 0)
     assigned = []
@@ -43,20 +45,21 @@ def assign_to_leaders(
 def followers_of(
     new: Row[Stage], old: Row[Stage], joined: Mapping[str, tuple[int, int]]
 ) -> tuple[Follower, ...]:
-    """The ledger's view of the stages of `new` behind its leader, whose last stages were `old`.
+    """Ledger entries for the stages of `new`, without the leader's own.
 
-    `joined`: capacity and used blocks of each stage, as in `Joined`.
+    `old`: the leader's stages before the change. `joined`: capacity and used blocks of each stage,
+    as in `Joined`.
     """
-    led = bool(old) and old[0].worker_id == new[0].worker_id
-    # Only the leader of their last group has an account of their blocks to continue.
-    before = {stage.worker_id: number for number, stage in enumerate(old)} if led else {}
+    same_leader = bool(old) and old[0].worker_id == new[0].worker_id
+    # If this leader led these stages before, their ledger entries continue.
+    before = {stage.worker_id: number for number, stage in enumerate(old)} if same_leader else {}
     return tuple(
         Follower(*joined[stage.worker_id], before.get(stage.worker_id)) for stage in new[1:]
     )
 
 
 def absent_stages(new: Iterable[Stage], old: Iterable[Stage]) -> frozenset[int]:
-    """Indices of `new` stages where a sequence of `old` stages has no blocks yet."""
+    """Indices of the `new` stages where a sequence that ran on `old` stages has no blocks yet."""
     holders = {stage.worker_id for stage in old}
     return frozenset(number for number, stage in enumerate(new) if stage.worker_id not in holders)
 
@@ -64,20 +67,21 @@ def absent_stages(new: Iterable[Stage], old: Iterable[Stage]) -> frozenset[int]:
 class ParkedBatch:
     """Batch sequences that stay at a worker while another worker leads.
 
-    They released their KV when the configuration ended, so that only the KV of online requests
-    moves. A worker that no longer leads keeps them waiting in its planner, which plans nothing, and
-    resumes them when it leads again. If its group stays merged for `shelf_max_s`, they are handed
-    to the leader like any sequence without KV; at once if the worker is draining.
+    Batch sequences release their KV at the end of a configuration, so that only KV of online
+    sequences moves. A worker that no longer leads keeps them waiting in its planner, which then
+    plans nothing, and resumes them when it leads again. If its group stays merged for
+    `shelf_max_s`, they are handed to the leader like any sequence without KV. A worker that shuts
+    down parks nothing.
     """
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
-        self._seq_ids: frozenset[str] = frozenset()  # of the parked sequences
+        self._seq_ids: frozenset[str] = frozenset()  # parked sequences; some may have ended since
         self._since_s: float | None = None  # when this worker stopped leading; None while it leads
 
     @property
     def due_s(self) -> float | None:
-        """When the parked sequences go to the leader; None if there are none."""
+        """When the parked sequences are handed to the leader; None if there are none."""
         if self._since_s is None or self._context.planner.sequences.keys().isdisjoint(
             self._seq_ids
         ):
@@ -85,19 +89,19 @@ class ParkedBatch:
         return self._since_s + self._context.planner.config.shelf_max_s
 
     def park(self, new: Configuration) -> frozenset[str]:
-        """Choose the sequences to park at the start of a change; they are not handed over."""
+        """Update the parked sequences for `new`; returns those not to hand over in this change."""
         context = self._context
-        was, self._seq_ids = self._seq_ids, frozenset()
+        previous, self._seq_ids = self._seq_ids, frozenset()
         if new.leads:
             self._since_s = None
         elif self._since_s is None:
             self._since_s = context.now_s
         if any(context.worker_id in group.draining for group in new.groups):
-            return self._seq_ids  # nothing: this worker will not lead again
+            return self._seq_ids  # empty: this worker will not lead again
         sequences = context.planner.sequences.values()
-        parked = frozenset(each.seq_id for each in sequences if self._may_park(each))
+        parked = frozenset(entry.seq_id for entry in sequences if self._may_park(entry))
         if new.leads:
-            return parked & was  # they stay with this worker, which leads them from now on
+            return parked & previous  # parked before: this worker keeps them and may run them now
         self._seq_ids = parked
         return parked
 
@@ -109,7 +113,7 @@ class ParkedBatch:
         sequences = context.planner.sequences
         parked = [sequences[seq_id] for seq_id in self._seq_ids if seq_id in sequences]
         self._seq_ids = frozenset()
-        return [each.seq_id for each in sorted(parked, key=lambda each: each.age)]
+        return [sequence.seq_id for sequence in sorted(parked, key=lambda entry: entry.age)]
 
     def _may_park(self, sequence: Sequence) -> bool:
         """Whether the sequence is preemptible batch work without blocks."""
@@ -118,30 +122,30 @@ class ParkedBatch:
 
 
 class Handover:
-    """The sequences that this old leader hands over in the present configuration."""
+    """The sequences that this member, as an old leader, hands over in a configuration."""
 
     def __init__(self, context: MemberContext) -> None:
         self.pending: dict[str, str] = {}  # sequence → the leader that has yet to adopt it
-        self.old_stages: tuple[Stage, ...] = ()  # of the last configuration: they hold the KV
-        self.old_group = ""  # group id of the last configuration
+        self.old_stages: tuple[Stage, ...] = ()  # stages before the change: they hold the KV
+        self.old_group = ""  # group id before the change
         self.parked = ParkedBatch(context)  # batch sequences that are not handed over
         self._context = context
-        self._aborted: set[str] = set()  # of `pending`
+        self._aborted: set[str] = set()  # pending sequences that their clients have aborted
         self._moved: dict[str, str] = {}  # sequence → the leader that has adopted it
         self._assigned: dict[str, str] = {}  # sequence → its new leader, pending or adopted since
         self._freeing: dict[str, set[str]] = {}  # returned sequence → stages that still hold its KV
 
     @property
     def settled(self) -> bool:
-        """Whether every request has a leader and no returned request waits for its KV's release."""
+        """Whether no sequence is pending, and no returned sequence waits for release of its KV."""
         return not self.pending and not self._freeing
 
     def settled_except(self, leader: str) -> bool:
-        """As `settled`, apart from requests that wait for `leader` to adopt them."""
-        return not self._freeing and all(to == leader for to in self.pending.values())
+        """As `settled`, but sequences may wait for `leader` to adopt them."""
+        return not self._freeing and all(target == leader for target in self.pending.values())
 
     def begin(self) -> None:
-        """Start a change: the present configuration is the old configuration from now on."""
+        """Start a change: save the present stages and group as the old ones."""
         for entries in (self.pending, self._moved, self._assigned, self._freeing):
             entries.clear()
         configuration = self._context.configuration
@@ -149,36 +153,36 @@ class Handover:
         self.old_group = configuration.own.group_id if configuration is not None else ""
 
     def end_aborted(self) -> None:
-        """End sequences that were aborted while pending, and whose new leader was lost."""
+        """End aborted sequences whose adoption was never confirmed."""
         for seq_id in sorted(self._aborted & self._context.planner.sequences.keys()):
             self._end(seq_id)
         self._aborted.clear()
 
     def distribute(self, new: Configuration) -> None:
-        """Hand each sequence of this old leader to a new leader, balanced by blocks.
+        """Hand each sequence to a new leader, balanced by blocks; this worker may be one of them.
 
-        Frees no blocks: `Joined` has already reported this worker's use to its new leader.
+        Must not free blocks, because `Joined` has already reported the blocks in use here.
         """
         parked = self.parked.park(new)
         leaders = new.leaders_for({stage.worker_id for stage in self.old_stages})
         sequences = self._context.planner.sequences.values()
-        for sequence in [each for each in sequences if each.seq_id in parked]:
-            self._context.change(SequenceResumed(sequence.seq_id))  # waits without blocks
-        moving = [each for each in sequences if each.seq_id not in parked]
+        for sequence in [entry for entry in sequences if entry.seq_id in parked]:
+            self._context.apply(SequenceResumed(sequence.seq_id))  # waits without blocks
+        moving = [entry for entry in sequences if entry.seq_id not in parked]
         for sequence, leader in assign_to_leaders(moving, leaders):
             seq_id = sequence.seq_id
-            # Hold it until its KV is where it will run; without KV there is nothing to wait for.
+            # Hold it until its KV is complete at the new stages. Without KV it can run at once.
             if sequence.blocks:
-                self._context.change(SequenceHeld(seq_id))
+                self._context.apply(SequenceHeld(seq_id))
             else:
-                self._context.change(SequenceResumed(seq_id))
+                self._context.apply(SequenceResumed(seq_id))
             if leader != self._context.worker_id:
                 self.send(seq_id, leader)
 
     def send(self, seq_id: str, leader: str) -> None:
         """Hand a sequence to `leader`; it is held here until `leader` has adopted it."""
         context = self._context
-        context.change(SequenceHeld(seq_id))
+        context.apply(SequenceHeld(seq_id))
         state = context.planner.export(seq_id)
         self.pending[seq_id] = self._assigned[seq_id] = leader
         context.send(
@@ -197,54 +201,54 @@ class Handover:
         for seq_id in self.parked.take_due():
             self.send(seq_id, self._context.leader)
 
-    def lose(self, leader: str, gone: Container[str]) -> list[str]:
+    def lose(self, leader: str, unreachable: Container[str]) -> list[str]:
         """Take back the sequences of a lost new leader, and have the old stages free their KV.
 
-        Returns the sequences that it had not adopted, as far as is known here. They stay held until
-        every stage has freed their KV (`note_freed`). Sequences that were aborted meanwhile end.
-        `gone`: all members that nothing can be sent to.
+        Returns the sequences whose adoption it had not confirmed. They stay held until every stage
+        has freed their KV (`note_freed`); aborted sequences among them end. `unreachable`: all
+        members to which no frame can be sent.
         """
-        back = []
+        returned = []
         configuration = self._context.configuration
         assert configuration is not None
-        # The stages of the lost leader's own group keep the KV: the leader may be alive and only
-        # its connection to this worker lost.
+        # The stages of the lost leader's own group keep the KV: perhaps only the connection to this
+        # worker is lost, and the leader runs the sequences.
         theirs = [group.workers for group in configuration.groups if leader in group.workers]
         stages = {stage.worker_id for stage in self.old_stages}.difference(*theirs)
-        stages = {worker_id for worker_id in stages if worker_id not in gone}
-        for seq_id in [seq_id for seq_id, to in self._assigned.items() if to == leader]:
+        stages = {worker_id for worker_id in stages if worker_id not in unreachable}
+        for seq_id in [seq_id for seq_id, target in self._assigned.items() if target == leader]:
             del self._assigned[seq_id]
             if self.pending.pop(seq_id, None) is not None:
-                self._context.change(SequenceReset(seq_id))
+                self._context.apply(SequenceReset(seq_id))
                 self._freeing[seq_id] = set(stages)
-                back.append(seq_id)
+                returned.append(seq_id)
             for worker_id in sorted(stages):
                 self._context.send(worker_id, FreeKv(seq_id, whole_table=True))
-        for seq_id in back:
+        for seq_id in returned:
             if seq_id in self._aborted:
                 self._aborted.discard(seq_id)
                 self._end(seq_id)
-        return back
+        return returned
 
     def note_freed(self, worker_id: str, seq_id: str) -> bool:
-        """Note that a stage freed a request's KV; returns whether the request may now resume."""
-        left = self._freeing.get(seq_id)
-        if left is None:
+        """Record that a stage freed a sequence's KV; returns whether the sequence may resume."""
+        remaining = self._freeing.get(seq_id)
+        if remaining is None:
             return False
-        left.discard(worker_id)
-        if left:
+        remaining.discard(worker_id)
+        if remaining:
             return False
         del self._freeing[seq_id]
         return seq_id in self._context.planner.sequences and seq_id not in self.pending
 
     def forget_stage(self, worker_id: str) -> list[str]:
-        """Note that a stage is lost with its KV; returns the sequences that may now resume."""
+        """Record that a stage is lost with its KV; returns the sequences that may resume."""
         return [seq_id for seq_id in tuple(self._freeing) if self.note_freed(worker_id, seq_id)]
 
     def abort(self, seq_id: str) -> bool:
-        """Forward an abort to the request's new leader; False if this worker leads it."""
+        """Forward an abort to the sequence's new leader; False if no other worker leads it."""
         if seq_id in self.pending:
-            # `Adopt` is already sent, and the new leader must not get the abort before it.
+            # Forward the abort only after `Adopted`: it must reach the leader of the sequence.
             self._aborted.add(seq_id)
             return True
         leader = self._moved.pop(seq_id, None)
@@ -254,20 +258,20 @@ class Handover:
         return True
 
     def note_adopted(self, peer: str, frame: Adopted) -> None:
-        """Forget a sequence that its new leader has adopted, and redirect its readers."""
+        """Remove a sequence that `peer` has adopted, and redirect its readers to `peer`."""
         context, seq_id = self._context, frame.seq_id
         if self.pending.pop(seq_id, None) is None:
             return
-        context.change(SequenceForgotten(seq_id))
+        context.apply(SequenceForgotten(seq_id))
         if seq_id in self._aborted:
             self._aborted.discard(seq_id)
             context.send(peer, RequestDropped(seq_id))
             return
         self._moved[seq_id] = peer
         assert context.configuration is not None
-        group = next(each for each in context.configuration.groups if peer in each.workers)
+        group = next(entry for entry in context.configuration.groups if peer in entry.workers)
         context.commands.append(NoteMoved(seq_id, peer, group, frame.next_index))
 
     def _end(self, seq_id: str) -> None:
-        self._context.names.end(seq_id)
-        self._context.change(RequestAborted(self._context.now_s, seq_id))
+        self._context.answering.end(seq_id)
+        self._context.apply(RequestAborted(self._context.now_s, seq_id))

@@ -1,17 +1,20 @@
-"""The coordinated exchange of running requests' KV after a layer change (KunServe §4.2).
+"""The coordinated exchange of running sequences' KV after a layer change (KunServe §4.2).
 
-The leader of the group that a request belongs to *now* decides when its KV moves. A request is held
-until its KV is complete at every stage. The exchange could deadlock on memory: a drop gives a stage
-room for P / kv tokens, but the stage may have to take in the KV of a whole instance, while its own
-departing KV cannot leave before the other side has room. Four rules prevent that:
+A change of groups moves layers between workers, so the KV of a sequence must move to the stages
+(workers with their layers) that run it now. The leader of the sequence's *present* group decides
+when: a *move* is all transfers for a sequence. The sequence is held until its KV is complete at
+every stage. The exchange could deadlock on memory: dropping P bytes of parameters gives a stage
+room for P / (KV bytes per token) tokens, but the stage may have to receive the KV of a whole
+instance, while its own departing KV can leave only once the other side has room. Four rules prevent
+that:
 
-* A ledger: a move starts only once its blocks are reserved wherever they are lacking.
-* Moves alternate between the groups that the requests come from.
-* The highest blocks move first, because departing ranges can only shrink from their ends.
-* When nothing moves and nothing fits, the request with the least KV is recomputed.
+* A ledger of free blocks: a move starts only if its blocks fit at every stage that lacks them.
+* Moves alternate between the groups that the sequences come from.
+* The highest block ids move first, because memory of departing layers is freed only from its end.
+* If no move is in flight and none fits, the sequence with the least KV is recomputed.
 
-Hence some request always makes progress. The machine emits and takes the frames of the exchange
-(`frames.py`); the leader's planner and its own knowledge are behind the other events and commands.
+Hence some sequence always makes progress. `ExchangeState` is a pure state machine: it consumes and
+emits frames of `frames.py`; its other events and commands are exchanged with the leader's planner.
 """
 
 from collections import Counter, deque
@@ -29,26 +32,26 @@ from services.core.request import blocks_for
 
 
 def transfer_id_of(epoch: int, seq_id: str, transfer: Transfer) -> str:
-    """Unique: a request moves between two workers at most once in an epoch."""
+    """The id of a transfer; unique, as a sequence moves between two workers once per epoch."""
     return f"{epoch}/{seq_id}/{transfer.source}>{transfer.destination}"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The move of a request's KV to the stages that will run it."""
+    """The move of a sequence's KV to the stages that will run it."""
 
     seq_id: str
-    origin: str  # id of the group that the request comes from
-    blocks: int  # KV blocks of the request
+    origin: str  # id of the sequence's group before the change
+    blocks: int  # KV blocks of the sequence
     tokens: int  # computed tokens, whose KV is in the blocks
-    transfers: tuple[Transfer, ...]
-    lacking: frozenset[str]  # workers of its group that have no blocks for it yet
-    leaving: frozenset[str]  # workers that hold its blocks and are not in its group any more
-    highest_block: int  # largest block id at its sources
+    transfers: tuple[Transfer, ...]  # empty if no layer moves
+    lacking: frozenset[str]  # workers of its present group that have no blocks for it yet
+    leaving: frozenset[str]  # workers that hold its blocks but are not in its present group
+    highest_block: int  # highest block id at its sources
 
     @property
     def sizes(self) -> Counter[str]:
-        """The KV that each source sends, in layer blocks (a block's KV in one layer)."""
+        """The KV that each source sends, in layer blocks (the KV of a block in a single layer)."""
         sizes: Counter[str] = Counter()
         for transfer in self.transfers:
             sizes[transfer.source] += self.blocks * (transfer.end_layer - transfer.first_layer)
@@ -79,21 +82,21 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MoveAdded:
-    """A held request joined the group, or stayed in it while its layers moved."""
+    """A held sequence was adopted by this leader, or stayed with it while layers moved."""
 
     move: Move
 
 
 @dataclass(frozen=True, slots=True)
 class RequestGone:
-    """The request was aborted or preempted, which released its blocks in its group."""
+    """The sequence was aborted or preempted, which released its blocks in its present group."""
 
     seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """`worker_id`, now of another group, is lost with the KV that it has not sent."""
+    """`worker_id`, a worker of another group, is lost, with the KV that it has not sent."""
 
     worker_id: str
 
@@ -107,51 +110,55 @@ class RoomReported:
 
 ExchangeFrame = Reserved | KvEnded | KvFreed
 ExchangeEvent = MoveAdded | FrameReceived[ExchangeFrame] | RequestGone | SourceLost | RoomReported
-"""`KvFreed` must follow a `RoomReported` that includes its capacity."""
+"""Events of the exchange. A `RoomReported` that includes its blocks must precede a `KvFreed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """The request's KV is complete at every stage, so it may run."""
+    """The sequence's KV is complete at every stage, so it may run."""
 
     seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRequest:
-    """Preempt the request: its blocks in the group are freed and it is recomputed later."""
+    """Preempt the sequence: free its blocks in the group, and recompute it later."""
 
     seq_id: str
 
 
 ExchangeCommand = SendFrame[Reserve | SendKv | FreeKv] | ResumeRequest | RecomputeRequest
-"""Commands in order. The driver routes a `Reserve` along the stages and adds `released` to it."""
+"""Commands, executed in order. The caller sends a `Reserve` from stage to stage, with `released`
+added."""
 
 
 @dataclass(slots=True)
-class _Underway:
+class _ActiveMove:
+    """A started move: first all destinations reserve blocks, then all transfers run."""
+
     move: Move
-    unreserved: set[str]  # destinations that have yet to confirm their blocks
-    unfinished: dict[str, Transfer]  # by transfer id
+    unreserved: set[str]  # destinations that have yet to confirm their reservation
+    unfinished: dict[str, Transfer]  # transfers without a successful end, by transfer id
 
 
 @dataclass(slots=True)
 class ExchangeState:
-    """The moves of a configuration, keyed by request id."""
+    """The exchange at a leader in a configuration; moves are keyed by sequence id."""
 
     epoch: int  # of the configuration; part of transfer ids
-    block_size: int  # slots per block
-    window: MoveWindow = field(default_factory=MoveWindow)  # limits the moves in flight
-    waiting: dict[str, Move] = field(default_factory=dict)  # not started: no room, or no window
-    underway: dict[str, _Underway] = field(default_factory=dict)  # started
+    block_size: int  # tokens per block
+    window: MoveWindow = field(default_factory=MoveWindow)  # limits the KV in flight
+    waiting: dict[str, Move] = field(default_factory=dict)  # not started
+    underway: dict[str, _ActiveMove] = field(default_factory=dict)  # started, not complete
     _free: dict[str, int] = field(default_factory=dict)  # the ledger: free blocks by worker
-    _freeing: set[tuple[str, str]] = field(default_factory=set)  # request, worker: `FreeKv` is out
-    _lost: set[str] = field(default_factory=set)  # workers that can send no KV any more
-    _last_origin: str = ""  # group of the move that started last
+    # Sequence and worker of each `FreeKv` that awaits its `KvFreed`.
+    _freeing: set[tuple[str, str]] = field(default_factory=set)
+    _lost: set[str] = field(default_factory=set)  # workers that cannot send KV any more
+    _last_origin: str = ""  # origin of the move that started last
 
     @property
     def settled(self) -> bool:
-        """Whether every request's KV is where it runs and all source copies are freed."""
+        """Whether all moves are complete and all sources have freed their copies."""
         return not self.waiting and not self.underway and not self._freeing
 
     def handle(self, event: ExchangeEvent) -> list[ExchangeCommand]:
@@ -162,9 +169,9 @@ class ExchangeState:
                 self._add(move, commands)
             # A worker has reserved blocks, finished a transfer, or freed its copy.
             case FrameReceived(now_s=now_s, peer=peer, frame=Reserved() as frame):
-                self._reserved(now_s, peer, frame, commands)
+                self._note_reserved(now_s, peer, frame, commands)
             case FrameReceived(now_s=now_s, frame=KvEnded() as frame):
-                self._ended(now_s, frame, commands)
+                self._note_ended(now_s, frame, commands)
             case FrameReceived(peer=peer, frame=KvFreed() as frame):
                 self._freeing.discard((frame.seq_id, peer))
             case RequestGone(seq_id=seq_id):
@@ -173,7 +180,7 @@ class ExchangeState:
                 elif seq_id in self.waiting:
                     self._free_sources(self.waiting.pop(seq_id), commands)
             case SourceLost(worker_id=worker_id):
-                self._lose(worker_id, commands)
+                self._note_lost(worker_id, commands)
             case RoomReported(free_blocks=free_blocks):
                 self._free = dict(free_blocks)
         return commands
@@ -184,8 +191,8 @@ class ExchangeState:
         queues = self._queues()
         while (move := self._next_fitting(queues)) is not None:
             self._begin(move, now_s, commands)
-        # Deadlock: no move in flight will free blocks, so a waiting request must. Least KV
-        # means the cheapest recomputation.
+        # Deadlock: no move in flight will free blocks, so recompute a waiting sequence. The one
+        # with the fewest computed tokens costs least.
         if self.waiting and not self.underway and not self._freeing:
             victim = min(self.waiting.values(), key=lambda move: (move.tokens, move.seq_id))
             self._recompute(victim, commands)
@@ -211,8 +218,8 @@ class ExchangeState:
         else:
             self._complete(move, commands)
 
-    def _lose(self, worker_id: str, commands: list[ExchangeCommand]) -> None:
-        """Recompute the requests that still need KV of `worker_id`, and forget its `FreeKv`s."""
+    def _note_lost(self, worker_id: str, commands: list[ExchangeCommand]) -> None:
+        """Recompute sequences that still need KV of `worker_id`; expect no `KvFreed` from it."""
         self._lost.add(worker_id)
         self._freeing = {entry for entry in self._freeing if entry[1] != worker_id}
         unfinished = {seq_id: move.transfers for seq_id, move in self.waiting.items()}
@@ -226,7 +233,7 @@ class ExchangeState:
                 self._recompute(move, commands)
 
     def _queues(self) -> dict[str, deque[Move]]:
-        """The waiting moves by origin, in starting order: highest block first."""
+        """The waiting moves by origin, highest block first."""
         queues: dict[str, deque[Move]] = {}
         by_block = sorted(
             self.waiting.values(),
@@ -238,11 +245,12 @@ class ExchangeState:
         return queues
 
     def _next_fitting(self, queues: dict[str, deque[Move]]) -> Move | None:
-        """Pop the move that starts next, or None.
+        """Pop the move that starts next from `queues`; None if no move can start.
 
-        Prefers another origin than the last move's, so that both sides of an exchange free blocks.
+        Prefers a different origin from the last move's, so that both sides of an exchange free
+        blocks.
         """
-        # Moves that do not fit are dropped from the queues: starting moves only shrinks the room.
+        # Skip moves that do not fit: within this call of `start`, room can only shrink.
         for queue in queues.values():
             while queue and not (self._fits(queue[0]) and self.window.has_room(queue[0].sizes)):
                 queue.popleft()
@@ -263,20 +271,21 @@ class ExchangeState:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
 
     def _begin(self, move: Move, now_s: float, commands: list[ExchangeCommand]) -> None:
+        """Start a move: have every destination reserve blocks and accept the transfers."""
         del self.waiting[move.seq_id]
-        self.window.begin(move.seq_id, move.sizes, now_s)
+        self.window.note_started(move.seq_id, move.sizes, now_s)
         self._last_origin = move.origin
-        seq_id, destinations = move.seq_id, {to.destination for to in move.transfers}
-        transfers = {transfer_id_of(self.epoch, seq_id, to): to for to in move.transfers}
-        self.underway[seq_id] = _Underway(move, destinations, transfers)
+        seq_id, destinations = move.seq_id, {transfer.destination for transfer in move.transfers}
+        transfers = {transfer_id_of(self.epoch, seq_id, entry): entry for entry in move.transfers}
+        self.underway[seq_id] = _ActiveMove(move, destinations, transfers)
         for worker_id in sorted(destinations):
             if worker_id in move.lacking:
                 self._free[worker_id] -= move.blocks
-            ids = tuple(key for key, to in transfers.items() if to.destination == worker_id)
+            ids = tuple(key for key, entry in transfers.items() if entry.destination == worker_id)
             frame = Reserve(worker_id, seq_id, move.blocks, ids)
             commands.append(SendFrame(worker_id, frame))
 
-    def _reserved(
+    def _note_reserved(
         self, now_s: float, peer: str, frame: Reserved, commands: list[ExchangeCommand]
     ) -> None:
         entry = self.underway.get(frame.seq_id)
@@ -285,31 +294,31 @@ class ExchangeState:
         entry.unreserved.remove(peer)
         if entry.unreserved:
             return
-        # Send only after every destination has reserved: KV without blocks would be refused.
-        self.window.reserve(frame.seq_id, now_s)
+        # Send only after every destination has reserved: it refuses KV without reserved blocks.
+        self.window.note_reserved(frame.seq_id, now_s)
         blocks = blocks_for(entry.move.tokens, self.block_size)
         for transfer_id, transfer in entry.unfinished.items():
             send = SendKv(frame.seq_id, transfer_id, transfer, blocks)
             commands.append(SendFrame(transfer.source, send))
 
-    def _ended(self, now_s: float, frame: KvEnded, commands: list[ExchangeCommand]) -> None:
+    def _note_ended(self, now_s: float, frame: KvEnded, commands: list[ExchangeCommand]) -> None:
         entry = self.underway.get(frame.seq_id)
         if entry is None or frame.transfer_id not in entry.unfinished:
             return
-        # A failed transfer loses the KV of its layers, and with that the whole request's.
+        # Without the KV of the failed transfer's layers, the sequence cannot run.
         if not frame.intact:
             self._recompute(self._abandon(frame.seq_id), commands)
             return
         del entry.unfinished[frame.transfer_id]
         if not entry.unfinished:
             move = self.underway.pop(frame.seq_id).move
-            self.window.arrive(frame.seq_id, move.sizes, now_s)
+            self.window.note_arrived(frame.seq_id, move.sizes, now_s)
             self._complete(move, commands)
 
     def _abandon(self, seq_id: str) -> Move:
-        """Abandon an in-flight move."""
+        """Remove a started move from the state; later frames about it are ignored."""
         move = self.underway.pop(seq_id).move
-        self.window.end(seq_id, move.sizes)
+        self.window.note_abandoned(seq_id, move.sizes)
         return move
 
     def _complete(self, move: Move, commands: list[ExchangeCommand]) -> None:
@@ -322,7 +331,7 @@ class ExchangeState:
         self._free_sources(move, commands)
 
     def _free_sources(self, move: Move, commands: list[ExchangeCommand]) -> None:
-        """Have the sources free their copies; lost workers need not."""
+        """Send `FreeKv` to all workers with a source copy, apart from lost workers."""
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):
             self._freeing.add((move.seq_id, worker_id))

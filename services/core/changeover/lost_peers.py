@@ -1,8 +1,8 @@
-"""Failure handling: lost peers, and groups that continue without this member.
+"""A member's handling of lost peers, and of a group that continues without this member.
 
-Two kinds of peers matter: members of this member's group, whose loss stalls the pipeline until the
-next change (`Isolation`), and workers of the newest change in other groups, which owe it KV or
-answers (`LostPeers`).
+There are two kinds of peers: members of the same group, whose loss stalls the pipeline until the
+next change (`Isolation`), and workers of other groups of the newest change, from which this member
+awaits KV or answers (`LostPeers`). A peer is lost once its connections are; it may be alive.
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,26 @@ from services.core.changeover.vocabulary import PeersLost
 from services.core.planner.configuration_events import GroupDivided, SequenceResumed
 
 REMOVED_WAIT_S = 2.0
-"""Wait after a `MemberRemoved`: the group record that its sender followed may be late here."""
+"""Wait after a `MemberRemoved`: the group record with the new configuration may arrive later."""
 UNFINISHED_WAIT_S = 0.3
-"""Wait after losing a member during a change. The remaining members' frames arrive within it; those
-of the lost member never arrive, so a change that has not settled by then will not settle."""
+"""Wait after the loss of a member during a change. Frames that the other members have sent arrive
+within this time, so a change that has not settled by then waits for the lost member, in vain."""
 ALONE_WAIT_S = 15.0
-"""Wait after losing a member: longer than a lease takes to expire plus a change-over."""
+"""Wait after the loss of a member: longer than the expiry of a lease plus a change-over, so that a
+repair of the group would have arrived here."""
 
 
 @dataclass(slots=True)
 class Isolation:
     """Detects that this member is isolated: its group continues without it.
 
-    A worker that is partitioned from the group records does not see that its group was replaced.
-    Former members send `MemberRemoved` as they leave; if it is partitioned from them as well, it
-    loses their connections. Its requests continue elsewhere, so it must abort them, but only after
-    the records had time to arrive.
+    A worker that cannot read the group records does not learn that its group was replaced. Its
+    former members send it `MemberRemoved`; if they cannot reach it either, it loses their
+    connections. Its requests are retried elsewhere, so it must abort them, but only after the
+    records had time to arrive.
     """
 
-    expired: bool = False  # the wait is over: this configuration has ended here
+    expired: bool = False  # isolated: the wait is over without a new configuration
     _removed_s: float | None = None  # time of the first `MemberRemoved`
     _lost_s: float | None = None  # time of the first loss of a member of the group
 
@@ -54,27 +55,27 @@ class Isolation:
         return not self.expired and (self._removed_s is not None or self._lost_s is not None)
 
     def note_removed(self, now_s: float) -> None:
-        """Note that a member of this group has entered a configuration without this member."""
+        """Record that a member of this group has switched to one without this member."""
         if self._removed_s is None:
             self._removed_s = now_s
 
     def note_lost(self, now_s: float) -> None:
-        """Note the loss of a member of this group."""
+        """Record the loss of a member of this group."""
         if self._lost_s is None:
             self._lost_s = now_s
 
     def expire(self, now_s: float) -> bool:
-        """Whether the timeout expires now; True once."""
+        """Set `expired` if a timeout is over; returns True only for the call that sets it."""
         if not self.waiting:
             return False
-        farewell = self._removed_s is not None and now_s - self._removed_s > REMOVED_WAIT_S
-        alone = self._lost_s is not None and now_s - self._lost_s > ALONE_WAIT_S
-        self.expired = farewell or alone
+        is_removed = self._removed_s is not None and now_s - self._removed_s > REMOVED_WAIT_S
+        is_alone = self._lost_s is not None and now_s - self._lost_s > ALONE_WAIT_S
+        self.expired = is_removed or is_alone
         return self.expired
 
 
 class LostPeers:
-    """Lost peers of a configuration."""
+    """The lost peers of a member in a configuration; stops all waiting for them."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class LostPeers:
     def enter(self) -> None:
         """Reset at the start of a configuration."""
         self.isolation = Isolation()
-        # Workers of other groups that were lost or abandoned the epoch: nothing is expected of them
+        # Workers of other groups that were lost or abandoned the epoch: this member awaits no
+        # frame or KV of theirs.
         self.unreachable: frozenset[str] = frozenset()
         self.lost_workers: frozenset[str] = frozenset()  # of this change, as reported
 
@@ -109,19 +111,20 @@ class LostPeers:
     def give_up_lost(self) -> None:
         """Stop waiting for lost workers of other groups.
 
-        Deferred while stages join: frames that these workers sent before are deferred, too.
+        Does nothing while this leader waits for its stages to join: frames that these workers sent
+        before are still deferred. `Changeover` calls it again after that.
         """
         configuration = self._context.configuration
         if configuration is None or self._adoption.waiting:
             return
-        back = [
+        returned = [
             seq_id
             for worker_id in sorted(
                 self.lost_workers - configuration.own.workers - self.unreachable
             )
             for seq_id in self._give_up(worker_id)
         ]
-        self._note_division(frozenset(back), configuration)
+        self._note_division(frozenset(returned), configuration)
 
     def note_epoch_abandoned(self, peer: str) -> None:
         """Stop waiting for a worker that abandoned this epoch."""
@@ -130,45 +133,45 @@ class LostPeers:
             self._note_division(frozenset(self._give_up(peer)), configuration)
 
     def note_removed(self, peer: str) -> None:
-        """Note that a member of this group continues without this worker."""
+        """Record that `peer` continues without this worker, if it is in the same group."""
         configuration = self._context.configuration
         if configuration is not None and peer in configuration.own.workers:
             self.isolation.note_removed(self._context.now_s)
 
-    def go_on(self, seq_id: str) -> None:
-        """Resume a returned request here, or hand it to the present leader."""
+    def resume_or_hand_over(self, seq_id: str) -> None:
+        """Resume a returned sequence here, or hand it to the present leader."""
         if self._context.leads:
-            self._context.change(SequenceResumed(seq_id))
+            self._context.apply(SequenceResumed(seq_id))
         else:
             self._handover.send(seq_id, self._context.leader)
 
-    def _note_division(self, back: frozenset[str], configuration: Configuration) -> None:
-        """Note in the planner that other leaders may recompute some of the returned requests.
+    def _note_division(self, returned: frozenset[str], configuration: Configuration) -> None:
+        """Notify the planner that gateways may retry the `returned` sequences elsewhere.
 
-        Their gateways retry them at any leader of the former group.
+        A gateway may retry at any leader of the former group, so these leaders share the load.
         """
-        if not (back and self._context.leads):
+        if not (returned and self._context.leads):
             return
         leaders = configuration.leaders_for(
             {stage.worker_id for stage in self._handover.old_stages}
         )
         others = leaders - {self._context.worker_id}
-        # If all of several others are lost, probably this worker is partitioned: count them as
+        # If two or more others are all lost, this worker is probably partitioned: count them as
         # alive.
         living = others - self.lost_workers or (others if len(others) > 1 else frozenset())
-        self._context.change(GroupDivided(1 + len(living), back))
+        self._context.apply(GroupDivided(1 + len(living), returned))
 
     def _give_up(self, worker_id: str) -> list[str]:
         """Stop waiting for a lost worker of another group of this change.
 
-        KV that it owes is recomputed. Returns the sequences that it had not adopted, which return
-        to this member.
+        Sequences that await its KV are recomputed. Returns the sequences whose adoption it had not
+        confirmed, which return to this member.
         """
         self.unreachable |= {worker_id}
-        back = self._handover.lose(worker_id, self.unreachable)
+        returned = self._handover.lose(worker_id, self.unreachable)
         for seq_id in self._handover.forget_stage(worker_id):
-            self.go_on(seq_id)
+            self.resume_or_hand_over(seq_id)
         self._adoption.note_all_adopted(worker_id)
         self._moves.lose(worker_id)
         self._orphaned_kv.release(self.unreachable)
-        return back
+        return returned

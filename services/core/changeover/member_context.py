@@ -1,4 +1,4 @@
-"""The state that all parts of a member's change-over share."""
+"""The state that all parts of the change-over state machine of a member share (`Changeover`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,26 +15,26 @@ from services.core.planner.state import PlannerState
 
 @dataclass(slots=True)
 class MemberContext:
-    """A group member: its identity, planner, configuration and pending commands."""
+    """A group member: its identity, planner, configuration and the commands of an event."""
 
     worker_id: str
     num_layers: int  # of the model
-    tied_embeddings: bool  # the first and the last stage share a slab
+    tied_embeddings: bool  # the first and the last stage both need the embedding
     planner: PlannerState  # plans while this worker leads; its block table is used at every stage
-    names: AnsweringSequences  # which sequence answers a request here
-    configuration: Configuration | None = None  # None before the first: the worker serves alone
+    answering: AnsweringSequences  # which sequence answers a request here
+    configuration: Configuration | None = None  # None before the first: no other worker is involved
     now_s: float = 0.0  # time of the newest event with a time
     commands: list[Command] = field(default_factory=list)  # for the driver, in order
-    announced_blocks: int | None = None  # a lower limit that was announced and not yet confirmed
+    announced_blocks: int | None = None  # a reduced capacity that the leader has yet to confirm
 
     @property
     def table(self) -> StageTable:
-        """The blocks of this worker, by sequence."""
+        """The block table of this worker's stage."""
         return self.planner.table
 
     @property
     def capacity(self) -> int:
-        """The blocks that the leader may use: less the ones that a preparation will remove."""
+        """The blocks that the leader may use, without those that a preparation will remove."""
         usable = self.table.pool.usable
         return usable if self.announced_blocks is None else min(usable, self.announced_blocks)
 
@@ -60,28 +60,28 @@ class MemberContext:
         self.commands.append(SendFrame(peer, frame))
 
     def send_along(self, frame: MemberFrame) -> None:
-        """Send a frame to the next stage, if any, in order with the microbatches."""
+        """Send a frame to the next stage, in order with microbatches; the last stage has none."""
         configuration = self.configuration
         if configuration is not None and not configuration.is_last:
             self.send(configuration.next_worker, frame)
 
-    def change(self, event: Event) -> None:
-        """Apply an event to the planner, and queue its commands.
+    def apply(self, event: Event) -> None:
+        """Apply an event to the planner, and queue the planner's commands.
 
-        Commands for clients are dropped if another sequence answers the request by now.
+        Discards commands to clients if another sequence answers the request by now.
         """
         for command in self.planner.handle(event):
             if isinstance(command, BlocksFreed):
                 raise AssertionError("ids of released requests would be lost")
-            if self.names.keeps(command):
+            if self.answering.keeps(command):
                 self.commands.append(command)
 
     def take_freed(self, event: Event) -> tuple[str, ...]:
-        """Apply an event to the planner; returns the requests whose blocks it has freed."""
+        """Apply an event to the planner that frees blocks; returns the sequences' ids."""
         (freed,) = self.planner.handle(event)
         assert isinstance(freed, BlocksFreed)
         return freed.seq_ids
 
     def highest_block(self, seq_ids: Iterable[str]) -> int:
-        """The highest block id of these requests here; -1 without blocks."""
+        """The highest block id of these sequences here; -1 without blocks."""
         return self.table.highest_block(seq_ids)

@@ -1,9 +1,10 @@
-"""Releases orphaned KV after a change: KV that no leader will fetch any more.
+"""Releases orphaned KV at a member after a change of groups: KV that no leader will fetch any more.
 
-KV of the last configuration is *unclaimed* until a leader claims its request. A member cannot know
-by itself whether another group is about to fetch it. So every leader announces when all its moves
-are finished (`AllMoved`); KV that is still unclaimed after that has no leader. Without this
-protocol, KV whose leader died would occupy its blocks for ever.
+KV of the last configuration is *unclaimed* until a frame of this group's leader shows that it leads
+the sequence, or another leader frees it. A member cannot know whether the leader of another group
+is about to fetch that KV. So every leader announces when all its moves of KV are finished
+(`AllMoved`). KV that is unclaimed after the announcements of all leaders has no leader. Without
+this protocol, KV whose leader died would occupy its blocks for ever.
 """
 
 from collections.abc import Set
@@ -14,17 +15,17 @@ from services.core.changeover.stage_kv import StageKv
 
 
 class OrphanedKv:
-    """A member's part: a leader announces its own finish, every member collects them all."""
+    """A member's part: every member collects the announcements, and a leader sends its own."""
 
     def __init__(self, context: MemberContext, kv: StageKv) -> None:
         self._context = context
         self._kv = kv
-        self._finished_leaders: set[str] = set()  # those whose moves of this change are finished
+        self._finished_leaders: set[str] = set()  # leaders that have announced `AllMoved`
         self._announcement_due = False  # this leader has yet to announce that it is finished
 
     @property
     def settled(self) -> bool:
-        """Whether this member owes no announcement and holds no unclaimed KV."""
+        """Whether this member has sent its announcement, if any, and holds no unclaimed KV."""
         return not self._announcement_due and not self._kv.has_unclaimed
 
     @property
@@ -40,7 +41,7 @@ class OrphanedKv:
     def announce(self, lost: Set[str]) -> None:
         """Announce, once per configuration, that this leader's moves are finished.
 
-        `lost`: workers to which nothing is sent.
+        `lost`: workers to which no frame is sent.
         """
         context, configuration = self._context, self._context.configuration
         if configuration is None or not self._announcement_due:
@@ -48,13 +49,14 @@ class OrphanedKv:
         self._announcement_due = False
         for peer in sorted(configuration.members - configuration.own.workers - lost):
             context.send(peer, AllMoved(context.worker_id))
-        # Stages release what is not in `kept`: it includes sequences whose release is on its way.
+        # Stages free the KV of sequences that are not in `kept`. It includes released sequences,
+        # whose ids reach the stages with a later frame.
         table = context.planner.sequence_table
         context.send_along(AllMoved(context.worker_id, (*table.sequences, *table.released)))
         self._note_finished(context.worker_id, lost)
 
     def note_all_moved(self, frame: AllMoved, lost: Set[str]) -> None:
-        """Record that a leader's moves are finished."""
+        """Record a leader's announcement; forward it if it is the leader of this group."""
         context = self._context
         if frame.leader == context.leader:
             self._kv.claim(frame.kept)
@@ -62,13 +64,13 @@ class OrphanedKv:
         self._note_finished(frame.leader, lost)
 
     def release(self, lost: Set[str]) -> None:
-        """Release unclaimed KV once every leader of the change is finished or lost."""
+        """Free unclaimed KV if every leader of the change is finished or lost."""
         context, configuration = self._context, self._context.configuration
         if configuration is None or not configuration.leaders <= self._finished_leaders | lost:
             return
         released = self._kv.release_unclaimed()
         if released and not context.leads:
-            # The leader's ledger counts these blocks as used since `Joined`.
+            # `Joined` reported these blocks as used, so the leader's ledger must be corrected.
             context.send(context.leader, ForeignBlocksFreed(released))
 
     def _note_finished(self, leader: str, lost: Set[str]) -> None:

@@ -1,9 +1,13 @@
-"""Prepares a member for groups that may be committed, while it continues to serve.
+"""Prepares a member for a change of groups that may be committed, while it continues to serve.
 
-A merge only requires connections. A member that will run layers which it has dropped makes room
-for them and restores them first (KunServe §4.4): the group's capacity is lowered, blocks move below
-the limit, KV tails are unmapped; parameters are fetched from a member that holds them, else loaded
-from the model folder, and are verified before they may run.
+A merge only requires connections between the members. A member that will run layers that it has
+dropped first makes room for them and restores them (KunServe §4.4): it lowers the group's block
+capacity, moves used blocks below the new limit, unmaps the memory above it, and fetches the
+parameters from a member that holds them, or else from the model folder, and verifies them.
+
+Terms: an *attempt* is a change that the coordinator tries; it ends with a commit or an abort. A
+*slab* is the parameters of a layer, the embedding or the head. *Returning* layers are layers that
+this member will run again.
 """
 
 from collections import Counter
@@ -40,42 +44,44 @@ from services.core.planner.configuration_events import (
     PoolShrunk,
 )
 
-MOVES_PER_TURN = 64  # block copies, so that a turn stays short
-FAILURES_MAX = 3  # failed slabs of a holder per attempt
+MOVES_PER_TURN = 64  # limit of block copies, so that a turn stays short
+FAILURES_MAX = 3  # failed slabs per member and attempt; then slabs come from the model folder
 BUSY = "another change is being prepared here; try again"
 UNFINISHED = "the last change cannot be finished: the connection to a member is lost"
 NO_ROOM = "the parameters of the returning layers leave no room for KV"
 
 
 class PreparationStep(Enum):
-    """What an attempt waits for; the steps run in this order."""
+    """The condition that an attempt waits for; the steps follow each other in this order."""
 
-    LAST_CHANGE = auto()  # the last change has not settled yet
-    CONNECTIONS = auto()  # both lanes to every other member
-    MEASUREMENT = auto()  # missing parameters, and remaining room for KV
-    CAPACITY = auto()  # at most `limit` blocks in use
-    RELOCATION = auto()  # used blocks move below `limit`
-    MEMORY = auto()  # KV tails are unmapped
-    PARAMETERS = auto()  # slabs are fetched and verified
-    KV = auto()  # KV of the returning layers is mapped
-    COMMIT = auto()  # ready: the coordinator commits or aborts
+    LAST_CHANGE = auto()  # the last change settles here
+    CONNECTIONS = auto()  # both lanes to every other member are connected
+    MEASUREMENT = auto()  # missing parameters and remaining room for KV are known
+    CAPACITY = auto()  # at most `limit` blocks are in use
+    RELOCATION = auto()  # all used block ids are below `limit`
+    MEMORY = auto()  # the memory of block ids from `limit` on is unmapped
+    PARAMETERS = auto()  # all missing slabs are fetched and verified
+    KV = auto()  # the returning layers have memory for KV
+    COMMIT = auto()  # the member is ready, and the coordinator commits or aborts
 
 
 @dataclass(slots=True)
 class _Attempt:
-    attempt: str
-    new: Configuration
+    """The progress of an attempt at this member."""
+
+    attempt: str  # its id
+    new: Configuration  # takes effect if the attempt is committed
     step: PreparationStep = PreparationStep.LAST_CHANGE
-    limit: int = 0  # blocks that remain beside the restored parameters
-    restoring: bool = False  # the memory may have changed: an abort must undo it
+    limit: int = 0  # KV blocks that fit into memory beside the restored parameters
+    restoring: bool = False  # capacity or memory may have changed: an abort must undo that
     missing: list[str] = field(default_factory=list)  # slabs to restore, in order
-    returning: tuple[int, ...] = ()  # layers to restore
-    from_folder: bool = False  # the present slab comes from the model folder
-    failures: Counter[str] = field(default_factory=Counter)  # by holder
+    returning: tuple[int, ...] = ()  # layers that need memory for KV again
+    from_folder: bool = False  # the slab in progress is loaded from the model folder
+    failures: Counter[str] = field(default_factory=Counter)  # failed slabs, by sending member
 
 
 class Preparation:
-    """The preparation of a member: attempts run singly, after the last change has settled."""
+    """The preparation of a member: a single attempt at a time, after the last change settled."""
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
@@ -84,7 +90,7 @@ class Preparation:
 
     @property
     def expected(self) -> bool:
-        """Whether a change is being prepared, or is ready and may be committed."""
+        """Whether an attempt is queued, being prepared, or ready and may be committed."""
         return self._queued is not None or self._current is not None
 
     @property
@@ -93,17 +99,17 @@ class Preparation:
         waits = self._current is not None and self._current.step is not PreparationStep.COMMIT
         return self._queued is not None or waits
 
-    def ask(self, asked: PreparationAsked, draining: bool) -> None:
+    def queue(self, request: PreparationAsked, draining: bool) -> None:
         """Queue an attempt, or refuse it while another attempt is in progress.
 
-        While a committed change is `draining`, the current attempt is about to end, so that it
-        blocks no other.
+        `draining`: this member is about to switch to a committed change, which ends the current
+        attempt, so another attempt may be queued.
         """
         if self._queued is not None or (self._current is not None and not draining):
-            self._context.commands.append(EndPreparation(asked.attempt, BUSY))
+            self._context.commands.append(EndPreparation(request.attempt, BUSY))
         else:
-            new = Configuration.of(self._context.worker_id, asked.groups)
-            self._queued = _Attempt(asked.attempt, new)
+            new = Configuration.of(self._context.worker_id, request.groups)
+            self._queued = _Attempt(request.attempt, new)
 
     def advance(self, settled: bool) -> None:
         """Advance the attempt by a turn; `settled`: the last change has settled here."""
@@ -115,17 +121,17 @@ class Preparation:
             self._advance(self._current)
 
     def abort(self, attempt: str) -> None:
-        """Abort an attempt that will never be committed; others are ignored."""
+        """Abort an attempt that will never be committed; unknown attempts are ignored."""
         if self._queued is not None and self._queued.attempt == attempt:
             self._queued = None
         if self._current is not None and self._current.attempt == attempt:
             self._undo()
 
     def drop_queued(self) -> None:
-        """Drop the queued attempt, since its base configuration is outdated by a commit.
+        """Remove the queued attempt, because a commit has replaced the groups that it would change.
 
-        The epochs do not show this: an attempt's epoch is above those of all groups that it would
-        change, a committed epoch only above that of this worker's own group.
+        A comparison of epochs would not show this: an attempt's epoch exceeds those of all groups
+        that it would change, but a committed epoch need only exceed that of this worker's group.
         """
         self._queued = None
 
@@ -136,9 +142,9 @@ class Preparation:
             self._queued = None
 
     def ready_before(self, new: Configuration) -> Configuration | None:
-        """The ready configuration that is older than `new`; None if there is none.
+        """The prepared configuration with a lower epoch than `new`; None if there is none.
 
-        It may have been committed without this member noticing.
+        It may have been committed although this member never saw its record.
         """
         current = self._current
         if (
@@ -150,11 +156,11 @@ class Preparation:
         return current.new
 
     def end(self, new: Configuration) -> None:
-        """End the attempt as `new` takes effect: keep its result if it fits, else undo it."""
+        """End the attempt as `new` takes effect; undo it unless it prepared this stage."""
         current = self._current
         if current is not None:
-            # The layers decide, not the attempt: `new` may be a later change with the same stage
-            # for this worker, after a member of the prepared groups was lost.
+            # Compare layers, not attempts: `new` may be a later change that gives this worker the
+            # same stage, after a member of the prepared groups was lost.
             ready = current.step is PreparationStep.COMMIT and current.new.stage == new.stage
             if not ready:
                 self._undo()
@@ -163,8 +169,8 @@ class Preparation:
     # --- answers
 
     def note_connected(self, event: MembersConnected) -> None:
-        """Continue once all members are connected; refuse if a member is unreachable."""
-        current = self._at(PreparationStep.CONNECTIONS, event.attempt)
+        """Continue if all members are connected; refuse if a member is unreachable."""
+        current = self._current_at(PreparationStep.CONNECTIONS, event.attempt)
         if current is None:
             return
         if event.unreachable:
@@ -175,7 +181,7 @@ class Preparation:
         self._context.commands.append(MeasureRestore(stage.first_layer, stage.end_layer))
 
     def note_measured(self, event: RestoreMeasured) -> None:
-        """Continue with the missing slabs, and the blocks that remain beside them."""
+        """Lower the capacity to the blocks that remain beside the missing slabs."""
         current = self._current
         if current is None or current.step is not PreparationStep.MEASUREMENT:
             return
@@ -188,36 +194,36 @@ class Preparation:
             return
         current.limit, current.missing = event.blocks, list(event.missing)
         current.returning, current.step = event.returning, PreparationStep.CAPACITY
-        # Lower the capacity before anything else, so that new requests do not take the blocks whose
-        # memory the parameters need. The leader of the group enforces the limit.
+        # Lower the capacity first, so that new requests do not take the blocks whose memory the
+        # parameters need. The leader of the group enforces the limit.
         pool = self._context.table.pool
         if current.limit >= pool.num_blocks:
             self._shrink(current)
         elif self._context.leads:
-            self._context.change(PoolLimited(current.limit))
+            self._context.apply(PoolLimited(current.limit))
             self._advance(current)
         else:
             self._context.announced_blocks = current.limit
             self._context.send(self._context.leader, Capacity(current.limit, current.attempt))
 
-    def note_kept(self, attempt: str) -> None:
-        """Continue once the leader keeps the use of this stage within the limit."""
-        current = self._at(PreparationStep.CAPACITY, attempt)
+    def note_capacity_kept(self, attempt: str) -> None:
+        """Continue: the leader keeps the block use of this stage within the limit."""
+        current = self._current_at(PreparationStep.CAPACITY, attempt)
         if current is not None:
-            self._context.change(PoolLimited(current.limit))
+            self._context.apply(PoolLimited(current.limit))
             self._context.announced_blocks = None
             current.step = PreparationStep.RELOCATION
 
     def note_shrunk(self, event: KvShrunk) -> None:
-        """Continue once there is memory for the parameters."""
-        current = self._at(PreparationStep.MEMORY, event.attempt)
+        """Continue: there is memory for the parameters."""
+        current = self._current_at(PreparationStep.MEMORY, event.attempt)
         if current is not None:
             current.step = PreparationStep.PARAMETERS
             self._restore_next(current)
 
     def note_verified(self, event: SlabVerified) -> None:
-        """Continue with the next slab; after a failure, load this slab from the model folder."""
-        current = self._at(PreparationStep.PARAMETERS, event.attempt)
+        """Continue with the next slab, or load a slab that failed from the model folder."""
+        current = self._current_at(PreparationStep.PARAMETERS, event.attempt)
         if current is None or not current.missing or current.missing[0] != event.slab:
             return
         if event.intact:
@@ -240,13 +246,14 @@ class Preparation:
 
     def note_undone(self, event: RestoreUndone) -> None:
         """Restore the capacity: the memory is as it was before the preparation."""
-        self._context.change(PoolGrown(event.blocks))
+        self._context.apply(PoolGrown(event.blocks))
         if not self._context.leads:
             self._context.send(self._context.leader, Capacity(event.blocks))
 
     # --- steps
 
-    def _at(self, step: PreparationStep, attempt: str) -> _Attempt | None:
+    def _current_at(self, step: PreparationStep, attempt: str) -> _Attempt | None:
+        """The current attempt if it has this id and waits at `step`, else None."""
         current = self._current
         return (
             current
@@ -257,17 +264,17 @@ class Preparation:
     def _advance(self, current: _Attempt) -> None:
         table = self._context.table
         if current.step is PreparationStep.CAPACITY and self._context.leads:
-            # Preempt batch work first: online work alone may take long to fall below the limit.
-            self._context.change(BatchYielded(0, current.limit))
+            # Preempt batch work: otherwise block use might not fall to the limit for a long time.
+            self._context.apply(BatchYielded(0, current.limit))
             if table.pool.taken_count > current.limit:
                 return
             current.step = PreparationStep.RELOCATION
         if current.step is PreparationStep.RELOCATION:
-            # Memory can only be unmapped from the end, so used blocks move to lower ids.
+            # Memory can only be unmapped from its end, so used blocks move to lower ids.
             if self._context.highest_block(table.seq_ids) >= current.limit:
-                self._context.change(BlocksRelocated(current.limit, MOVES_PER_TURN))
+                self._context.apply(BlocksRelocated(current.limit, MOVES_PER_TURN))
                 return
-            self._context.change(PoolShrunk(current.limit))
+            self._context.apply(PoolShrunk(current.limit))
             self._shrink(current)
 
     def _shrink(self, current: _Attempt) -> None:
@@ -286,9 +293,10 @@ class Preparation:
         self._context.commands.append(RestoreSlab(current.attempt, slab, holder))
 
     def _holder(self, slab: str, current: _Attempt) -> str:
-        """A member of the present group that runs the slab and will stay connected; "" if none.
+        """The member of the present group to fetch the slab from; "" to use the model folder.
 
-        Skips members that failed to send `FAILURES_MAX` slabs in this attempt.
+        The member runs the slab, is part of the change, and has failed to send fewer than
+        `FAILURES_MAX` slabs in this attempt.
         """
         context = self._context
         for stage in context.stages:
@@ -322,6 +330,7 @@ class Preparation:
         self._context.announced_blocks = None
         self._context.commands.append(NoteAborted(current.attempt))
         if current.restoring:
-            # A member that cannot serve until it has its layers needs no memory for KV.
+            # A member without all layers cannot serve, so it needs no memory for KV, and may keep
+            # the slabs for the next attempt.
             keep_verified = not serves(self._context.stages, self._context.num_layers)
             self._context.commands.append(UndoRestore(current.attempt, keep_verified))

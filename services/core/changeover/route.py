@@ -1,4 +1,4 @@
-"""KV transfers between workers that a change of layer ranges requires."""
+"""Computes the KV transfers between workers that a change of layer ranges requires."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.core.groups.layer_map import Stage
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One request's KV of layers `first_layer .. end_layer - 1`, from worker to worker."""
+    """Transfer of a sequence's KV of layers `first_layer` to `end_layer` - 1 between workers."""
 
     source: str
     destination: str
@@ -17,7 +17,7 @@ class Transfer:
 
 
 def transfers_between(old: Sequence[Stage], new: Sequence[Stage]) -> tuple[Transfer, ...]:
-    """The transfers for a request whose KV is at `old` stages and which `new` stages will run."""
+    """The transfers for a sequence with KV at `old` stages that will run at `new` stages."""
     return tuple(
         Transfer(
             source.worker_id,

@@ -1,8 +1,10 @@
-"""A member's KV during an exchange: incoming and outgoing transfers, and departing KV.
+"""A member's own KV during an exchange: incoming and outgoing transfers, and departing KV.
 
-A member serves the leaders of the requests, which may lead other groups by now. KV of layers that
-left the stage is *departing* until its leader frees it. KV of a request that this group's leader
-has not mentioned since the last change is *unclaimed*: another group may still fetch it.
+After a change of groups, the leader of each sequence has its KV moved. A member executes the
+commands of these leaders, which may lead other groups by now. KV of layers that left the member's
+stage is *departing* until the leader of its sequence frees it. A sequence from before the change is
+*unclaimed* until this group's leader mentions it or another leader frees it: another group may
+still fetch its KV.
 """
 
 from collections import deque
@@ -38,11 +40,11 @@ from services.core.planner.configuration_events import (
 
 class _Transfer(NamedTuple):
     seq_id: str
-    leader: str
+    leader: str  # receives the report of its end
 
 
-class _Freed(NamedTuple):
-    """A report that is due once departed KV is released."""
+class _FreedReport(NamedTuple):
+    """A `KvFreed` that is due once the memory has released departed KV."""
 
     peer: str | None  # the leader that sent `FreeKv`; None if no leader did
     seq_id: str = ""
@@ -55,13 +57,13 @@ class StageKv:
     def __init__(self, context: MemberContext) -> None:
         self._context = context
         self._departed = False  # the memory still stores KV of layers that left the stage
-        self._departing: set[str] = set()  # requests with departing KV
-        self._fewer_depart = False  # requests left `_departing` since the last release
-        self._held: set[str] = set()  # requests whose KV of the last change is still here
-        self._unclaimed: set[str] = set()  # requests that no leader here has claimed
-        self._expected: dict[str, _Transfer] = {}  # incoming
-        self._sending: dict[str, _Transfer] = {}  # outgoing
-        self._releases: deque[_Freed] = deque()  # reports for `ReleaseDeparted` in progress
+        self._departing: set[str] = set()  # sequences with departing KV
+        self._departing_shrank = False  # sequences left `_departing` since the last release
+        self._held: set[str] = set()  # sequences from before the change with KV stored here
+        self._unclaimed: set[str] = set()  # see the module; some may have ended
+        self._expected: dict[str, _Transfer] = {}  # accepted incoming transfers
+        self._sending: dict[str, _Transfer] = {}  # outgoing transfers in progress
+        self._releases: deque[_FreedReport] = deque()  # an entry per unanswered `ReleaseDeparted`
 
     @property
     def settled(self) -> bool:
@@ -70,10 +72,10 @@ class StageKv:
 
     @property
     def unclaimed(self) -> list[str]:
-        """Requests from before the last change that may belong to another group now.
+        """Sequences from before the last change that may belong to another group now.
 
-        Their leader has yet to fetch or free their KV. Until then this member must not change
-        groups, or it would drop that leader's frames as stale.
+        Until their leader has fetched or freed their KV, this member must not change groups:
+        otherwise it would discard that leader's frames as stale.
         """
         if not self._unclaimed:
             return []
@@ -82,22 +84,22 @@ class StageKv:
 
     @property
     def has_unclaimed(self) -> bool:
-        """Whether there is an unclaimed request, without building the list."""
+        """Whether there is an unclaimed sequence; cheaper than `unclaimed`."""
         table, led = self._context.table, self._context.planner.sequences
         return any(seq_id in table and seq_id not in led for seq_id in self._unclaimed)
 
     def claim(self, seq_ids: Iterable[str]) -> None:
-        """Mark requests as belonging to this worker's group."""
+        """Mark sequences as led by this group's leader."""
         if self._unclaimed:
             self._unclaimed.difference_update(seq_ids)
 
     def enter(self, switched: StageSwitched) -> None:
-        """Start a configuration: KV of layers that left this stage is departing from now on."""
+        """Reset for a new configuration: KV of layers that left this stage is departing now."""
         seq_ids = self._context.table.seq_ids
         self._departed = switched.departed
         self._unclaimed = set(seq_ids)
         self._departing = set(seq_ids) if switched.departed else set()
-        self._fewer_depart = False
+        self._departing_shrank = False
         self._held = set(seq_ids)
         self._expected.clear()
         self._sending.clear()
@@ -106,41 +108,41 @@ class StageKv:
     # --- incoming KV
 
     def reserve(self, peer: str, frame: Reserve) -> None:
-        """Reserve blocks for a request's KV, and accept its transfers."""
+        """Reserve blocks for a sequence's KV, and accept its transfers from now on."""
         context = self._context
         if peer != context.worker_id:
-            context.change(BlocksAdopted(frame.seq_id, frame.blocks))
+            context.apply(BlocksAdopted(frame.seq_id, frame.blocks))
         elif frame.seq_id not in context.table:
-            return  # this leader reserved its own blocks itself, and the request has ended since
+            return  # a leader allocates its own blocks earlier, and the sequence has ended since
         for transfer_id in frame.transfer_ids:
             self._expected[transfer_id] = _Transfer(frame.seq_id, peer)
         context.send(peer, Reserved(frame.seq_id))
 
     def blocks_for(self, transfer_id: str, seq_id: str) -> tuple[int, ...]:
-        """Block ids for the KV of an incoming transfer; () if it is not expected any more."""
+        """Block ids for the KV of an incoming transfer; () if the transfer is not expected."""
         expected = self._expected.get(transfer_id)
         if expected is None or expected.seq_id != seq_id:
             return ()
         return self._context.table.block_ids(seq_id)
 
     def take_released(self) -> tuple[str, ...]:
-        """Ids of newly released requests, for the next stages; refuses their transfers here."""
+        """Take the ids of newly released sequences for the next stages; end transfers here."""
         released = self._context.take_freed(ReleasedTaken())
         self.forget(released)
         return released
 
     def forget(self, released: Iterable[str]) -> None:
-        """Refuse transfers from and to requests whose blocks were released.
+        """Cancel and refuse transfers of sequences whose blocks were released.
 
-        Call it before the next event: that may allocate these blocks to other requests, or give
-        these requests new blocks.
+        Call it before the next event, which may allocate these blocks to other sequences, or
+        allocate new blocks to these sequences.
         """
         seq_ids = frozenset(released)
         self._held -= seq_ids
         self._cancel_sending(seq_ids)
         if not self._departing.isdisjoint(seq_ids):
             self._departing -= seq_ids
-            self._fewer_depart = True
+            self._departing_shrank = True
         if self._expected:
             self._expected = {
                 transfer_id: entry
@@ -155,7 +157,7 @@ class StageKv:
         if status is not TransferStatus.RECEIVED:
             entry = self._sending.pop(transfer_id, None)
         if status is TransferStatus.SENT:
-            return  # the receiver reports success: only there is the KV known to be stored
+            return  # the receiver reports success to the leader, once the KV is stored
         entry = entry or self._expected.pop(transfer_id, None)
         if entry is not None:
             intact = status is TransferStatus.RECEIVED
@@ -164,7 +166,7 @@ class StageKv:
     # --- outgoing KV
 
     def send(self, peer: str, frame: SendKv) -> None:
-        """Start a transfer in the background, or report its failure if the KV is gone."""
+        """Start a transfer in the background, or report a failure if the KV was released."""
         here = len(self._context.table.block_ids(frame.seq_id))
         if frame.seq_id not in self._held or here < frame.blocks:
             self._context.send(peer, KvEnded(frame.seq_id, frame.transfer_id, intact=False))
@@ -175,7 +177,7 @@ class StageKv:
         )
 
     def free(self, peer: str, frame: FreeKv) -> None:
-        """Free a request's departed KV, and with `whole_table` all its blocks."""
+        """Free a sequence's departed KV, and with `whole_table` all its blocks."""
         context, seq_id = self._context, frame.seq_id
         self._unclaimed.discard(seq_id)
         self._departing.discard(seq_id)
@@ -184,74 +186,75 @@ class StageKv:
         self._cancel_sending((seq_id,))
         blocks = len(context.table.block_ids(seq_id)) if frame.whole_table else 0
         if blocks:
-            context.change(BlocksReleased(seq_id))
-        freed = _Freed(peer, seq_id, blocks)
-        # Report after the memory has released its chunks: only then the capacity is known.
+            context.apply(BlocksReleased(seq_id))
+        freed = _FreedReport(peer, seq_id, blocks)
+        # The capacity to report is known only after the memory has released departed KV.
         if self._departed:
             self._release(freed)
         else:
             self._report_freed(freed, grown=False)
 
     def release_unclaimed(self) -> int:
-        """Free the KV of unclaimed requests, which have no leader; returns the freed blocks."""
+        """Free the KV of unclaimed sequences, which have no leader; returns the freed blocks."""
         gone, table = self.unclaimed, self._context.table
         self._unclaimed.clear()
         self._held.difference_update(gone)
         blocks = sum(len(table.block_ids(seq_id)) for seq_id in gone)
         for seq_id in gone:
-            self._context.change(BlocksReleased(seq_id))
+            self._context.apply(BlocksReleased(seq_id))
         return blocks
 
     def release_everything(self) -> None:
-        """Free all blocks: no request of this member can continue with its KV."""
+        """Free all blocks: no sequence can continue with its KV."""
         for seq_id in self._context.table.seq_ids:
-            self._context.change(BlocksReleased(seq_id))
+            self._context.apply(BlocksReleased(seq_id))
 
     def sweep(self) -> None:
-        """Release the KV of departing requests that ended meanwhile; the last step of a turn."""
+        """Release departed KV that no sequence needs any more; the last step of each turn."""
         table = self._context.table
         self._unclaimed.intersection_update(table.seq_ids)
         if not self._departed:
             return
         gone = [seq_id for seq_id in self._departing if seq_id not in table]
-        if gone or self._fewer_depart or not self._departing:
+        if gone or self._departing_shrank or not self._departing:
             self._cancel_sending(gone)
             self._departing.difference_update(gone)
-            self._fewer_depart = False
-            self._release(_Freed(None))
+            self._departing_shrank = False
+            self._release(_FreedReport(None))
 
     def note_released(self, answer: DepartedReleased) -> None:
-        """Grow the pool by the chunks that departed KV has freed, and send the due report."""
+        """Grow the block pool by the memory that departed KV has freed, and send the report."""
         self._departed = answer.departed
         grown = answer.blocks > self._context.table.pool.num_blocks
         if grown:
-            self._context.change(PoolGrown(answer.blocks))
+            self._context.apply(PoolGrown(answer.blocks))
         self._report_freed(self._releases.popleft(), grown)
 
     def _cancel_sending(self, seq_ids: Collection[str]) -> None:
-        """Cancel outgoing transfers of these requests: their blocks may be reused at once."""
+        """Cancel outgoing transfers of these sequences: their blocks may be reused at once."""
         for transfer_id, entry in self._sending.items():
             if entry.seq_id in seq_ids:
                 self._context.commands.append(CancelTransfer(transfer_id))
 
-    def _release(self, freed: _Freed) -> None:
-        # Departed layers share block ids: memory above the highest id in use can be unmapped.
+    def _release(self, freed: _FreedReport) -> None:
+        # All departed layers use the same block ids, so memory above the highest id that a
+        # departing sequence uses can be unmapped.
         self._releases.append(freed)
         needed = self._context.highest_block(self._departing) + 1
         self._context.commands.append(ReleaseDeparted(needed))
 
-    def _report_freed(self, freed: _Freed, grown: bool) -> None:
+    def _report_freed(self, freed: _FreedReport, grown: bool) -> None:
         context = self._context
         capacity = context.capacity
         if freed.peer is not None:
             context.send(freed.peer, KvFreed(freed.seq_id, capacity))
         if context.leads:
             return
-        # `KvFreed` reports the capacity only to its own leader; this group's must learn it as well.
+        # `KvFreed` went to the sequence's leader; this group's leader needs the capacity as well.
         freed_for_other = freed.peer is not None and freed.peer != context.leader
         if freed_for_other or (freed.peer is None and grown):
             context.send(context.leader, Capacity(capacity))
         if freed.blocks:
-            # No leader counts these blocks for a sequence any more, not even if it sent `FreeKv`:
-            # it no longer has the request, or never adopted it.
+            # This group's leader counts the blocks as used since `Joined`, but for no sequence: it
+            # does not lead the sequence, even if it sent the `FreeKv`.
             context.send(context.leader, ForeignBlocksFreed(freed.blocks))

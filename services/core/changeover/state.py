@@ -1,19 +1,28 @@
-"""The state machine of a worker as a member of a group that changes (KunServe §4).
+"""The state machine of a worker as a member of a group, with changes of groups (KunServe §4).
 
-Theory of operation. The driver passes every event to `handle` and executes the commands in order;
-the answer to a memory command is passed to `handle` before the next command is executed. Between
-events the driver may request a microbatch with `plan`. Both mutate the planner inside, which anyone
-may read.
+The driver (the engine, a simulator or a test) passes every event to `handle` and executes the
+returned commands in order. It passes the answer to a memory command to `handle` before it executes
+the next command. Between events the driver may request a microbatch with `plan`. Both methods
+mutate the planner inside; callers may only read it.
+
+Terms: a *change* replaces the groups of some workers by other groups in a single commit. A
+*configuration* is the group of a member with its stages; its *epoch* is a number that increases
+with each change. The *leader* is the first stage: it plans microbatches for the group. A *turn* is
+the driver's call between iterations (`TurnTaken`). A sequence is *held* if it may not run yet,
+because its KV or its hand-over is in transit. Batch sequences can be *parked*: see `ParkedBatch`.
+The last change has *settled* here once every sequence has its leader and all KV is where it is
+used.
 
 Every change (merge, re-merge, split) has the same steps at every member:
 
-1. DRAINING: the old leader launches nothing more, waits until no microbatch is in flight, and
-   notifies its stages (`Drained`). Results that miss the timeout are discarded and run again.
+1. DRAINING: the old leader launches no microbatch, waits until none is in flight, and notifies its
+   stages (`Drained`). Microbatches that miss the timeout are discarded, and their work is repeated.
 2. The switch: each member switches to its new layers and reports its blocks to its new leader
-   (`Joined`). A leader that waits for these reports is JOINING and defers all other frames.
+   (`Joined`). A leader that waits for these reports is JOINING and defers most other frames.
 3. ADOPTING: old leaders hand their sequences to the new leaders (`Adopt`). MIGRATING: KV is in
-   transit; a sequence resumes as soon as its KV is where it runs. New requests run at once.
-4. SERVING: no member waits for this worker, and another change may be prepared.
+   transit; a sequence resumes as soon as its KV is complete at the stages that run it. New requests
+   run at once.
+4. SERVING: the change has settled here, and another change may be prepared.
 
 `TRANSITIONS` lists the allowed transitions; a change can be committed in any phase.
 """
@@ -64,13 +73,14 @@ from services.core.planner.state import PlannerState
 DRAIN_TIMEOUT_S = 5.0
 """After this time, a leader discards the microbatches in flight."""
 DRAINED_TIMEOUT_S = 20.0
-"""After this time, a stage stops waiting for its leader. A leader that learns of the change in time
-takes less; the releases of a later leader are missed, and `OrphanedKv` frees their blocks."""
+"""After this time, a stage stops waiting for `Drained`. A leader that learns of the change in time
+drains sooner. If the leader is later, the stage misses its last `released` ids, and `OrphanedKv`
+frees their blocks."""
 
 HOLD_MAX_S = 2.0
-"""Longest time for which batch-only iterations are held back while a group changes: the change's
-frames and turns would wait for the end of each. A change that takes longer waits for other workers
-or the network, not for this member's turns."""
+"""Longest time for which iterations with only batch work are held back while a group changes:
+frames and turns of the change would wait for the end of each iteration. A change that takes longer
+than this waits for other workers or the network, so holding back would not help."""
 
 
 class MemberPhase(StrEnum):
@@ -90,22 +100,23 @@ TRANSITIONS = {
     *((MemberPhase.JOINING, phase) for phase in _SETTLING),
     *((before, after) for before in _SETTLING for after in _SETTLING if before is not after),
 }
-"""Back to ADOPTING: a request that arrives after this member stopped leading is handed over."""
+"""All allowed transitions. From SERVING or MIGRATING back to ADOPTING: a request that arrives at a
+member that does not lead is handed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
-    """The configuration of a member, as in the header of its event log."""
+    """The parameters of a `Changeover`, as in the header of its event log."""
 
     worker_id: str
     num_layers: int  # of the model
-    tied_embeddings: bool
+    tied_embeddings: bool  # the LM head is the embedding
     planner: IterationConfig
-    link_blocks_per_s: float = LINK_BLOCKS_PER_S  # least bandwidth, in KV blocks of one layer
+    link_blocks_per_s: float = LINK_BLOCKS_PER_S  # minimum bandwidth, in KV blocks of a layer
 
 
 class Changeover:
-    """A member. Only `handle` and `plan` mutate it."""
+    """The state machine of a member; only `handle` and `plan` mutate it."""
 
     def __init__(
         self,
@@ -116,8 +127,8 @@ class Changeover:
         tied_embeddings: bool = False,
         link_blocks_per_s: float = LINK_BLOCKS_PER_S,
     ) -> None:
-        names = AnsweringSequences()
-        self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, names)
+        answering = AnsweringSequences()
+        self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, answering)
         self._kv = StageKv(self._context)
         self._moves = LeaderMoves(self._context, self._kv, link_blocks_per_s)
         self._orphaned_kv = OrphanedKv(self._context, self._kv)
@@ -140,7 +151,7 @@ class Changeover:
             self._lost,
             self._abort,
         )
-        self._next: Configuration | None = None  # committed, not entered yet
+        self._next: Configuration | None = None  # committed; this member has yet to switch to it
         self._leads_all_layers = True  # this worker leads a group that has all layers
         self._drain_until_s = 0.0  # deadline of DRAINING
         self._changing_since_s: float | None = None  # None while the group does not change
@@ -187,17 +198,17 @@ class Changeover:
 
     @property
     def _moving(self) -> bool:
-        """Whether requests or KV of the newest change are still in transit."""
+        """Whether sequences, KV or releases of KV of the newest change are still pending here."""
         return not (self._all_arrived and self._kv.settled and self._orphaned_kv.settled)
 
     @property
     def _all_arrived(self) -> bool:
-        """Whether every request has its leader, and all KV has arrived that moves here."""
+        """Whether every sequence has its leader and, if this member leads, all its KV arrived."""
         return self._adoption.settled and self._handover.settled and self._moves.settled
 
     @property
     def _own_group_unsettled(self) -> bool:
-        """Whether the last change is unsettled in this group, apart from other groups' KV here."""
+        """Whether the last change is unsettled, apart from KV here that other groups still need."""
         if self._next is not None or self.settled:
             return False
         return not (self._all_arrived and self._orphaned_kv.leader_is_finished)
@@ -209,7 +220,7 @@ class Changeover:
 
     @property
     def busy(self) -> bool:
-        """Whether a change, a preparation or a waiting peer needs turns."""
+        """Whether a change, a preparation, a waiting peer or a timeout needs turns."""
         waits = (
             self._preparation.running or self._capacity.is_awaited or self._lost.isolation.waiting
         )
@@ -217,7 +228,7 @@ class Changeover:
 
     @property
     def parked_due_s(self) -> float | None:
-        """When the parked batch requests go to the leader; None if there are none."""
+        """When parked batch sequences are handed to the leader; None if there are none."""
         return self._handover.parked.due_s
 
     def needs_turn(self, now_s: float) -> bool:
@@ -227,12 +238,12 @@ class Changeover:
 
     @property
     def draining(self) -> bool:
-        """Whether a configuration is committed that this member has yet to enter."""
+        """Whether this member has yet to switch to a committed configuration."""
         return self._next is not None
 
     @property
     def isolated(self) -> bool:
-        """Whether its group continues without this member, which has aborted its requests."""
+        """Whether the group continues without this member, which has aborted its requests."""
         return self._lost.isolation.expired
 
     @property
@@ -243,10 +254,10 @@ class Changeover:
         return self._leads_all_layers and self._next is None and not self._adoption.waiting
 
     def holds_batch_work(self, now_s: float) -> bool:
-        """Whether to hold back an iteration because it would contain only batch work.
+        """Whether to hold back the next iteration because it would contain only batch work.
 
-        Applies to single-worker groups during a change, for at most `HOLD_MAX_S`, if batch work is
-        preemptible.
+        True only while the group of a single worker changes, for at most `HOLD_MAX_S`, and if batch
+        work is preemptible.
         """
         since_s, planner = self._changing_since_s, self._context.planner
         if since_s is None or now_s - since_s >= HOLD_MAX_S or planner.stages > 1:
@@ -256,15 +267,15 @@ class Changeover:
 
     @property
     def requeue_due_s(self) -> float | None:
-        """The time from which `RequeueChecked` returns requests; None if it returns none."""
+        """When `RequeueChecked` next returns requests to the scheduler; None if it does not."""
         return self._context.planner.requeue_due(may_start=self.leads)
 
     def seq_id_of(self, request_id: str) -> str:
-        """The id of the sequence that answers a request here; "" if there is none."""
-        return self._context.names.seq_id_of(request_id)
+        """The id of the sequence that answers a request at this worker; "" if there is none."""
+        return self._context.answering.seq_id_of(request_id)
 
     def kv_blocks_for(self, transfer_id: str, seq_id: str) -> tuple[int, ...]:
-        """Block ids for the KV of an incoming transfer; () if it is not expected any more."""
+        """Block ids for the KV of an incoming transfer; () if the transfer is not expected."""
         return self._kv.blocks_for(transfer_id, seq_id)
 
     def check_invariants(self) -> None:
@@ -285,15 +296,15 @@ class Changeover:
     def handle(self, event: vocabulary.Event) -> list[vocabulary.Command]:
         """Apply an event; returns the commands for the driver, in order."""
         context = self._context
-        # Two shortcuts for the most frequent events, which cannot change the phase.
-        if isinstance(event, _OF_PLANNER):
-            context.change(event)
+        # The most frequent events bypass the table: they cannot change the phase.
+        if isinstance(event, _PLANNER_EVENTS):
+            context.apply(event)
         elif isinstance(event, RequestArrived) and self.may_plan:
             context.now_s = event.now_s
             self._arrive(event)
         elif isinstance(event, RequeueChecked):
             # A worker that does not lead also returns its parked batch requests.
-            context.change(replace(event, may_start=self.leads))
+            context.apply(replace(event, may_start=self.leads))
         else:
             before = self.phase
             context.now_s = getattr(event, "now_s", context.now_s)
@@ -305,7 +316,7 @@ class Changeover:
         return commands
 
     def _note_changing(self, now_s: float | None) -> None:
-        """Track since when the group has been changing: the first event then that has a time."""
+        """Update `_changing_since_s`: the time of the first event with a time in this change."""
         if not (self.busy or self._preparation.expected):
             self._changing_since_s = None
         elif self._changing_since_s is None:
@@ -318,7 +329,7 @@ class Changeover:
             return None
         microbatch = planner.plan(now_s)
         if microbatch is not None:
-            # Their blocks may be in the microbatch already: no transfer may read or write them.
+            # The microbatch may reuse released blocks already: no transfer may access them.
             if microbatch.released:
                 self._kv.forget(microbatch.released)
             self._kv.claim(chunk.seq_id for chunk in microbatch.batch.chunks)
@@ -327,48 +338,50 @@ class Changeover:
     # --- requests
 
     def _arrive(self, event: RequestArrived) -> None:
-        """Start a request, unless a sequence already answers it here.
+        """Start a sequence for a request; refuse a duplicate.
 
-        An adopted sequence is replaced: the gateway lost the worker that led it before, and does
-        not know that it was adopted.
+        An adopted sequence of the same request is replaced instead: the gateway lost the worker
+        that led the sequence before, and retries without knowing that it was adopted.
         """
         context = self._context
         seq_id = event.request.request_id
-        current = context.names.seq_id_of(request_id_of(seq_id))
+        current = context.answering.seq_id_of(request_id_of(seq_id))
         if current in context.planner.sequences:
-            if not context.names.was_adopted(current):
+            if not context.answering.was_adopted(current):
                 context.commands.append(duplicate_id(seq_id))
                 return
             self._abort(current)
-        context.names.begin(seq_id)
-        context.change(event)
-        # This worker has stopped leading: hand the request over. While a switch is due, the request
-        # waits for it like all others.
+        context.answering.begin(seq_id)
+        context.apply(event)
+        # A worker that does not lead hands the request over. While DRAINING, the request waits and
+        # is handed over with all other sequences after the switch.
         if self._next is None and not context.leads and seq_id in context.planner.sequences:
             self._handover.send(seq_id, context.leader)
 
     def _abort_request(self, event: RequestAborted) -> None:
-        self._abort(self._context.names.seq_id_of(event.request_id))
+        self._abort(self._context.answering.seq_id_of(event.request_id))
 
     def _abort(self, seq_id: str) -> None:
-        """Abort a sequence wherever it is; "" and unknown sequences are ignored."""
-        self._context.names.end(seq_id)
+        """Abort a sequence, which may be at its new leader; unknown ids and "" are ignored."""
+        self._context.answering.end(seq_id)
         if self._handover.abort(seq_id):
             return
         if self._adoption.waiting:
-            # Its KV may be at stages of the last configuration, which only a move's end frees.
+            # Its KV may be at stages of the last configuration, which free it only at the end of a
+            # move. Moves start once all stages have joined.
             self._aborted.append(seq_id)
             return
-        self._context.change(RequestAborted(self._context.now_s, seq_id))
+        self._context.apply(RequestAborted(self._context.now_s, seq_id))
 
     # --- changes
 
     def _commit(self, event: vocabulary.ConfigurationCommitted) -> None:
+        """Begin to drain for a newer committed configuration; ignore an outdated event."""
         new = Configuration.of(self._context.worker_id, event.groups)
         newest = self._next or self._context.configuration
         if newest is not None and new.epoch <= newest.epoch:
             return
-        # Skipped configurations may have been entered by others, who would wait for this member.
+        # Other members may have entered a configuration that this member skips.
         skipped = self._next or self._preparation.ready_before(new)
         if skipped is not None:
             for peer in sorted(skipped.members - {new.worker_id}):
@@ -390,7 +403,7 @@ class Changeover:
             self._end_configuration(self._next)
             self._preparation.end(self._next)
             self._context.commands.append(vocabulary.SwitchStage(self._next))
-            return  # `StageSwitched`, the answer, continues the change
+            return  # the answer, `StageSwitched`, continues the change
         self._begin_when_joined()
         if self._next is None and not self._lost.isolation.lost_member:
             self._handover.hand_over_parked()
@@ -398,15 +411,19 @@ class Changeover:
             self._moves.advance()
             if self._all_arrived:
                 self._orphaned_kv.announce(self._lost.unreachable)
-        self._capacity.answer()
+        self._capacity.answer_waiting()
         self._kv.sweep()
 
     def _is_drained(self, new: Configuration, now_s: float) -> bool:
-        """Whether this member may leave the present configuration: it expects no frame of it."""
+        """Whether this member may leave the present configuration.
+
+        True if it expects no further frame of that configuration, after the timeout, and if the
+        next configuration lacks layers, since its sequences must then be recomputed anyway.
+        """
         if now_s > self._drain_until_s or not self._serves(new):
             return True
-        # A lost leader that is not in this member's new group will not send `Drained`. If it is, a
-        # change of the same members has reconnected them, and its frames are still to come.
+        # A lost leader will not send `Drained`, unless it is in the new group as well: such a
+        # change has reconnected the members, so the leader's frames are still to come.
         if self._context.leader in self._lost.lost_workers - new.own.workers:
             return True
         if not self._context.leads and self._frames.drained:
@@ -418,9 +435,9 @@ class Changeover:
         return self._context.leads and self._handover.settled and ended
 
     def _end_configuration(self, new: Configuration) -> None:
-        """Free what the next configuration does not keep, and notify the members left behind.
+        """Release the planner's state of this configuration, and notify members that it leaves.
 
-        Called right before the switch: after it, `Joined` reports the blocks in use here.
+        Called right before the switch, because `Joined` then reports the blocks in use here.
         """
         context, old = self._context, self._context.configuration
         # Members of the last change that are not in the new one must not wait for frames or KV.
@@ -431,15 +448,15 @@ class Changeover:
             for peer in sorted(old.own.workers - new.members):
                 context.send(peer, frames.MemberRemoved())
         if context.planner.in_flight:
-            context.change(FlightDiscarded())  # they missed the timeout, and run again
+            context.apply(FlightDiscarded())  # microbatches that missed the timeout run again
         self._handover.end_aborted()
         released = context.take_freed(ConfigurationEnded())
         if context.leads:
             context.send_along(frames.Drained(released))
-            for stage in context.stages[1:]:  # in order behind every `Adopted` to them
+            for stage in context.stages[1:]:  # follows every `Adopted` on the same connection
                 context.send(stage.worker_id, frames.AllAdopted())
 
-    def _switched(self, answer: vocabulary.StageSwitched) -> None:
+    def _enter_configuration(self, answer: vocabulary.StageSwitched) -> None:
         """Enter the new configuration: the memory runs its layers now."""
         context, new = self._context, self._next
         assert new is not None
@@ -448,8 +465,9 @@ class Changeover:
             self._recompute_all()
             self._note_division(old)
         if answer.blocks >= context.table.pool.num_blocks:
-            context.change(PoolGrown(answer.blocks))
-        # From here on the old stages are known only to the hand-over; all parts start afresh.
+            context.apply(PoolGrown(answer.blocks))
+        # `begin` saves the old stages, so it must precede the new configuration; then all parts
+        # reset their state.
         self._handover.begin()
         context.configuration, self._next = new, None
         self._leads_all_layers = new.leads and self._serves(new)
@@ -459,41 +477,41 @@ class Changeover:
         self._orphaned_kv.enter()
         self._moves.enter()
         self._capacity.enter()
-        context.names.keep_only(context.planner.sequences)
+        context.answering.keep_only(context.planner.sequences)
         self._adoption.enter()
         if not new.leads:
-            # Before the hand-over: the leader counts blocks first, then adopts sequences.
+            # Before the hand-over, because the leader must count blocks before it adopts sequences.
             table = context.table
             context.send(new.leader, frames.Joined(table.pool.usable, table.block_count))
         self._handover.distribute(new)
         if not new.leads:
-            # The ledger of the other stages' blocks is the new leader's.
-            context.change(StagesConfigured())
+            # Only a leader keeps a ledger of other stages' blocks: clear this worker's.
+            context.apply(StagesConfigured())
         for leader in sorted(new.leaders - {context.worker_id}):
             context.send(leader, frames.AllAdopted())
         self._begin_when_joined()
 
     def _recompute_all(self) -> None:
-        """Preempt all requests: a former member is not in the change, and its KV is lost.
+        """Preempt all sequences and free all KV: it is incomplete in the new configuration.
 
-        It has died, or this member missed a change that separated them. The requests that this
-        member leads wait until its group has all layers, and are recomputed from their tokens. The
-        gateways retry those that the lost member led.
+        The new stages lack layers, or a former member is not in the change: it has died, or this
+        member missed a change that separated them. Sequences that this member leads are recomputed
+        once its group has all layers. Gateways retry those that a lost member led.
         """
         context = self._context
         for seq_id in tuple(context.planner.sequences):
-            context.change(SequencePreempted(seq_id))
+            context.apply(SequencePreempted(seq_id))
         self._kv.release_everything()
         context.take_freed(ReleasedTaken())  # no stage is left to notify
 
     def _note_division(self, old: Configuration | None) -> None:
-        """Note in the planner that former members may recompute some of this leader's requests.
+        """Notify the planner how many living former members may serve this leader's requests.
 
-        Their gateways retry them there. Members count as alive unless reported lost.
+        Gateways may retry its requests at any of them. Members count as alive unless reported lost.
         """
         if old is not None and old.leads:
             living = old.own.workers - self._lost.lost_workers
-            self._context.change(GroupDivided(len(living)))
+            self._context.apply(GroupDivided(len(living)))
 
     def _abort_all(self) -> None:
         """Abort all requests: the group continues without this member, and clients retry there."""
@@ -502,9 +520,9 @@ class Changeover:
             self._abort(seq_id)
 
     def _begin_when_joined(self) -> None:
-        """Start to lead once all stages have joined, and handle deferred frames and aborts."""
+        """If all stages have joined, begin to lead, and handle deferred frames and aborts."""
         for peer, frame in self._adoption.begin_when_joined():
-            self._frames.take(peer, frame)
+            self._frames.handle(peer, frame)
         self._lost.give_up_lost()
         if self._aborted and not self._adoption.waiting:
             aborted, self._aborted = self._aborted, []
@@ -522,7 +540,7 @@ class Changeover:
         return serves(configuration.stages, self._context.num_layers)
 
 
-_OF_PLANNER = (IterationFinished, IterationDropped, IterationSuspended)
+_PLANNER_EVENTS = (IterationFinished, IterationDropped, IterationSuspended)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,
@@ -530,10 +548,10 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     vocabulary.TurnTaken: Changeover._take_turn,
     vocabulary.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
     vocabulary.PeersLost: lambda self, event: self._lost.note_lost(event),
-    vocabulary.StageSwitched: Changeover._switched,
+    vocabulary.StageSwitched: Changeover._enter_configuration,
     vocabulary.DepartedReleased: lambda self, event: self._kv.note_released(event),
     TransferOutcome: lambda self, event: self._kv.note_outcome(event),
-    vocabulary.PreparationAsked: lambda self, event: self._preparation.ask(event, self.draining),
+    vocabulary.PreparationAsked: lambda self, event: self._preparation.queue(event, self.draining),
     vocabulary.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
     vocabulary.MembersConnected: lambda self, event: self._preparation.note_connected(event),
     vocabulary.RestoreMeasured: lambda self, event: self._preparation.note_measured(event),
@@ -544,4 +562,4 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     vocabulary.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
 _known = {get_origin(kind) or kind for kind in get_args(vocabulary.Event)}
-assert _EVENTS.keys() | {*_OF_PLANNER, RequeueChecked} == _known, "each event has a handler"
+assert _EVENTS.keys() | {*_PLANNER_EVENTS, RequeueChecked} == _known, "each event has a handler"

@@ -1,23 +1,24 @@
-"""How a transfer between two workers ended; used by the mover, the pipeline and the change-over."""
+"""The result of a bulk transfer (KV or parameters) between two workers, for `Changeover`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class TransferStatus(StrEnum):
-    """The end of a transfer, as seen from either of its two workers."""
+    """The result of a transfer, as its sender (SENT) or receiver (RECEIVED) reports it."""
 
-    SENT = "sent"  # the receiver has verified and stored all pieces: the original may be freed
+    SENT = "sent"  # the receiver has verified and stored all pieces: the sender may free its copy
     RECEIVED = "received"  # all pieces were verified and stored here
-    FAILED = "failed"  # abandoned; nothing reads or writes its memory any more
+    FAILED = "failed"  # abandoned; the transfer no longer reads or writes memory here
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOutcome:
-    """The end of a transfer; each worker reports it exactly once, and uses its memory until then.
+    """The result of a transfer at one of its workers, which reports exactly one.
 
-    `peer` is the other worker, "" if a transfer was cancelled here before any peer had begun it.
-    `size_bytes` counts payload bytes and is 0 for a failure, whose cause is `reason`.
+    Until the report, the transfer may access the memory of its blocks or slab. `peer` is the other
+    worker, or "" if the transfer was cancelled here before a peer started it. `size_bytes` is the
+    size of the payload, or 0 after a failure, whose cause is `reason`.
     """
 
     transfer_id: str

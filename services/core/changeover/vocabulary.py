@@ -1,7 +1,13 @@
-"""Events and commands of the change-over state machine of a group member.
+"""Events and commands of `Changeover`, a group member's state machine; its driver is the engine.
 
-Slow work is a command whose completion is an event of its own, so that each turn stays bounded. A
-`MemoryCommand` is answered synchronously, before any other event is handled.
+Slow work is a command whose completion arrives as a separate event, so that each turn (the engine's
+work between two iterations) stays short. The driver executes a `MemoryCommand` at once and passes
+the answer to the state machine before any other event.
+
+Terms: a *slab* is the parameters of a layer, the embedding or the head. An *attempt* is a prepared
+change of groups, named by its id. *Departed* layers have left this member's stage; *returning*
+layers come back to it. The *lanes* are two connections to each other member, for activations and
+for bulk data.
 """
 
 from dataclasses import dataclass
@@ -31,7 +37,7 @@ FrameT = TypeVar("FrameT")
 class ConfigurationCommitted:
     """A change of groups is committed, and one of its `groups` has this worker as a member.
 
-    Ignored unless its epoch is newer than the present configuration's.
+    Ignored unless its epoch is higher than those of the present and the committed configuration.
     """
 
     now_s: float
@@ -56,7 +62,7 @@ class FrameReceived(Generic[FrameT]):
 
 @dataclass(frozen=True, slots=True)
 class PeersLost:
-    """All members of the present change that were lost since this worker entered it."""
+    """The complete set of members of the present change that were lost since its start here."""
 
     now_s: float
     workers: frozenset[str]
@@ -66,8 +72,8 @@ class PeersLost:
 class StageSwitched:
     """Answer to `SwitchStage`.
 
-    Each layer of the new stage has `blocks` blocks. `departed`: KV of layers that left the stage is
-    still stored here.
+    Each layer of the new stage has memory for `blocks` KV blocks. `departed`: KV of layers that
+    left the stage is still stored here.
     """
 
     blocks: int
@@ -86,7 +92,7 @@ class DepartedReleased:
 class PreparationAsked:
     """Prepare for `groups`, which may be committed later; answered by `EndPreparation`.
 
-    The preparation starts once the last change has settled here, with no time limit.
+    The preparation starts once the last change has settled here, however long that takes.
     """
 
     attempt: str
@@ -95,7 +101,7 @@ class PreparationAsked:
 
 @dataclass(frozen=True, slots=True)
 class PreparationAborted:
-    """The attempt will never be committed. Unknown attempts are ignored."""
+    """The attempt will never be committed: undo its preparation. Unknown attempts are ignored."""
 
     attempt: str
 
@@ -110,9 +116,9 @@ class MembersConnected:
 
 @dataclass(frozen=True, slots=True)
 class RestoreMeasured:
-    """Answer to `MeasureRestore`: room for `blocks` KV blocks remains beside the parameters.
+    """Answer to `MeasureRestore`: beside all parameters, `blocks` KV blocks fit into memory.
 
-    `missing`: slabs whose parameters must be fetched; `returning`: layers to be restored.
+    `missing`: slabs that must be fetched; `returning`: layers that need memory for KV again.
     """
 
     blocks: int
@@ -181,9 +187,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendFrame(Generic[FrameT]):
-    """Send a frame to a member, which may be this worker; frames to lost members are dropped.
+    """Send a frame to a member, which may be this worker; frames to lost members are discarded.
 
-    The frame carries the epoch of the present configuration, or of `group`.
+    The frame carries the epoch of `group`, or of the present configuration if that is None.
     """
 
     peer: str
@@ -202,7 +208,7 @@ class RunStage:
 class SwitchStage:
     """Run the layers of this configuration from now on, and send frames with its epoch.
 
-    This is the only pause of a change. Answered by `StageSwitched`.
+    Iterations pause only during this step of a change. Answered by `StageSwitched`.
     """
 
     configuration: Configuration
@@ -230,7 +236,7 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfer:
-    """Cancel an outgoing transfer: its KV is obsolete, or its blocks are about to be freed."""
+    """Cancel an outgoing transfer, since its blocks are freed; ends with a `TransferOutcome`."""
 
     transfer_id: str
 
@@ -244,9 +250,9 @@ class ConnectMembers:
 
 @dataclass(frozen=True, slots=True)
 class MeasureRestore:
-    """Measure missing parameters and remaining KV room of a stage with these layers.
+    """Determine the missing slabs and the remaining memory for KV of a stage with these layers.
 
-    Answered by `RestoreMeasured`.
+    Answered by `RestoreMeasured`, or by `RestoreFailed`.
     """
 
     first_layer: int
@@ -255,7 +261,7 @@ class MeasureRestore:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkKv:
-    """Unmap the KV of block ids from `blocks` on; only ids below `used` are in use.
+    """Unmap the memory of block ids from `blocks` on; the ids in use are below `used`.
 
     Ends with `KvShrunk`.
     """
@@ -287,10 +293,9 @@ class MapKv:
 
 @dataclass(frozen=True, slots=True)
 class UndoRestore:
-    """Roll back the memory changes of a preparation. Answered by `RestoreUndone`.
+    """Undo the memory changes of a preparation. Answered by `RestoreUndone`.
 
-    `keep_verified`: keep slabs that were restored and verified, so that the next attempt need not
-    fetch them again.
+    `keep_verified`: keep the slabs that were restored and verified, for the next attempt.
     """
 
     attempt: str
@@ -307,7 +312,7 @@ class EndPreparation:
 
 @dataclass(frozen=True, slots=True)
 class NoteAborted:
-    """A preparation was aborted; audits check that it is never committed."""
+    """For the event log only: a preparation was aborted. Audits check that it never commits."""
 
     attempt: str
 
@@ -321,7 +326,7 @@ class NoteAdopted:
 
 @dataclass(frozen=True, slots=True)
 class NoteMoved:
-    """Leader `worker_id` of `group` has adopted a sequence; it emits tokens from `next_index`."""
+    """Leader `worker_id` of `group` adopted a sequence and emits its tokens from `next_index`."""
 
     seq_id: str
     worker_id: str
@@ -349,10 +354,10 @@ Command = (
 
 
 def log_name(value: Any) -> str:
-    """The type name of an event or command in an event log.
+    """The type name of an event or command in an event log, the key of `LOGGED`.
 
-    Events and commands that carry a frame are logged as "FrameReceived[Adopt]": the frame is a
-    union, so a reader needs its type to decode it.
+    If it carries a frame, the frame's type is part of the name ("FrameReceived[Adopt]"), because a
+    reader of the log needs it to decode the frame.
     """
     name = type(value).__name__
     if isinstance(value, FrameReceived | SendFrame):
@@ -360,7 +365,8 @@ def log_name(value: Any) -> str:
     return name
 
 
-def _logged() -> dict[str, Any]:
+def _logged_types() -> dict[str, Any]:
+    # Without the generic types, which are added below once per type of frame.
     kinds = {kind for kind in (*get_args(Event), *get_args(Command), Planned) if not get_args(kind)}
     named: dict[str, Any] = {kind.__name__: kind for kind in kinds}
     for carrier in (FrameReceived, SendFrame):
@@ -369,5 +375,5 @@ def _logged() -> dict[str, Any]:
     return named
 
 
-LOGGED: dict[str, Any] = _logged()
-"""Types in a member's event log besides facts, by `log_name`."""
+LOGGED: dict[str, Any] = _logged_types()
+"""Types of the events and commands in a member's event log, by `log_name`."""

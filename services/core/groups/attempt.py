@@ -1,4 +1,9 @@
-"""A two-phase change of groups: mark the source records, prepare the members, commit."""
+"""An attempt: a two-phase change of groups as the leading coordinator tracks it (`GroupState`).
+
+It marks the records of the *source* groups with its id, has their members prepare, and commits the
+records of the *target* groups in a single etcd transaction. A *tombstone* is the record of a
+dissolved group; a *fencing token* is a number that increases with each leadership.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,26 +41,26 @@ TRANSITIONS = {
     (AttemptPhase.PREPARING, AttemptPhase.ABORTED),
     (AttemptPhase.COMMITTING, AttemptPhase.ABORTED),
 }
-"""All allowed transitions. A coordinator that loses leadership aborts its attempts, even a
-COMMITTING attempt: if its commit is applied after all, the next leader reads it from the store."""
+"""All allowed transitions. A coordinator that loses leadership aborts its attempts, COMMITTING ones
+included: if etcd applies the commit after all, the next leader reads it from the records."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A two-phase change: the records its commit depends on, and the members that are ready."""
+    """A two-phase change: the records that its commit compares, and the members that are ready."""
 
     attempt_id: str
     token: int  # fencing token of the leadership that started it
-    request_id: str  # of the `Reconfigure`; equals `attempt_id` without a request
-    sources: tuple[Group, ...]  # groups before the change, with the mark
+    request_id: str  # of the `Reconfigure`; `attempt_id` if the protocol started the attempt
+    sources: tuple[Group, ...]  # groups before the change, with the mark (`Group.attempt`)
     targets: tuple[Group, ...]  # groups that the commit writes, tombstones included
     workers: dict[str, Worker]  # members as registered at the start, by id
-    target_revisions: dict[str, int]  # compared by the commit, by group
-    assignment_revisions: dict[str, int]  # compared by the commit, by worker
+    target_revisions: dict[str, int]  # etcd revisions that the commit compares, by group
+    assignment_revisions: dict[str, int]  # etcd revisions that the commit compares, by worker
     phase: AttemptPhase = AttemptPhase.MARKING
-    marked_revision: int = 0  # of the source records with the mark
+    marked_revision: int = 0  # etcd revision of the source records with the mark
     deadline_s: float = 0.0  # of the preparation
-    ready: set[str] = field(default_factory=set)  # workers that finished it
+    ready: set[str] = field(default_factory=set)  # workers that finished the preparation
 
     @property
     def source_ids(self) -> tuple[str, ...]:
@@ -68,11 +73,11 @@ class Attempt:
         return self.targets[0].epoch
 
     @property
-    def restores(self) -> bool:
-        """Whether it restores the layers of survivors of a lost member."""
+    def is_restore(self) -> bool:
+        """Whether the attempt restores the layers of survivors of a lost member."""
         return all(group.phase is GroupPhase.DEGRADED for group in self.sources)
 
-    def move(self, phase: AttemptPhase) -> None:
+    def enter(self, phase: AttemptPhase) -> None:
         """Enter `phase`."""
         assert (self.phase, phase) in TRANSITIONS, f"an attempt went from {self.phase} to {phase}"
         self.phase = phase
@@ -87,7 +92,7 @@ class Attempt:
         targets = tuple(group for group in self.targets if group.members)
         return PrepareMembers(self.attempt_id, self.token, sources, targets, timeout_s)
 
-    def awaits(self, answer: MemberAnswered) -> bool:
+    def is_from_member(self, answer: MemberAnswered) -> bool:
         """Whether the answer comes from the process that received the Prepare."""
         worker = self.workers.get(answer.worker_id)
         return worker is not None and worker.incarnation == answer.incarnation
@@ -107,8 +112,8 @@ class Attempt:
             worker_revisions={w.worker_id: w.mod_revision for w in self.workers.values()},
         )
 
-    def change_in(self, records: Records) -> str | None:
-        """The change of a record that rules out the commit, as a sentence; None without any."""
+    def conflict_in(self, records: Records) -> str | None:
+        """Why the commit would fail, as a sentence; None if no record has changed."""
         for worker in self.workers.values():
             if records.workers.get(worker.worker_id) != worker:
                 return f"{worker.worker_id} has left or restarted"

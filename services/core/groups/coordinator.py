@@ -1,29 +1,31 @@
 """The coordinator's state machine: tracks each change of groups until its members have settled.
 
-Theory of operation. The inner `GroupState` makes the attempt at a change: it marks the records, has
-the members prepare, and commits or aborts. `CoordinatorState` adds the queue before the attempt and
-the change-over after it. A driver passes it every event, executes every command in order, and
-returns the outcomes as events. The memory manager's driver writes to etcd and calls members; the
-simulator's driver writes to a table and schedules delays.
+Theory of operation. A *change* replaces groups by *target* groups of the same workers (a merge or a
+split). The inner `GroupState` tries a change in an *attempt*: it marks the records, has the members
+prepare, and commits or aborts. `CoordinatorState` adds the queue before the attempt and tracks the
+members after the commit, until they serve the new groups and have *settled* (moved all KV). Every
+commit has an *epoch*, a number that increases. A driver passes every event to `handle`, executes
+every command in order, and returns the outcomes as events. The memory manager's driver writes to
+etcd and calls members; the simulator's driver writes to a table and schedules delays.
 
 Phases of a change:
 QUEUED     waits, since `running_max` changes run; urgent (manual) changes skip the queue.
-BLOCKED    another write to its records is in flight; retried every `poll_interval_s`, for
-           `blocked_max_s` at most.
-PREPARING  the attempt runs. If it aborts or is called off, the change has FAILED, and the requester
+BLOCKED    another write to its records is in flight; the attempt is repeated every
+           `poll_interval_s`, for at most `blocked_max_s`.
+PREPARING  the attempt runs. If it aborts or is cancelled, the change has FAILED, and the requester
            decides whether to retry.
 COMMITTED  the new groups are in force; waits until all members report the epoch or a later epoch.
            After `change_over_timeout_s` the change counts as FAILED, although the commit stands.
-STABLE     all members serve the new groups. The change frees its place in the queue and is tracked
-           until its members have settled.
-SETTLED    all members have settled, KV exchange included.
-LEFT       tracking ended after `change_over_timeout_s`; the members still exchange KV.
+STABLE     all members serve the new groups. The change no longer counts towards `running_max`, and
+           is tracked until its members have settled.
+SETTLED    all members have settled.
+LEFT       tracking ended after `change_over_timeout_s`; some members have not settled yet.
 
-Attempts that the protocol starts itself (survivors of a lost member restore their layers) are
-tracked under the attempt's id, from the Prepare on.
+Attempts that the protocol starts itself (such as survivors of a lost member that restore their
+layers) are tracked as changes under the attempt's id, from the Prepare on.
 
-The machine has no clock: `PollMembers` schedules the driver's next report of the members' epochs,
-and `TimePassed` lets deadlines expire.
+The state machine has no clock: `PollMembers` schedules the driver's next report of the members'
+epochs, and `TimePassed` lets deadlines expire.
 """
 
 from collections.abc import Sequence
@@ -79,6 +81,7 @@ TRANSITIONS = {
 RUNNING = frozenset({ChangePhase.BLOCKED, ChangePhase.PREPARING, ChangePhase.COMMITTED})
 """Phases that count towards `running_max`."""
 
+# Phases in which a change is not tracked any more.
 ENDED = frozenset({ChangePhase.SETTLED, ChangePhase.LEFT, ChangePhase.FAILED})
 
 
@@ -88,17 +91,17 @@ class CoordinatorConfig:
 
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     running_max: int = 32  # concurrent changes, urgent changes aside
-    poll_interval_s: float = 0.2  # interval of polling members, and of retrying a blocked change
-    blocked_max_s: float = 5.0  # how long a blocked change is retried
-    # Time of an attempt beyond the preparation: its two transactions, whose outcome may have to be
-    # read back.
+    poll_interval_s: float = 0.2  # interval of polls of members, and of retries while BLOCKED
+    blocked_max_s: float = 5.0  # time limit of the retries while BLOCKED
+    # Time limit of an attempt, beyond that of the preparation: for its two transactions, whose
+    # outcome may have to be read back.
     attempt_margin_s: float = 30.0
     change_over_timeout_s: float = 30.0  # from commit to STABLE, and from there to SETTLED
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """Request to regroup the workers of `targets` into the groups `targets`.
+    """Request to replace the groups of the workers in `targets` by the groups `targets`.
 
     An `urgent` change skips the queue. `traceparent` is written into the new groups' records.
     """
@@ -138,7 +141,8 @@ class MembersPolled:
 
 
 Event = GroupEvent | ChangeRequested | ChangeCalledOff | MembersPolled
-"""Drivers send `ChangeRequested` and `ChangeCalledOff`; `GroupEvent` has the internal ones."""
+"""Drivers send `ChangeRequested` and `ChangeCalledOff` instead of `Reconfigure` and
+`ReconfigureCalledOff`, which this state machine passes to `GroupState`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class PollMembers:
 
 @dataclass(frozen=True, slots=True)
 class ChangeStepped:
-    """A change entered `phase`; `message` is for people. `epoch` is set once committed."""
+    """Report that a change entered `phase`; `message` is for people. `epoch`: of its commit."""
 
     change_id: str
     phase: ChangePhase
@@ -182,20 +186,21 @@ class _Change:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it counts towards `running_max`."""
+        """Whether the change counts towards `running_max`."""
         return not self.urgent and self.phase in RUNNING
 
     def step(self, phase: ChangePhase, message: str) -> ChangeStepped:
         """Enter `phase`, and report it."""
-        self.move(phase)
+        self.enter(phase)
         return ChangeStepped(self.change_id, phase, message, self.epoch)
 
-    def move(self, phase: ChangePhase) -> None:
+    def enter(self, phase: ChangePhase) -> None:
         """Enter `phase` without a report."""
         assert (self.phase, phase) in TRANSITIONS, f"a change went from {self.phase} to {phase}"
         self.phase = phase
 
-    def look(self, after_s: float) -> PollMembers:
+    def poll(self, after_s: float) -> PollMembers:
+        """The command to report the members' epochs after `after_s`."""
         return PollMembers(self.change_id, self.worker_ids, after_s)
 
 
@@ -221,18 +226,18 @@ class CoordinatorState:
             case ChangeCalledOff():
                 commands = self._call_off(event)
             case MembersPolled():
-                commands = self._see(event)
+                commands = self._note_poll(event)
             case _:
                 commands = self._advance(event)
-        # PREPARING depends on etcd's answers alone, so ticks enforce its deadline. Polls of the
-        # members enforce the deadlines of the phases after it.
+        # While PREPARING no polls occur, so ticks enforce its deadline. Polls of the members
+        # enforce the deadlines of the phases after it.
         if isinstance(event, TimePassed):
             commands += self._fail_overdue(event.now_s)
         return commands + self._begin_queued(event.now_s)
 
     @property
     def records(self) -> Records:
-        """The view of the store; read only."""
+        """The records in the store as last known; read only."""
         return self._groups.records
 
     @property
@@ -268,6 +273,7 @@ class CoordinatorState:
     # --- attempts
 
     def _begin_queued(self, now_s: float) -> list[Command]:
+        """Start the queued changes that may run now, oldest first."""
         commands: list[Command] = []
         for change in [c for c in self._changes.values() if c.phase is ChangePhase.QUEUED]:
             running = sum(change.is_counted for change in self._changes.values())
@@ -290,7 +296,7 @@ class CoordinatorState:
         return commands
 
     def _begin(self, change: _Change, now_s: float) -> list[Command]:
-        """Start an attempt."""
+        """Start an attempt, for a queued or a blocked change."""
         self._prepare(change, now_s)
         request = Reconfigure(now_s, change.change_id, change.targets, change.traceparent)
         commands = self._advance(request)
@@ -301,12 +307,12 @@ class CoordinatorState:
         return commands
 
     def _prepare(self, change: _Change, now_s: float) -> None:
-        change.move(ChangePhase.PREPARING)
+        change.enter(ChangePhase.PREPARING)
         protocol = self.config.protocol
         change.deadline_s = now_s + protocol.prepare_timeout_s + self.config.attempt_margin_s
 
     def _advance(self, event: GroupEvent) -> list[Command]:
-        """Pass an event to the group protocol; apply its reports of attempts to their changes."""
+        """Pass an event to the group protocol; apply the ends of attempts to their changes."""
         commands: list[Command] = []
         for command in self._groups.handle(event):
             if isinstance(command, ReconfigurationCommitted | ReconfigurationFailed):
@@ -318,7 +324,7 @@ class CoordinatorState:
         return commands
 
     def _follow_restoration(self, command: PrepareMembers, now_s: float) -> None:
-        """Track an attempt that the protocol started itself, such as a survivor's restore."""
+        """Track an attempt that the protocol started itself, such as a restore of layers."""
         if self.change_of(command.attempt) != command.attempt:
             return
         targets = tuple(
@@ -334,16 +340,16 @@ class CoordinatorState:
     ) -> list[Command]:
         change = self._changes.get(ended.request_id)
         if change is None:
-            return []  # it failed at its deadline, or a restore ended before its Prepare
+            return []  # the change failed at its deadline, or a restore ended before its Prepare
         if isinstance(ended, ReconfigurationCommitted):
             change.epoch = ended.epoch
             change.deadline_s = now_s + self.config.change_over_timeout_s
             text = f"epoch {ended.epoch}; {', '.join(change.worker_ids)} change over"
-            return [change.step(ChangePhase.COMMITTED, text), change.look(0.0)]
-        # Another write has locked the records: retry, since such a write ends within moments.
+            return [change.step(ChangePhase.COMMITTED, text), change.poll(0.0)]
+        # Another write to the records is in flight: retry, since such a write ends soon.
         if ended.busy and now_s <= change.blocked_until_s:
-            change.move(ChangePhase.BLOCKED)
-            return [change.look(self.config.poll_interval_s)]
+            change.enter(ChangePhase.BLOCKED)
+            return [change.poll(self.config.poll_interval_s)]
         return self._end(change, ChangePhase.FAILED, ended.reason)
 
     def _fail_overdue(self, now_s: float) -> list[Command]:
@@ -361,48 +367,48 @@ class CoordinatorState:
 
     # --- members
 
-    def _see(self, seen: MembersPolled) -> list[Command]:
-        change = self._changes.get(seen.change_id)
+    def _note_poll(self, polled: MembersPolled) -> list[Command]:
+        change = self._changes.get(polled.change_id)
         if change is None:
             return []
         match change.phase:
             case ChangePhase.BLOCKED:
-                return self._begin(change, seen.now_s)
+                return self._begin(change, polled.now_s)
             case ChangePhase.COMMITTED:
-                return self._await_epoch(change, seen)
+                return self._await_epoch(change, polled)
             case ChangePhase.STABLE:
-                return self._await_settled(change, seen)
+                return self._await_settled(change, polled)
         return []
 
-    def _await_epoch(self, change: _Change, seen: MembersPolled) -> list[Command]:
+    def _await_epoch(self, change: _Change, polled: MembersPolled) -> list[Command]:
         """Wait until all members report the epoch or a later epoch."""
-        late = _late(change, seen.members)
-        if not late:
-            change.deadline_s = seen.now_s + self.config.change_over_timeout_s
+        lagging = _lagging(change, polled.members)
+        if not lagging:
+            change.deadline_s = polled.now_s + self.config.change_over_timeout_s
             stable = change.step(ChangePhase.STABLE, f"all members serve epoch {change.epoch}")
-            return [stable, *self._await_settled(change, seen)]
-        if seen.now_s <= change.deadline_s:
-            return [change.look(self.config.poll_interval_s)]
+            return [stable, *self._await_settled(change, polled)]
+        if polled.now_s <= change.deadline_s:
+            return [change.poll(self.config.poll_interval_s)]
         reason = (
-            f"epoch {change.epoch} is committed, but {', '.join(late)} did not change over within "
-            f"{self.config.change_over_timeout_s:g} s; see `tideserve logs`"
+            f"epoch {change.epoch} is committed, but {', '.join(lagging)} did not change over"
+            f" within {self.config.change_over_timeout_s:g} s; see `tideserve logs`"
         )
         return self._end(change, ChangePhase.FAILED, reason)
 
-    def _await_settled(self, change: _Change, seen: MembersPolled) -> list[Command]:
-        late = _late(change, [member for member in seen.members if member.settled])
-        if not late:
+    def _await_settled(self, change: _Change, polled: MembersPolled) -> list[Command]:
+        lagging = _lagging(change, [member for member in polled.members if member.settled])
+        if not lagging:
             return self._end(change, ChangePhase.SETTLED, "all members have settled")
-        if seen.now_s <= change.deadline_s:
-            return [change.look(self.config.poll_interval_s)]
-        return self._end(change, ChangePhase.LEFT, f"{', '.join(late)} have not settled yet")
+        if polled.now_s <= change.deadline_s:
+            return [change.poll(self.config.poll_interval_s)]
+        return self._end(change, ChangePhase.LEFT, f"{', '.join(lagging)} have not settled yet")
 
 
-def _late(change: _Change, members: Sequence[MemberStatus]) -> list[str]:
-    """The workers of a committed change that `members` lacks at the change's epoch."""
+def _lagging(change: _Change, members: Sequence[MemberStatus]) -> list[str]:
+    """The workers of a committed change that `members` lacks at its epoch or a later epoch."""
     assert change.epoch is not None
     current = [member.worker_id for member in members if member.epoch >= change.epoch]
-    return [name for name in change.worker_ids if name not in current]
+    return [worker_id for worker_id in change.worker_ids if worker_id not in current]
 
 
 def _preparing_text(targets: Targets) -> str:

@@ -1,9 +1,12 @@
-"""The fence: the member's side of the group protocol.
+"""The fence: decides which calls and records of the group protocol a worker process obeys.
 
-A member accepts a Prepare only from the newest coordinator (fencing token), for its own process
-(incarnation), and from its current configuration (group and epoch). It switches only to a committed
-configuration with a higher epoch. Revisions of the source record order the attempts on it: once a
-member has seen a later revision, an earlier attempt can never be committed.
+An *attempt* is a two-phase change of groups: the coordinator marks the records of the *source*
+groups, calls Prepare at every member, and commits the *target* groups. A member accepts a Prepare
+only from the newest coordinator (fencing token), for its own process (incarnation), and if the call
+names its current configuration (group and epoch) as the source. It switches only to a committed
+configuration with a higher epoch. Every attempt writes the source record, so the record's etcd
+revisions (`mod_revision`) order the attempts: once a member has seen a later revision, an earlier
+attempt can never be committed.
 """
 
 from collections.abc import Iterable
@@ -30,20 +33,20 @@ class Verdict(StrEnum):
     FUTURE = "future"
     """The source configuration is newer than this member's; its record has yet to arrive."""
     FOREIGN = "foreign"
-    """For another incarnation, or this process is no member of the target."""
+    """For another incarnation, or the target is no newer group with this process as a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareCall:
-    """A coordinator's Prepare; see PrepareRequest in worker.proto."""
+    """A coordinator's Prepare for a member; see PrepareRequest in worker.proto."""
 
-    token: int
+    token: int  # fencing token
     attempt: str
-    incarnation: str
-    group_id: str
-    epoch: int
-    mod_revision: int
-    target: Group
+    incarnation: str  # of the member
+    group_id: str  # source group
+    epoch: int  # of the source group
+    mod_revision: int  # of the source record with the attempt's mark
+    target: Group  # group of the member after the commit
 
 
 def prepare_calls(command: PrepareMembers) -> dict[str, PrepareCall]:
@@ -75,7 +78,7 @@ class AbortCall:
 
 @dataclass(frozen=True, slots=True)
 class AbortPreparation:
-    """Undo the preparation: the attempt will never be committed."""
+    """Action of the fence: undo the preparation; the attempt will never be committed."""
 
     attempt: str
 
@@ -87,15 +90,16 @@ class Answer:
     verdict: Verdict
     reason: str = ""
     aborted: AbortPreparation | None = None
-    """The earlier attempt that this Prepare supersedes; undo its preparation first."""
+    """The earlier attempt that this Prepare supersedes; execute this action first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Switch to the committed configuration `group`, which `attempt` prepared, if any.
+    """Action of the fence: switch to the committed configuration `group`.
 
-    `superseded` is an attempt that prepared another configuration, which may have been committed
-    unseen. Keep the layers it fetched that `group` needs, and free the others.
+    `attempt` is the accepted attempt that prepared it, if any. `superseded` is an accepted attempt
+    that prepared another configuration, which may have been committed without this member seeing
+    it. Keep the layers that it fetched and `group` needs, and free the others.
     """
 
     group: Group
@@ -113,33 +117,33 @@ class MemberState:
     group_id: str | None = None  # of the current configuration
     epoch: int = 0  # of the current configuration
     preparing: PrepareCall | None = None  # the accepted Prepare, until commit or abort
-    _revision: int = 0  # of the source record; attempts at or below it are over
+    _revision: int = 0  # attempts whose mark has this revision or a lower one are over
 
-    def judge(self, asked: PrepareCall) -> Answer:
-        """Judge a Prepare; if accepted, it becomes `preparing`."""
-        refused = self._refusal(asked)
+    def judge(self, call: PrepareCall) -> Answer:
+        """Return the verdict on a Prepare; an accepted Prepare becomes `preparing`."""
+        refused = self._refusal(call)
         if refused is not None:
             return refused
-        self.token = asked.token
-        if self.preparing is not None and self.preparing.attempt == asked.attempt:
+        self.token = call.token
+        if self.preparing is not None and self.preparing.attempt == call.attempt:
             return Answer(Verdict.REPLAYED)
-        if asked.mod_revision <= self._revision:
-            return Answer(Verdict.STALE, f"attempt {asked.attempt} is over")
+        if call.mod_revision <= self._revision:
+            return Answer(Verdict.STALE, f"attempt {call.attempt} is over")
         # A later mark on the source record proves that the earlier attempt was not committed.
         aborted = AbortPreparation(self.preparing.attempt) if self.preparing is not None else None
-        self.preparing = asked
-        self._revision = asked.mod_revision
+        self.preparing = call
+        self._revision = call.mod_revision
         return Answer(Verdict.ACCEPTED, aborted=aborted)
 
-    def abort(self, asked: AbortCall) -> AbortPreparation | None:
-        """Apply a coordinator's Abort; a stale Abort is ignored."""
-        if asked.incarnation != self.incarnation or asked.token < self.token:
+    def abort(self, call: AbortCall) -> AbortPreparation | None:
+        """Apply a coordinator's Abort; returns the action, or None if there is nothing to undo."""
+        if call.incarnation != self.incarnation or call.token < self.token:
             return None
-        self.token = asked.token
-        return self.abort_own(asked.attempt)
+        self.token = call.token
+        return self.abort_own(call.attempt)
 
     def abort_own(self, attempt: str) -> AbortPreparation | None:
-        """Abort this member's own preparation, which is safe before it is acknowledged.
+        """Abort an accepted attempt; safe before the member has answered the Prepare.
 
         Returns None unless `attempt` is being prepared.
         """
@@ -156,20 +160,20 @@ class MemberState:
             newest = max(newer, key=lambda entry: entry.group.epoch)
             self._note_revision(newest)
             return self._apply(newest.group)
-        mine = listed.get(self.group_id) if self.group_id is not None else None
-        if mine is None:
+        own = listed.get(self.group_id) if self.group_id is not None else None
+        if own is None:
             return []
         preparing = self.preparing
-        if mine.group.epoch > self.epoch:
-            # The group advanced without this member. Its preparation may have been committed and
-            # superseded unseen, so keep it until a configuration with this member decides.
+        if own.group.epoch > self.epoch:
+            # The group changed without this member. The prepared attempt may have been committed
+            # and superseded unseen, so keep it until a newer configuration includes this member.
             return []
         # A write of the source record at the same epoch removed the mark: the attempt is aborted.
-        if preparing is not None and mine.mod_revision > preparing.mod_revision:
+        if preparing is not None and own.mod_revision > preparing.mod_revision:
             self.preparing = None
-            self._note_revision(mine)
+            self._note_revision(own)
             return [AbortPreparation(preparing.attempt)]
-        self._note_revision(mine)
+        self._note_revision(own)
         return []
 
     def check_invariants(self) -> None:
@@ -180,47 +184,48 @@ class MemberState:
             assert self.preparing.token <= self.token
             assert self.preparing.target.epoch > self.epoch
 
-    def _refusal(self, asked: PrepareCall) -> Answer | None:
-        if asked.incarnation != self.incarnation:
+    def _refusal(self, call: PrepareCall) -> Answer | None:
+        if call.incarnation != self.incarnation:
             reason = f"this is incarnation {self.incarnation} of {self.worker_id}"
             return Answer(Verdict.FOREIGN, reason)
-        if asked.token < self.token:
+        if call.token < self.token:
             return Answer(Verdict.STALE, "a newer coordinator leads")
-        if self._place_in(asked.target) is None or asked.target.epoch <= asked.epoch:
+        if self._member_in(call.target) is None or call.target.epoch <= call.epoch:
             reason = f"the target has no place for {self.worker_id}, or is not newer"
             return Answer(Verdict.FOREIGN, reason)
-        return self._epoch_refusal(asked)
+        return self._epoch_refusal(call)
 
-    def _epoch_refusal(self, asked: PrepareCall) -> Answer | None:
-        if (asked.group_id, asked.epoch) == (self.group_id, self.epoch):
+    def _epoch_refusal(self, call: PrepareCall) -> Answer | None:
+        if (call.group_id, call.epoch) == (self.group_id, self.epoch):
             return None
         reason = (
             f"{self.worker_id} is in {self.group_id or 'no group'} at epoch {self.epoch}, not in "
-            f"{asked.group_id} at {asked.epoch}"
+            f"{call.group_id} at {call.epoch}"
         )
-        verdict = Verdict.FUTURE if asked.epoch > self.epoch else Verdict.STALE
+        verdict = Verdict.FUTURE if call.epoch > self.epoch else Verdict.STALE
         return Answer(verdict, reason)
 
     def _is_newer(self, group: Group) -> bool:
         """Whether this process is a member of the group, at a higher epoch than its own."""
-        if group.phase is GroupPhase.DISSOLVED or self._place_in(group) is None:
+        if group.phase is GroupPhase.DISSOLVED or self._member_in(group) is None:
             return False
         return group.epoch > self.epoch
 
-    def _note_revision(self, mine: StoredGroup) -> None:
-        """Note that attempts which began before this write of the record are over."""
-        # The attempt that marks the record began with this write; its Prepare may be in flight.
-        begun = mine.mod_revision - 1 if mine.group.attempt else mine.mod_revision
+    def _note_revision(self, own: StoredGroup) -> None:
+        """Record that attempts whose mark preceded this write of the record are over."""
+        # If this write is a mark, its own attempt is not over: its Prepare may be in flight.
+        begun = own.mod_revision - 1 if own.group.attempt else own.mod_revision
         self._revision = max(self._revision, begun)
 
-    def _place_in(self, group: Group) -> Member | None:
+    def _member_in(self, group: Group) -> Member | None:
+        """This process as a member of the group; None if it is not."""
         for member in group.members:
             if (member.worker_id, member.incarnation) == (self.worker_id, self.incarnation):
                 return member
         return None
 
     def _apply(self, group: Group) -> list[AbortPreparation | Apply]:
-        """Switch to the configuration."""
+        """Enter the configuration `group`; returns the action to switch to it."""
         preparing, self.preparing = self.preparing, None
         self.group_id, self.epoch = group.group_id, group.epoch
         if preparing is None:

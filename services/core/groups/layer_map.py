@@ -1,8 +1,10 @@
-"""The layer map of a merged group: contiguous layers per stage, by memory first, then by time.
+"""Computes the layer map of a merged group: contiguous layers for each member (stage).
 
-The embedding stays at the first stage, final norm and LM head at the last. A tied embedding is
-read at both ends, so both keep a copy (21 % of SmolLM2). KunServe §4.1 divides layers evenly, which
-wastes memory when the end stages keep much or members have different memory.
+Memory has priority over speed. The first stage holds the embedding, the last stage the final norm
+and the LM head. If the head is tied to the embedding, both stages hold the embedding (21 % of
+SmolLM2's parameters). KunServe §4.1 divides layers evenly, which wastes memory if embedding and
+head are large, or members have different amounts of memory. The *arena* is a worker's memory for
+parameters and KV.
 """
 
 from bisect import bisect_left, bisect_right
@@ -22,9 +24,9 @@ class SplitError(ValueError):
 class ModelShape:
     """Sizes and costs of a model as loaded by a worker.
 
-    Bytes are rounded up to arena chunks. `head_bytes` covers the final norm and the LM head; a
-    tied head has no weight of its own. `kv_bytes` is K and V of a token in a layer. `layer_cost`,
-    `embedding_cost` and `head_cost` are forward times in a common unit; only ratios matter.
+    Bytes of parameters are rounded up to arena chunks. `head_bytes` covers the final norm and the
+    LM head, without the weight of a tied head. `kv_bytes` is K and V of a token in a layer.
+    `layer_cost`, `embedding_cost` and `head_cost` are forward times; only their ratios matter.
     """
 
     num_layers: int = number(minimum=1, maximum=10**6)
@@ -38,7 +40,7 @@ class ModelShape:
     head_cost: float = number(0.0, minimum=0, maximum=2**60)
 
     def kept_bytes(self, first: bool, last: bool) -> int:
-        """Bytes of parameters that a stage holds besides its layers."""
+        """Bytes of parameters that a stage holds besides its layers: embedding and head."""
         embedding = first or (last and self.tied_embeddings)
         return self.embedding_bytes * embedding + self.head_bytes * last
 
@@ -49,14 +51,14 @@ class ModelShape:
         return self.num_layers * self.layer_bytes + kept
 
     def time_share(self, stage: "Stage") -> float:
-        """The stage's share of the time of a forward pass."""
+        """The stage's fraction of the time of a forward pass."""
         last = stage.end_layer == self.num_layers
         own = self.layer_cost * stage.num_layers + self.head_cost * last
         own += self.embedding_cost * (stage.first_layer == 0)
         return own / (self.layer_cost * self.num_layers + self.embedding_cost + self.head_cost)
 
     def freed_bytes(self, left: int, right: int) -> int:
-        """Bytes that a merge of groups of `left` and `right` stages frees: the duplicate copy."""
+        """Bytes of duplicate parameters that a merge of groups of these stage counts frees."""
         apart = self.parameter_bytes(left) + self.parameter_bytes(right)
         return apart - self.parameter_bytes(left + right)
 
@@ -79,7 +81,7 @@ class Stage:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, at least 1."""
+        """Number of layers."""
         return self.end_layer - self.first_layer
 
 
@@ -91,25 +93,26 @@ def serves(stages: Sequence[Stage], num_layers: int) -> bool:
 def split_layers(
     model: ModelShape, members: Sequence[MemberMemory], needed_tokens: int
 ) -> tuple[Stage, ...]:
-    """Contiguous layers for each of `members`, in that order.
+    """Divide the layers among `members`, in that order.
 
-    Three objectives in order: the smallest stage holds `needed_tokens` of KV, or as many as it
-    can; the slowest stage is as fast as possible; the smallest stage holds as much KV as that time
-    allows. Exact, since each objective depends only on the layer counts.
+    The group's capacity is the number of tokens whose KV fits at every stage. Three objectives, in
+    order of priority: the capacity is `needed_tokens`, or as close to it as possible; the slowest
+    stage is as fast as possible; the capacity is as large as that time allows. The solution is
+    optimal, since each objective depends only on the layer counts.
 
     Raises:
         SplitError: if there are more members than layers, or the parameters do not fit.
     """
     _check(model, members)
-    frees = _free_bytes(model, members)
+    free_bytes = _free_bytes(model, members)
     # Objective 1: the capacity that memory alone allows, capped at the need.
     unlimited = [model.num_layers] * len(members)
-    tokens = min(max(0, needed_tokens), _most_tokens(model, frees, unlimited))
-    # Objective 2: the lowest pipeline period at that capacity.
-    limits = _within_time(model, _most_layers(model, frees, tokens))
-    # Objective 3: the most capacity at that period.
-    tokens = _most_tokens(model, frees, limits)
-    counts = _assign_layers(model, _minima(_most_layers(model, frees, tokens), limits))
+    tokens = min(max(0, needed_tokens), _most_tokens(model, free_bytes, unlimited))
+    # Objective 2: the shortest time of the slowest stage at that capacity.
+    limits = _limits_for_fastest(model, _most_layers(model, free_bytes, tokens))
+    # Objective 3: the largest capacity at that time.
+    tokens = _most_tokens(model, free_bytes, limits)
+    counts = _assign_layers(model, _minima(_most_layers(model, free_bytes, tokens), limits))
     return stages_of(members, counts)
 
 
@@ -127,7 +130,7 @@ def capacity_tokens(
 ) -> tuple[int, ...]:
     """Tokens of KV that fit at each stage; the minimum is the group's capacity.
 
-    KV grows by whole chunks in every layer, so a worker may have up to a chunk per layer less.
+    An upper bound: KV memory grows by whole chunks, so up to a chunk per layer may be unused.
     """
     return tuple(
         max(0, free - stage.num_layers * model.layer_bytes) // (stage.num_layers * model.kv_bytes)
@@ -154,38 +157,39 @@ def _free_bytes(model: ModelShape, members: Sequence[MemberMemory]) -> list[int]
     ]
 
 
-def _most_layers(model: ModelShape, frees: Sequence[int], tokens: int) -> list[int]:
-    """Maximum number of layers per member if each layer has KV of `tokens` tokens."""
+def _most_layers(model: ModelShape, free_bytes: Sequence[int], tokens: int) -> list[int]:
+    """Maximum number of layers of each member if each layer has KV of `tokens` tokens."""
     each = model.layer_bytes + tokens * model.kv_bytes
-    return [min(model.num_layers, free // each) for free in frees]
+    return [min(model.num_layers, free // each) for free in free_bytes]
 
 
 def _minima(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """Element-wise minimum of two limits per member."""
+    """Element-wise minimum."""
     return list(map(min, left, right))
 
 
-def _suffice(model: ModelShape, counts: Sequence[int]) -> bool:
+def _can_cover(model: ModelShape, counts: Sequence[int]) -> bool:
     """Whether members with at most `counts` layers each can run all layers, at least 1 each."""
     return min(counts) >= 1 and sum(counts) >= model.num_layers
 
 
-def _most_tokens(model: ModelShape, frees: Sequence[int], limits: Sequence[int]) -> int:
+def _most_tokens(model: ModelShape, free_bytes: Sequence[int], limits: Sequence[int]) -> int:
     """Maximum capacity in tokens if member i runs at most `limits[i]` layers.
 
     Raises SplitError.
     """
 
     def fits(tokens: int) -> bool:
-        return _suffice(model, _minima(_most_layers(model, frees, tokens), limits))
+        return _can_cover(model, _minima(_most_layers(model, free_bytes, tokens), limits))
 
     if not fits(0):
         raise SplitError(
-            f"the parameters do not fit into the memory of {len(frees)} members; give the workers "
-            "more memory"
+            f"the parameters do not fit into the memory of {len(free_bytes)} members; give the"
+            " workers more memory"
         )
-    # Binary search. Upper bound: the member with most memory runs a single layer, all KV.
-    low, high = 0, max(frees) // model.kv_bytes + 1
+    # Binary search. Upper bound: the member with the most memory uses all of it for KV of a single
+    # layer.
+    low, high = 0, max(free_bytes) // model.kv_bytes + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -200,10 +204,10 @@ def _extra_costs(model: ModelShape, stages: int) -> list[float]:
     return extra
 
 
-def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
-    """`limits` tightened to the minimum time of the slowest stage; both suffice for all layers."""
-    # The time of 1, 2, … layers at each member. The slowest stage's time is among these values, so
-    # a search over them is exact: floats are only compared with themselves.
+def _limits_for_fastest(model: ModelShape, limits: Sequence[int]) -> list[int]:
+    """`limits` lowered to the shortest possible time of the slowest stage; still sufficient."""
+    # The time of 1, 2, … layers at each member. The slowest stage's time is one of these values,
+    # so a binary search over them is exact: it compares each float only with these values.
     times = [
         [extra + count * model.layer_cost for count in range(1, limit + 1)]
         for extra, limit in zip(_extra_costs(model, len(limits)), limits, strict=True)
@@ -213,24 +217,24 @@ def _within_time(model: ModelShape, limits: Sequence[int]) -> list[int]:
         return [bisect_right(own, time) for own in times]
 
     choices = sorted(set(chain.from_iterable(times)))
-    best = bisect_left(choices, True, key=lambda time: _suffice(model, counts_within(time)))
+    best = bisect_left(choices, True, key=lambda time: _can_cover(model, counts_within(time)))
     return counts_within(choices[best])
 
 
 def _assign_layers(model: ModelShape, limits: Sequence[int]) -> list[int]:
-    """Layer counts within `limits`, which suffice: each layer goes to the fastest stage so far."""
+    """Layer counts within `limits`, which suffice; each layer goes to the least loaded stage."""
     extra = _extra_costs(model, len(limits))
     counts = [1] * len(limits)
     heap = [(extra[index] + model.layer_cost, index) for index in range(len(limits))]
     heapify(heap)
-    left = model.num_layers - len(limits)
-    while left:
+    remaining = model.num_layers - len(limits)
+    while remaining:
         cost, index = heap[0]
-        # A full member leaves the competition: its key becomes infinite.
+        # A member at its limit receives no further layer: its key becomes infinite.
         if counts[index] == limits[index]:
             heapreplace(heap, (float("inf"), index))
             continue
         counts[index] += 1
-        left -= 1
+        remaining -= 1
         heapreplace(heap, (cost + model.layer_cost, index))
     return counts

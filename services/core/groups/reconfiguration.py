@@ -1,4 +1,9 @@
-"""Validates requested changes of groups, and builds the records that a commit writes."""
+"""Validates requested changes of groups, and builds the group records that a commit writes.
+
+Used by the group protocol (`GroupState`). The *targets* of a change are its new groups, each a
+tuple of stages (workers with their layers); its *sources* are the present groups of these workers.
+A *tombstone* is the record of a dissolved group.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,13 +20,14 @@ from services.core.groups.vocabulary import (
 from services.core.ids import group_id_of
 
 WORKERS_MAX = 40
-"""etcd allows 128 operations in a transaction; a commit compares 3 records per worker."""
+"""Maximum number of workers in a change: etcd allows 128 operations in a transaction, and a commit
+compares 3 records per worker."""
 
 
 def refusal(
     records: Records, targets: Targets, may_be_degraded: bool = False
 ) -> ChangeRefused | None:
-    """The reason why `targets` is invalid now; None if the change can start."""
+    """Why `targets` is invalid now, or None; `may_be_degraded` allows DEGRADED source groups."""
     stages = [stage for target in targets for stage in target]
     names = [stage.worker_id for stage in stages]
     if not targets or not all(targets):
@@ -32,7 +38,7 @@ def refusal(
         return ChangeRefused(
             f"{len(names)} workers exceed the limit of {WORKERS_MAX}; change fewer groups at a time"
         )
-    # Cheap checks of the request come first; those below need a record of every worker.
+    # The checks below need a record and a group of every worker.
     for name in names:
         if name not in records.workers:
             return ChangeRefused(f"{name} is not registered; start it, or leave it out")
@@ -55,8 +61,8 @@ def sources_of(records: Records, targets: Targets) -> tuple[str, ...]:
 def target_groups(records: Records, targets: Targets, traceparent: str = "") -> tuple[Group, ...]:
     """The group records that a commit of `targets` writes: new groups, and tombstones.
 
-    All get the same epoch, above the epoch of every source and of every earlier group with a
-    target's id. The new groups carry `traceparent`.
+    All have the same epoch, higher than that of every source and of every earlier group with a
+    target's id. `traceparent` is written into the new groups.
     """
     sources = sources_of(records, targets)
     group_ids = [group_id_of(target[0].worker_id) for target in targets]
@@ -74,7 +80,7 @@ def target_groups(records: Records, targets: Targets, traceparent: str = "") -> 
         )
         for group_id, target in zip(group_ids, targets, strict=True)
     ]
-    # Tombstones keep the epoch: a group that is formed under this id later must be above it.
+    # Tombstones record the epoch: a later group with this id must have a higher epoch.
     gone = [group_id for group_id in sources if group_id not in group_ids]
     groups += [Group(group_id, epoch, GroupPhase.DISSOLVED, (), model) for group_id in gone]
     return tuple(groups)

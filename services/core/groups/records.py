@@ -1,4 +1,9 @@
-"""The group protocol's view of the store: records, and whether they are consistent."""
+"""The coordinator's view of the records in etcd, and whether they are consistent.
+
+Terms: a *listing* is a snapshot of all records at an etcd revision. An *assignment* is the record
+of a worker's group and layers. A *tombstone* is the record of a dissolved group. The *epoch floor*
+is a record with a lower bound of new epochs (see `singleton_groups`).
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,15 +26,15 @@ from services.core.ids import group_id_of
 class Records:
     """The newest listing plus this coordinator's later commits. Revisions never decrease.
 
-    Remembers the last epoch of every group, even if the store lost the record: a reused epoch
-    would defeat the fence. Epochs up to the floor can be forgotten, since none is issued again.
+    Keeps the highest epoch of every group, even if the store lost the record: members would
+    discard a configuration with a reused epoch. Epochs up to the floor need not be kept.
     """
 
-    revision: int = 0  # of the newest record known
+    revision: int = 0  # of the newest known write
     workers: dict[str, Worker] = field(default_factory=dict)  # registered (leases), by id
     groups: dict[str, StoredGroup] = field(default_factory=dict)  # by id, tombstones included
     assignments: dict[str, StoredAssignment] = field(default_factory=dict)  # by worker id
-    epoch_floor: int = 0  # new epochs are above it
+    epoch_floor: int = 0  # new epochs are higher
     floor_revision: int = 0  # of the floor's record
     _listed: int = 0  # revision of the newest listing
     _last_epoch: dict[str, int] = field(default_factory=dict)  # highest epoch seen, by group
@@ -51,7 +56,7 @@ class Records:
     def apply(self, written: Transact, revision: int) -> None:
         """Apply this coordinator's own commit at `revision`, before the watch delivers it.
 
-        Replies to concurrent commits may arrive out of order; such commits share no record.
+        Replies to concurrent commits may arrive in any order, since such commits share no record.
         """
         for group in written.groups:
             self._note_epoch(group)
@@ -72,7 +77,7 @@ class Records:
             self._forget_low_epochs()
 
     def next_epoch(self, group_ids: Iterable[str], worker_ids: Iterable[str]) -> int:
-        """The epoch above every earlier epoch of these groups and workers."""
+        """The lowest epoch above every earlier epoch of these groups and workers."""
         epochs = [self.epoch_floor]
         epochs += [self._last_epoch.get(group_id, 0) for group_id in group_ids]
         epochs += [
@@ -93,15 +98,15 @@ class Records:
         return stored.mod_revision if stored is not None else 0
 
     def is_live(self, group_id: str) -> bool:
-        """Whether the group exists and is no tombstone; it need not be sound."""
+        """Whether the group exists and is not dissolved; it need not be sound."""
         stored = self.groups.get(group_id)
         return stored is not None and stored.group.phase is not GroupPhase.DISSOLVED
 
     def is_sound(self, group_id: str, without: Collection[str] = ()) -> bool:
         """Whether the group is live and consistent with all records of its members.
 
-        It is not if a member's lease ended, a member restarted, or a record is stale or lost.
-        Members in `without` may lack a registration.
+        A group is not sound if a member's lease ended, a member restarted, or a record is outdated
+        or lost. Members in `without` may be unregistered.
         """
         stored = self.groups.get(group_id)
         if stored is None or not self.is_live(group_id) or not stored.group.members:
@@ -109,7 +114,7 @@ class Records:
         group = stored.group
         if group_id != group_id_of(group.members[0].worker_id):
             return False
-        # A lower epoch than the last seen: the store lost the newer record.
+        # If the epoch is lower than the last seen, the store lost the newer record.
         if group.epoch != self._last_epoch[group_id]:
             return False
         if not all(self._agrees(group, member, without) for member in group.members):
@@ -155,7 +160,7 @@ class Records:
         return (worker.incarnation, worker.model) == (member.incarnation, group.model)
 
     def _forget_low_epochs(self) -> None:
-        """Drop the remembered epochs that the floor covers, of groups without a record."""
+        """Remove epochs up to the floor of groups without a record."""
         if len(self._last_epoch) > len(self.groups):
             self._last_epoch = {
                 group_id: epoch

@@ -1,21 +1,25 @@
-"""Singleton groups, for new workers and for survivors of a group that lost a member.
+"""Builds transactions for singleton groups, and for the removal of departed workers' records.
 
-Also removes the records of departed workers. Where workers are named after pods, every rolling
-update leaves assignments and tombstones of the old names behind. They fence: a worker that returns
-under a name must get an epoch above every epoch ever used under that name. A single record, the
-epoch floor, takes over that role for all removed names.
+A *singleton group* has a single worker: a new worker, or a survivor of a group that lost a member.
+An *assignment* is the record of a worker's group and layers; a *tombstone* is the record of a
+dissolved group.
 
-Safety. A worker's assignment has the largest epoch of all configurations with the worker, since a
-commit writes both; the tombstone has the largest epoch of its group id. The removing transaction
-writes a floor at or above these epochs, and every later epoch is above the floor
-(`Records.next_epoch`). It compares the records that it removes, the floor that it replaces, and
-that the worker is not registered. So of two removals, the later one sees the floor of the first,
-and a removal cannot miss a concurrent commit.
+Where workers are named after pods, every rolling update leaves assignments and tombstones of the
+old names behind. Their epochs are needed: if a worker returns under a name, its configurations must
+have epochs above all earlier epochs of that name, or members would take them for outdated. A single
+record, the *epoch floor*, replaces the epochs of all removed names.
+
+Safety. A worker's assignment has the highest epoch of all configurations with the worker, since a
+commit writes both; the tombstone has the highest epoch of its group id. The removing transaction
+writes a floor that is not below these epochs, and every later epoch is above the floor
+(`Records.next_epoch`). The transaction compares the records that it removes and the floor that it
+replaces, and requires that the worker is not registered. So the later of two removals sees the
+floor of the first, and a removal cannot miss a concurrent commit.
 
 The assignment is also the only record of the layers that a process holds. So a process that has
-been in a group registers again only in a transaction that compares its own assignment; if that is
-gone, the process exits, and its successor starts with all layers. Of that registration and the
-removal, the first to commit wins. No clock is part of the argument: the time of absence only
+been in a group registers again only in a transaction that compares its own assignment; if that was
+removed, the process exits, and its successor starts with all layers. Of that registration and the
+removal, the first to commit wins. Safety does not depend on clocks: the time of absence only
 decides when a removal is tried.
 """
 
@@ -41,9 +45,9 @@ REMOVED_MAX = 32
 
 @dataclass(slots=True)
 class DepartedWorkers:
-    """Workers that have records but no registration, since this coordinator first saw that."""
+    """Workers with records but without a registration, and since when."""
 
-    _since_s: dict[str, float] = field(default_factory=dict)  # start of the absence, by worker
+    _since_s: dict[str, float] = field(default_factory=dict)  # first seen absent, by worker
 
     def note(self, records: Records, now_s: float) -> None:
         """Update the absences from the current records."""
@@ -57,27 +61,27 @@ class DepartedWorkers:
     def due(
         self, records: Records, now_s: float, gone_after_s: float, busy: set[str]
     ) -> tuple[str, ...]:
-        """Up to `REMOVED_MAX` workers, absent for `gone_after_s`, whose records are removable."""
-        long_gone = [name for name, at_s in self._since_s.items() if now_s - at_s >= gone_after_s]
-        if not long_gone:
+        """Up to `REMOVED_MAX` absent workers whose records may be removed and are not `busy`."""
+        long_absent = [name for name, at_s in self._since_s.items() if now_s - at_s >= gone_after_s]
+        if not long_absent:
             return ()
-        # Members of a live group are not removable: the group's repair needs their assignments.
+        # Keep the records of members of a live group, since its repair needs their assignments.
         placed = {
             member.worker_id
             for group_id, stored in records.groups.items()
             if records.is_live(group_id)
             for member in stored.group.members
         }
-        free = [
+        removable = [
             name
-            for name in sorted(long_gone)
+            for name in sorted(long_absent)
             if name not in records.workers
             and name in records.assignments
             and name not in placed
             and not records.is_live(group_id_of(name))
             and not _keys((name,)) & busy
         ]
-        return tuple(free[:REMOVED_MAX])
+        return tuple(removable[:REMOVED_MAX])
 
 
 def remove_records(
@@ -109,15 +113,16 @@ def form_singletons(
 ) -> Transact | None:
     """The transaction that puts each registered worker among `names` into a singleton group.
 
-    `broken_id` is the group that they were in, if any; it is dissolved, unless its first worker
-    reuses its id. Returns None while another live group has an id that a worker needs.
+    `broken_id` is the id of their present group, if any; that group is dissolved, unless the new
+    group of its first worker reuses the id. Returns None while another live group has an id that a
+    new group needs.
     """
-    homeless = {name for name in names if records.group_of(name) in (None, broken_id)}
-    owners = {group_id_of(name): name for name in homeless if name in records.workers}
+    unplaced = {name for name in names if records.group_of(name) in (None, broken_id)}
+    owners = {group_id_of(name): name for name in unplaced if name in records.workers}
     if any(records.is_live(group_id) and group_id != broken_id for group_id in owners):
         return None
     group_ids = sorted({*owners} if broken_id is None else {*owners, broken_id})
-    epoch = records.next_epoch(group_ids, homeless)
+    epoch = records.next_epoch(group_ids, unplaced)
     groups = tuple(
         _singleton(records, records.workers[owners[group_id]], epoch, broken_id)
         if group_id in owners
@@ -125,8 +130,8 @@ def form_singletons(
         for group_id in group_ids
     )
     assignments = [assignment_of(group, member) for group in groups for member in group.members]
-    # Absent members get an assignment, too: its epoch fences them if they return.
-    assignments += _unplaced(records, homeless - set(owners.values()), broken_id, epoch)
+    # Absent members get an assignment, too: its epoch shows them that they left, if they return.
+    assignments += _absent_assignments(records, unplaced - set(owners.values()), broken_id, epoch)
     return Transact(
         transaction_id,
         token,
@@ -150,7 +155,7 @@ def _singleton(records: Records, worker: Worker, epoch: int, broken_id: str | No
 
 
 def _held_layers(records: Records, worker: Worker, broken_id: str | None) -> tuple[int, int]:
-    """The layers of its assignment or, if that record was lost, of its former group."""
+    """The worker's resident layers, by its assignment or, if that was lost, by its last group."""
     broken = records.groups.get(broken_id) if broken_id is not None else None
     if not records.assignment_revision(worker.worker_id) and broken is not None:
         for member in broken.group.members:
@@ -159,10 +164,10 @@ def _held_layers(records: Records, worker: Worker, broken_id: str | None) -> tup
     return records.held_layers(worker)
 
 
-def _unplaced(
+def _absent_assignments(
     records: Records, names: Iterable[str], broken_id: str | None, epoch: int
 ) -> list[Assignment]:
-    """Assignments to no group for absent workers, with the layers that they hold."""
+    """Assignments to no group for absent workers, with their resident layers."""
     stored = [records.assignments.get(name) for name in sorted(names)]
     return [
         Assignment(

@@ -1,23 +1,25 @@
 """The group protocol: forms, merges, splits and repairs groups safely under any process failure.
 
-Authority comes from committed records alone, so every decision is a transaction that compares all
-records it depends on. Epochs never decrease; a dissolved group's record stays as a tombstone for
-that, until its worker is long gone (`singleton_groups`). docs/protocol.md has the rules and the
-invariants I1-I11.
+`GroupState` is the coordinator's state machine, part of `CoordinatorState`. A *group* is workers
+that serve together, each with some layers. Its record in etcd has an *epoch*, a number that every
+change increases. Only committed records have authority, so every decision is a transaction that
+compares all records it depends on. The record of a dissolved group stays as a *tombstone* with the
+last epoch, until its worker has been absent for long (`singleton_groups`). docs/protocol.md has the
+rules and the invariants I1-I11.
 
 A registered worker forms the singleton group `group_id_of(worker)` with all layers. `Reconfigure`
-merges and splits groups by a two-phase change: mark the source records with a new attempt id, have
-every member prepare, commit. A failure before the commit leaves all groups unchanged. A coordinator
-removes the marks of earlier coordinators. If a member of a merged group is lost, each survivor gets
-a DEGRADED singleton group with the layers that it holds; it serves nothing until an attempt
-restores all layers.
+merges and splits groups by a two-phase change, an *attempt*: mark the source records with the
+attempt's id, have every member prepare, commit. A failure before the commit leaves all groups
+unchanged. A coordinator removes the marks of earlier coordinators. If a member of a merged group is
+lost, each survivor gets a DEGRADED singleton group with the layers that it holds; it serves nothing
+until an attempt restores all layers.
 
-A group can be stuck although all its members are registered: a lane between members is cut, or a
-process hangs, or it died and its lease has not ended yet. Members report that (`GroupStuck`). The
-group is rebuilt with the same members, which reconnect and keep their KV. It is treated like a
-group that lost a member if the rebuild fails, if a member reports a hung engine (`EngineHung`), or
-if the group is stuck again soon after two consecutive rebuilds. A wrong diagnosis is safe, since
-epochs fence the processes that were presumed dead.
+A group can be stuck although all its members are registered: a connection between members is cut,
+or a process hangs, or it died and its lease has not ended yet. Members report that (`GroupStuck`).
+The group is *rebuilt* with the same members, which reconnect and keep their KV. It is treated like
+a group that lost a member if the rebuild fails, if a member reports a hung engine (`EngineHung`),
+or if the group is stuck again soon after two consecutive rebuilds. A wrong diagnosis is safe, since
+processes that were presumed dead have an old epoch, so other members discard their frames.
 """
 
 from dataclasses import dataclass, field, replace
@@ -64,10 +66,10 @@ class ProtocolConfig:
     backoff_s: float = seconds(1.0)  # of members after an aborted attempt; doubles
     backoff_max_s: float = seconds(30.0)
     gone_after_s: float = seconds(3600.0)  # absence after which a worker's records are removed
-    # Time for members of a stuck group to reconnect, plus the longest iteration they reported.
+    # Time limit of a rebuild, to which the longest iteration that a member reported is added.
     rebuild_timeout_s: float = seconds(1.5)
     # Grace period for members that lost their leases, unless a member reports the group as stuck:
-    # after an etcd outage all leases have ended, and all workers register again within moments.
+    # after an etcd outage all leases have ended, and all workers soon register again.
     absent_wait_s: float = seconds(3.0)
 
 
@@ -75,21 +77,21 @@ class ProtocolConfig:
 class GroupState:
     """The group protocol's state machine: reconciles actual groups with the desired groups.
 
-    It decides nothing without leadership or before the first listing. A group or worker takes part
-    in at most 1 transaction and 1 attempt at a time; after a transaction that was not committed,
-    its records are off limits until the next listing.
+    It starts nothing without leadership or before the first listing of all records. A group or
+    worker takes part in at most 1 transaction and 1 attempt at a time. After a transaction that was
+    rejected or has an unknown outcome, its records are not used until the next listing.
     """
 
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
-    records: Records = field(default_factory=Records)  # view of the store
+    records: Records = field(default_factory=Records)  # as last known
     token: int | None = None  # fencing token of the leadership; None for a standby
     _now_s: float = 0.0  # of the newest event; never decreases
     _attempts: dict[str, Attempt] = field(default_factory=dict)  # in progress, by id
     _transactions: dict[int, Transact] = field(default_factory=dict)  # in flight, by id
     _attempt_of: dict[int, str] = field(default_factory=dict)  # transaction -> attempt
-    _unread: set[str] = field(default_factory=set)  # keys with an unknown state until a listing
+    _unread: set[str] = field(default_factory=set)  # keys that only a listing makes known again
     _backoff: Backoff = field(default_factory=Backoff)  # of workers after aborted changes
-    # Of survivors that restore layers. Separate: failures of their former group must not delay it.
+    # Of survivors that restore layers: separate, so that failed changes before do not delay them.
     _restores: Backoff = field(default_factory=Backoff)
     _departed: DepartedWorkers = field(default_factory=DepartedWorkers)  # absent workers
     _stuck: StuckGroups = field(default_factory=StuckGroups)  # reported stuck groups, hung engines
@@ -102,7 +104,7 @@ class GroupState:
         commands: list[Command] = []
         match event:
             case ClusterListed():
-                # A listing that is current reveals the outcome of uncertain transactions.
+                # A current listing shows whether uncertain transactions were applied.
                 if event.revision >= self.records.revision:
                     self._unread.clear()
                 self.records.take(event)
@@ -148,7 +150,7 @@ class GroupState:
         self.token = token
         ended = list(self._attempts.values())
         for attempt in ended:
-            attempt.move(AttemptPhase.ABORTED)
+            attempt.enter(AttemptPhase.ABORTED)
         self._attempts.clear()
         self._attempt_of.clear()
         reason = "the memory manager lost leadership; retry with the new leader"
@@ -191,11 +193,11 @@ class GroupState:
         return []
 
     def _take_answer(self, answer: MemberAnswered) -> list[Command]:
-        """Record a member's answer; answers of other attempts or incarnations are ignored."""
+        """Record a member's answer; answers to other attempts or of other processes are ignored."""
         attempt = self._attempts.get(answer.attempt)
         if attempt is None or attempt.phase is not AttemptPhase.PREPARING:
             return []
-        if not attempt.awaits(answer):
+        if not attempt.is_from_member(answer):
             return []
         if not answer.ready:
             return self._abort(attempt, f"{answer.worker_id} refused: {answer.reason}")
@@ -203,7 +205,7 @@ class GroupState:
         if attempt.ready != attempt.workers.keys():
             return []
         # All members are ready: the change takes effect if and only if this transaction commits.
-        attempt.move(AttemptPhase.COMMITTING)
+        attempt.enter(AttemptPhase.COMMITTING)
         transaction = self._track(attempt.commit(self._next_transaction))
         self._attempt_of[transaction.transaction_id] = attempt.attempt_id
         return [transaction]
@@ -215,7 +217,7 @@ class GroupState:
             lost = self._marks_removed_by(written)
             self.records.apply(written, event.revision)
             return lost if attempt is None else lost + self._advance(attempt, event.revision)
-        # Rejected or unknown: these keys must be read again before another decision uses them.
+        # Rejected or unknown outcome: read these records again before another decision uses them.
         self._unread |= written.touched
         if attempt is None:
             return []
@@ -224,19 +226,19 @@ class GroupState:
     def _advance(self, attempt: Attempt, revision: int) -> list[Command]:
         """Move an attempt to the next phase after its transaction was committed."""
         if attempt.phase is AttemptPhase.MARKING:
-            attempt.move(AttemptPhase.PREPARING)
+            attempt.enter(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
             attempt.deadline_s = self._now_s + self._timeout_s(attempt)
             return [attempt.prepare(self._timeout_s(attempt))]
-        attempt.move(AttemptPhase.COMMITTED)
+        attempt.enter(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
-        self._stuck.committed(attempt, self._now_s)
+        self._stuck.note_committed(attempt, self._now_s)
         for backoff in (self._backoff, self._restores):
-            backoff.succeeded(attempt.workers)
+            backoff.note_success(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
-        """Aborts for the members of attempts whose mark a transaction has removed."""
+        """`AbortMember` for the members of attempts whose mark the transaction has removed."""
         commands: list[Command] = []
         for group in written.groups:
             before = self.records.groups.get(group.group_id)
@@ -279,27 +281,27 @@ class GroupState:
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        if self._stuck.rebuild_failed(attempt):
-            return [self._end(attempt, reason)]  # the group is split up next, without back-off
-        backoff = self._restores if attempt.restores else self._backoff
-        backoff.failed(
+        if self._stuck.note_rebuild_failed(attempt):
+            return [self._end(attempt, reason)]  # `_repair` splits the group, without back-off
+        backoff = self._restores if attempt.is_restore else self._backoff
+        backoff.note_failure(
             attempt.workers, self._now_s, self.config.backoff_s, self.config.backoff_max_s
         )
         return [self._end(attempt, reason)]
 
     def _end(self, attempt: Attempt, reason: str) -> ReconfigurationFailed:
         """End the attempt; `_repair` then removes its marks from the records."""
-        attempt.move(AttemptPhase.ABORTED)
+        attempt.enter(AttemptPhase.ABORTED)
         del self._attempts[attempt.attempt_id]
         return ReconfigurationFailed(attempt.request_id, reason)
 
-    def _abort_doomed(self) -> list[Command]:
-        """Abort attempts that can no longer commit, or whose members missed the deadline."""
+    def _abort_failing(self) -> list[Command]:
+        """Abort the attempts that can no longer commit or that missed their deadline."""
         commands: list[Command] = []
         for attempt in list(self._attempts.values()):
             if attempt.phase is not AttemptPhase.PREPARING:
                 continue
-            reason = attempt.change_in(self.records) or self._stuck.abort_reason(attempt)
+            reason = attempt.conflict_in(self.records) or self._stuck.abort_reason(attempt)
             if reason is None and self._now_s >= attempt.deadline_s:
                 silent = ", ".join(sorted(attempt.workers.keys() - attempt.ready))
                 reason = f"{silent} was not ready within {self._timeout_s(attempt):g} s"
@@ -318,10 +320,10 @@ class GroupState:
     # --- reconciliation
 
     def _decide(self) -> list[Command]:
-        """Compare every group and worker with the desired state, and start what is missing."""
+        """Compare every group and worker with the desired state, and start missing changes."""
         if self.token is None or not self.records.revision:
             return []
-        commands = self._abort_doomed()
+        commands = self._abort_failing()
         # Each step below adds its keys to `busy`, so that no two steps write the same record.
         busy = self._busy()
         for group_id in sorted(self.records.groups):
@@ -340,12 +342,12 @@ class GroupState:
         stored = self.records.groups[group_id]
         if self._waits_for_members(stored.group):
             return []
-        # Lost member or beyond rebuilding: split the group into singletons of its survivors.
+        # A member is lost, or rebuilds do not help: put the survivors into singleton groups.
         unrecoverable = self._stuck.is_unrecoverable(stored.group)
         if unrecoverable or not self.records.is_sound(group_id):
             names = {member.worker_id for member in stored.group.members}
             return self._form_singletons(group_id, names, busy)
-        # A mark without an attempt: an earlier leader, or an attempt that ended. Remove it.
+        # A mark of an attempt that has ended, or of an earlier leader: remove it.
         if stored.group.attempt:
             plain = replace(stored.group, attempt="")
             revisions = {group_id: stored.mod_revision}
@@ -361,10 +363,10 @@ class GroupState:
         return []
 
     def _waits_for_members(self, group: Group) -> bool:
-        """Whether the group waits for members without a lease that may register again soon."""
+        """Whether the group is within the grace period for members that lost their leases."""
         names = {member.worker_id for member in group.members}
         absent = names - self.records.workers.keys()
-        # A stuck report is evidence of a real failure, so the grace period ends.
+        # A report that the group is stuck shows a real failure, which ends the grace period.
         if len(names) < 2 or not absent or self._stuck.is_stuck(group):
             return False
         away_s = max(self._departed.away_s(name, self._now_s) for name in absent)
@@ -385,14 +387,14 @@ class GroupState:
             return []
         stages = tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
         transaction = self._begin(None, (stages,))
-        self._stuck.rebuild_started(
+        self._stuck.note_rebuild_started(
             group, self._attempts[self._attempt_of[transaction.transaction_id]]
         )
         busy |= transaction.touched | worker_keys(names)
         return [transaction]
 
     def _restore(self, group: Group, busy: set[str]) -> list[Command]:
-        """Restore all layers of a survivor by an attempt."""
+        """Start an attempt that restores all layers of a survivor."""
         worker = self.records.workers[group.members[0].worker_id]
         targets = ((Stage(worker.worker_id, 0, worker.num_layers),),)
         names = {worker.worker_id}
@@ -407,7 +409,7 @@ class GroupState:
     def _form_singletons(
         self, broken_id: str | None, names: set[str], busy: set[str]
     ) -> list[Command]:
-        """Put each registered worker of `names` into a singleton group; dissolve `broken_id`."""
+        """Put each registered worker among `names` into a singleton group; dissolve `broken_id`."""
         transaction = form_singletons(
             self.records, broken_id, names, self._next_transaction, self._leadership
         )
@@ -424,7 +426,7 @@ class GroupState:
         if not names:
             return []
         for backoff in (self._backoff, self._restores):
-            backoff.succeeded(names)
+            backoff.note_success(names)
         removal = remove_records(self.records, names, self._next_transaction, self._leadership)
         return [self._track(removal)]
 
@@ -437,7 +439,7 @@ class GroupState:
         return self.token
 
     def _busy(self) -> set[str]:
-        """Keys of groups and workers in a transaction or attempt, or in an unknown state."""
+        """Keys of groups and workers in a transaction or attempt, or with an unknown record."""
         busy = set(self._unread)
         for transaction in self._transactions.values():
             busy |= transaction.touched
@@ -448,7 +450,7 @@ class GroupState:
 
     @property
     def _next_transaction(self) -> int:
-        """The next transaction id; `_track` consumes it, so an idle tick changes no state."""
+        """The id of the next transaction; only `_track` advances the counter."""
         return self._transactions_begun + 1
 
     def _track(self, transaction: Transact) -> Transact:

@@ -1,4 +1,9 @@
-"""Failure detection by members: groups that are stuck although all members hold their leases."""
+"""Tracks groups that members report as stuck, although all members hold their etcd leases.
+
+A group is *stuck* if it cannot make progress, because a connection between members is cut or a
+process hangs. The group protocol then *rebuilds* it: a change with the same members and layers,
+which reconnect. An *incarnation* identifies a process of a worker.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,36 +13,39 @@ from services.core.groups.records import Records
 from services.core.groups.vocabulary import EngineHung, Group, GroupPhase, GroupStuck
 
 REBUILDS_MAX = 2
-"""Consecutive rebuilds: a broken path may still let members connect, and then carry nothing."""
+"""Consecutive rebuilds of a group: over a broken network path members may connect, but frames are
+lost, so further rebuilds would not help."""
 REBUILD_WINDOW_S = 120.0
 """A group that serves this long after a rebuild has recovered. Longer than the 20 s that a leader
-waits for an overdue microbatch the third time in a row, else that failure counts as the first."""
+waits for an overdue microbatch the third time in a row: else this failure would count as the
+first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rebuild:
     """The last rebuild of a group."""
 
-    epoch: int  # that the rebuild committed
+    epoch: int  # of its commit
     count: int  # consecutive rebuilds
     at_s: float  # time of the commit
 
-    def holds(self, epoch: int, now_s: float) -> bool:
-        """Whether a failure at this epoch now continues the failure before the rebuild."""
+    def covers(self, epoch: int, now_s: float) -> bool:
+        """Whether a failure at `epoch` now belongs to the same failure as the rebuild."""
         return epoch == self.epoch and now_s - self.at_s < REBUILD_WINDOW_S
 
 
 @dataclass(slots=True)
 class StuckGroups:
-    """Stuck groups by id, with the epoch that is stuck; a report does not apply to later epochs.
+    """Stuck groups and their rebuilds. A report applies to a group at an epoch, not to later ones.
 
     Entries are removed with their group's record, which bounds their number.
     """
 
-    _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)  # epoch, reported reason
-    _iterations_s: dict[str, float] = field(default_factory=dict)  # longest of any member
-    _unrecoverable: dict[str, int] = field(default_factory=dict)  # epoch that rebuilds cannot fix
-    _rebuilds: dict[str, _Rebuild] = field(default_factory=dict)  # the last committed rebuild
+    _reasons: dict[str, tuple[int, str]] = field(default_factory=dict)  # epoch, reason; by group
+    _iterations_s: dict[str, float] = field(default_factory=dict)  # longest reported, by group
+    # Epoch at which a rebuild failed or will not help, by group.
+    _unrecoverable: dict[str, int] = field(default_factory=dict)
+    _rebuilds: dict[str, _Rebuild] = field(default_factory=dict)  # last committed, by group
     _rebuilding: dict[str, Group] = field(default_factory=dict)  # stuck group, by attempt
     _hung: dict[str, str] = field(default_factory=dict)  # incarnation of a hung engine, by worker
 
@@ -49,7 +57,7 @@ class StuckGroups:
             self._note_stuck(records, event)
 
     def _note_stuck(self, records: Records, event: GroupStuck) -> None:
-        """Record a stuck group; a single worker depends on no peer, so its report is ignored."""
+        """Record a stuck group; reports of singleton groups, which have no peers, are ignored."""
         stored = records.assignments.get(event.worker_id)
         worker = records.workers.get(event.worker_id)
         if stored is None or worker is None or worker.incarnation != event.incarnation:
@@ -58,14 +66,14 @@ class StuckGroups:
         if group is None or len(group.group.members) < 2 or group.group.epoch != event.epoch:
             return
         iteration_s = event.iteration_s
-        # All members must get the time of the slowest iteration before they can respond.
+        # Keep the slowest iteration of all members: a rebuild must give each time to respond.
         if self.is_stuck(group.group):
             iteration_s = max(iteration_s, self._iterations_s[group.group.group_id])
         self._iterations_s[group.group.group_id] = iteration_s
         self._reasons[group.group.group_id] = (event.epoch, event.reason)
         before = self._rebuilds.get(group.group.group_id)
-        # A group that is stuck again soon after rebuilds has a path that no rebuild repairs.
-        count = before.count if before and before.holds(event.epoch, event.now_s) else 0
+        # If the group is stuck again soon after `REBUILDS_MAX` rebuilds, another will not help.
+        count = before.count if before and before.covers(event.epoch, event.now_s) else 0
         if count >= REBUILDS_MAX:
             self._unrecoverable[group.group.group_id] = event.epoch
         for entries in (self._reasons, self._iterations_s, self._unrecoverable, self._rebuilds):
@@ -91,7 +99,7 @@ class StuckGroups:
         return epoch == group.epoch and group.phase is GroupPhase.STABLE
 
     def is_unrecoverable(self, group: Group) -> bool:
-        """Whether the group is stuck and a rebuild has failed, did not help, or cannot succeed."""
+        """Whether the group is stuck, and a rebuild failed, did not help, or cannot succeed."""
         if not self.is_stuck(group):
             return False
         failed = self._unrecoverable.get(group.group_id) == group.epoch
@@ -109,9 +117,9 @@ class StuckGroups:
                 return f"{group.group_id} is stuck: {self._reasons[group.group_id][1]}"
         return None
 
-    def rebuild_started(self, group: Group, attempt: Attempt) -> None:
+    def note_rebuild_started(self, group: Group, attempt: Attempt) -> None:
         """Record that the attempt rebuilds the group."""
-        # Drop earlier attempts of this group: a loss of leadership ends them without a call here.
+        # Remove earlier attempts of this group: a loss of leadership ends attempts without a call.
         self._rebuilding = {
             attempt_id: stuck
             for attempt_id, stuck in self._rebuilding.items()
@@ -120,7 +128,7 @@ class StuckGroups:
         self._rebuilding[attempt.attempt_id] = group
 
     def iteration_s(self, attempt: Attempt) -> float:
-        """How long an iteration may delay the answer of a member of the group that is rebuilt."""
+        """How long an iteration may delay a member's answer in a rebuild; 0 for other attempts."""
         group = self._rebuilding.get(attempt.attempt_id)
         return 0.0 if group is None else self._iterations_s.get(group.group_id, 0.0)
 
@@ -128,17 +136,17 @@ class StuckGroups:
         """Whether the attempt rebuilds a stuck group."""
         return attempt.attempt_id in self._rebuilding
 
-    def committed(self, attempt: Attempt, now_s: float) -> None:
+    def note_committed(self, attempt: Attempt, now_s: float) -> None:
         """Count the rebuild, if the committed attempt is a rebuild."""
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return
         before = self._rebuilds.get(group.group_id)
-        count = before.count if before and before.holds(group.epoch, now_s) else 0
+        count = before.count if before and before.covers(group.epoch, now_s) else 0
         self._rebuilds[group.group_id] = _Rebuild(attempt.epoch, count + 1, now_s)
 
-    def rebuild_failed(self, attempt: Attempt) -> bool:
-        """Mark the group as unrecoverable; False if the aborted attempt was no rebuild."""
+    def note_rebuild_failed(self, attempt: Attempt) -> bool:
+        """Mark the group of an aborted rebuild as unrecoverable; False if it was no rebuild."""
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return False

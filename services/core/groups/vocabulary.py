@@ -1,4 +1,9 @@
-"""Records, events and commands of the group protocol (docs/protocol.md)."""
+"""Records, events and commands of the group protocol (`GroupState`, docs/protocol.md).
+
+Records are stored in etcd: workers (registrations with a lease), groups and assignments. An
+*attempt* is a two-phase change of groups. `mod_revision` is the etcd revision of a record's last
+write. `token` is the fencing token: a number that increases with each leadership.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +12,7 @@ from enum import StrEnum
 from services.core.groups.layer_map import Stage
 
 Targets = tuple[tuple[Stage, ...], ...]
-"""Target groups of a change-over; each is the tuple of its stages in pipeline order."""
+"""The new groups of a change; each is the tuple of its stages in pipeline order."""
 
 
 class GroupPhase(StrEnum):
@@ -15,8 +20,9 @@ class GroupPhase(StrEnum):
 
     STABLE = "stable"
     DEGRADED = "degraded"
-    """A survivor of a lost member; it serves nothing until all its layers are restored."""
+    """The group of a survivor of a lost member; serves nothing until all layers are restored."""
     DISSOLVED = "dissolved"
+    """The record is a tombstone, which keeps the last epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +57,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group record. A tombstone (DISSOLVED) has no members and keeps the epoch.
+    """A group record; a DISSOLVED group has no members.
 
-    `attempt` marks the record while an attempt prepares to change the group; its configuration
-    stays in force. `traceparent` is the trace of the change that created the configuration, or "".
+    `attempt` is the mark: the id of the attempt that prepares to change the group, whose
+    configuration stays in force meanwhile. `traceparent` identifies the trace of the change that
+    created the configuration, or is "".
     """
 
     group_id: str
@@ -68,7 +75,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A worker's group and layers in its newest committed configuration; "": in no group."""
+    """The group (or "") and the layers of a worker in its newest committed configuration."""
 
     worker_id: str
     incarnation: str
@@ -112,7 +119,7 @@ class ClusterListed:
 
 @dataclass(frozen=True, slots=True)
 class LeadershipChanged:
-    """This coordinator became the leader under the fencing token, or (None) lost leadership."""
+    """This coordinator became the leader with this fencing token, or lost leadership (None)."""
 
     now_s: float
     token: int | None
@@ -120,14 +127,14 @@ class LeadershipChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRefused:
-    """The sentence that explains why a requested change of groups is invalid."""
+    """A requested change of groups is invalid; `reason` is a sentence with cause and remedy."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Request to regroup the workers of `targets` into the groups `targets`.
+    """Request to replace the groups of the workers in `targets` by the groups `targets`.
 
     `traceparent` is written into the new records.
     """
@@ -163,7 +170,7 @@ class MemberAnswered:
 class TransactionFinished:
     """A transaction ended, committed at `revision`.
 
-    None: the store rejected it, or its outcome is unknown and it may still be applied.
+    None: the store rejected it, or its outcome is unknown, and it may still be applied.
     """
 
     now_s: float
@@ -218,11 +225,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Transact:
-    """An atomic write, conditional on the leader's token and on every revision below.
+    """Write records atomically, if `token` is still the leader's and all revisions match.
 
-    Revisions are keyed by group or worker id; 0 requires that the record is absent. The assignments
-    and singleton groups of the workers in `removed_workers` are deleted, and `epoch_floor` replaces
-    the floor that is at `floor_revision`.
+    Revisions are keyed by group or worker id; 0 requires that the record is absent. Assignments and
+    singleton groups of `removed_workers` are deleted, and `epoch_floor` replaces the epoch floor,
+    whose record must be at `floor_revision`.
     """
 
     transaction_id: int
@@ -238,7 +245,7 @@ class Transact:
 
     @property
     def touched(self) -> set[str]:
-        """Keys compared or written; transactions with a common key cannot both commit."""
+        """Keys of the records that are compared or written (`group_keys`, `worker_keys`)."""
         names = {*self.worker_revisions, *self.assignment_revisions}
         floor = {FLOOR_KEY} if self.removed_workers else set()
         return group_keys(self.group_revisions) | worker_keys(names) | floor
@@ -265,7 +272,7 @@ class PrepareMembers:
 
 @dataclass(frozen=True, slots=True)
 class AbortMember:
-    """Send Abort to a member. Best effort: the member also learns it from the group record."""
+    """Send Abort to a member, without retry: the group record shows the abort as well."""
 
     attempt: str
     token: int
@@ -277,7 +284,7 @@ class AbortMember:
 class ReconfigurationCommitted:
     """Reply to `Reconfigure`: the change is committed at `epoch`.
 
-    Attempts that the protocol starts itself (restore, rebuild) use their own id as `request_id`.
+    For attempts that the protocol starts itself (restore, rebuild), `request_id` is their own id.
     """
 
     request_id: str

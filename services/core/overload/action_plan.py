@@ -1,4 +1,8 @@
-"""Plans the merges or splits that carry out a decision of the monitor."""
+"""Plans the merges or splits of groups that execute a decision of the overload monitor.
+
+A *merge* drops duplicate parameters and so gains memory for KV; a *split* restores all layers at
+each worker. KV is counted in tokens.
+"""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,9 +30,9 @@ class NoPlan(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change-over of the groups `group_ids` into `targets`; `text` describes it for people.
+    """A planned change of the groups `group_ids` into `targets`; `text` describes it for people.
 
-    `gain_tokens`: KV capacity that it adds.
+    `gain_tokens`: additional KV capacity.
     """
 
     group_ids: tuple[str, ...]
@@ -39,10 +43,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ActionPlan:
-    """The changes that carry out a decision; if empty, `reason` is the explanation.
+    """The changes that execute a decision; without changes, `reason` explains why.
 
-    `short_tokens`: KV still missing after all possible merges; None if the decision was not about
-    all groups of the model.
+    `short_tokens`: KV capacity still missing after all possible merges; None if the decision did
+    not concern all groups of the model.
     """
 
     changes: tuple[Change, ...]
@@ -71,7 +75,8 @@ def merges(
         )
     changes, gained = list[Change](), 0
     refused = f"no merge of {len(known)} groups gains memory"
-    # Most groups first: they offer the most merges. At least one merge is planned in any case.
+    # Groups with different weights cannot merge. The largest set offers the most merges. A decision
+    # to merge is always followed by a merge if any is possible, even if `needed_tokens` is 0.
     for alike in _by_digest(known, facts):
         if needed_tokens <= gained and changes:
             break
@@ -113,7 +118,7 @@ def _merges_alike(
     planned = [_plan_group(group, shape, facts, reports) for group in known]
     plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
     targets = targets_of(plan, shapes, arena_bytes)
-    # Unequal memory can make a merge lose: its smallest stage limits the whole group.
+    # With unequal memory, a merge may lose capacity: the smallest stage limits the group.
     return [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
 
 
@@ -123,7 +128,7 @@ def merges_of_full(
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, EngineReport],
 ) -> list[Change]:
-    """Merges each full group with a group with free memory: the nearest, then the least used.
+    """Merges of each full group with a group with free memory: the nearest, then the least used.
 
     Raises:
         NoPlan: if no merge gains memory.
@@ -140,7 +145,8 @@ def merges_of_full(
         alike = [entry for entry in spare if entry[1].key == plan.key]
         if not alike:
             continue
-        # Near partners exchange KV over fast links; a partner with little KV has most free memory.
+        # Groups that are close exchange KV over fast links; a group with little KV has the most
+        # free memory.
         partner = max(alike, key=lambda p: (_nearness(plan, p[1]), -p[1].running_kv_bytes))
         with suppress(SplitError):
             merged = _merges_alike([full, partner[0]], facts, reports, 1)
@@ -161,7 +167,7 @@ def splits(groups: Iterable[Group]) -> list[Change]:
     """Splits of the merged groups among `groups` into single workers.
 
     Raises:
-        NoPlan: if none of them is merged.
+        NoPlan: if none of `groups` is merged.
     """
     changes = [
         Change(

@@ -1,10 +1,10 @@
-"""Converts the monitor's decisions into changes of groups that can start now.
+"""Converts the overload monitor's decisions into changes of groups that can start now.
 
-Groups with a change in progress are skipped, and groups in exponential back-off after a failed
-change. A model without a possible merge is in back-off, too, except for splits. Flap damping: a
-worker that repeatedly leaves and returns is not merged, but may be split off. Tokens that merges
-in progress will gain count towards the need. A silent worker does not count as gone if this
-service itself stalled, or if all workers became silent at once.
+Skips groups with a change in progress, and groups in exponential back-off after a failed change. If
+no merge of a model was possible, its merges are in back-off, too. Flap damping: the groups of a
+worker that repeatedly leaves and returns are not merged, but may be split. Tokens that merges in
+progress will gain are subtracted from the need. A worker that stops reporting does not count as
+departed if this service itself stalled, or if all workers stopped at once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,33 +30,33 @@ LOAD_IS_BACK = "called off: load has returned"
 
 @dataclass(slots=True)
 class ActionState:
-    """Changes in progress that carry out decisions, and back-off after failures."""
+    """State machine that selects changes: those in progress, back-off, and flap damping."""
 
     backoff_s: float  # after the first failure
     backoff_max_s: float
-    _failed: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
-    _planless: Backoff = field(default_factory=Backoff)  # of models without a possible merge
+    _change_backoff: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
+    _no_plan_backoff: Backoff = field(default_factory=Backoff)  # of models without a possible merge
     _flap_damping: FlapDamping = field(default_factory=FlapDamping)  # flap damping of workers
     _pause_detector: LocalPauseDetector = field(
         default_factory=LocalPauseDetector
     )  # detects stalls of this service
-    _present: dict[str, str] = field(default_factory=dict)  # reporting workers: incarnation
+    _present: dict[str, str] = field(default_factory=dict)  # incarnations of reporting workers
     _changing: set[str] = field(default_factory=set)  # ids of groups with a change in progress
     _splits: list[Change] = field(default_factory=list)  # splits in progress
-    _called_off: set[Change] = field(default_factory=set)  # of these, cancelled
+    _called_off: set[Change] = field(default_factory=set)  # cancelled splits in progress
     # Tokens that changes in progress gain: group ids -> (model, tokens).
     _gains: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
     def note_workers(self, incarnations: Mapping[str, str], now_s: float) -> None:
-        """Record the incarnations of the workers that report now; call a few times a second."""
+        """Record the incarnations of the workers that report now; call it a few times a second."""
         gone = self._present.keys() - incarnations.keys()
-        # All workers silent at once, or a stall of this process: the fault is on this side, so
-        # silence is no evidence of flapping. A new incarnation always is.
-        blind = len(self._present) > 1 and len(gone) == len(self._present)
-        silent_left = self._pause_detector.tick(now_s) and not blind
+        # If all workers are silent at once, or this process stalled, the fault is here, so silence
+        # is no evidence of a departure. A new incarnation always is.
+        all_silent = len(self._present) > 1 and len(gone) == len(self._present)
+        gone_counts = self._pause_detector.tick(now_s) and not all_silent
         for worker_id, incarnation in self._present.items():
-            left = silent_left if worker_id in gone else incarnations[worker_id] != incarnation
-            if left:
+            departed = gone_counts if worker_id in gone else incarnations[worker_id] != incarnation
+            if departed:
                 self._flap_damping.note_departure(worker_id, now_s)
         for worker_id, incarnation in incarnations.items():
             if self._present.get(worker_id) != incarnation:
@@ -71,18 +71,18 @@ class ActionState:
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> ActionPlan:
-        """Start the changes that carry out a merge or split decision; call `ended` for each."""
+        """Plan changes for a MERGE or SPLIT decision; they are in progress until `ended`."""
         model = decision.model
         groups = [g for g in stable_groups if g.model == model and self._is_free(g, now_s)]
-        coming = sum(tokens for name, tokens in self._gains.values() if name == model)
-        # Merges in progress already serve part of the need; a second set would drop too much.
-        missing = decision.needed_tokens - coming
+        pending_tokens = sum(tokens for name, tokens in self._gains.values() if name == model)
+        # Merges in progress meet part of the need; planning for all of it would drop too much.
+        missing = decision.needed_tokens - pending_tokens
         for_all = decision.action is Action.MERGE and not decision.group_ids
         try:
             if decision.action is Action.SPLIT:
                 changes = splits([g for g in groups if g.group_id in decision.group_ids])
             else:
-                changes = self._merges(decision, coming, groups, facts, reports, now_s)
+                changes = self._merges(decision, pending_tokens, groups, facts, reports, now_s)
         except NoPlan as error:
             return ActionPlan((), max(0, missing) if for_all else None, str(error))
         if decision.action is Action.SPLIT:
@@ -94,15 +94,15 @@ class ActionState:
         return ActionPlan(tuple(changes), max(0, missing) if for_all else None)
 
     def to_call_off(self, decision: Decision) -> list[Change]:
-        """The splits in progress that a decision cancels; call `ended` when they have ended."""
+        """Record and return the splits in progress that a CALL_OFF decision cancels."""
         changes = [split for split in self._splits if split.group_ids[0] in decision.group_ids]
         self._called_off.update(changes)
         return changes
 
     def ended(self, change: Change, is_stable: bool, now_s: float) -> None:
-        """Record the end of a change: stable, or failed.
+        """Record the end of a change, which is stable or failed.
 
-        A cancelled change is no failure, so its workers do not back off.
+        A cancelled change is no failure, so its workers are not in back-off.
         """
         self._changing.difference_update(change.group_ids)
         del self._gains[change.group_ids]
@@ -112,36 +112,36 @@ class ActionState:
         called_off = change in self._called_off
         self._called_off.discard(change)
         if is_stable or called_off:
-            self._failed.succeeded(names)
+            self._change_backoff.note_success(names)
         else:
-            self._failed.failed(names, now_s, self.backoff_s, self.backoff_max_s)
+            self._change_backoff.note_failure(names, now_s, self.backoff_s, self.backoff_max_s)
 
     def _merges(
         self,
         decision: Decision,
-        coming: int,
+        pending_tokens: int,
         groups: list[Group],
         facts: Mapping[str, WorkerFacts],
         reports: Mapping[str, EngineReport],
         now_s: float,
     ) -> list[Change]:
-        """Merges of free groups, for the need beyond `coming`. Raises NoPlan."""
+        """Merges for the need beyond `pending_tokens` of changes in progress. Raises NoPlan."""
         model, needed = decision.model, decision.needed_tokens
-        wait_s = self._planless.wait_s([model], now_s)
+        wait_s = self._no_plan_backoff.wait_s([model], now_s)
         if wait_s > 0:
             raise NoPlan(f"no merge was possible lately; next try in {wait_s:.1f} s")
-        if 0 < needed <= coming:
-            raise NoPlan(f"merges in progress gain {coming} of {needed} tokens")
-        # A flapping worker would break its merged group, and stall the other members, each time.
+        if 0 < needed <= pending_tokens:
+            raise NoPlan(f"merges in progress gain {pending_tokens} of {needed} tokens")
+        # Each departure of a flapping worker would break its merged group and stall the members.
         groups = [group for group in groups if not self._flaps(group, now_s)]
         try:
             if decision.group_ids:
                 return merges_of_full(groups, decision.group_ids, facts, reports)
-            changes = merges(groups, facts, reports, needed - coming)
+            changes = merges(groups, facts, reports, needed - pending_tokens)
         except NoPlan:
-            self._planless.failed([model], now_s, self.backoff_s, self.backoff_max_s)
+            self._no_plan_backoff.note_failure([model], now_s, self.backoff_s, self.backoff_max_s)
             raise
-        self._planless.succeeded([model])
+        self._no_plan_backoff.note_success([model])
         return changes
 
     def _flaps(self, group: Group, now_s: float) -> bool:
@@ -150,4 +150,4 @@ class ActionState:
     def _is_free(self, group: Group, now_s: float) -> bool:
         names = [member.worker_id for member in group.members]
         busy = bool(group.attempt) or group.group_id in self._changing
-        return not busy and self._failed.wait_s(names, now_s) == 0
+        return not busy and self._change_backoff.wait_s(names, now_s) == 0

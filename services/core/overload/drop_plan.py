@@ -1,20 +1,24 @@
 """The drop plan (KunServe Figure 6, greedy): merges groups until enough parameters are dropped.
 
-The two smallest groups always merge: short pipelines slow serving least. Among pairs of equal size,
-groups close in the network merge first, then groups with the least running KV to exchange:
+A merge of groups drops duplicate parameters and frees their bytes for KV. The *size* of a group is
+its number of members. The two smallest groups always merge, because short pipelines slow serving
+least. Among pairs of equal size, groups close in the network merge first, then groups with the
+least running KV, which a merge must exchange. A *place* is a location in the network such as a rack
+or host, and its *depth* is the number of its parts. Groups merge only if their *merge keys* are
+equal:
 
     for each size, from the smallest, while bytes are missing:
         a group left over from a smaller size merges with the nearest group, then least KV
-        for each merge key, and each depth of locations, from hosts to the whole network:
-            at each place of that depth, in the order of their KV, every two neighbours merge;
-            of an odd number, the last group, with the most KV, moves on to the next wider place
-            (if fewer pairs are needed, the pairs with the least KV in sum merge)
+        for each merge key, and each depth of places, from hosts to the whole network:
+            at each place of that depth, sort groups by KV, and merge every two neighbours;
+            of an odd number, the last group, with the most KV, is passed to the next wider place
+            (if fewer pairs are needed, the pairs with the least total KV merge)
         a group without any partner is left over
 
 A merged group is larger than its parts, so each size is sorted once, and the plan takes O(N log N).
-`test_drop_plan.py` has a plain implementation and compares. To plan 10,000 instances within
-milliseconds, groups are integers here, their properties are lists indexed by them, and merges of
-pairs of pairs happen in a single step where the outcome is the same.
+`test_drop_plan.py` compares the results with a plain implementation. To plan for 10,000 instances
+within milliseconds, groups are integers here, their properties are lists indexed by them, and
+several rounds of pairwise merges happen in a single step where the outcome is the same.
 """
 
 from collections import defaultdict
@@ -53,7 +57,7 @@ class PlanMember(NamedTuple):
 
 
 class PlanGroup(NamedTuple):
-    """A candidate; members in stage order. `running_kv_bytes`: KV that a merge may exchange."""
+    """A group that may merge; members in stage order. `running_kv_bytes`: its KV in use."""
 
     group_id: str
     key: MergeKey
@@ -66,7 +70,7 @@ class Merge(NamedTuple):
     """Groups that merge into a single group."""
 
     groups: tuple[PlanGroup, ...]
-    freed_bytes: int
+    freed_bytes: int  # of duplicate parameters
 
     @property
     def key(self) -> MergeKey:
@@ -81,8 +85,8 @@ class Merge(NamedTuple):
     @property
     def members(self) -> tuple[PlanMember, ...]:
         """All members in stage order; the first leads."""
-        # Order by current layers, so that few parameters move. With equal layers, members of the
-        # group with the most KV come first: the requests of the new leader need not move.
+        # Order by current layers, so that few parameters move. Among equal layers, members of the
+        # group with the most KV come first, so that its leader keeps its sequences.
         groups = sorted(self.groups, key=_running_kv_bytes, reverse=True)
         return tuple(sorted(chain.from_iterable(map(_members, groups)), key=_middle))
 
@@ -91,7 +95,7 @@ class Merge(NamedTuple):
 class DropPlan:
     """The merges, and the bytes that they free.
 
-    If not `sufficient`, all possible merges are planned, and more instances are needed.
+    If not `sufficient`, all possible merges are planned but free fewer bytes than needed.
     """
 
     merges: tuple[Merge, ...]
@@ -108,7 +112,7 @@ def plan_drop(
 ) -> DropPlan:
     """Merge groups until `needed_bytes` of parameters are freed, or no merge is possible.
 
-    `shapes` is by model. A group has at most `members_max` members, and a layer for each.
+    `shapes` is by model. A group has at most `members_max` members, each with at least a layer.
     """
     greedy = _Greedy(tuple(groups), shapes, needed_bytes, members_max)
     greedy.run()
@@ -119,7 +123,7 @@ _Places = dict[Location, list[int]]
 """Groups of a size and key, by the narrowest place that all members of a group share."""
 
 _Candidates = tuple[list[int], dict[Location, int]]
-"""Groups to merge, in order, and the number of possible merges at each place."""
+"""Groups to merge, ordered by place and KV, and the number of possible merges at each place."""
 
 _key = attrgetter("key")
 _location = attrgetter("location")
@@ -128,7 +132,7 @@ _running_kv_bytes = attrgetter("running_kv_bytes")
 
 
 class _Greedy:
-    """A run of the algorithm. Groups are numbered; merged groups get the next numbers."""
+    """A run of the algorithm. A group is a number; merged groups get the next numbers."""
 
     def __init__(
         self,
@@ -140,19 +144,19 @@ class _Greedy:
         self.missing_bytes = needed_bytes
         self.freed_bytes = 0
         self._shapes = shapes
-        self._longest = {
+        self._max_size = {
             model: min(shape.num_layers, members_max) for model, shape in shapes.items()
         }
-        self._given = len(groups)  # higher numbers are merged groups
+        self._original_count = len(groups)  # higher numbers are merged groups
         # By group number: original groups in it, KV (a float: exact here, and faster to sort),
         # bytes that its merges freed.
         self._sources: list[tuple[PlanGroup, ...]] = list(zip(groups, strict=True))
         self._kv_bytes = list(map(float, map(_running_kv_bytes, groups)))
         self._freed_bytes = [0] * len(groups)
         self._used: list[int] = []  # groups that are part of a merged group
-        self._by_size: dict[int, dict[MergeKey, _Places]] = {}
+        self._by_size: dict[int, dict[MergeKey, _Places]] = {}  # groups that may still merge
         self._sizes: list[int] = []  # a heap of the keys of `_by_size`
-        self._sort_in(groups)
+        self._add_groups(groups)
 
     def run(self) -> None:
         """Merge while bytes are missing and a merge is possible."""
@@ -160,7 +164,7 @@ class _Greedy:
         while self._sizes and self.missing_bytes > 0:
             size = heappop(self._sizes)
             by_key = self._by_size.pop(size)
-            # The smallest group of all merges first: the left-over of a smaller size.
+            # The group left over from a smaller size is the smallest, so it merges first.
             for key, places in by_key.items():
                 if key in left_over:
                     self._merge_left_over(key, *left_over.pop(key), size, places)
@@ -172,15 +176,15 @@ class _Greedy:
 
     def merges(self) -> tuple[Merge, ...]:
         """The merged groups that no later merge has absorbed."""
-        made = range(self._given, len(self._sources))
-        final = sorted(set(made).difference(self._used))
+        merged = range(self._original_count, len(self._sources))
+        final = sorted(set(merged).difference(self._used))
         sources = map(self._sources.__getitem__, final)
         freed_bytes = map(self._freed_bytes.__getitem__, final)
         # Equivalent to `Merge(...)`, in a third of the time.
         return tuple(map(tuple.__new__, repeat(Merge), zip(sources, freed_bytes, strict=True)))
 
-    def _sort_in(self, groups: tuple[PlanGroup, ...]) -> None:
-        """File the groups by size, key and place."""
+    def _add_groups(self, groups: tuple[PlanGroup, ...]) -> None:
+        """Add the groups to `_by_size`, by size, key and place."""
         sizes = map(len, map(_members, groups))
         kinds = zip(sizes, map(_key, groups), map(_location, groups), strict=True)
         numbers: defaultdict[tuple[int, MergeKey, Location], list[int]] = defaultdict(list)
@@ -190,7 +194,7 @@ class _Greedy:
             self._places(key, size)[location] = here
 
     def _places(self, key: MergeKey, size: int) -> _Places:
-        """The groups of a size and key, to add to."""
+        """The groups of a size and key by place, created if absent; callers add groups to it."""
         by_key = self._by_size.get(size)
         if by_key is None:
             by_key = self._by_size[size] = {}
@@ -199,17 +203,18 @@ class _Greedy:
 
     def _most_at_once(self, size: int, by_key: Mapping[MergeKey, _Places]) -> int:
         """Number of groups of this size, a power of 2, that may merge in a single step."""
-        # More than 2 is equivalent to rounds of pairs if all those rounds are needed anyway and no
-        # group of an intermediate size takes part: groups are in the order of KV, so the sums of
-        # neighbours are in order as well, and the next round merges neighbours again.
+        # A merge of more than 2 equals rounds of pairwise merges if all these rounds are needed
+        # anyway and no group of an intermediate size takes part: groups are sorted by KV, so the
+        # sums of neighbours are sorted as well, and the next round merges neighbours again.
         counts = [
             (sum(map(len, places.values())), self._shapes[key.model])
             for key, places in by_key.items()
         ]
-        longest = max(self._longest[key.model] for key in by_key)
+        longest = max(self._max_size[key.model] for key in by_key)
         most = 2
         while not self._sizes and 2 * most * size <= longest:
-            # Upper bound of the bytes that these rounds free: a group frees at most what it holds.
+            # Upper bound of the bytes that these rounds free: each group that a merge absorbs frees
+            # at most all its parameters.
             freed_bytes = sum(
                 (count - count // (2 * most)) * shape.parameter_bytes(size)
                 for count, shape in counts
@@ -225,7 +230,7 @@ class _Greedy:
         """Merge a left-over group of a smaller size with the nearest group of `places`."""
         # If this merge exceeds the member limit, so does a merge with any larger group.
         shape = self._shapes[key.model]
-        if self.missing_bytes <= 0 or small_size + size > self._longest[key.model]:
+        if self.missing_bytes <= 0 or small_size + size > self._max_size[key.model]:
             return
         location = reduce(_common, map(_location, self._sources[small]))
         shared = {place: len(_common(location, place)) for place, here in places.items() if here}
@@ -244,7 +249,7 @@ class _Greedy:
     def _merge_alike(self, key: MergeKey, size: int, most: int, places: _Places) -> int | None:
         """Merge groups of equal size, nearest first; returns the group left without a partner."""
         shape = self._shapes[key.model]
-        while most * size > self._longest[key.model]:
+        while most * size > self._max_size[key.model]:
             most //= 2
         if most < 2:
             return None
@@ -263,7 +268,7 @@ class _Greedy:
     def _neighbours(
         self, depth: int, most: int, places: _Places
     ) -> tuple[dict[int, _Candidates], _Places]:
-        """Groups that may merge at places of that depth: `most` at once, then half as many, …
+        """Groups that may merge at places of this depth, by number at once: `most`, `most` / 2, …
 
         Also returns the places for the next depth, with the groups that are left over.
         """
@@ -277,8 +282,8 @@ class _Greedy:
             if len(place) < depth:
                 wider[place] += here
                 continue
-            # Groups with the least KV merge, and the group left over has the most. The order does
-            # not matter if all groups of the place merge into one.
+            # Sort by KV, so that the group left over has the most. If all groups of the place merge
+            # into a single group, the order does not matter.
             if len(here) not in candidates:
                 here.sort(key=kv_bytes_of)
             left = len(here)
@@ -302,8 +307,8 @@ class _Greedy:
     ) -> None:
         """Apply as many of the possible merges as needed, with the least KV to exchange first.
 
-        A merge takes a group of each column, has `size` members and frees `each_bytes`.
-        `merges_at`: the number of possible merges at each place, in their order.
+        Merge number i consists of the i-th group of each column, has `size` members and frees
+        `each_bytes`. `merges_at`: the number of possible merges at each place, in the same order.
         """
         kv_bytes = _sums(self._kv_bytes, columns)
         count = max(0, -(-self.missing_bytes // each_bytes))  # needed merges, rounded up
@@ -311,8 +316,7 @@ class _Greedy:
             least = sorted(range(len(kv_bytes)), key=kv_bytes.__getitem__)[:count]
             columns = [[column[index] for index in least] for column in columns]
         elif 0 < len(kv_bytes) < count:
-            # More merges are needed than possible here: the merged groups become candidates of
-            # their size.
+            # More merges are needed than possible here, so the merged groups may merge again.
             places, number = self._places(key, size), len(self._sources)
             for place, here in merges_at.items():
                 places.setdefault(place, []).extend(range(number, number + here))

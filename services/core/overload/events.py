@@ -1,4 +1,9 @@
-"""Events and decisions of the overload monitor. `now_s` is the monotonic time in seconds."""
+"""Configuration, events and decisions of the overload monitor (`OverloadMonitor`).
+
+`now_s` is the monotonic time in seconds. KV is counted in tokens. *Undropped capacity*: the KV
+capacity if every worker held all layers. *Dwell time*: how long a condition must hold before a
+decision.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +19,7 @@ class Action(StrEnum):
     SPLIT = "split"
     # Cancel a split that is still being prepared, since load has returned.
     CALL_OFF = "call_off"
-    # All possible merges together cannot meet the demand: add instances.
+    # Report that all possible merges together cannot meet the demand: add workers.
     EXHAUSTED = "exhausted"
 
 
@@ -31,7 +36,7 @@ class Cause(StrEnum):
     OVERLOAD = "overload"
     SUBSIDED = "subsided"
     MANUAL = "manual"
-    # A member is leaving (draining); split the group so that the other members continue.
+    # A member is shutting down: split its group so that the other members continue.
     DRAINING = "draining"
 
 
@@ -40,19 +45,19 @@ class OverloadConfig:
     """Thresholds and times of the monitor; times in seconds."""
 
     policy: OverloadPolicy = computed(OverloadPolicy.DROP)
-    overload_dwell_s: float = seconds(0.2)  # overload must last so long before a merge
-    split_dwell_s: float = seconds(5.0)  # low demand must last so long before a split
-    split_dwell_max_s: float = seconds(80.0)  # limit of the doubling below
-    # Demand below this share of the undropped capacity has subsided. It fits into restored groups
-    # with a wide margin, so a split does not cause the next overload.
+    overload_dwell_s: float = seconds(0.2)  # overload must last this long before a merge
+    split_dwell_s: float = seconds(5.0)  # low demand must last this long before a split
+    split_dwell_max_s: float = seconds(80.0)  # limit of the doubling after regretted splits
+    # Demand below this share of the undropped capacity has subsided. The margin is wide, so that a
+    # split does not cause the next overload.
     subsided_share: float = number(0.5, minimum=0, maximum=1)
     lookahead_s: float = seconds(1.0)  # horizon of the demand forecast
     smoothing_s: float = seconds(2.0, minimum=0.001)  # time constant of the rates
-    settle_s: float = seconds(5.0)  # time for a decision to change the groups, before a repeat
+    settle_s: float = seconds(5.0)  # time for a decision to take effect, before the next
     report_s: float = seconds(1.0)  # time for reports to reflect changed groups
-    regret_s: float = seconds(30.0)  # overload so soon after a split doubles the next dwell time
+    regret_s: float = seconds(30.0)  # overload this soon after a split doubles the dwell time
     calm_s: float = seconds(5.0)  # time without overload that ends a shortfall
-    manual_hold_s: float = seconds(30.0)  # how long a manual change is not reverted
+    manual_hold_s: float = seconds(30.0)  # time for which a manual change is not reverted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class ReportStatus(StrEnum):
     """Whether the reports of a group's members describe its current configuration."""
 
     CURRENT = "current"
-    # A member reports another epoch: a change-over is in progress.
+    # A member reports another epoch than the group's record: a change is in progress.
     CHANGING = "changing"
     # A member has not reported lately, or never: it may hang.
     SILENT = "silent"
@@ -80,7 +85,8 @@ class GroupUse:
     """KV usage of a serving group.
 
     `members` has their usage if `report_status` is CURRENT; otherwise `silent_ids` has their ids.
-    `waiting` requests need `waiting_tokens` of KV to start. `draining`: a member is leaving.
+    `waiting` requests at workers need `waiting_tokens` of KV to start. `draining`: a member is
+    shutting down.
     """
 
     group_id: str
@@ -109,19 +115,19 @@ class GroupUse:
 
     @property
     def stuck_tokens(self) -> int:
-        """KV that the group's requests need beyond its capacity."""
+        """KV that the group's requests need beyond its capacity; they cannot run elsewhere."""
         return max(0, self.used_tokens + self.waiting_tokens - self.capacity_tokens)
 
     @property
     def can_split(self) -> bool:
-        """Whether the KV in use fits into each single member; waiting requests do not count."""
+        """Whether the group is merged, and its KV in use fits at each member alone."""
         least = min(member.unmerged_tokens for member in self.members)
         return len(self.members) > 1 and self.used_tokens <= least
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsSeen:
-    """All serving groups, with their workers' latest reports."""
+    """The usage of all serving groups, from their workers' latest reports."""
 
     now_s: float
     groups: tuple[GroupUse, ...]
@@ -137,7 +143,7 @@ class DemandReported:
 
 @dataclass(frozen=True, slots=True)
 class ManualChange:
-    """An operator merged (MERGE) or split (SPLIT) groups; not reverted for a while."""
+    """An operator merged (MERGE) or split (SPLIT) groups; not reverted for `manual_hold_s`."""
 
     now_s: float
     model: str
@@ -161,8 +167,8 @@ Event = GroupsSeen | DemandReported | ManualChange | MergesPlanned
 class ModelLoad:
     """Demand and capacity of a model, in tokens of KV."""
 
-    demand_tokens: int  # used + waiting + queued + refused
-    forecast_tokens: int  # net growth within the look-ahead
+    demand_tokens: int  # the sum of used, waiting, queued and refused tokens
+    forecast_tokens: int  # predicted net growth of demand within the look-ahead
     capacity_tokens: int  # of all groups as they are now
     undropped_tokens: int  # capacity with all layers of all workers restored
     used_tokens: int  # by running requests
@@ -170,7 +176,7 @@ class ModelLoad:
     queued_tokens: int  # needed by the scheduler's queue
     refused_tokens: int  # of requests refused lately, which clients retry
     waiting: int  # requests that wait, are queued or were refused
-    stuck_tokens: int = 0  # demand bound to full groups; free memory elsewhere does not help
+    stuck_tokens: int = 0  # demand at full groups beyond their capacity, sum of all groups
 
     @property
     def expected_tokens(self) -> int:
@@ -179,13 +185,13 @@ class ModelLoad:
 
     @property
     def short_tokens(self) -> int:
-        """Missing capacity, of the model or of its full groups; 0 or less if there is enough."""
+        """Missing capacity of the model or of its full groups; at most 0 if there is enough."""
         return max(self.expected_tokens - self.capacity_tokens, self.stuck_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionReason:
-    """Trigger of a decision: the threshold, and how long demand was beyond it."""
+    """Why a decision was made: demand was beyond the threshold for `held_s`, at least `dwell_s`."""
 
     cause: Cause
     threshold_tokens: int
@@ -198,9 +204,10 @@ class DecisionReason:
 class Decision:
     """A decision of the monitor about a model.
 
-    MERGE: gain `needed_tokens` of KV; with `group_ids`, for these full groups, while other groups
-    have free memory. SPLIT, CALL_OFF: `group_ids` split, or do not. EXHAUSTED: `needed_tokens` are
-    missing. After a manual change, `group_ids` are the groups that were merged or split.
+    MERGE: gain `needed_tokens` of KV; with `group_ids`, merge these full groups with groups that
+    have free memory. SPLIT: split `group_ids`. CALL_OFF: cancel the split of `group_ids`.
+    EXHAUSTED: `needed_tokens` are missing. For a manual change, `group_ids` are the groups that
+    were merged or split.
     """
 
     now_s: float

@@ -1,4 +1,4 @@
-"""Converts workers' reports of KV blocks into the usage of groups, in tokens."""
+"""Converts workers' reports of KV blocks into the usage of groups in tokens (`GroupUse`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from services.core.report import EngineReport
 def group_uses(
     groups: Iterable[Group], reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
 ) -> tuple[GroupUse, ...]:
-    """Usage of each group. `reports` has only fresh reports, so silent workers are missing."""
+    """Usage of each group. `reports`: recent reports by worker, without silent workers."""
     usages = []
     for group in groups:
         ids = [member.worker_id for member in group.members]
@@ -35,7 +35,7 @@ def group_uses(
 
 
 def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:
-    """Tokens of KV in use, without KV that batch work yields; 0 without a report."""
+    """Tokens of KV in use, without KV of preemptible batch work; 0 without a report."""
     if report is None:
         return 0
     load = report.load
@@ -58,8 +58,9 @@ def _member_uses(
 ) -> tuple[MemberUse, ...]:
     """Capacity and usage of each member; the first member leads."""
     # Only the leader distinguishes blocks of batch work, and its count covers all stages. If batch
-    # work yields, use the leader's count for every member: members report at different times, and
-    # batch KV that was allocated or freed in between would look like KV of online requests.
+    # work is preemptible (`batch_yields`), use the leader's count for every member: members report
+    # at different times, and batch KV that was allocated or freed in between would look like KV of
+    # online requests.
     leader = ids[0]
     counts = [reports[leader if reports[leader].load.batch_yields else own] for own in ids]
     return tuple(

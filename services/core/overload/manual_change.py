@@ -1,4 +1,4 @@
-"""Changes of groups requested by an operator, who names the groups."""
+"""Plans changes of groups that an operator requests: a merge or a split of named groups."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from services.core.overload.target import group_tokens, plan_members
 from services.core.overload.worker_facts import WorkerFacts
 
 AS_MANY_AS_FIT = sys.maxsize
-"""KV capacity that a manual merge aims at: operators merge for memory first, then speed."""
+"""KV capacity in tokens that a manual merge aims at: memory has priority over speed."""
 
 
 class InvalidChange(ValueError):
@@ -26,7 +26,7 @@ class InvalidChange(ValueError):
 def merge_of(
     groups: Sequence[Group], group_ids: Sequence[str], facts: Mapping[str, WorkerFacts]
 ) -> Change:
-    """The merge of the groups `group_ids`, in that order; of all `groups` if that is empty.
+    """The merge of the groups `group_ids`, in that order; of all `groups` if `group_ids` is empty.
 
     `facts` is by worker id.
 
@@ -44,7 +44,7 @@ def merge_of(
     shape = _shape(names, facts)
     arena_bytes = {name: facts[name].arena_bytes for name in names}
     members = [MemberMemory(name, arena_bytes[name]) for name in names]
-    # The order of `group_ids` is the operator's choice of stages; only the layer map is computed.
+    # The operator's order of groups is the order of stages; only the layers are computed.
     try:
         stages = split_layers(shape, members, AS_MANY_AS_FIT)
     except SplitError as error:
@@ -81,15 +81,15 @@ def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
 def _shape(names: Sequence[str], facts: Mapping[str, WorkerFacts]) -> ModelShape:
     """The shape of the model that these workers serve. Raises InvalidChange."""
     known = [facts.get(name) for name in names]
-    fixed = [
+    cannot_drop = [
         name
         for name, worker in zip(names, known, strict=True)
         if worker is None or not worker.can_drop
     ]
-    if fixed:
+    if cannot_drop:
         raise InvalidChange(
-            f"{', '.join(fixed)} cannot drop layers: a transport or an engine with support for it"
-            " is missing; name other groups"
+            f"{', '.join(cannot_drop)} cannot drop layers: a transport or an engine with support"
+            " for it is missing; name other groups"
         )
     leaving = [worker.worker_id for worker in known if worker is not None and worker.draining]
     if leaving:

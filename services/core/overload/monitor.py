@@ -1,19 +1,25 @@
 """The overload monitor (KunServe §3): decides when to drop and when to restore parameters.
 
+`OverloadMonitor` is a state machine of the memory manager: events in, decisions out. A *merge* of
+groups drops duplicate parameters, which gains memory for KV; a *split* restores all layers at each
+worker. All amounts are KV in tokens.
+
 Demand is the KV that running requests use plus the KV that waiting requests need: at workers, in
-the scheduler's queue, and of recently refused requests, since clients retry those.
+the schedulers' queues, and of recently refused requests, since clients retry those. The *forecast*
+is demand plus its predicted growth within the look-ahead. *Undropped* capacity is the capacity if
+every worker held all layers.
 
-Overload: requests wait, and the demand forecast for the end of the look-ahead exceeds the capacity
-of the model, or the demand at a group exceeds that group's capacity (its requests are bound to it).
-Subsided demand: the forecast is below `subsided_share` of the *undropped* capacity; full groups are
-then no overload. A drop only adds capacity, so both conditions never hold at once.
+Overload: requests wait, and the forecast exceeds the capacity of the model, or the demand at a
+group exceeds that group's capacity (its requests cannot run elsewhere). Subsided demand: the
+forecast is below `subsided_share` of the undropped capacity; full groups are then no overload, so
+both conditions never hold at once.
 
-Hysteresis: each condition must hold for a dwell time, and a split that was followed by overload
-doubles the dwell time of the next split. This keeps merges and splits from alternating.
+Hysteresis: each condition must hold for a dwell time, and if overload follows a split, the dwell
+time of the next split is doubled. This keeps merges and splits from alternating.
 
-A merged group with a leaving member is split immediately, without dwell time. A split withdraws
-capacity while it is prepared; if that causes overload, the split is called off, unless it is due
-to a leaving member.
+A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
+A split reduces capacity while it is prepared; if that causes overload, the split is cancelled,
+unless it is due to a leaving member.
 """
 
 from collections.abc import Sequence
@@ -42,6 +48,7 @@ CHANGING_MAX_S = 30.0
 """How long a group in a change-over delays decisions about other groups of its model."""
 
 _Layout = frozenset[tuple[str, tuple[str, ...]]]
+"""Groups with the ids of their workers."""
 
 
 @dataclass(slots=True)
@@ -49,25 +56,27 @@ class _Model:
     """The monitor's state of a model."""
 
     split_dwell_s: float  # doubled by regretted splits
-    layout: _Layout = frozenset()  # groups and their workers, as last seen
-    statuses: frozenset[tuple[str, ReportStatus]] = frozenset()  # by group, as last seen
-    changing_since_s: float | None = None  # a group is in a change-over since then
+    layout: _Layout = frozenset()  # in the last `GroupsSeen`
+    statuses: frozenset[tuple[str, ReportStatus]] = frozenset()  # by group, in the last event
+    changing_since_s: float | None = None  # a group changes since then
     rate_tokens_per_s: float = 0.0  # smoothed KV need of arriving requests
     growth_tokens_per_s: float = 0.0  # smoothed growth of demand, net of completed requests
     mean_demand_tokens: float | None = None  # smoothed demand; None after a change of groups
     smoothed_at_s: float | None = None  # last update of these rates
-    overloaded_since_s: float | None = None
-    subsided_since_s: float | None = None
+    overloaded_since_s: float | None = None  # None: not overloaded
+    subsided_since_s: float | None = None  # None: demand has not subsided
     last_split_s: float | None = None  # last split for subsided demand
-    settle_until_s: float = 0.0  # the last decision or change still takes effect until then
+    settle_until_s: float = 0.0  # until then, the last decision or change takes effect
     exhausted: bool = False  # merges cannot meet the demand of this overload
     calm_since_s: float | None = None  # no overload since then
-    manual_until_s: dict[Action, float] = field(default_factory=dict)  # do not revert until then
-    departing_until_s: dict[str, float] = field(default_factory=dict)  # split decided, by group
-    splitting: frozenset[str] = frozenset()  # groups of a split for subsided demand, in progress
+    # Time until which a manual change is not reverted, by its action.
+    manual_until_s: dict[Action, float] = field(default_factory=dict)
+    # Time of the next decision to split a group with a leaving member, by group.
+    departing_until_s: dict[str, float] = field(default_factory=dict)
+    splitting: frozenset[str] = frozenset()  # groups in a split for subsided demand
 
     def forecast_tokens(self, lookahead_s: float) -> int:
-        """Forecast of the growth of demand within the look-ahead, at least 0."""
+        """Predicted growth of demand within the look-ahead, at least 0."""
         # Growth is net of completed requests, so it cannot exceed the rate of arrivals.
         net = min(self.rate_tokens_per_s, max(0.0, self.growth_tokens_per_s))
         return round(net * lookahead_s)
@@ -109,7 +118,7 @@ class OverloadMonitor:
 
     @property
     def is_alert(self) -> bool:
-        """Whether a model is overloaded: a decision is then due by the passage of time alone."""
+        """Whether a model is overloaded: a decision may then be due without a new report."""
         return any(state.calm_since_s is None for state in self._models.values())
 
     def load(self, model: str) -> ModelLoad:
@@ -152,19 +161,19 @@ class OverloadMonitor:
             changing = any(group.report_status is ReportStatus.CHANGING for group in groups)
             state.changing_since_s = _since(changing, state.changing_since_s, seen.now_s)
             if changing and _held_s(state.changing_since_s, seen.now_s) < CHANGING_MAX_S:
-                # The demand of the changing group is unknown, so sums over the model would mislead.
+                # The changing group's demand is unknown, so the model's demand is not comparable.
                 state.settle_until_s = max(state.settle_until_s, seen.now_s + self.config.report_s)
             self._note_layout(state, groups, seen.now_s)
 
     def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
-        """Reset measurements that belong to other groups, or to sums over other groups."""
+        """Reset measurements if the groups, or the groups that count, have changed."""
         layout = _layout(groups)
         statuses = frozenset((group.group_id, group.report_status) for group in groups)
         if (layout, statuses) != (state.layout, state.statuses):
             state.mean_demand_tokens = None
             state.settle_until_s = max(state.settle_until_s, now_s + self.config.report_s)
         if layout != state.layout:
-            # The last decision has taken effect; wait for reports of the new groups only.
+            # The last decision has taken effect; wait only for reports of the new groups.
             state.settle_until_s = now_s + self.config.report_s
             state.overloaded_since_s = state.subsided_since_s = None
             ids = {group.group_id for group in groups}
@@ -179,7 +188,7 @@ class OverloadMonitor:
 
     def _decide(self, model: str, now_s: float) -> list[Decision]:
         if not self._groups[model]:
-            # Without current reports no overload is visible, but a reported shortfall must end.
+            # Without current reports no overload is detected, so a reported shortfall ends in time.
             self._note_calm(self._models[model], True, now_s)
             return []
         load = self.load(model)
@@ -195,14 +204,14 @@ class OverloadMonitor:
         subsided_tokens = self._subsided_tokens(load)
         low = load.expected_tokens < subsided_tokens
         state.splitting -= set(self._departing(model))
-        # A full group is overloaded even while others have free memory: its requests are bound to
-        # it. Without waiting requests nothing suffers yet, however high the forecast.
+        # A full group is overloaded even while others have free memory: its requests cannot run
+        # elsewhere. Without waiting requests there is no overload, however high the forecast.
         short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
         overloaded = load.waiting > 0 and short and not low
         splits = self._splits(model)
         subsided = low and bool(splits)
         self._note_calm(state, not overloaded, now_s)
-        # While the last decision takes effect, only an overload that calls off a split counts.
+        # While the last decision takes effect, only the cancellation of a split is decided.
         if now_s < state.settle_until_s and not state.splitting:
             return None
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
@@ -259,23 +268,23 @@ class OverloadMonitor:
         return [Decision(changed.now_s, changed.model, changed.action, reason, group_ids=group_ids)]
 
     def _merge(self, model: str, reason: DecisionReason, now_s: float) -> Decision | None:
-        """Decide to merge or, once per overload, that no merge can help."""
+        """Decide to merge; if merges are impossible, report a shortfall once per overload."""
         state, config = self._models[model], self.config
         needed = max(1, reason.load.short_tokens)
         if config.policy is OverloadPolicy.RECOMPUTE or len(self._counted(model)) < 2:
             return self._exhaust(model, reason, needed, now_s)
         state.settle_until_s = now_s + config.settle_s
-        # Overload soon after a split: the split was too early, so delay the next (flap damping).
+        # Overload soon after a split: the split was too early (regretted), so delay the next.
         regretted = state.last_split_s is not None and now_s - state.last_split_s < config.regret_s
         state.split_dwell_s = self._longer_dwell_s(state) if regretted else config.split_dwell_s
-        # The model as a whole has capacity: only its full groups need to merge with others.
+        # If the model as a whole has capacity, only its full groups need to merge with others.
         full: tuple[str, ...] = ()
         if reason.load.expected_tokens <= reason.load.capacity_tokens:
             full = tuple(g.group_id for g in self._counted(model) if g.stuck_tokens)
         return Decision(now_s, model, Action.MERGE, reason, needed, full)
 
     def _call_off(self, model: str, reason: DecisionReason, now_s: float) -> Decision:
-        """Cancel a split that turned out to be too early, while it is prepared."""
+        """Cancel splits in preparation that turned out to be too early."""
         state = self._models[model]
         group_ids, state.splitting = tuple(sorted(state.splitting)), frozenset()
         state.settle_until_s = now_s + self.config.report_s
@@ -289,7 +298,7 @@ class OverloadMonitor:
         return min(2 * state.split_dwell_s, longest)
 
     def _note_planned(self, planned: MergesPlanned) -> list[Decision]:
-        """Decide, once per overload, that all merges together gain too little."""
+        """Report a shortfall, once per overload, if all merges together gain too little."""
         state = self._models.get(planned.model)
         if state is None:
             return []
@@ -325,7 +334,7 @@ class OverloadMonitor:
         return tuple(group.group_id for group in self._groups[model] if group.can_split)
 
     def _departing(self, model: str) -> tuple[str, ...]:
-        """Merged groups with a leaving member, whether or not their KV fits after a split."""
+        """Merged groups with a leaving member; they split even if their KV does not fit then."""
         return tuple(
             group.group_id
             for group in self._groups[model]
@@ -333,7 +342,7 @@ class OverloadMonitor:
         )
 
     def _counted(self, model: str) -> list[GroupUse]:
-        """The groups that count as demand and capacity: all without a leaving member."""
+        """The groups that count as demand and capacity: those without a leaving member."""
         return [group for group in self._groups[model] if not group.draining]
 
     def _subsided_tokens(self, load: ModelLoad) -> int:
@@ -350,7 +359,7 @@ class OverloadMonitor:
         if state.mean_demand_tokens is None:
             state.mean_demand_tokens = demand_tokens
         state.mean_demand_tokens += weight * (demand_tokens - state.mean_demand_tokens)
-        # A first-order filter lags a ramp by slope * time constant, so the lag gives the slope.
+        # A first-order filter lags a ramp by slope * time constant, so slope = lag / time constant.
         ahead = demand_tokens - state.mean_demand_tokens
         state.growth_tokens_per_s = ahead / self.config.smoothing_s
 

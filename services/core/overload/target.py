@@ -1,4 +1,8 @@
-"""Inputs of a drop plan, and its target groups: layer maps, KV capacity before and after."""
+"""Converts groups to inputs of a drop plan, and the plan's merges to target groups.
+
+A *drop plan* selects groups to merge. A target group has a *layer map*, the layers of each member
+(stage), and a KV capacity in tokens, which its smallest stage limits.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +29,16 @@ from services.core.overload.drop_plan import (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A merged group; KV capacity in tokens of its sources in sum, and of itself."""
+    """The group that results from a merge."""
 
     merge: Merge
     stages: tuple[Stage, ...]
-    tokens_before: int
-    tokens_after: int
+    tokens_before: int  # total KV capacity of the groups that merge
+    tokens_after: int  # KV capacity of this group
 
 
 _Layers = tuple[tuple[int, ...], int]
-"""Layers of each stage, and the KV capacity of the smallest stage in tokens."""
+"""Number of layers of each stage, and the KV capacity of the group in tokens."""
 
 
 def plan_members(group: Group) -> tuple[PlanMember, ...]:
@@ -49,7 +53,7 @@ def plan_group(
     locations: Sequence[Location],
     used_bytes: Iterable[int],
 ) -> PlanGroup:
-    """A candidate for a merge; `used_bytes`: KV in use at each stage, as if for all layers."""
+    """A group that may merge; `used_bytes`: KV in use at each stage, scaled to all layers."""
     return PlanGroup(group_id, key, members, shared_location(locations), max(used_bytes))
 
 
@@ -64,22 +68,22 @@ def targets_of(
 ) -> tuple[Target, ...]:
     """Compute the layer map of each merged group; `arena_bytes` is by worker.
 
-    Each group aims at its share of the needed bytes; an insufficient plan asks each for more than
-    it can gain, so that it gains as much as possible.
+    Each merge aims at its share of the needed bytes. In an insufficient plan this is more than the
+    merge can gain, so that it gains as much as possible.
 
     Raises:
         SplitError: if the parameters do not fit into the memory of the members.
     """
-    # Memoize: in a large cluster most groups and most merges have equal shapes.
-    divided: dict[tuple[str, tuple[int, ...], int], _Layers] = {}
-    held: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+    # Memoize, because most groups and merges of a large cluster have equal shapes.
+    layers_cache: dict[tuple[str, tuple[int, ...], int], _Layers] = {}
+    tokens_cache: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 
     def tokens_of(group: PlanGroup) -> int:
         model, members = group.key.model, group.members
         kind = model, tuple([(arena_bytes[member[0]], *member[1:]) for member in members])
-        if kind not in held:
-            held[kind] = group_tokens(shapes[model], members, arena_bytes)
-        return held[kind]
+        if kind not in tokens_cache:
+            tokens_cache[kind] = group_tokens(shapes[model], members, arena_bytes)
+        return tokens_cache[kind]
 
     targets = []
     for merge in plan.merges:
@@ -90,11 +94,11 @@ def targets_of(
         needed = before + -(-share_bytes // (shape.num_layers * shape.kv_bytes))
         members = [MemberMemory(m.worker_id, arena_bytes[m.worker_id]) for m in merge.members]
         kind = merge.key.model, tuple(member.arena_bytes for member in members), needed
-        if kind not in divided:
+        if kind not in layers_cache:
             stages = split_layers(shape, members, needed)
             counts = tuple(stage.num_layers for stage in stages)
-            divided[kind] = counts, min(capacity_tokens(shape, members, stages))
-        counts, after = divided[kind]
+            layers_cache[kind] = counts, min(capacity_tokens(shape, members, stages))
+        counts, after = layers_cache[kind]
         targets.append(Target(merge, stages_of(members, counts), before, after))
     return tuple(targets)
 

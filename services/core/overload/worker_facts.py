@@ -1,4 +1,4 @@
-"""Facts about a worker's memory, from its registration."""
+"""What merge planning must know about a worker, from its registration in etcd."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from services.core.overload.drop_plan import Location
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """A registered worker, as plans of merges need it."""
+    """A registered worker: its memory, model and location."""
 
     worker_id: str
     model: str
     block_size: int  # tokens per KV block
     kv_blocks_total: int  # with all layers resident
     arena_bytes: int  # for parameters and KV
-    shape: ModelShape | None  # None: not reported, so its groups cannot merge
+    shape: ModelShape | None  # sizes of the model; None: not reported, so its groups cannot merge
     location: Location
     can_drop: bool = False  # it can run a subset of the layers
-    draining: bool = False  # it is leaving
+    draining: bool = False  # it is shutting down
     model_digest: str = ""  # of the loaded weights
     build: str = ""  # version of the code
     settings: str = ""  # settings in which members of a group must agree

@@ -1,4 +1,4 @@
-"""Interface between the member's servicer and the engine side of a change-over."""
+"""Interface between `MemberServicer` and the engine side of a change of groups (change-over)."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,15 +7,15 @@ from services.core.groups.vocabulary import Group
 
 
 class PrepareRefused(Exception):
-    """This worker cannot serve the target; the message is a sentence with the reason."""
+    """This worker cannot prepare for the target group; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceMember:
-    """A member of the source groups of a change-over, this worker included.
+    """A member of the source groups of a change-over; this worker is one of them.
 
-    The nonces are secrets of the attempt: a peer that connects to a lane must prove that it holds
-    the lane's nonce.
+    A lane is a connection between members. The nonces are secrets of the attempt: a peer that
+    connects to a lane must prove that it knows the lane's nonce.
     """
 
     worker_id: str
@@ -25,7 +25,7 @@ class SourceMember:
     bulk_address: str  # lane for parameters and KV
     activation_nonce: bytes
     bulk_nonce: bytes
-    draining: bool = False  # the worker is leaving
+    draining: bool = False  # the worker is shutting down
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class ProposedChange:
 class Participant(Protocol):
     """Prepares and applies change-overs on the engine side.
 
-    Calls never overlap, but a running `prepare` may be cancelled; `abort` or `commit` follows a
-    cancelled or refused `prepare`.
+    Calls never overlap. A running `prepare` may be cancelled. After a cancelled or refused
+    `prepare`, `abort` or `commit` is called.
     """
 
     async def prepare(self, preparation: ProposedChange) -> None:
@@ -60,7 +60,8 @@ class Participant(Protocol):
     async def commit(self, group: Group, attempt: str | None, superseded: str | None) -> None:
         """Switch to the committed configuration `group`, of which this worker is a member.
 
-        `attempt` prepared it; None without a preparation, as for a singleton group. `superseded`
-        prepared another configuration: keep those of its fetched layers that `group` needs, and
-        free the others. A DEGRADED group serves nothing, and the worker keeps its layers.
+        `attempt` is the attempt that prepared it; None if none did, as for a singleton group.
+        `superseded` is an attempt that prepared another configuration: keep the layers that it
+        fetched and `group` needs, and free the others. In a DEGRADED group, the worker serves
+        nothing and keeps its layers.
         """

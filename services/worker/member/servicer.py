@@ -1,7 +1,10 @@
-"""MemberService: the fence judges each request; the participant executes accepted requests.
+"""MemberService: a worker's gRPC service for the preparation of changes of groups.
 
-Commits come only from the group records, which the worker watches. Aborts come from the memory
-manager's call, or from the records if that call was lost.
+The memory manager tries a change in an *attempt*: it calls Prepare at every member, then commits
+the new groups in etcd, or calls Abort. The *fence* (`MemberState`) decides whether this worker
+accepts a call or a record; the *participant* executes accepted changes at the engine. The worker
+learns of commits only from the group records in etcd, and of aborts also from them if a call was
+lost.
 """
 
 import asyncio
@@ -37,11 +40,11 @@ log = logging.getLogger(__name__)
 
 
 class InvalidPrepare(ValueError):
-    """A malformed Prepare; the message is a sentence."""
+    """A field of a Prepare is missing or invalid; the message is a sentence."""
 
 
-def to_prepare_asked(request: pb.PrepareRequest) -> PrepareCall:
-    """The fence's part of a Prepare.
+def to_prepare_call(request: pb.PrepareRequest) -> PrepareCall:
+    """The part of a Prepare that the fence decides on.
 
     Raises:
         InvalidPrepare: if a field is missing or a layer is out of range.
@@ -64,16 +67,16 @@ def to_prepare_asked(request: pb.PrepareRequest) -> PrepareCall:
     )
 
 
-def to_preparation(asked: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
-    """The engine side's part of a Prepare. Raises InvalidPrepare."""
+def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
+    """The part of a Prepare that the participant executes. Raises InvalidPrepare."""
     others = tuple(group for record in request.others if (group := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
     return ProposedChange(
-        asked.attempt,
-        asked.group_id,
-        asked.epoch,
-        asked.target,
+        call.attempt,
+        call.group_id,
+        call.epoch,
+        call.target,
         tuple(
             SourceMember(
                 peer.worker_id,
@@ -91,12 +94,12 @@ def to_preparation(asked: PrepareCall, request: pb.PrepareRequest) -> ProposedCh
     )
 
 
-def to_abort_asked(request: pb.AbortRequest) -> AbortCall:
-    """An Abort, as the fence judges it."""
+def to_abort_call(request: pb.AbortRequest) -> AbortCall:
+    """The part of an Abort that the fence decides on: all of it."""
     return AbortCall(request.token, request.attempt, request.incarnation)
 
 
-# How long a Prepare from a later epoch waits for the group records of that epoch.
+# How long a Prepare for a higher epoch than this worker's waits for the records of that epoch.
 FUTURE_WAIT_S = 3.0
 # Time limit of a preparation if the caller set no deadline.
 PREPARE_TIMEOUT_S = 600.0
@@ -118,8 +121,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._state = state
         self._participant = participant
         self._records = records
-        # Makes a verdict of the fence and its execution atomic. Preparations run outside the lock,
-        # since an abort or commit must be able to interrupt them.
+        # Held from a verdict of the fence until its execution. Preparations run outside the lock,
+        # so that an abort or a commit can interrupt them.
         self._lock = asyncio.Lock()
         self._preparing: tuple[str, asyncio.Task[PrepareRefused | None]] | None = None
         self._refuses_all = False
@@ -128,7 +131,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._tasks: asyncio.TaskGroup | None = None
 
     def note_records(self) -> None:
-        """Notify that the group records have changed."""
+        """Wake up `run`, since the group records have changed."""
         self._changed.set()
 
     @property
@@ -142,11 +145,11 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         return self._state.epoch
 
     def refuse_all(self) -> None:
-        """Refuse all further changes, since the worker stops."""
+        """Refuse all further attempts, since the worker stops."""
         self._refuses_all = True
 
     async def run(self) -> None:
-        """Apply changes of the group records, until cancelled."""
+        """Apply each change of the group records, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while True:
@@ -154,7 +157,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 self._changed.clear()
                 async with self._lock:
                     for action in self._state.observe(self._records()):
-                        await self._carry_out(action)
+                        await self._execute(action)
                 self._observed.set()
                 self._observed = asyncio.Event()
 
@@ -162,42 +165,42 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self, request: pb.PrepareRequest, context: PrepareContext
     ) -> pb.PrepareResponse:
         try:
-            asked = to_prepare_asked(request)
-            preparation = to_preparation(asked, request)
+            call = to_prepare_call(request)
+            preparation = to_preparation(call, request)
         except InvalidPrepare as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._tasks is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is starting; retry")
         timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
-        task = await self._judge(asked, preparation, timeout_s, context)
-        # A cancelled call does not cancel the preparation: a retry attaches to it, and the attempt
-        # may still be committed.
+        task = await self._judge(call, preparation, timeout_s, context)
+        # A cancelled call does not cancel the preparation: a repeated Prepare waits for the same
+        # task, and the attempt may still be committed.
         refused = await asyncio.shield(task)
         if refused is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
-        return pb.PrepareResponse(attempt=asked.attempt, incarnation=self._state.incarnation)
+        return pb.PrepareResponse(attempt=call.attempt, incarnation=self._state.incarnation)
 
     async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
-        asked = to_abort_asked(request)
-        if asked.incarnation != self._state.incarnation or asked.token < self._state.token:
+        call = to_abort_call(request)
+        if call.incarnation != self._state.incarnation or call.token < self._state.token:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale Abort, or an Abort for another incarnation",
             )
         async with self._lock:
-            action = self._state.abort(asked)
+            action = self._state.abort(call)
             if action is not None:
-                await self._carry_out(action)
+                await self._execute(action)
         return pb.AbortResponse()
 
     async def _judge(
         self,
-        asked: PrepareCall,
+        call: PrepareCall,
         preparation: ProposedChange,
         timeout_s: float,
         context: PrepareContext,
     ) -> "asyncio.Task[PrepareRefused | None]":
-        """The task of the preparation, new or running; aborts the call if the fence refuses."""
+        """Return the task of the preparation, new or running; abort a call that is refused."""
         deadline_s = monotonic_s() + min(FUTURE_WAIT_S, timeout_s / 2)
         while True:
             observed = self._observed
@@ -206,14 +209,15 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     await context.abort(
                         grpc.StatusCode.FAILED_PRECONDITION, "the worker is stopping; leave it out"
                     )
-                answer = self._state.judge(asked)
+                answer = self._state.judge(call)
                 if answer.aborted is not None:
-                    await self._carry_out(answer.aborted)
+                    await self._execute(answer.aborted)
                 if answer.verdict is Verdict.ACCEPTED:
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
                     return self._preparing[1]
-            # FUTURE: the watch lags behind the memory manager; wait for the records, and retry.
+            # FUTURE: the records here lag behind the memory manager's. Wait for them, and judge
+            # again.
             if answer.verdict is not Verdict.FUTURE or monotonic_s() > deadline_s:
                 break
             try:
@@ -223,7 +227,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 break
         is_future = answer.verdict is Verdict.FUTURE
         code = grpc.StatusCode.ABORTED if is_future else grpc.StatusCode.FAILED_PRECONDITION
-        log.info("attempt %s refused: %s", asked.attempt, answer.reason)
+        log.info("attempt %s refused: %s", call.attempt, answer.reason)
         await context.abort(code, answer.reason)
 
     def _begin(
@@ -240,7 +244,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     ) -> PrepareRefused | None:
         """Prepare, and undo the preparation on failure; returns the failure, or None."""
         try:
-            refused = await self._try(preparation, timeout_s)
+            refused = await self._run_prepare(preparation, timeout_s)
             if refused is not None:
                 async with self._lock:
                     if self._state.abort_own(preparation.attempt) is not None:
@@ -248,10 +252,12 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                         await self._participant.abort(preparation.attempt)
             return refused
         except asyncio.CancelledError:
-            # `_carry_out` cancelled this task, and undoes or applies the preparation itself.
+            # `_execute` cancelled this task, and undoes or applies the preparation itself.
             return PrepareRefused("the attempt was aborted")
 
-    async def _try(self, preparation: ProposedChange, timeout_s: float) -> PrepareRefused | None:
+    async def _run_prepare(
+        self, preparation: ProposedChange, timeout_s: float
+    ) -> PrepareRefused | None:
         try:
             async with timeout(timeout_s):
                 await self._participant.prepare(preparation)
@@ -262,7 +268,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             return PrepareRefused(f"not ready within {timeout_s:.0f} s")
         return None
 
-    async def _carry_out(self, action: AbortPreparation | Apply) -> None:
+    async def _execute(self, action: AbortPreparation | Apply) -> None:
         """Execute an action of the fence; the caller holds the lock."""
         if self._preparing is not None:
             _, task = self._preparing

@@ -434,11 +434,11 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("I5", forwarded_another_token, "r received 99 as token 0, but a emitted 10"),
     ("I5", read_from_another_worker, "r received 10 as token 0, but b emitted none"),
     ("I5", read_from_nobody, "r received tokens without a worker"),
-    ("I5", began_late, "r continued at a with token 1, after a segment from 0 on"),
+    ("I5", began_late, "r: the segment of a starts at token 1; the previous starts at 0"),
     (
         "I5",
         went_on_too_late,
-        "t continued at a with token 2, after a segment from 0 on and 1 tokens",
+        "t: the segment of a starts at token 2; the previous starts at 0, and the client",
     ),
     ("I5", went_on_differently, "token 1 of t was emitted as 31, 99"),
     ("I5", got_what_was_not_its_segments, "t received 31 as token 1, but a emitted 32"),

@@ -16,7 +16,7 @@ def begin(window: MoveWindow, source: str, blocks: int, now_s: float = 0.0) -> l
     names: list[str] = []
     while window.has_room({source: blocks}):
         names.append(f"{source}{now_s}/{len(names)}")
-        window.begin(names[-1], {source: blocks}, now_s)
+        window.note_started(names[-1], {source: blocks}, now_s)
     return names
 
 
@@ -37,25 +37,25 @@ def test_each_source_has_a_window_of_its_own() -> None:
 def test_a_move_that_ends_makes_room() -> None:
     window = MoveWindow(RATE)
     first, *_ = begin(window, "a", 10)
-    window.end(first, {"a": 10})
+    window.note_abandoned(first, {"a": 10})
     assert window.has_room({"a": 10})
 
 
 def test_longer_turns_and_a_faster_link_widen_it() -> None:
     window = MoveWindow(RATE)
     names = begin(window, "a", 10)
-    window.reserve(names[0], 2 * FIRST_RESERVATION_S)
+    window.note_reserved(names[0], 2 * FIRST_RESERVATION_S)
     more = begin(window, "a", 10, 1.0)
     assert len(more) == len(names)
     for name in names:  # in half the time that the link was said to take
-        window.arrive(name, {"a": 10}, FIRST_BLOCKS / RATE / 2)
+        window.note_arrived(name, {"a": 10}, FIRST_BLOCKS / RATE / 2)
     assert len(begin(window, "a", 10, 2.0)) == 3 * len(names)
 
 
 def test_shorter_turns_narrow_it() -> None:
     window = MoveWindow(RATE)
     names = begin(window, "a", 10)
-    window.reserve(names[0], FIRST_RESERVATION_S / 2)
+    window.note_reserved(names[0], FIRST_RESERVATION_S / 2)
     for name in names[: len(names) // 2]:
-        window.end(name, {"a": 10})
+        window.note_abandoned(name, {"a": 10})
     assert not window.has_room({"a": 10})

@@ -371,13 +371,13 @@ class Chaos(Cluster):
 
 def test_every_change_ends_once_and_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[ChangePhase, ChangePhase]] = set()
-    move = coordinator._Change.move
+    enter = coordinator._Change.enter
 
     def noted(change: coordinator._Change, phase: ChangePhase) -> None:
         seen.add((change.phase, phase))
-        move(change, phase)
+        enter(change, phase)
 
-    monkeypatch.setattr(coordinator._Change, "move", noted)
+    monkeypatch.setattr(coordinator._Change, "enter", noted)
     for seed in range(60):
         chaos = Chaos(seed)
         for _ in range(150):

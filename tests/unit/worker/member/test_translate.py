@@ -7,9 +7,9 @@ import pytest
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.worker.member.servicer import (
     InvalidPrepare,
-    to_abort_asked,
+    to_abort_call,
     to_preparation,
-    to_prepare_asked,
+    to_prepare_call,
 )
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
@@ -53,7 +53,7 @@ def request() -> pb.PrepareRequest:
 
 
 def test_a_request_is_split_between_the_fence_and_the_participant() -> None:
-    asked = to_prepare_asked(request())
+    asked = to_prepare_call(request())
     target = Group(
         "w0", 2, GroupPhase.STABLE, (Member("w0", "a", 0, 2), Member("w1", "a", 2, 4)), "", "", ""
     )
@@ -88,16 +88,16 @@ def test_a_malformed_request_is_refused(
     spoilt = request()
     spoil(spoilt)
     with pytest.raises(InvalidPrepare, match=reason):
-        to_prepare_asked(spoilt)
+        to_prepare_call(spoilt)
 
 
 def test_another_target_without_an_epoch_is_refused() -> None:
     spoilt = request()
     spoilt.others[0].epoch = 0
     with pytest.raises(InvalidPrepare, match="every other group"):
-        to_preparation(to_prepare_asked(spoilt), spoilt)
+        to_preparation(to_prepare_call(spoilt), spoilt)
 
 
 def test_an_abort_names_attempt_process_and_leadership() -> None:
-    asked = to_abort_asked(pb.AbortRequest(token=7, attempt="7-1", incarnation="a"))
+    asked = to_abort_call(pb.AbortRequest(token=7, attempt="7-1", incarnation="a"))
     assert (asked.token, asked.attempt, asked.incarnation) == (7, "7-1", "a")
