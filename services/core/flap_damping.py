@@ -1,23 +1,23 @@
-"""Flap damping: detects workers that leave and return repeatedly.
+"""Flap damping: detects workers that leave and return repeatedly, for scheduler and memory manager.
 
-A worker *leaves* when it exits, loses its registration or stops reporting. A worker that has left
-`LEAVES_MAX` times within `WINDOW_S` flaps until it has stayed for `STEADY_S`. Services do not share
-their observations: each judges by its own.
+A worker *leaves* when it exits, loses its registration or stops reporting. A worker that
+has left `LEAVES_MAX` times within `WINDOW_S` is *flapping* until `STEADY_S` after the last of these
+departures. Each service uses only its own observations.
 """
 
 import math
 from collections import deque
 from dataclasses import dataclass, field
 
-LEAVES_MAX = 3
-WINDOW_S = 300.0
-STEADY_S = 120.0
+LEAVES_MAX = 3  # departures within the window that make a worker flapping
+WINDOW_S = 300.0  # seconds
+STEADY_S = 120.0  # seconds
 LATE_S = 1.0
-"""A longer pause between two ticks means that the observer itself has stalled."""
+"""A longer time between two ticks means that this process has stalled."""
 WAKING_S = 3.0
-"""After a local stall, silence is ignored for this long: pending reports are not read yet."""
+"""Time after a stall in which silence of workers proves nothing: reports wait to be read."""
 WORKERS_MAX = 10_000
-"""Maximum number of tracked workers; replaced pods never reuse a name."""
+"""Maximum number of tracked workers: each replaced pod adds a name that never recurs."""
 
 
 @dataclass(slots=True)
@@ -28,34 +28,34 @@ class LocalPauseDetector:
     _woke_s: float = -math.inf  # end of the last detected pause
 
     def tick(self, now_s: float) -> bool:
-        """Note a tick, a few times a second; returns whether silence of workers is conclusive."""
+        """Note a tick, to be called a few times a second; returns `trusts_silence`."""
         if now_s - self._looked_s > LATE_S:
             self._woke_s = now_s
         self._looked_s = now_s
         return self.awake(now_s)
 
     def awake(self, now_s: float) -> bool:
-        """Whether no recent pause of this process was seen, and none is in progress."""
+        """Whether silence proves that a worker stopped reporting: this process did not pause."""
         return now_s - self._looked_s <= LATE_S and now_s - self._woke_s > WAKING_S
 
 
 @dataclass(slots=True)
 class _Leaves:
-    """Recent departures of a worker, newest last; the worker flaps until `steady_s`."""
+    """Recent departures of a worker, newest last; the worker is flapping until `steady_s`."""
 
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=LEAVES_MAX))
-    away: bool = False
-    steady_s: float = -math.inf
+    away: bool = False  # left and not seen since
+    steady_s: float = -math.inf  # -inf: never flapped
 
 
 @dataclass(slots=True)
 class FlapDamping:
-    """Tracks departures per worker."""
+    """Tracks departures per worker; all times are those of the same monotonic clock."""
 
     _leaves: dict[str, _Leaves] = field(default_factory=dict)  # the latest to leave is last
 
     def note_departure(self, worker_id: str, now_s: float) -> None:
-        """Note that a worker has left; no effect on a worker that has left already."""
+        """Note that a worker has left; repeated notes of the same departure have no effect."""
         leaves = self._leaves.get(worker_id) or _Leaves()
         if leaves.away:
             return
@@ -63,7 +63,7 @@ class FlapDamping:
         self._leaves[worker_id] = leaves
         leaves.away = True
         leaves.times_s.append(now_s)
-        # `times_s` keeps the last LEAVES_MAX departures: all within the window means flapping.
+        # `times_s` keeps the last LEAVES_MAX departures: compare the first of them with the last.
         if len(leaves.times_s) == LEAVES_MAX and now_s - leaves.times_s[0] <= WINDOW_S:
             leaves.steady_s = now_s + STEADY_S
         self._forget_old(now_s)
@@ -75,19 +75,19 @@ class FlapDamping:
             leaves.away = False
 
     def is_flapping(self, worker_id: str, now_s: float) -> bool:
-        """Whether the worker flaps, by the departures seen here."""
+        """Whether the worker is flapping."""
         leaves = self._leaves.get(worker_id)
         return leaves is not None and now_s < leaves.steady_s
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if a bound or an order is violated."""
+        """The number of workers is bounded, and each has its departures in order."""
         assert len(self._leaves) <= WORKERS_MAX
         for leaves in self._leaves.values():
             assert 1 <= len(leaves.times_s) <= LEAVES_MAX
             assert list(leaves.times_s) == sorted(leaves.times_s)
 
     def _forget_old(self, now_s: float) -> None:
-        """Drop workers whose departures have expired, and the oldest above `WORKERS_MAX`."""
+        """Forget workers without departures in the window, and the oldest above `WORKERS_MAX`."""
         while self._leaves:
             worker_id, leaves = next(iter(self._leaves.items()))
             lapsed = now_s - leaves.times_s[-1] > WINDOW_S

@@ -1,4 +1,7 @@
-"""Log probabilities of consecutive tokens, packed: they are copied often and decoded rarely."""
+"""Log probabilities of consecutive tokens in a packed form, for engines and gateways.
+
+They are copied often and decoded only when a gateway writes a response.
+"""
 
 import struct
 from collections.abc import Iterable
@@ -69,7 +72,7 @@ def joined(parts: Iterable[LogprobRows]) -> LogprobRows:
 
 
 def newest(parts: Iterable[LogprobRows], bytes_max: int) -> LogprobRows | None:
-    """The last rows of all parts that fit into `bytes_max`; None without parts."""
+    """The last rows of the concatenated `parts` that fit into `bytes_max`; None without parts."""
     parts = tuple(parts)
     if not parts:
         return None

@@ -1,10 +1,9 @@
-"""Choice of the next request of a waiting queue: the oldest that fits, with bounded overtaking.
+"""Choice of the next request of a waiting queue, for the scheduler and the workers' planners.
 
-The scheduler and the workers use the same rule. It avoids head-of-line blocking by a request that
-needs more KV blocks than are free, since most requests behind it are short. Each request that
-starts earlier overtakes it; after `overtaken_max` times the request blocks the queue until it fits,
-so it cannot starve. If a queue has several targets (groups), a request blocks only those that it
-could use.
+The first request in queue order that fits starts. So a request that needs more KV blocks than are
+free does not block shorter ones behind it. A later request that starts *overtakes* it; after
+`overtaken_max` times the request blocks the queue until it fits, so it cannot starve. If requests
+start in different groups, a request blocks only the groups that it could use.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from services.core.setting import number
 
 SCAN_MAX = 16
-"""Number of requests at the head of a queue that are checked for a fit."""
+"""Number of requests at the head of a queue that are checked."""
 OVERTAKEN_MAX = 8
 """Default bound on how often a request may be overtaken; 0 keeps the queue order."""
 
@@ -31,7 +30,7 @@ def overtaken_setting() -> Any:
 
 
 class Overtakeable(Protocol):
-    """A waiting request that counts how many later requests have started before it."""
+    """A waiting request; `overtaken` counts the later requests that started before it."""
 
     overtaken: int
 
@@ -49,11 +48,11 @@ def next_to_start(
     overtaken_max: int,
     holds_all: Callable[[Waiter], bool] = _holds_all,
 ) -> Waiter | None:
-    """The oldest request of `line` that may start now; None if no request may. O(`SCAN_MAX`).
+    """The first request of the queue `line` that may start; None if none may. O(`SCAN_MAX`).
 
-    `holds_all` is called for each request that blocks the queue, and returns whether it blocks
-    every target; if not, `fits` must exclude the blocked targets from then on. Call `start` when a
-    request starts.
+    `holds_all` is called for each request at the overtaking bound, and returns whether it blocks
+    every group; if not, `fits` must treat the groups that it could use as full from then on. Call
+    `start` when the request starts.
     """
     for waiter in islice(line, SCAN_MAX):
         if fits(waiter):
@@ -67,7 +66,7 @@ def next_to_start(
 def start(
     line: Iterable[Waiter], started: Waiter, wants: Callable[[Waiter], bool] = _holds_all
 ) -> None:
-    """Count that `started` overtakes all earlier requests of `line` that want the same target."""
+    """Count an overtaking for each request before `started` in `line` for which `wants` is true."""
     for waiter in line:
         if waiter is started:
             return

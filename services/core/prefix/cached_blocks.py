@@ -1,4 +1,4 @@
-"""Index of a worker's blocks that hold the KV of a known prefix, by block hash.
+"""Index of a worker's KV blocks by block hash, for the reuse of cached prefixes.
 
 A block is registered under its hash once its KV is computed, and stays registered until it is
 evicted. A registered block that no request uses is *idle*: it counts as free, and idle blocks are
@@ -13,7 +13,7 @@ from itertools import islice
 from services.core.prefix.block_hash import thin_hash
 
 DROPPED_MAX = 256
-"""Maximum number of evicted hashes kept and reported; readers keep believing in older ones."""
+"""Maximum number of evicted hashes kept; earlier evictions are never reported."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class DroppedPrefixes:
         self._newest.append(thin_hash)
 
     def since(self, total: int) -> tuple[int, ...]:
-        """The kept hashes evicted after the first `total` ones."""
+        """The kept ones of the hashes evicted after the first `total` evictions."""
         count = min(self.total - total, len(self._newest))
         return tuple(islice(self._newest, len(self._newest) - count, None)) if count else ()
 
@@ -38,8 +38,8 @@ class DroppedPrefixes:
 class CachedBlocks:
     """Hashes of registered blocks, and the idle ones among these blocks.
 
-    `dropped` tracks evictions of blocks registered as `reported`: the scheduler may know their
-    hashes from thin prompt hashes.
+    `dropped` tracks evictions of blocks registered as `reported`: the scheduler may count on these,
+    since their hashes are among the thin hashes of prompts.
     """
 
     dropped: DroppedPrefixes = field(default_factory=DroppedPrefixes)
@@ -104,7 +104,7 @@ class CachedBlocks:
                 self._reported.add(target)
 
     def make_idle(self, block: int) -> bool:
-        """The last user released the block; returns whether it is registered and thus idle now."""
+        """Mark a block without users as idle; False if it is not registered."""
         if block not in self._hash_of:
             return False
         self._idle[block] = None
