@@ -39,7 +39,7 @@ class Scheduling(StrEnum):
 
     @property
     def knows_classes(self) -> bool:
-        """Whether the policy may treat batch and online requests differently."""
+        """Whether the scheduler and vLLM treat service classes differently under this policy."""
         return self not in (Scheduling.FCFS, Scheduling.PREFILL_FIRST)
 
     @property

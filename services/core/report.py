@@ -35,17 +35,17 @@ class Load:
 
     `running` sequences hold KV blocks; `waiting` sequences need `kv_blocks_wanted` blocks before
     they can run. `kv_blocks_total` is the capacity of the pipeline stage with the fewest blocks;
-    blocks that only hold cached prefixes count as free.
-    `preemptions_total` counts how often a sequence lost its blocks, `prompt_tokens_total` the
-    prompt tokens of sequences whose first output token was sampled here. `batch_running`,
-    `batch_waiting` and `kv_blocks_batch` are the share of the class `batch`. `batch_yields`: batch
-    sequences are preempted if online requests need their blocks; `kv_blocks_wanted` then excludes
-    them, and the memory manager ignores them. `prefill_tokens` are still to be computed for sequences that do not
-    decode yet. `prefix_queries_total` counts the prompt tokens looked up in the prefix cache when
-    requests started, `prefix_hits_total` those found. `preempted_iterations_total` counts
-    batch-only iterations that were interrupted between layers, `resumed_iterations_total` how often
-    such an iteration continued at its layer. `discarded_tokens_total` counts the tokens of
-    interrupted iterations that had to run again from the first layer.
+    blocks that only hold cached prefixes count as free. `preemptions_total` counts how often a
+    sequence lost its blocks, `prompt_tokens_total` the prompt tokens of sequences whose first
+    output token was sampled here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are the
+    share of the class `batch`. `batch_yields`: batch sequences are preempted if online requests
+    need their blocks; `kv_blocks_wanted` then excludes them, and the memory manager ignores them.
+    `prefill_tokens` are still to be computed for sequences that do not decode yet.
+    `prefix_queries_total` counts the prompt tokens looked up in the prefix cache when requests
+    started, `prefix_hits_total` those found. `preempted_iterations_total` counts batch-only
+    iterations that were interrupted between layers, `resumed_iterations_total` how often such an
+    iteration continued at its layer. `discarded_tokens_total` counts the tokens of interrupted
+    iterations that had to run again from the first layer.
     """
 
     running: int
@@ -129,8 +129,8 @@ class MemoryReport:
     """A worker's memory, for overload handling and status pages; `WorkerMemory` in memmgr.proto.
 
     `budget_bytes` of device memory hold parameters, KV blocks and `staging_bytes` of buffers;
-    `kv_block_bytes` is the size of a KV block in all layers. `pids` are the processes of servicer and engine.
-    `engine_hung`: the engine does not respond; `engine` is then its last report.
+    `kv_block_bytes` is the size of a KV block in all layers. `pids` are the processes of servicer
+    and engine. `engine_hung`: the engine does not respond; `engine` is then its last report.
     """
 
     worker_id: str

@@ -140,12 +140,13 @@ class Request:
     """A generation request as a gateway sends it to a worker.
 
     `request_id` identifies it between gateway, scheduler and worker. Inside an engine a copy
-    carries the id of its sequence instead, see `sequence_ids.py`. `waited_s` is the time from its arrival at
-    the gateway to `arrival_s`; `choice` is its index among the choices of a client request.
-    `returnable`: a worker that cannot start it soon returns it to the scheduler's queue.
-    `resumable`: its gateway resumes it on another worker if it is returned after output tokens. Requests share
-    cached prefixes only within the same `cache_salt`. A request that another worker has started has
-    `output_ids`: its next token has index `len(output_ids)`, and `limits` include these tokens.
+    carries the id of its sequence instead, see `sequence_ids.py`. `waited_s` is the time from its
+    arrival at the gateway to `arrival_s`; `choice` is its index among the choices of a client
+    request. `returnable`: a worker that cannot start it soon returns it to the scheduler's queue.
+    `resumable`: its gateway resumes it on another worker if it is returned after output tokens.
+    Requests share cached prefixes only within the same `cache_salt`. A request that another worker
+    has started has `output_ids`: its next token has index `len(output_ids)`, and `limits` include
+    these tokens.
     """
 
     request_id: str

@@ -16,8 +16,8 @@ def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
     """A setting without range checks; `help` is a sentence for `--help` and the reference.
 
     `more` is metadata. `secret`: never printed, and may also be read from a file, whose path the
-    key `<name>_file` holds. `expert`: omitted from the reference. `key`: name in a configuration, if it
-    differs from the field's. `default_text`: documents the default instead of its value;
+    key `<name>_file` holds. `expert`: omitted from the reference. `key`: name in a configuration,
+    if it differs from the field's. `default_text`: documents the default instead of its value;
     `elsewhere`: documents the default in other environments, such as on GPUs. `panel`: heading of
     the flag in the help.
     """

@@ -25,8 +25,8 @@ class BubbleMeter:
     """Accumulates the busy and bubble time of a stage, by that stage's own clock.
 
     The leader measures how long the pipeline was empty, and sends that duration to the other stages
-    with each microbatch, so that times of different clocks are never compared. A stage's wait for the
-    first microbatch of a configuration is not counted.
+    with each microbatch, so that times of different clocks are never compared. A stage's wait for
+    the first microbatch of a configuration is not counted.
     """
 
     busy_s: float = 0.0
@@ -79,8 +79,8 @@ class BubbleMeter:
 def bubble_share(stages: Row[Row[Interval]]) -> float:
     """Mean share of time that a stage idles while microbatches are in the pipeline; 0 without any.
 
-    `stages[s][k]` is the interval in which stage s ran microbatch k. A microbatch is in the pipeline from its start
-    at the first stage to its end at the last stage.
+    `stages[s][k]` is the interval in which stage s ran microbatch k. A microbatch is in the
+    pipeline from its start at the first stage to its end at the last stage.
     """
     occupied_s, until_s = 0.0, float("-inf")
     for (start_s, _), (_, end_s) in zip(stages[0], stages[-1], strict=True):

@@ -1,6 +1,7 @@
 """Predicts the duration of an iteration from its chunks, with coefficients fitted to measurements.
 
-A chunk is a run of consecutive tokens of a sequence that an iteration computes. A chunk of `c` new tokens after `p` tokens in the KV cache costs
+A chunk is a run of consecutive tokens of a sequence that an iteration computes. A chunk of `c` new
+tokens after `p` tokens in the KV cache costs
 
     α · (p·c + (c² + c)/2) + β · c + γ + κ · p
 
@@ -8,8 +9,9 @@ and a batch costs the sum of its n chunks minus (n − 1) · λ, the work that c
 loading parameters. This is KunServe §4.3, eq. 1-3, with κ added: a chunk reads its prefix from
 memory once, however few tokens it has. Without κ, short chunks after a long prefix were predicted
 at half of their time on a CPU. Decode steps (c = 1) may have their own coefficients (BROS §4.1);
-these have no κ, since a decode reads each prefix token once, like a pair. Up to a number of new tokens per batch, the *knee*, reading the parameters
-hides part of the computation (roofline); each token beyond it costs μ more.
+their α includes κ, since a decode has one pair per prefix token. Up to a number of new tokens per
+batch, the *knee*, reading the parameters hides part of the computation (roofline); each token
+beyond it costs μ more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -355,8 +357,8 @@ def _excess(sample: Sample, knee: int | None) -> float:
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
     """Coefficients ≥ 0 that minimise the mean of |row · coefficients / measured - 1|.
 
-    Iteratively reweighted least squares. Plain least squares would fit outliers, such as the longest
-    batches, at the cost of all others.
+    Iteratively reweighted least squares. Plain least squares would fit outliers, such as the
+    longest batches, at the cost of all others.
     """
     # Divide by the measured time: relative errors, so that short iterations count as much.
     relative = [

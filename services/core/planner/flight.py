@@ -1,4 +1,7 @@
-"""The microbatches in flight; stages run them in launch order."""
+"""The microbatches that a planner has launched and whose results it awaits.
+
+The stages of a pipeline run them in launch order; a single worker has at most one in flight.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,10 +12,10 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class Flight:
-    """Queue of microbatches in flight, and the releases that their stages have not confirmed.
+    """Queue of microbatches in flight, and the released ids that they carry.
 
-    A microbatch carries the ids of released sequences. Until its result arrives, some stages may
-    not have received them.
+    The stages free the blocks of these sequences. Until the result of the microbatch arrives, some
+    stages may not have received the ids.
     """
 
     plans: deque[Plan] = field(default_factory=deque)  # oldest first
@@ -62,7 +65,7 @@ class Flight:
             table.release_again(self._unacknowledged.pop(plan.number, ()))
 
     def check_invariants(self, stages: int) -> None:
-        """At most as many microbatches as stages; no sequence runs or decodes twice."""
+        """Microbatches do not exceed the stages and are consecutive; no sequence decodes twice."""
         assert len(self.plans) <= stages
         numbers = [plan.number for plan in self.plans]
         assert numbers == list(range(self.number - len(numbers) + 1, self.number + 1))

@@ -1,15 +1,17 @@
-"""The planner of a single worker that meets deadlines and harvests the slack for batch work.
+"""Plans the iterations of a single worker by deadlines, and harvests the slack for batch work.
 
-The least residual time of an online decode bounds an iteration (BROS §4.2; with token groups of
-size 1 this is the bound of ConServe §4.2). Online decodes go first: all if they fit, else the most
-urgent. Online prefills follow by deadline; they get `online_chunk_tokens` regardless of the bound,
-so the bound never delays online prompts. Batch work uses a share of the remaining slack
-(`harvest.py`). Without online work, the delay of a possible arrival bounds an iteration; if
-arrivals can interrupt it, `offline_iteration_s` does. A suspended microbatch resumes beside online
-decodes if its remaining time fits into the share of batch work.
+*Online* requests are those of all classes except `batch`. *Residual time* is the time until the
+deadline of a decode's next token; *slack* is what online work leaves of the least residual time,
+which bounds an iteration (BROS §4.2; with token groups of size 1 this is the bound of ConServe
+§4.2). Online decodes go first: all if they fit, else the most urgent. Online prefills follow by
+deadline: up to `online_chunk_tokens` tokens of the iteration regardless of the bound, more within
+it. Batch work uses a share of the slack (`harvest.py`). Without online work, the wait of a request
+that may arrive bounds an iteration; if arrivals can interrupt it, `offline_iteration_s` does. A
+suspended microbatch resumes beside online decodes if its remaining time fits into the share of
+batch work.
 
 With `scheduling: conserve` predictions are not corrected, batch work gets all of the slack, and all
-online decodes run (ConServe §4.2 as printed; its Algorithm 2 with `preempt: deadline` and
+online decodes run (ConServe §4.2 as published; its Algorithm 2 with `preempt: deadline` and
 `preempted_work: discard`).
 
 A batch sequence that does not fit skips the iteration and keeps its blocks. Without a cost model
@@ -34,7 +36,7 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class SloPlanner:
-    """Plans iterations of a single worker with deadlines; `SinglePlanner` is without deadlines."""
+    """Plans iterations of a single worker by deadlines; `SinglePlanner` ignores deadlines."""
 
     config: IterationConfig
     sequence_table: SequenceTable
@@ -52,7 +54,8 @@ class SloPlanner:
         ready = self.harvester.scan(plan.planned_s)
         queue = table.waiting
         online_waits = bool(queue) and queue[0].online
-        # Mixed iterations have their own correction: predict the kind before planning.
+        # Iterations with prefills (mixed) have their own correction: predict which kind this will
+        # be.
         limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or online_waits)
         none_lost = self._add_decodes(plan, ready, spent, limit_s)
         self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
@@ -68,7 +71,7 @@ class SloPlanner:
                 plan.allowed_s = ready.least_slack_s
 
     def _limit_s(self, ready: Ready, mixed: bool) -> float:
-        """Cost bound of an iteration in model seconds, corrected for its kind."""
+        """Cost bound of an iteration in seconds of the cost model; `mixed` if it has prefills."""
         if self.config.cost_model is None:
             return inf
         return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
@@ -81,7 +84,7 @@ class SloPlanner:
         late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
         places = min(spent.tokens_left, self.harvester.slots.now)
         plan.deadline_bound = late
-        # Not all decodes fit into the bound, the slots or the token budget: run the urgent ones.
+        # If not all decodes fit, run the most urgent; ConServe runs all despite the time bound.
         if (late and self.feedback.corrects) or len(decodes) > places:
             decodes = self.harvester.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
@@ -100,7 +103,7 @@ class SloPlanner:
         if not preempted:
             return True
         ready.drop_preempted()
-        # If an online sequence lost its blocks, a start would only cause the next preemption.
+        # After an online sequence lost its blocks, an admission would cause the next preemption.
         left = sum(sequence.online for sequence in table.running)
         plan.contended, lost = plan.contended or left < ready.online, left < ready.online
         ready.online = left
@@ -112,7 +115,7 @@ class SloPlanner:
         """Add prefills of online requests, running or waiting, by deadline."""
         config, table = self.config, self.sequence_table
         chunk = config.online_chunk_tokens
-        # Prompts get this many tokens even beyond the bound, so that it never delays them.
+        # Up to this many tokens, decodes included, prompts run regardless of the time bound.
         floor = config.max_batch_tokens if chunk is None else chunk
         begun = deque(sorted(ready.prefills, key=deadline.order_s))
         preemptions = table.preemptions_total
@@ -146,8 +149,8 @@ class SloPlanner:
     def _harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the harvest share.
 
-        No batch work joins beside a prompt for which batch work was interrupted, or while an online
-        request waits for blocks or a slot, unless the iteration is otherwise empty.
+        No batch work joins while an online request waits for blocks or a slot, or beside an online
+        prompt while a microbatch is suspended, unless the iteration is otherwise empty.
         """
         table = self.sequence_table
         online_waits = bool(table.waiting) and table.waiting[0].online
@@ -157,10 +160,11 @@ class SloPlanner:
             self.harvester.harvest_slack(plan, ready, spent, limit_s)
 
     def has_time_for(self, suspended: Plan, now_s: float) -> bool:
-        """Whether the remaining time of `suspended` fits into the share of batch work at `now_s`.
+        """Whether the rest of the suspended microbatch fits into the share of batch work at
+        `now_s`.
 
-        Online decodes wait for its end as they would for batch work in their own iteration. Online
-        prompts, running or waiting, never wait for it.
+        Online decodes wait for it as they would for batch work in their own iteration. Always False
+        if there is an online prompt, running or waiting.
         """
         model, budget = self.config.cost_model, self.feedback.budget
         queue = self.sequence_table.waiting
