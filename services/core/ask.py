@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 
 NO_PREFIX = ThinHashes(THIN_STRIDE, ())
 """Prefix hashes of a prompt without any, such as a prompt shorter than a stride of blocks."""
@@ -48,7 +48,7 @@ class Ask:
     prompt_tokens: int
     max_tokens: int
     failed: FailedAssignment | None = None
-    service: Service = NO_PROMISE
+    service: Service = DEFAULT_SERVICE
     traceparent: str = ""
     prefix: ThinHashes = NO_PREFIX
     resumed: bool = False

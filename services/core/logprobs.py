@@ -71,7 +71,7 @@ def joined(parts: Iterable[LogprobRows]) -> LogprobRows:
     return LogprobRows(top, ids, b"".join([part.values for part in parts]))
 
 
-def newest(parts: Iterable[LogprobRows], bytes_max: int) -> LogprobRows | None:
+def newest_rows(parts: Iterable[LogprobRows], bytes_max: int) -> LogprobRows | None:
     """The last rows of the concatenated `parts` that fit into `bytes_max`; None without parts."""
     parts = tuple(parts)
     if not parts:

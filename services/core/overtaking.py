@@ -38,36 +38,36 @@ class Overtakeable(Protocol):
 Waiter = TypeVar("Waiter", bound=Overtakeable)
 
 
-def _holds_all(_waiter: Overtakeable) -> bool:
+def _always(_waiter: Overtakeable) -> bool:
     return True
 
 
 def next_to_start(
-    line: Iterable[Waiter],
+    queue: Iterable[Waiter],
     fits: Callable[[Waiter], bool],
     overtaken_max: int,
-    holds_all: Callable[[Waiter], bool] = _holds_all,
+    blocks_all: Callable[[Waiter], bool] = _always,
 ) -> Waiter | None:
-    """The first request of the queue `line` that may start; None if none may. O(`SCAN_MAX`).
+    """The first request of `queue` that may start; None if none may. O(`SCAN_MAX`).
 
-    `holds_all` is called for each request at the overtaking bound, and returns whether it blocks
+    `blocks_all` is called for each request at the overtaking bound, and returns whether it blocks
     every group; if not, `fits` must treat the groups that it could use as full from then on. Call
-    `start` when the request starts.
+    `count_overtaken` when the request starts.
     """
-    for waiter in islice(line, SCAN_MAX):
+    for waiter in islice(queue, SCAN_MAX):
         if fits(waiter):
             return waiter
         # Starvation bound: a request that was overtaken too often blocks all requests behind it.
-        if waiter.overtaken >= overtaken_max and holds_all(waiter):
+        if waiter.overtaken >= overtaken_max and blocks_all(waiter):
             return None
     return None
 
 
-def start(
-    line: Iterable[Waiter], started: Waiter, wants: Callable[[Waiter], bool] = _holds_all
+def count_overtaken(
+    queue: Iterable[Waiter], started: Waiter, competes: Callable[[Waiter], bool] = _always
 ) -> None:
-    """Count an overtaking for each request before `started` in `line` for which `wants` is true."""
-    for waiter in line:
+    """Count that `started` overtakes each request before it in `queue` that `competes`."""
+    for waiter in queue:
         if waiter is started:
             return
-        waiter.overtaken += wants(waiter)
+        waiter.overtaken += competes(waiter)

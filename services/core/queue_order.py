@@ -38,12 +38,12 @@ class Scheduling(StrEnum):
     PREFILL_FIRST = "prefill_first"
 
     @property
-    def knows_classes(self) -> bool:
+    def uses_classes(self) -> bool:
         """Whether the scheduler and vLLM treat service classes differently under this policy."""
         return self not in (Scheduling.FCFS, Scheduling.PREFILL_FIRST)
 
     @property
-    def keeps_deadlines(self) -> bool:
+    def deadlines_bound_iterations(self) -> bool:
         """Whether the targets of running requests bound the duration of iterations."""
         return self in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
 
@@ -82,12 +82,12 @@ def by_deadline(service: Service, arrival_s: float) -> QueueKey:
     return 0.0, float(service.rank), arrival_s + ttft_s
 
 
-_PLACES = {kind: float(place) for place, kind in enumerate(ServiceClass)}
+_CLASS_POSITIONS = {kind: float(place) for place, kind in enumerate(ServiceClass)}
 
 
 def by_class(service: Service, arrival_s: float) -> QueueKey:
     """Interactive before standard before batch; within a class by rank, then by arrival."""
-    return _PLACES[service.service_class], float(service.rank), arrival_s
+    return _CLASS_POSITIONS[service.service_class], float(service.rank), arrival_s
 
 
 QUEUE_ORDERS: Mapping[Scheduling, QueueOrder] = {

@@ -39,7 +39,7 @@ class Load:
     sequence lost its blocks, `prompt_tokens_total` the prompt tokens of sequences whose first
     output token was sampled here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are the
     share of the class `batch`. `batch_yields`: batch sequences are preempted if online requests
-    need their blocks; `kv_blocks_wanted` then excludes them, and the memory manager ignores them.
+    need their blocks; `kv_blocks_wanted` then excludes them, and they trigger no drop.
     `prefill_tokens` are still to be computed for sequences that do not decode yet.
     `prefix_queries_total` counts the prompt tokens looked up in the prefix cache when requests
     started, `prefix_hits_total` those found. `preempted_iterations_total` counts batch-only

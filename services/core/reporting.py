@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
 
-from services.core.prefix.cached_blocks import DROPPED_MAX
+from services.core.prefix.cached_blocks import EVICTED_MAX
 from services.core.report import Load, LoadReport, MemoryReport
 
 RECEIVED_IDS_MAX = 10_000
@@ -40,15 +40,15 @@ class ReportSchedule:
     pause_s: float
     heartbeat_s: float
     minor_pause_s: float = 0.0
-    _news: ReportUrgency = ReportUrgency.NONE  # urgency of the changes since the last report
+    _urgency: ReportUrgency = ReportUrgency.NONE  # urgency of the changes since the last report
     _last_s: float = -math.inf  # time of the last report
 
     @property
     def due_s(self) -> float:
         """Time at which the next report is due, without further changes."""
-        if self._news is ReportUrgency.NONE:
+        if self._urgency is ReportUrgency.NONE:
             return self.heartbeat_due_s
-        minor = self._news is ReportUrgency.MINOR
+        minor = self._urgency is ReportUrgency.MINOR
         return self._last_s + (max(self.pause_s, self.minor_pause_s) if minor else self.pause_s)
 
     @property
@@ -56,18 +56,18 @@ class ReportSchedule:
         """Time at which a report is due even without changes."""
         return self._last_s + self.heartbeat_s
 
-    def note_change(self, news: ReportUrgency = ReportUrgency.MAJOR) -> bool:
+    def note_change(self, urgency: ReportUrgency = ReportUrgency.MAJOR) -> bool:
         """Note a change of the reported state; returns whether `due_s` may have moved."""
-        before, self._news = self._news, max(self._news, news)
-        return self._news is not before
+        before, self._urgency = self._urgency, max(self._urgency, urgency)
+        return self._urgency is not before
 
     def note_sent(self, now_s: float) -> None:
         """Note that a report was sent, or withheld because the engine is unresponsive."""
-        self._news, self._last_s = ReportUrgency.NONE, now_s
+        self._urgency, self._last_s = ReportUrgency.NONE, now_s
 
-    def unchanged(self) -> None:
+    def note_unchanged(self) -> None:
         """Note that the state equals the last report again; only the heartbeat stays due."""
-        self._news = ReportUrgency.NONE
+        self._urgency = ReportUrgency.NONE
 
 
 @dataclass(slots=True)
@@ -87,32 +87,32 @@ class LoadReporting:
     _number: int = 0  # of the newest report
     _received: list[str] = field(default_factory=list)  # since the last report
     _reported: list[str] = field(default_factory=list)  # first listed in the last report
-    _dropped: list[int] = field(default_factory=list)  # evicted since the last report
-    _dropped_reported: list[int] = field(default_factory=list)  # first listed in the last report
-    _dropped_total: int = 0  # evictions so far
+    _evicted: list[int] = field(default_factory=list)  # evicted since the last report
+    _evicted_reported: list[int] = field(default_factory=list)  # first listed in the last report
+    _evicted_total: int = 0  # evictions so far
     # Epoch and load of the last report of the stream; None if the next report must be sent at once:
     # before the first, after `forget`, or if an out-of-band report differed.
-    _known: tuple[int, Load] | None = None
+    _last_sent: tuple[int, Load] | None = None
 
     def note_received(self, *request_ids: str) -> None:
         """Note the arrival of requests; ids beyond `RECEIVED_IDS_MAX` are not reported."""
         self._received += request_ids
         del self._received[RECEIVED_IDS_MAX:]
 
-    def note_dropped(self, thin_hashes: Iterable[int]) -> None:
-        """Note evictions from the prefix cache; only the newest `DROPPED_MAX` are reported."""
-        have = len(self._dropped)
-        self._dropped += thin_hashes
-        self._dropped_total += len(self._dropped) - have
-        del self._dropped[:-DROPPED_MAX]
+    def note_evicted(self, thin_hashes: Iterable[int]) -> None:
+        """Note evictions from the prefix cache; only the newest `EVICTED_MAX` are reported."""
+        have = len(self._evicted)
+        self._evicted += thin_hashes
+        self._evicted_total += len(self._evicted) - have
+        del self._evicted[:-EVICTED_MAX]
 
-    def out_of_band(self, epoch: int, load: Load) -> LoadReport:
+    def create_out_of_band(self, epoch: int, load: Load) -> LoadReport:
         """Create an out-of-band report, numbered after all earlier reports."""
         self._number += 1
-        if self._known != (epoch, load):
-            self._known = None
+        if self._last_sent != (epoch, load):
+            self._last_sent = None
         received = (*self._reported, *self._received)
-        dropped = (*self._dropped_reported, *self._dropped)[-DROPPED_MAX:]
+        evicted = (*self._evicted_reported, *self._evicted)[-EVICTED_MAX:]
         return LoadReport(
             self.worker_id,
             self.incarnation,
@@ -120,52 +120,52 @@ class LoadReporting:
             epoch,
             load,
             received,
-            dropped,
-            self._dropped_total,
+            evicted,
+            self._evicted_total,
         )
 
-    def forget(self) -> None:
+    def force_next(self) -> None:
         """Make the next report urgent: the scheduler may have restarted or may have no report."""
-        self._known = None
+        self._last_sent = None
 
     def urgency(self, epoch: int, load: Load) -> ReportUrgency:
         """Urgency of the changes since the last report."""
-        known = self._known
+        known = self._last_sent
         if self._received or known is None or known[0] != epoch:
             return ReportUrgency.MAJOR
         before = known[1]
-        if _DISPATCHED_BY(before) != _DISPATCHED_BY(load):
+        if _DISPATCH_FIELDS(before) != _DISPATCH_FIELDS(load):
             return ReportUrgency.MAJOR
         # The use of blocks changes with every iteration: report it at once only if blocks became
         # free, which may let a queued request start, or if they are scarce.
-        if _BLOCKS(before) != _BLOCKS(load):
+        if _BLOCK_FIELDS(before) != _BLOCK_FIELDS(load):
             more = load.kv_blocks_free > before.kv_blocks_free
             return ReportUrgency.MAJOR if more or _is_tight(load) else ReportUrgency.MINOR
-        return ReportUrgency.MINOR if self._dropped else ReportUrgency.NONE
+        return ReportUrgency.MINOR if self._evicted else ReportUrgency.NONE
 
-    def due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
+    def create_if_due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
         """Create the next report of the stream; None without a change unless a heartbeat is due.
 
         The report counts as sent.
         """
         if self.urgency(epoch, load) or now_s >= self.schedule.heartbeat_due_s:
-            return self.next(epoch, load, now_s)
-        self.schedule.unchanged()
+            return self.create_next(epoch, load, now_s)
+        self.schedule.note_unchanged()
         return None
 
-    def next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
+    def create_next(self, epoch: int, load: Load, now_s: float) -> LoadReport:
         """Create the next report of the stream, changed or not; it counts as sent."""
-        report = self.out_of_band(epoch, load)
-        self._known = (epoch, load)
+        report = self.create_out_of_band(epoch, load)
+        self._last_sent = (epoch, load)
         self._reported, self._received = self._received, []
-        self._dropped_reported, self._dropped = self._dropped, []
+        self._evicted_reported, self._evicted = self._evicted, []
         self.schedule.note_sent(now_s)
         return report
 
 
 def memory_report_urgency(before: MemoryReport | None, report: MemoryReport) -> ReportUrgency:
     """Urgency of a memory report after the report `before`, if any."""
-    if before is None or _DECIDED_BY(before) != _DECIDED_BY(report):
+    if before is None or _GROUP_CHANGE_FIELDS(before) != _GROUP_CHANGE_FIELDS(report):
         return ReportUrgency.MAJOR
     if before == report:
         return ReportUrgency.NONE
@@ -181,14 +181,14 @@ def _is_tight(load: Load) -> bool:
     return free < TIGHT_SHARE * load.kv_blocks_total
 
 
-_BLOCKS = attrgetter("kv_blocks_free", "kv_blocks_batch")
-_DISPATCHED_BY = attrgetter(
+_BLOCK_FIELDS = attrgetter("kv_blocks_free", "kv_blocks_batch")
+_DISPATCH_FIELDS = attrgetter(
     *("running", "waiting", "kv_blocks_wanted", "kv_blocks_total", "batch_running"),
     *("batch_waiting", "batch_yields", "prefill_tokens"),
     *("prefix_queries_total", "prefix_hits_total"),
 )
 """Fields of a load by which the scheduler assigns requests, except the blocks in use."""
-_DECIDED_BY = attrgetter(
+_GROUP_CHANGE_FIELDS = attrgetter(
     *("incarnation", "pids", "engine_hung", "engine.epoch", "engine.unsettled"),
     *("engine.trouble", "engine.parameter_bytes", "engine.load.running", "engine.load.waiting"),
     *("engine.load.kv_blocks_wanted", "engine.load.kv_blocks_total"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 
 STOP_TOKEN_IDS_MAX = 256
 """Maximum number of stop tokens per request."""
@@ -155,7 +155,7 @@ class Request:
     limits: Limits
     arrival_s: float
     logprobs: LogprobOptions = NO_LOGPROBS
-    service: Service = NO_PROMISE
+    service: Service = DEFAULT_SERVICE
     waited_s: float = 0.0
     traceparent: str = ""
     cache_salt: str = ""

@@ -50,5 +50,5 @@ class Service:
         return None
 
 
-NO_PROMISE = Service()
+DEFAULT_SERVICE = Service()
 """The class `standard` without targets, rank or tenant."""

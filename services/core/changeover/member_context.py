@@ -73,7 +73,7 @@ class MemberContext:
         for command in self.planner.handle(event):
             if isinstance(command, BlocksFreed):
                 raise AssertionError("ids of released requests would be lost")
-            if self.names.keeps(command):
+            if self.names.filter_command(command):
                 self.commands.append(command)
 
     def take_freed(self, event: Event) -> tuple[str, ...]:

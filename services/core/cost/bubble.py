@@ -42,12 +42,12 @@ class BubbleMeter:
         """Busy and bubble time over all configurations."""
         return StageTime(self.busy_s, self.bubble_s)
 
-    def enter(self) -> None:
+    def start_configuration(self) -> None:
         """Start a configuration: the wait for its first microbatch does not count."""
         self._in_flight.clear()
         self._vacant_since_s = self._idle_since_s = None
 
-    def launched(self, number: int, now_s: float) -> float:
+    def note_launch(self, number: int, now_s: float) -> float:
         """Note at the leader that a microbatch enters; returns how long the pipeline was empty."""
         vacant_s = 0.0
         if not self._in_flight:
@@ -57,14 +57,14 @@ class BubbleMeter:
         self._in_flight.add(number)
         return vacant_s
 
-    def ran(self, start_s: float, end_s: float, vacant_s: float = 0.0) -> None:
+    def note_run(self, start_s: float, end_s: float, vacant_s: float = 0.0) -> None:
         """Note that the stage ran a microbatch; the leader sent `vacant_s` with it."""
         if self._idle_since_s is not None:
             self.bubble_s += max(0.0, start_s - self._idle_since_s - vacant_s)
         self.busy_s += end_s - start_s
         self._idle_since_s = end_s
 
-    def finished(self, number: int, now_s: float) -> None:
+    def note_result(self, number: int, now_s: float) -> None:
         """Note at the leader that a microbatch left the pipeline; unknown numbers are ignored."""
         if number not in self._in_flight:
             return

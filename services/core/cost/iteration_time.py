@@ -39,7 +39,7 @@ class IterationMeter:
     total: IterationTime = IterationTime()
     slowest_s: float = 0.0
 
-    def ran(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
+    def add(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
         """Add an iteration of chunks (cached tokens, new tokens).
 
         `share` is the fraction of the model's layers that the worker runs.

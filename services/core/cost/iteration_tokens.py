@@ -27,7 +27,7 @@ class IterationTokenMeter:
         """The histogram of all iterations so far."""
         return IterationTokens(tuple(self._counts), self._tokens)
 
-    def ran(self, tokens: int) -> None:
+    def add(self, tokens: int) -> None:
         """Count an iteration of `tokens` tokens."""
         self._counts[bisect_left(UPPER_BOUNDS, tokens)] += 1
         self._tokens += tokens

@@ -251,7 +251,7 @@ class CostModel:
         )
 
 
-TOKENS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
+TOKEN_COSTS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
 """Stands in for a missing cost model: the cost of a batch is its number of new tokens."""
 
 

@@ -138,7 +138,7 @@ class BlockPool:
         if idle:
             heappush(self._empty, block)
 
-    def drop_cache(self) -> None:
+    def clear_cache(self) -> None:
         """Unregister every block: cached ones become empty, taken ones are not shared again."""
         for block in self.cache.clear():
             heappush(self._empty, block)

@@ -48,7 +48,7 @@ class StageTable:
         """Blocks as leaders count them: a shared block counts once per sequence."""
         return sum(map(len, self.tables.values()))
 
-    def count_only(self, seq_ids: Iterable[str]) -> int:
+    def count_exclusive(self, seq_ids: Iterable[str]) -> int:
         """Number of distinct blocks that only these sequences use."""
         tables, users = self.tables, self.pool.users
         rows = [tables[seq_id] for seq_id in seq_ids if seq_id in tables]
@@ -78,7 +78,7 @@ class StageTable:
         # Register before the release, so that blocks released here stay cached. Evict before the
         # allocation, so that the allocation evicts no blocks that the leader keeps cached.
         if prefixes.forget:
-            self.pool.drop_cache()
+            self.pool.clear_cache()
         for seq_id, place, block_hash in prefixes.named:
             table = self.tables.get(seq_id, ())
             if place < len(table):

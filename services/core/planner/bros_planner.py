@@ -10,8 +10,8 @@ Deviations, since the published algorithm starves some requests: residual times 
 do not bound an iteration; the most urgent request runs even if its cost exceeds the bound; a
 waiting request without free KV blocks does not end the packing; the first batch request of an
 otherwise empty iteration always fits; and residual time reserves at most `tpot_s` for each later
-token of a token group. Two requests never write to the same KV block; batch requests yield theirs to online ones. Pipelines of merged
-workers are planned as with `conserve`.
+token of a token group. Two requests never write to the same KV block; batch requests yield theirs
+to online ones. Pipelines of merged workers are planned as with `conserve`.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
@@ -84,7 +84,7 @@ class _Packed:
         for row in (self.online, self.batch):
             for lost in [entry for entry in row if entry.sequence.phase is not Phase.RUNNING]:
                 row.remove(lost)
-                self.spent.drop(lost.prefix, lost.tokens)
+                self.spent.remove(lost.prefix, lost.tokens)
 
     def make_room(self, sequence: Sequence) -> bool:
         """Make room for a batch sequence, if need be by replacing an online one; False if none."""
@@ -102,7 +102,7 @@ class _Packed:
         if not self.online:
             return None
         chosen = self.online.pop()
-        self.spent.drop(chosen.prefix, chosen.tokens)
+        self.spent.remove(chosen.prefix, chosen.tokens)
         return chosen.sequence
 
 
@@ -125,8 +125,8 @@ class BrosPlanner:
         config = self.config
         ready = self.harvester.scan(plan.planned_s)
         limit_s = self._least_residual_s(ready, plan.planned_s)
-        spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
-        packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.now)
+        spent = Spent(config.cost_model or TOKEN_COSTS, config.max_batch_tokens)
+        packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.limit)
         self.slots.observe(self._add_online(packed, ready, plan.planned_s))
         self._add_batch(packed, ready)
         for sequence, _, tokens in packed.online + packed.batch:
@@ -139,7 +139,7 @@ class BrosPlanner:
 
     def _least_residual_s(self, ready: Ready, now_s: float) -> float:
         """The least residual time of online requests that can be met, waiting ones included."""
-        model, scale = self.config.cost_model or TOKENS, self.feedback.budget.mixed_scale
+        model, scale = self.config.cost_model or TOKEN_COSTS, self.feedback.budget.mixed_scale
         least_s = ready.least_slack_s
         waiting = (sequence for sequence in self.sequence_table.waiting if sequence.online)
         for sequence in (*ready.prefills, *waiting):

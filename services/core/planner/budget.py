@@ -80,7 +80,7 @@ class Spent:
     def __init__(self, model: CostModel, tokens_max: int) -> None:
         self.tokens = 0
         self._model = model
-        self._further = model.beyond_knee
+        self._beyond_knee = model.beyond_knee
         self._tokens_max = tokens_max
         self._chunks_s = 0.0
         first_s = model.chunk_s(0, 1)
@@ -117,7 +117,7 @@ class Spent:
         self.tokens += tokens
         self._chunks_s += self._model.chunk_s(prefix, tokens) - self._model.lam
 
-    def drop(self, prefix: int, tokens: int) -> None:
+    def remove(self, prefix: int, tokens: int) -> None:
         """Remove a chunk that was added."""
         self.tokens -= tokens
         self._chunks_s -= self._model.chunk_s(prefix, tokens) - self._model.lam
@@ -139,6 +139,6 @@ class Spent:
         if limit_s == inf or most <= 0:
             return max(0, most)
         spent_s = self.seconds or self._model.lam
-        tokens = self._further.tokens_within(prefix, limit_s - spent_s, most)
+        tokens = self._beyond_knee.tokens_within(prefix, limit_s - spent_s, most)
         # `tokens_within` ignores that a chunk of one token may have its own coefficients.
         return tokens if tokens > 1 or self.with_chunk_s(prefix, 1) <= limit_s else 0

@@ -69,7 +69,7 @@ class ConfigurationHandlers:
             # Only some stages may have applied the cache updates of the discarded microbatches.
             self._discarded = True
             self.sequence_table.prefixes.resend_hits(self._sequences.values())
-            self.sequence_table.drop_prefixes()
+            self.sequence_table.clear_prefixes()
 
     def export(self, seq_id: str) -> SequenceState:
         """See `PlannerState.export`."""
@@ -99,7 +99,7 @@ class ConfigurationHandlers:
                 self.sequence_table.preempt(sequence)
         # Batch work that yields to online requests is recomputed: do not move its KV.
         self.sequence_table.yield_batch(0, 0)
-        self.sequence_table.drop_prefixes()
+        self.sequence_table.clear_prefixes()
         return [BlocksFreed(self.sequence_table.take_released())]
 
     def _may_lack_a_block(self, sequence: Sequence) -> bool:
@@ -147,7 +147,7 @@ class ConfigurationHandlers:
                 self.sequence_table.yield_batch(event.stage, event.blocks)
             case changes.ReleasedTaken():
                 if self._stages > 1:
-                    self.sequence_table.drop_prefixes()
+                    self.sequence_table.clear_prefixes()
                 return [BlocksFreed(self.sequence_table.take_released())]
             case changes.FlightDiscarded():
                 self.discard_flight()
@@ -162,7 +162,7 @@ class ConfigurationHandlers:
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if self.feedback is not None:
-            self.feedback.adopted(sequence)
+            self.feedback.note_adoption(sequence)
         if sequence.blocks:
             self.sequence_table.adopt(sequence, event.absent, event.held)
         else:
@@ -208,7 +208,7 @@ class ConfigurationHandlers:
         table = self._table
         # Only microbatches carry cache updates: a stage that moves blocks outside of them diverges.
         if self._stages > 1 and isinstance(event, changes.MovingBlockEvent):
-            self.sequence_table.drop_prefixes()
+            self.sequence_table.clear_prefixes()
         match event:
             case changes.MicrobatchFollowed():
                 table.apply(event.released, event.chunks, event.prefixes or NO_PREFIX_UPDATE)

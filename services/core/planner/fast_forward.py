@@ -40,7 +40,7 @@ def finish_filled(
     `now_s` and `number` are those of `IterationFinished`. Returns only the first and the last token
     of each request.
     """
-    plan = state._next_result(number, now_s)
+    plan = state._take_result(number, now_s)
     if plan is None:
         return []
     commands: list[EmitToken] = []

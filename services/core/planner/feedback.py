@@ -32,26 +32,26 @@ class Feedback:
     _budgets: dict[int, Budget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.configured(1)
+        self.set_stages(1)
 
-    def configured(self, stages: int) -> None:
+    def set_stages(self, stages: int) -> None:
         """Switch to the corrections for groups of `stages` stages."""
         self.budget = self._budgets.setdefault(
             stages, Budget() if self.corrects else Budget(margin=1.0)
         )
 
-    def arrived(self, sequence: Sequence, now_s: float) -> None:
+    def note_arrival(self, sequence: Sequence, now_s: float) -> None:
         """Note the arrival of a request and set its first deadline."""
         deadline.begin(sequence, now_s - sequence.request.waited_s)
         service = sequence.request.service
         if service.online:
             self.arrivals.note(now_s, service.ttft_s)
 
-    def adopted(self, sequence: Sequence) -> None:
+    def note_adoption(self, sequence: Sequence) -> None:
         """Set the first deadline of a sequence adopted from another leader."""
         deadline.begin(sequence, sequence.arrival_s - sequence.request.waited_s)
 
-    def finished(self, plan: Plan, now_s: float) -> None:
+    def note_result(self, plan: Plan, now_s: float) -> None:
         """Learn from a finished microbatch, and advance deadlines; call before tokens are added."""
         sampled = plan.decodes + [chunk.sequence for chunk in plan.prefills if chunk.samples]
         missed = False

@@ -34,7 +34,7 @@ class Flight:
         """Note that the launched microbatch carries these released ids."""
         self._unacknowledged[plan.number] = released
 
-    def next_result(self, number: int | None) -> Plan | None:
+    def take_result(self, number: int | None) -> Plan | None:
         """Remove and return the plan whose result arrived; None if it was discarded."""
         plans = self.plans
         if number is not None and (not plans or number < plans[0].number):
@@ -49,7 +49,7 @@ class Flight:
     def suspend(self, table: SequenceTable, now_s: float) -> None:
         """Suspend the iteration of a single worker that was interrupted at `now_s`."""
         (plan,) = self.plans
-        assert plan.made is not None, "this iteration cannot be suspended"
+        assert plan.kept_batch is not None, "this iteration cannot be suspended"
         plan.ran_s += now_s - plan.planned_s
         plan.suspended_s = now_s
         self.plans.clear()

@@ -89,7 +89,7 @@ class OnlineArrivals:
         return max(self._gap_s, now_s - self._last_s)
 
 
-def offline_limit_s(lone_decode_s: float, most_s: float, waits_s: float) -> float:
+def batch_only_bound_s(lone_decode_s: float, most_s: float, waits_s: float) -> float:
     """Maximum seconds of a batch-only iteration: half of `waits_s`, and at most `most_s`.
 
     `waits_s` is the tolerated time between an arrival and the end of the iteration, see

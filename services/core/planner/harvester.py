@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.harvest import CROWDED, offline_limit_s
+from services.core.planner.harvest import CROWDED, batch_only_bound_s
 from services.core.planner.packing import UNBOUNDED, AdaptiveSlots, Replaceable
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
@@ -69,7 +69,7 @@ class Harvester:
 
     def scan(self, now_s: float) -> Ready:
         """Classify the running sequences, and find the least residual time that can be met."""
-        ready, model = Ready(), self.config.cost_model or TOKENS
+        ready, model = Ready(), self.config.cost_model or TOKEN_COSTS
         # A deadline that is missed even if the decode runs alone must not bound the iteration.
         iteration_s = self.feedback.budget.iteration_s
         scale = self.feedback.budget.decode_scale if self.config.cost_model else 0.0
@@ -119,7 +119,7 @@ class Harvester:
         )
         # Count the decodes that would miss their deadline in the next iteration: they run anyway.
         cannot_wait = bisect_left(order, iteration_s, key=residuals_s.__getitem__)
-        slots = min(self.slots.now, spent.tokens_left)
+        slots = min(self.slots.limit, spent.tokens_left)
         count = min(spent.tokens_left, max(1, cannot_wait, min(slots, fitting)))
         taken = set(order[:count])
         prefix_tokens = prefixes[count - 1]
@@ -190,7 +190,7 @@ class Harvester:
         scale = self.feedback.budget.mixed_scale
         lone_s = scale * config.cost_model.chunk_s(0, 1)
         return (
-            offline_limit_s(lone_s, config.offline_iteration_s, self._tolerated_wait_s(now_s))
+            batch_only_bound_s(lone_s, config.offline_iteration_s, self._tolerated_wait_s(now_s))
             / scale
         )
 
@@ -259,7 +259,7 @@ class Harvester:
             if not all_fit and (plan or not alone):
                 fits = self._decode_fits(plan, sequence, spent, target_s, alone)
                 if not fits and replaceable is not None:
-                    fits = self._replaces_online(plan, sequence, spent, target_s, replaceable)
+                    fits = self._replace_online(plan, sequence, spent, target_s, replaceable)
                 if not fits:
                     return
             if len(sequence.token_ids) > sequence.blocks * block_size:
@@ -289,7 +289,7 @@ class Harvester:
             return None
         return Replaceable.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
 
-    def _replaces_online(
+    def _replace_online(
         self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, replaceable: Replaceable
     ) -> bool:
         """Remove an online decode so that a batch decode fits (BROS Algorithm 1); False if none."""

@@ -27,10 +27,10 @@ class AdaptiveSlots:
     """Adaptive limit of the sequences per iteration (BROS §4.2, adaptive batch sizing)."""
 
     most: int  # upper limit
-    now: int = field(init=False)  # current limit
+    limit: int = field(init=False)  # current limit
 
     def __post_init__(self) -> None:
-        self.now = self.base
+        self.limit = self.base
 
     @property
     def base(self) -> int:
@@ -39,11 +39,11 @@ class AdaptiveSlots:
 
     def observe(self, bound: bool) -> None:
         """Adapt to a planned iteration; `bound`: deadlines exclude online work from it."""
-        self.now = self.base if bound else min(self.most, 2 * self.now)
+        self.limit = self.base if bound else min(self.most, 2 * self.limit)
 
     def left(self, plan: Plan) -> int:
         """Free slots of `plan`; 0 if more sequences than slots are planned already."""
-        return max(0, self.now - len(plan.decodes) - len(plan.prefills))
+        return max(0, self.limit - len(plan.decodes) - len(plan.prefills))
 
 
 @dataclass(slots=True)

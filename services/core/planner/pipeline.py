@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.lookahead import Piece, decodes_to_run, form_round, marginal
 from services.core.planner.plan import Plan
@@ -35,7 +35,7 @@ class RoundLimits:
     online_alone: bool = False
 
 
-NO_LIMITS = RoundLimits()
+NO_ROUND_LIMITS = RoundLimits()
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class PipelinePlanner:
         begun: list[Sequence],
         decodes: list[Sequence],
         admit: bool,
-        limits: RoundLimits = NO_LIMITS,
+        limits: RoundLimits = NO_ROUND_LIMITS,
     ) -> None:
         """Form the next round beside `decodes`; admit waiting sequences if `admit`."""
         config = self.config
@@ -130,7 +130,7 @@ class PipelinePlanner:
             self.formed.append(pieces)
             return
         # Decodes join every microbatch of the round: add their mean cost to each part.
-        model, base = config.cost_model or TOKENS, 0.0
+        model, base = config.cost_model or TOKEN_COSTS, 0.0
         if decodes:
             base = model.lam + sum(map(self._decode_cost, decodes)) / self.stages
         share = blocks_for(len(decodes), self.stages)

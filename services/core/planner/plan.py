@@ -32,7 +32,7 @@ class Plan:
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     resumes: int | None = None  # number of the suspended microbatch that this plan resumes
-    made: Batch | None = None  # its batch, set at the launch if it may be suspended
+    kept_batch: Batch | None = None  # its batch, set at the launch if it may be suspended
     decode_cost: float = 0.0  # cost of the next decodes of its sequences; under `slo`: online only
     batch_decode_cost: float = 0.0  # under `slo`: the same of its batch sequences
     planned_s: float = 0.0  # time of the launch, or of the resumption

@@ -38,7 +38,7 @@ REMAINING_SHARE_MIN = 0.1
 """Lower bound of the remaining share of an iteration, whose predicted time is not exact."""
 
 
-def is_abandoned(ran_s: float, waited_s: float) -> bool:
+def should_discard(ran_s: float, waited_s: float) -> bool:
     """Whether to discard a suspended iteration that ran for `ran_s` and waited for `waited_s`."""
     # Under steady online load it might never resume, and its sequences cannot join other iterations
     # while it is suspended.

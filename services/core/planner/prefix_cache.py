@@ -137,9 +137,9 @@ class PrefixCache:
             if blocks > sequence.registered and sequence.blocks:
                 self._name(sequence, blocks)
 
-    def drop(self, sequences: Iterable[Sequence]) -> None:
+    def clear(self, sequences: Iterable[Sequence]) -> None:
         """Clear the cache at every stage; `sequences` are all sequences."""
-        self.table.pool.drop_cache()
+        self.table.pool.clear_cache()
         self._draft = PendingPrefixUpdate(forget=not self._single)
         for sequence in sequences:
             sequence.registered = 0

@@ -61,21 +61,21 @@ class RequeueTimers:
         """Whether any tracked request waits."""
         return next(self._waiting(sequences), None) is not None
 
-    def due_s(self, sequences: Mapping[str, Sequence], patience: RequeueDelays) -> float | None:
+    def due_s(self, sequences: Mapping[str, Sequence], delays: RequeueDelays) -> float | None:
         """Time at which the first tracked request must return; None if never."""
         due_s = inf
         for sequence, since_s in self._waiting(sequences):
-            due_s = min(due_s, since_s + patience.of(sequence))
-            if patience.is_uniform:
+            due_s = min(due_s, since_s + delays.of(sequence))
+            if delays.is_uniform:
                 break
         return due_s if due_s < inf else None
 
     def take(
-        self, sequences: Mapping[str, Sequence], now_s: float, patience: RequeueDelays
+        self, sequences: Mapping[str, Sequence], now_s: float, delays: RequeueDelays
     ) -> list[Sequence]:
         """Remove from the timers, and list, the requests that must return now."""
         waiting = self._waiting(sequences)
-        due = [seq for seq, since_s in waiting if since_s + patience.of(seq) <= now_s]
+        due = [seq for seq, since_s in waiting if since_s + delays.of(seq) <= now_s]
         for sequence in due:
             del self._since_s[sequence.seq_id]
         return due

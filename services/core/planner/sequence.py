@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from math import inf
 
-from services.core.logprobs import LogprobRows, newest
+from services.core.logprobs import LogprobRows, newest_rows
 from services.core.planner.batch import (
     Chunk,
     PromptRows,
@@ -151,7 +151,7 @@ class Sequence:
             blocks=self.blocks,
             arrival_s=self.arrival_s,
             ordinal=self.ordinal,
-            logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
+            logprobs=newest_rows(self.logprobs, LOGPROBS_CARRIED_BYTES),
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
             reached=self.reached,

@@ -86,7 +86,7 @@ class AnsweringSequences:
         for seq_id in self._answering.difference(seq_ids):
             self.end(seq_id)
 
-    def keeps(self, command: Command) -> bool:
+    def filter_command(self, command: Command) -> bool:
         """Whether to pass on a command; False for client commands of sequences that do not answer.
 
         Ends the sequence with its last client command.

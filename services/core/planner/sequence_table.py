@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from services.core.overtaking import next_to_start, start
+from services.core.overtaking import count_overtaken, next_to_start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
 from services.core.planner.plan import Plan
@@ -96,7 +96,7 @@ class SequenceTable:
         if absent and not held:
             raise ValueError(f"{sequence.seq_id} cannot run without blocks at {sorted(absent)}")
         if absent:
-            self._forget_prefixes_of_stages()
+            self._clear_pipeline_prefixes()
         sequence.absent = absent
         self.ledger.reserve(sequence.blocks, absent)
         self._enter(sequence)
@@ -105,7 +105,7 @@ class SequenceTable:
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that another leader adopted; its blocks stay until the KV has moved."""
-        self._forget_prefixes_of_stages()
+        self._clear_pipeline_prefixes()
         self.ledger.reserve(-sequence.blocks, sequence.absent)
         self._leave(sequence)
         self._remove(sequence)
@@ -165,7 +165,7 @@ class SequenceTable:
         """
         if self._may_preempt_batch:
             self._preempt_batch_for(sequence, running_max)
-        start(self.waiting, sequence)
+        count_overtaken(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
         self.prefixes.begin(sequence)
@@ -307,17 +307,17 @@ class SequenceTable:
         had = self.ledger.capacity_of(stage)
         self.ledger.set_capacity(stage, blocks)
         if blocks < had:
-            self.drop_prefixes()
+            self.clear_prefixes()
             self.prefixes.shrinking.add(stage)
         elif blocks > had:
             self.prefixes.shrinking.discard(stage)
 
-    def drop_prefixes(self) -> None:
+    def clear_prefixes(self) -> None:
         """Clear the prefix cache at all stages."""
         # The other stages cannot share the prefix of these sequences any more: start them again.
         for sequence in [seq for seq in self.sequences.values() if seq.has_unsent_hits]:
             self.preempt(sequence)
-        self.prefixes.drop(self.sequences.values())
+        self.prefixes.clear(self.sequences.values())
 
     def take_released(self) -> tuple[str, ...]:
         """Remove and return the ids of sequences freed so far; every stage must receive them."""
@@ -413,13 +413,13 @@ class SequenceTable:
             sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
 
-    def _forget_prefixes_of_stages(self) -> None:
+    def _clear_pipeline_prefixes(self) -> None:
         """Clear the prefix cache of a pipeline, because blocks change outside of microbatches.
 
         Cache updates travel with microbatches only, so the caches of the stages would diverge.
         """
         if self.ledger.stages > 1:
-            self.drop_prefixes()
+            self.clear_prefixes()
 
     def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.seq_id] = sequence

@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
@@ -49,7 +49,7 @@ class SloPlanner:
     def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         config, table = self.config, self.sequence_table
-        model = config.cost_model or TOKENS
+        model = config.cost_model or TOKEN_COSTS
         spent = Spent(model, config.max_batch_tokens)
         ready = self.harvester.scan(plan.planned_s)
         queue = table.waiting
@@ -82,7 +82,7 @@ class SloPlanner:
         """Add online decodes; returns whether no online sequence was preempted."""
         decodes = ready.decodes
         late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
-        places = min(spent.tokens_left, self.harvester.slots.now)
+        places = min(spent.tokens_left, self.harvester.slots.limit)
         plan.deadline_bound = late
         # If not all decodes fit, run the most urgent; ConServe runs all despite the time bound.
         if (late and self.feedback.corrects) or len(decodes) > places:

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.feedback import Feedback
@@ -38,7 +38,7 @@ class SloPipelinePlanner(PipelinePlanner):
     def schedule(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and allocate its blocks."""
         config, queue = self.config, self.sequence_table.waiting
-        spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
+        spent = Spent(config.cost_model or TOKEN_COSTS, config.max_batch_tokens)
         ready = self.harvester.scan(plan.planned_s)
         mixed = bool(ready.prefills or self.formed or (queue and queue[0].online))
         ahead_s = max((other.cost_s for other in in_flight), default=0.0)
@@ -67,7 +67,7 @@ class SloPipelinePlanner(PipelinePlanner):
         chosen = self._share_decodes(ready.decodes, [other.decode_cost for other in in_flight])
         late = spent.decodes_s(len(chosen), sum([decode.computed for decode in chosen])) > limit_s
         self.harvester.slots.observe(late)
-        if (late and self.feedback.corrects) or len(chosen) > self.harvester.slots.now:
+        if (late and self.feedback.corrects) or len(chosen) > self.harvester.slots.limit:
             chosen = self.harvester.most_urgent(chosen, spent, limit_s, plan.planned_s)
         if self._add_decodes(plan, chosen):
             ready.drop_preempted()

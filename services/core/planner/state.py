@@ -49,7 +49,7 @@ from services.core.planner.preemption import (
     OnlineRequest,
     Preempt,
     PreemptedWork,
-    is_abandoned,
+    should_discard,
     should_preempt,
 )
 from services.core.planner.refusal import duplicate_id, queue_full, returned, too_large
@@ -202,7 +202,7 @@ class PlannerState:
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
-            kv_blocks_batch=self.table.count_only(self.sequence_table.batch),
+            kv_blocks_batch=self.table.count_exclusive(self.sequence_table.batch),
             batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
@@ -232,8 +232,8 @@ class PlannerState:
         plan = None if table.suspended is None else self._resume(table.suspended, now_s)
         if plan is None:
             plan = self._decide(now_s)
-        if plan.made is not None:
-            batch = plan.made
+        if plan.kept_batch is not None:
+            batch = plan.kept_batch
         elif plan:
             batch = plan.batch(self.table)
         elif not alone and table.released and not self.in_flight:
@@ -242,7 +242,7 @@ class PlannerState:
             return None
         preemptible = self._may_be_preempted(plan)
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
-            plan.made = batch
+            plan.kept_batch = batch
         self._flight.launch(plan)
         # Releases travel with the microbatch, so that stages free blocks in planning order.
         released = table.take_released()
@@ -273,7 +273,7 @@ class PlannerState:
         if self.online_can_run and not self._has_time_for(plan, now_s):
             # Discard it only if its sequences can run beside online work instead.
             joins_others = self._feedback is None or self._feedback.harvest.maximum > 0
-            if joins_others and is_abandoned(plan.ran_s, now_s - plan.suspended_s):
+            if joins_others and should_discard(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
             return None
         table.take_suspended()
@@ -324,7 +324,7 @@ class PlannerState:
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
         commands = self._changes.handle(event)
         if self._feedback is not None:
-            self._feedback.configured(self.stages)
+            self._feedback.set_stages(self.stages)
         self._planner = self._new_planner()
         return commands
 
@@ -390,7 +390,7 @@ class PlannerState:
         self._arrivals += 1
         self._newest_s = arrival_s
         if self._feedback is not None:
-            self._feedback.arrived(sequence, event.now_s)
+            self._feedback.note_arrival(sequence, event.now_s)
         self.sequence_table.add(sequence)
         self._requeue.note(sequence, event.now_s, self.sequences)
         return []
@@ -416,21 +416,21 @@ class PlannerState:
         self.preempted_iterations_total += 1
         return []
 
-    def _next_result(self, number: int | None, now_s: float) -> Plan | None:
+    def _take_result(self, number: int | None, now_s: float) -> Plan | None:
         """Remove the plan whose result arrived, and count it; None if it was discarded."""
-        plan = self._flight.next_result(number)
+        plan = self._flight.take_result(number)
         if plan is None:
             return None
         if self.config.prefix_caching:
             self.sequence_table.prefixes.publish(plan.sequences())
         if self._feedback is not None:
-            self._feedback.finished(plan, now_s)
+            self._feedback.note_result(plan, now_s)
         if plan.prefills:
             self.sequence_table.tokens.note_prefills(plan.prefills)
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
-        plan = self._next_result(event.number, event.now_s)
+        plan = self._take_result(event.number, event.now_s)
         if plan is None:
             return []
         samplers = plan.decodes

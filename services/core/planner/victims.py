@@ -14,7 +14,7 @@ from enum import StrEnum
 from services.core.planner.sequence import Sequence
 from services.core.queue_order import QUEUE_ORDERS, QueueOrder, Scheduling
 
-Victims = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
+VictimPolicy = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
 """Takes running (not empty) and held sequences, and a function that returns the full stages."""
 
 
@@ -74,7 +74,7 @@ class Precedence:
     """Queue order and victim policy of a scheduling policy."""
 
     queue_order: QueueOrder
-    victims: Victims
+    victims: VictimPolicy
     # Batch sequences are preempted if online requests need their blocks or slots.
     batch_yields: bool
     # An online request that starts may preempt batch sequences in pipelines, too. Only

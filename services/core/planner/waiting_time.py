@@ -46,7 +46,7 @@ class WaitingTimePlanner:
             if not queue:
                 break
             sequence = queue.popleft()
-            if sequence.phase is Phase.RUNNING and (started or self._has_block(sequence)):
+            if sequence.phase is Phase.RUNNING and (started or self._ensure_block(sequence)):
                 tokens = min(sequence.remaining, budget)
                 budget -= tokens
                 if sequence.remaining == 1:
@@ -56,7 +56,7 @@ class WaitingTimePlanner:
         plan.drop_preempted()
         self._ran = tuple(plan.sequences())
 
-    def _has_block(self, sequence: Sequence) -> bool:
+    def _ensure_block(self, sequence: Sequence) -> bool:
         """Allocate a block if needed; False if the sequence itself was preempted."""
         if len(sequence.token_ids) > sequence.blocks * self.config.block_size:
             self.sequence_table.grow(sequence)

@@ -55,7 +55,7 @@ def block_hashes(parent: bytes, token_ids: Row[int], block_size: int) -> Iterato
         yield parent
 
 
-def thin(hashes: Row[bytes]) -> ThinHashes:
+def sample_thin_hashes(hashes: Row[bytes]) -> ThinHashes:
     """Thin hashes of a prompt, given the hashes of all its full blocks.
 
     The stride doubles until at most `THIN_MAX` hashes remain. Strides are powers of two times
@@ -95,4 +95,4 @@ def prompt_root(cache_salt: str) -> bytes:
 def prompt_prefix(prompt_ids: Row[int], cache_salt: str, block_size: int) -> ThinHashes:
     """Thin hashes of a prompt; `block_size` must be that of the workers' caches."""
     hashes = tuple(block_hashes(prompt_root(cache_salt), prompt_ids, block_size))
-    return thin(hashes)
+    return sample_thin_hashes(hashes)

@@ -76,7 +76,7 @@ class ClassRules:
     @property
     def enabled(self) -> bool:
         """Whether classes decide anything."""
-        return self.scheduling.knows_classes
+        return self.scheduling.uses_classes
 
     @property
     def queue_order(self) -> QueueOrder:

@@ -312,7 +312,7 @@ class GroupTable:
         prefixes = self._models[load.group.model].prefixes
         # Evictions of another epoch concern a cache that this group no longer has.
         if prefixes is not None and report.epoch == load.group.epoch:
-            prefixes.note_dropped(load, report)
+            prefixes.note_evicted(load, report)
             if counts:
                 prefixes.note_load(load, report.load)
         if not reported.passed_on:
@@ -324,7 +324,7 @@ class GroupTable:
     def lose(self, lost: LoadLost) -> None:
         """Stop dispatch to a worker whose report stream has ended."""
         # If this process was stalled, streams break without any fault of the workers.
-        if self._pause_detector.awake(lost.now_s):
+        if self._pause_detector.trusts_silence(lost.now_s):
             self._flap_damping.note_departure(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
         if load is not None:
@@ -332,10 +332,10 @@ class GroupTable:
 
     def check_liveness(self, now_s: float) -> None:
         """Note silent workers, update the ranking of flapping ones, drop expired reservations."""
-        awake = self._pause_detector.tick(now_s)
+        trusts_silence = self._pause_detector.tick(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
-            if awake and load.is_silent(now_s):
+            if trusts_silence and load.is_silent(now_s):
                 self._flap_damping.note_departure(worker_id, now_s)
             flaps = self._flap_damping.is_flapping(worker_id, now_s)
             if flaps is not load.flaps:

@@ -156,7 +156,7 @@ class PrefixRanking:
             reported.prefix_queries_total, reported.prefix_hits_total
         )
 
-    def note_dropped(self, load: GroupLoad, report: LoadReport) -> None:
+    def note_evicted(self, load: GroupLoad, report: LoadReport) -> None:
         """Remove the blocks that a report, in order or not, lists as evicted; each counts once.
 
         A repeated eviction is ignored: the block may have been cached again since.

@@ -16,7 +16,7 @@ from math import inf
 
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
-from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
+from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
@@ -350,7 +350,7 @@ class SchedulerState:
                 picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
             return picked is not None
 
-        def holds_all(waiting: Waiting) -> bool:
+        def blocks_all(waiting: Waiting) -> bool:
             nonlocal held_tokens
             # A request that waits for an idle group must not block the queue.
             if now_s < waiting.alone_until_s:
@@ -358,7 +358,7 @@ class SchedulerState:
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
             return model.index.tokens_min >= held_tokens
 
-        def wants(waiting: Waiting) -> bool:
+        def competes(waiting: Waiting) -> bool:
             ask = waiting.ask
             return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
 
@@ -368,10 +368,10 @@ class SchedulerState:
             held_tokens, kept_tokens = inf, self._kept_from_batch(name, model)
             spread = False
             queue = (w for w in self._queue.in_order(name) if model.can_hold(w.ask))
-            first = next_to_start(queue, fits, self.overtaken_max, holds_all)
+            first = next_to_start(queue, fits, self.overtaken_max, blocks_all)
             if first is None or picked is None:
                 return commands
-            start(self._queue.in_order(name), first, wants)
+            count_overtaken(self._queue.in_order(name), first, competes)
             commands.append(self._assign(first, picked, model, now_s))
 
     def _waiting_online(self, name: str) -> int:

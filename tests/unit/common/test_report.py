@@ -121,7 +121,7 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     scarce = replace(known, kv_blocks_free=2)
     assert loads.urgency(7, scarce) is ReportUrgency.MAJOR, "one more request may not fit"
     assert loads.urgency(7, replace(known, kv_blocks_free=10)) is ReportUrgency.MAJOR
-    loads.note_dropped([1])
+    loads.note_evicted([1])
     assert loads.urgency(7, known) is ReportUrgency.MINOR
     loads.note_received("a")
     assert loads.urgency(7, known) is ReportUrgency.MAJOR

@@ -67,7 +67,7 @@ def one_by_one(
     for one in sorted(decodes, key=residual_s):
         prefix_tokens = sum(other.computed for other in [*chosen, one])
         in_time = spent.decodes_s(len(chosen) + 1, prefix_tokens) <= limit_s
-        fits = in_time and len(chosen) < harvester.slots.now
+        fits = in_time and len(chosen) < harvester.slots.limit
         if len(chosen) < spent.tokens_left and (
             fits or not chosen or residual_s(one) < iteration_s
         ):
