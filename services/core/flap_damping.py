@@ -1,7 +1,7 @@
 """Flap damping: detects workers that leave and return repeatedly, for scheduler and memory manager.
 
-A worker *leaves* when it exits, loses its registration or stops reporting. A worker that
-has left `LEAVES_MAX` times within `WINDOW_S` is *flapping* until `STEADY_S` after the last of these
+A worker *leaves* when it exits, loses its registration or stops reporting. A worker that has left
+`LEAVES_MAX` times within `WINDOW_S` is *flapping* until `STEADY_S` after the last of these
 departures. Each service uses only its own observations.
 """
 

@@ -1,7 +1,4 @@
-"""Log probabilities of consecutive tokens in a packed form, for engines and gateways.
-
-They are copied often and decoded only when a gateway writes a response.
-"""
+"""Packs log probabilities of consecutive tokens, which are copied often and decoded rarely."""
 
 import struct
 from collections.abc import Iterable

@@ -74,24 +74,23 @@ class ReportSchedule:
 class LoadReporting:
     """Creates a worker's load reports: a stream to the scheduler, and others sent via gateways.
 
-    The scheduler ignores a report that is older than the last one it read. So each report repeats
-    the received requests and evicted prefixes of the previous report of the stream: none is lost
-    if a report via a gateway (*out of band*) arrives first. A repeated eviction must not be applied
-    again, since the prefix may be cached again by then; `LoadReport.dropped_total` shows which
-    evictions are repeated.
+    The scheduler ignores the load of a report that is older than the last one it read. Each report
+    repeats the received requests and evicted prefixes of the stream's previous report, so that none
+    is lost if a report via a gateway (*out of band*) arrives first. `LoadReport.dropped_total`
+    shows which evictions are repeated: these prefixes may be cached again by then.
     """
 
     worker_id: str
     incarnation: str
     schedule: ReportSchedule
     _number: int = 0  # of the newest report
-    _received: list[str] = field(default_factory=list)  # since the last report
+    _received: list[str] = field(default_factory=list)  # since the last report of the stream
     _reported: list[str] = field(default_factory=list)  # first listed in the last report
     _evicted: list[int] = field(default_factory=list)  # evicted since the last report
     _evicted_reported: list[int] = field(default_factory=list)  # first listed in the last report
     _evicted_total: int = 0  # evictions so far
     # Epoch and load of the last report of the stream; None if the next report must be sent at once:
-    # before the first, after `forget`, or if an out-of-band report differed.
+    # before the first, after `force_next`, or if an out-of-band report differed.
     _last_sent: tuple[int, Load] | None = None
 
     def note_received(self, *request_ids: str) -> None:
@@ -144,10 +143,7 @@ class LoadReporting:
         return ReportUrgency.MINOR if self._evicted else ReportUrgency.NONE
 
     def create_if_due(self, epoch: int, load: Load, now_s: float) -> LoadReport | None:
-        """Create the next report of the stream; None without a change unless a heartbeat is due.
-
-        The report counts as sent.
-        """
+        """`create_next` if there is a change or a heartbeat is due; else None."""
         if self.urgency(epoch, load) or now_s >= self.schedule.heartbeat_due_s:
             return self.create_next(epoch, load, now_s)
         self.schedule.note_unchanged()

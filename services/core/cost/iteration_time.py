@@ -1,8 +1,7 @@
 """Sums up a worker's iteration times, measured and predicted, for its metrics.
 
-The cost model is fitted to a device profile, which was measured once on an idle host. It does not
-include the worker's work around iterations, nor other load on the host, so the two sums may drift
-apart.
+The cost model is fitted to a device profile, measured once on an idle host. It includes neither the
+worker's work around iterations nor other load on the host, so the two sums may drift apart.
 """
 
 from collections.abc import Iterable
@@ -29,10 +28,9 @@ class IterationTime:
 
 @dataclass(slots=True)
 class IterationMeter:
-    """Accumulates the iteration times of a worker.
+    """Accumulates the iteration times of a worker; without a cost model, `total` stays 0.
 
-    `slowest_s` is the decaying time of the slowest recent iteration, `total` the sums of all;
-    without a cost model `total` stays 0.
+    `slowest_s` is the decaying time of the slowest recent iteration.
     """
 
     cost_model: CostModel | None
@@ -40,10 +38,7 @@ class IterationMeter:
     slowest_s: float = 0.0
 
     def add(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
-        """Add an iteration of chunks (cached tokens, new tokens).
-
-        `share` is the fraction of the model's layers that the worker runs.
-        """
+        """Add an iteration of (cached, new) tokens per chunk; `share`: of layers that run here."""
         self.slowest_s = max(SLOWEST_KEPT * self.slowest_s, measured_s)
         if self.cost_model is None:
             return

@@ -318,10 +318,7 @@ def fit_together(samples: Sequence[Sample], knee: int | None = None) -> CostMode
 
 
 def fit_apart(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
-    """Fit prefill and decode separately, with common λ and μ.
-
-    A decode has a single new token, so its β includes γ − λ.
-    """
+    """Fit prefill and decode separately, with common λ and μ; a decode's β includes γ − λ."""
     rows = []
     for sample in samples:
         prefills = [(p, c) for p, c in sample.chunks if c > 1]

@@ -55,9 +55,8 @@ class Budget:
     def observe(self, predicted_s: float, measured_s: float, allowed_s: float, mixed: bool) -> None:
         """Update all corrections after an iteration of `predicted_s` model seconds.
 
-        `allowed_s` is the least residual time if the iteration was planned to end within it, else
-        `inf`.
-        Times ≤ 0 are ignored.
+        `allowed_s` is the least residual time if the iteration was planned to end within it,
+        else `inf`. Times ≤ 0 are ignored.
         """
         if measured_s <= 0 or predicted_s <= 0:
             return
@@ -67,7 +66,7 @@ class Budget:
             self.mixed_scale += WEIGHT * (ratio - self.mixed_scale)
         else:
             self.decode_scale += WEIGHT * (ratio - self.decode_scale)
-        # Reduce the margin at once, and raise it slowly.
+        # Overruns reduce the margin at once; it recovers slowly.
         if measured_s > allowed_s:
             self.margin = max(MARGIN_MIN, self.margin * MARGIN_CUT)
         else:

@@ -144,10 +144,9 @@ class SequencePlaced:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchFollowed:
-    """This follower stage applies a microbatch of its leader before it runs it.
+    """Apply a microbatch of the leader to this stage's block tables, before it runs.
 
-    It frees the blocks of `released`, and extends the table of each sequence of `chunks` to the
-    given number of blocks.
+    `chunks` holds the number of blocks that each sequence needs.
     """
 
     released: tuple[str, ...]

@@ -18,10 +18,7 @@ _ALL_DECODE = (Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.PREFILL_FIRST)
 
 
 def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
-    """Like `PlannerState.plan` of a single worker, but returns only the sizes of the iteration.
-
-    Call `finish_filled` at its end.
-    """
+    """Like `PlannerState.plan` of a single worker, but returns only sizes; see `finish_filled`."""
     assert state.stages == 1, "a pipeline is planned with plan()"
     plan = state._decide(now_s)
     if not plan:

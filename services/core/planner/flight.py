@@ -1,7 +1,4 @@
-"""The microbatches that a planner has launched and whose results it awaits.
-
-The stages of a pipeline run them in launch order; a single worker has at most one in flight.
-"""
+"""The microbatches in flight (launched, without a result); stages run them in launch order."""
 
 from collections import deque
 from dataclasses import dataclass, field

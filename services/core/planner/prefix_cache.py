@@ -1,7 +1,6 @@
 """Automatic prefix caching: sequences with a common prefix share full KV blocks.
 
-The planner of a single worker, or of the *leader* of a pipeline, uses it; the other workers of a
-pipeline are its *stages*.
+A planner uses it; in a pipeline of several workers (*stages*) that of the first, the *leader*.
 
 A block is registered under its hash when the iteration that filled it has finished. A sequence that
 starts, or restarts after a preemption, takes the blocks of its longest cached prefix and runs from

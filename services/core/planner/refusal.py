@@ -1,7 +1,4 @@
-"""Creates the planner's refusals of requests, with their texts for the client.
-
-The ids are sequence ids, see `sequence_ids.py`.
-"""
+"""Creates the planner's refusals; ids are sequence ids, see `sequence_ids.py`."""
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import RefuseRequest

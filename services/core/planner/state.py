@@ -256,10 +256,7 @@ class PlannerState:
         return Microbatch(plan.number, batch, released, prefixes)
 
     def _may_be_preempted(self, plan: Plan) -> bool:
-        """Whether online requests may interrupt `plan`: a batch-only iteration of a single worker.
-
-        At most one iteration is suspended at a time.
-        """
+        """Whether `plan` is a batch-only iteration of a single worker that may be suspended."""
         if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
             return False
         return not any(sequence.online for sequence in plan.sequences())
@@ -377,8 +374,7 @@ class PlannerState:
 
     def _arrive(self, event: RequestArrived) -> list[Command]:
         request = event.request
-        # Requests may get here in another order than their arrival times: raise the time, so that
-        # ages follow the order here.
+        # Arrival times may be out of order here: raise them, so that ages follow the order here.
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
