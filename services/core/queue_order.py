@@ -82,7 +82,7 @@ def by_deadline(service: Service, arrival_s: float) -> QueueKey:
     return 0.0, float(service.rank), arrival_s + ttft_s
 
 
-_CLASS_POSITIONS = {kind: float(place) for place, kind in enumerate(ServiceClass)}
+_CLASS_POSITIONS = {kind: float(position) for position, kind in enumerate(ServiceClass)}
 
 
 def by_class(service: Service, arrival_s: float) -> QueueKey:

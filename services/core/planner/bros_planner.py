@@ -140,14 +140,14 @@ class BrosPlanner:
     def _least_residual_s(self, ready: Ready, now_s: float) -> float:
         """The least residual time of online requests that can be met, waiting ones included."""
         model, scale = self.config.cost_model or TOKEN_COSTS, self.feedback.budget.mixed_scale
-        least_s = ready.least_slack_s
+        least_s = ready.least_residual_s
         waiting = (sequence for sequence in self.sequence_table.waiting if sequence.online)
         for sequence in (*ready.prefills, *waiting):
-            slack_s = sequence.due_s - now_s
+            residual_s = sequence.due_s - now_s
             cost_s = scale * model.chunk_s(sequence.computed, sequence.remaining)
             # A deadline that is missed in any case must not shorten iterations.
-            if cost_s <= slack_s < least_s:
-                least_s = slack_s
+            if cost_s <= residual_s < least_s:
+                least_s = residual_s
         return least_s
 
     def _add_online(self, packed: _Packed, ready: Ready, now_s: float) -> bool:
@@ -203,7 +203,7 @@ class BrosPlanner:
         )
 
     def _residual_s(self, sequence: Sequence, now_s: float) -> float:
-        return deadline.residual_s(sequence, now_s, self.feedback.budget.iteration_s)
+        return deadline.residual_or_implied_s(sequence, now_s, self.feedback.budget.iteration_s)
 
     def _add_batch(self, packed: _Packed, ready: Ready) -> None:
         """Pack batch sequences, oldest first; they may replace online ones."""

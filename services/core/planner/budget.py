@@ -1,6 +1,6 @@
 """Time budget of an iteration (`Budget`), and the predicted cost of its chunks so far (`Spent`).
 
-The *residual time* or *slack* of a decode is the time until the deadline of its next token. The
+The *residual time* of a decode is the time until the deadline of its next token. The
 least residual time of the online decodes bounds an iteration (BROS §4.2). *Model seconds* are
 seconds as predicted by the cost model. Measured iteration times correct them: by a scale per kind
 of iteration, and by a safety margin that shrinks when an iteration takes longer than the residual
@@ -36,11 +36,11 @@ class Budget:
     mixed_scale: float = 1.0  # measured over predicted time, mixed iterations
     iteration_s: float = 0.0  # moving average of measured times; 0 before the first
 
-    def limit_s(self, least_slack_s: float, mixed: bool) -> float:
-        """Model seconds that an iteration may cost; `inf` if `least_slack_s` is (no deadline)."""
-        if least_slack_s == inf:
+    def limit_s(self, least_residual_s: float, mixed: bool) -> float:
+        """Model seconds that an iteration may cost; `inf` without a deadline."""
+        if least_residual_s == inf:
             return inf
-        return self.margin * least_slack_s / self.scale(mixed)
+        return self.margin * least_residual_s / self.scale(mixed)
 
     def scale(self, mixed: bool) -> float:
         """Moving average of measured over predicted time."""

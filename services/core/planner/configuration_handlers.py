@@ -28,8 +28,8 @@ def excess_lost_sequences(
     """The youngest sequences without KV, beyond 1/`members` of all tokens to recompute.
 
     After the loss of a worker has ended a group, with `members` surviving workers, its leader
-    returns these sequences to the scheduler. It keeps the oldest sequences, including the one whose
-    tokens complete the share.
+    returns these sequences to the scheduler. It keeps the oldest sequences, including the last
+    that its share does not cover completely.
     """
     # Batch work that yields stays: it is recomputed here while no online request waits.
     lost = [seq for seq in sequences if not seq.blocks and (seq.online or not batch_yields)]

@@ -2,8 +2,8 @@
 
 The first token is due `ttft_s` after the request arrived. Later tokens are due in groups (BROS):
 the last of `token_group` tokens is due `token_group` × `tpot_s` after the end of the previous
-group. *Slack* and BROS's *residual time* both mean the time that the next iteration may take so
-that the sequence meets its deadline.
+group. The *residual time* of a sequence is the time that the next iteration may take so that the
+sequence meets its deadline.
 
 Without a target, a sequence has an *implied* deadline, which only orders it among others: the first
 token is due `UNTARGETED_S` after the request arrived, a later token `UNTARGETED_S` after the
@@ -50,7 +50,7 @@ def note_token(sequence: Sequence, now_s: float) -> bool:
     return missed
 
 
-def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     """Residual time (BROS §4.2): how long the next iteration may take; negative if late.
 
     For each token of its group after the next one, it subtracts `iteration_s` (the mean iteration
@@ -65,11 +65,11 @@ def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     return sequence.due_s - now_s - (sequence.group_left - 1) * later_s
 
 
-def slack_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+def residual_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     """Residual time of the token after next, if the microbatch of the next token is in flight."""
     service = sequence.request.service
     if sequence.group_left > 1:
-        return slack_s(sequence, now_s, iteration_s)
+        return residual_s(sequence, now_s, iteration_s)
     return inf if service.tpot_s is None else service.token_group * service.tpot_s
 
 
@@ -78,8 +78,8 @@ def order_s(sequence: Sequence) -> float:
     return sequence.due_s if sequence.due_s < inf else sequence.implied_due_s
 
 
-def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
-    """As `slack_s`, but with the implied deadline of sequences without a target."""
+def residual_or_implied_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+    """As `residual_s`, but with the implied deadline of sequences without a target."""
     if sequence.due_s < inf:
-        return slack_s(sequence, now_s, iteration_s)
+        return residual_s(sequence, now_s, iteration_s)
     return sequence.token_s + UNTARGETED_S - now_s

@@ -1,6 +1,6 @@
 """Harvesting of slack by batch work (ConServe), for `slo.py` and `slo_pipeline.py`.
 
-*Batch work* are the requests of the class `batch`; all others are *online*. The least *residual
+*Batch work* is requests of the class `batch`; all others are *online*. The least *residual
 time* of online decodes, the time until the first deadline, bounds an iteration; the *slack* is what
 online work leaves of it. Batch work may use a share of the slack, the *harvest share*. Times are
 model seconds: seconds as predicted by the cost model. Without a cost model there is no time bound,
@@ -41,7 +41,7 @@ class Ready:
     batch_decodes: list[Sequence] = field(default_factory=list)
     batch_prefills: list[Sequence] = field(default_factory=list)
     prefix_tokens: int = 0  # cached tokens of `decodes`
-    least_slack_s: float = inf  # least residual time of online decodes that can still be met
+    least_residual_s: float = inf  # least residual time of online decodes that can still be met
     online: int = 0  # running online sequences, including those in flight
 
     def drop_preempted(self) -> None:
@@ -89,15 +89,15 @@ class Harvester:
                 ready.decodes.append(sequence)
                 ready.prefix_tokens += computed
                 if sequence.due_s < inf:
-                    slack_s = deadline.slack_s(sequence, now_s, iteration_s)
-                    if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
-                        ready.least_slack_s = slack_s
+                    residual_s = deadline.residual_s(sequence, now_s, iteration_s)
+                    if lone_s + computed * per_token_s <= residual_s < ready.least_residual_s:
+                        ready.least_residual_s = residual_s
             elif remaining:
                 ready.prefills.append(sequence)
             else:  # in flight in a pipeline: this microbatch may delay the token after next
-                slack_s = deadline.slack_in_flight_s(sequence, now_s, iteration_s)
-                if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
-                    ready.least_slack_s = slack_s
+                residual_s = deadline.residual_in_flight_s(sequence, now_s, iteration_s)
+                if lone_s + computed * per_token_s <= residual_s < ready.least_residual_s:
+                    ready.least_residual_s = residual_s
         return ready
 
     def most_urgent(
@@ -110,7 +110,9 @@ class Harvester:
         if not decodes:
             return []
         iteration_s = self.feedback.budget.iteration_s
-        residuals_s = [deadline.residual_s(decode, now_s, iteration_s) for decode in decodes]
+        residuals_s = [
+            deadline.residual_or_implied_s(decode, now_s, iteration_s) for decode in decodes
+        ]
         order = sorted(range(len(decodes)), key=residuals_s.__getitem__)
         # Bisect for the most urgent decodes that fit: their cost grows with their number.
         prefixes = list(accumulate([decodes[place].computed for place in order]))

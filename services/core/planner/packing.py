@@ -63,10 +63,12 @@ class Replaceable:
         needed_s = most_s + iteration_s
         # Sequences without a target are exempt: they could be replaced forever.
         candidates = [
-            (slack_s, decode)
+            (residual_s, decode)
             for decode in plan.decodes
             if decode.online
-            and needed_s <= (slack_s := deadline.slack_s(decode, plan.planned_s, iteration_s)) < inf
+            and needed_s
+            <= (residual_s := deadline.residual_s(decode, plan.planned_s, iteration_s))
+            < inf
         ]
         candidates.sort(key=lambda entry: entry[0])
         return cls(plan, candidates)

@@ -73,7 +73,7 @@ class RequeueTimers:
     def take(
         self, sequences: Mapping[str, Sequence], now_s: float, delays: RequeueDelays
     ) -> list[Sequence]:
-        """Remove from the timers, and list, the requests that must return now."""
+        """Stop tracking the requests that must return now; returns them."""
         waiting = self._waiting(sequences)
         due = [seq for seq, since_s in waiting if since_s + delays.of(seq) <= now_s]
         for sequence in due:

@@ -82,7 +82,7 @@ class AnsweringSequences:
             del self._current[request_id_of(seq_id)]
 
     def keep_only(self, seq_ids: Iterable[str]) -> None:
-        """Stop the output of all other sequences, which have moved away; for a new change-over."""
+        """Stop the output of all other sequences, which moved away before this change-over."""
         for seq_id in self._answering.difference(seq_ids):
             self.end(seq_id)
 

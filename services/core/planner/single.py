@@ -1,8 +1,8 @@
 """Planners of workers that are not part of a pipeline, for policies without deadlines.
 
 Decodes go first, then running prefills, then waiting requests (`overtaking.py`) while blocks and
-token budget last. When a decode finds no free block, a request is preempted and recomputed later,
-the newest unless the victim policy says otherwise, so the oldest request always advances.
+token budget last. When a decode finds no free block, a request is preempted and recomputed later:
+by default the newest, so that the oldest always advances (`victims.py`).
 
 *Online* requests are those of all classes except `batch`. If batch work yields under the policy
 (`Precedence`), running and waiting prompts of online requests come before those of batch requests,

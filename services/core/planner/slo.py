@@ -5,10 +5,10 @@ deadline of a decode's next token; *slack* is what online work leaves of the lea
 which bounds an iteration (BROS §4.2; with token groups of size 1 this is the bound of ConServe
 §4.2). Online decodes go first: all if they fit, else the most urgent. Online prefills follow by
 deadline: up to `online_chunk_tokens` tokens of the iteration regardless of the bound, more within
-it. Batch work uses a share of the slack (`harvest.py`). Without online work, the wait of a request
-that may arrive bounds an iteration; if arrivals can interrupt it, `offline_iteration_s` does. A
-suspended microbatch resumes beside online decodes if its remaining time fits into the share of
-batch work.
+it. Batch work uses a share of the slack (`harvest.py`). Without online work, the wait that a
+request may suffer if it arrives meanwhile bounds an iteration; if arrivals can interrupt it,
+`offline_iteration_s` does. A suspended microbatch resumes beside online decodes if its remaining
+time fits into the share of batch work.
 
 With `scheduling: conserve` predictions are not corrected, batch work gets all of the slack, and all
 online decodes run (ConServe §4.2 as published; its Algorithm 2 with `preempt: deadline` and
@@ -54,8 +54,7 @@ class SloPlanner:
         ready = self.harvester.scan(plan.planned_s)
         queue = table.waiting
         online_waits = bool(queue) and queue[0].online
-        # Iterations with prefills (mixed) have their own correction: predict which kind this will
-        # be.
+        # Mixed iterations (with prefills) have their own correction: predict the kind of this one.
         limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or online_waits)
         none_lost = self._add_decodes(plan, ready, spent, limit_s)
         self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
@@ -68,13 +67,13 @@ class SloPlanner:
         if config.cost_model is not None:
             plan.cost_s = plan.predicted_s = spent.seconds
             if spent.seconds <= self._limit_s(ready, plan.mixed):
-                plan.allowed_s = ready.least_slack_s
+                plan.allowed_s = ready.least_residual_s
 
     def _limit_s(self, ready: Ready, mixed: bool) -> float:
         """Cost bound of an iteration in seconds of the cost model; `mixed` if it has prefills."""
         if self.config.cost_model is None:
             return inf
-        return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
+        return self.feedback.budget.limit_s(ready.least_residual_s, mixed)
 
     # --- online work
 
@@ -175,6 +174,6 @@ class SloPlanner:
             return False
         spent = Spent(model, self.config.max_batch_tokens)
         spent_s = spent.decodes_s(len(ready.decodes), ready.prefix_tokens)
-        limit_s = budget.limit_s(ready.least_slack_s, suspended.mixed)
+        limit_s = budget.limit_s(ready.least_residual_s, suspended.mixed)
         rest_s = remaining_s(suspended.predicted_s, suspended.ran_s / budget.scale(suspended.mixed))
         return spent_s + rest_s <= self.harvester.target_s(spent_s, limit_s)

@@ -52,13 +52,13 @@ class SloPipelinePlanner(PipelinePlanner):
             behind_s = (ahead_s * (self.stages - 1) + plan.cost_s) / self.stages
             plan.predicted_s = max(plan.cost_s, behind_s)
             if plan.predicted_s <= self._limit_s(ready, plan.mixed):
-                plan.allowed_s = ready.least_slack_s
+                plan.allowed_s = ready.least_residual_s
 
     def _limit_s(self, ready: Ready, mixed: bool) -> float:
         """Cost bound of a microbatch in seconds of the cost model; `mixed` if it has prefills."""
         if self.config.cost_model is None:
             return inf
-        return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
+        return self.feedback.budget.limit_s(ready.least_residual_s, mixed)
 
     def _add_online(
         self, plan: Plan, ready: Ready, spent: Spent, limit_s: float, in_flight: deque[Plan]

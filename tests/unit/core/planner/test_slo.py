@@ -102,7 +102,7 @@ class Clock:
         budget = feedback.budget
         scale = min(budget.decode_scale, budget.mixed_scale)
         for one in plan.decodes:
-            remaining_s = deadline.slack_s(one, self.now_s, budget.iteration_s)
+            remaining_s = deadline.residual_s(one, self.now_s, budget.iteration_s)
             late = remaining_s < budget.decode_scale * model.chunk_s(one.computed, 1)
             if one.request.service.online and not late:
                 assert plan.predicted_s <= budget.margin * remaining_s / scale * (1 + 1e-9)
