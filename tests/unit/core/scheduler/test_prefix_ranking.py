@@ -195,7 +195,7 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
     dispatch, idle = Dispatch(1), Load(0, 0, 1000, 0)
     loads = LoadReporting("w0", "w0-a", ReportSchedule(0.005, 0.5))
     for _ in range(50):  # newer than what Dispatch reports
-        loads.next(1, idle, 0.0)
+        loads.create_next(1, idle, 0.0)
 
     def hit_tokens(report: LoadReport, passed_on: bool = False) -> int:
         dispatch(LoadReported(0.0, report, passed_on))
@@ -205,16 +205,20 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
 
     dispatch.ask(chat(1, 3))
     loads.note_evicted(chat(1, 3)[1:])
-    late = loads.out_of_band(1, idle)
-    dropped = loads.next(1, idle, 0.0)
+    late = loads.create_out_of_band(1, idle)
+    dropped = loads.create_next(1, idle, 0.0)
     assert hit_tokens(dropped) == HASHED
-    beside = loads.out_of_band(1, idle)
+    beside = loads.create_out_of_band(1, idle)
     assert beside.dropped_prefixes == dropped.dropped_prefixes
-    for report, passed_on in ((beside, True), (late, True), (loads.next(1, idle, 0.0), False)):
+    for report, passed_on in (
+        (beside, True),
+        (late, True),
+        (loads.create_next(1, idle, 0.0), False),
+    ):
         assert hit_tokens(report, passed_on) == 3 * HASHED
     loads.note_evicted(chat(1, 3)[2:])
-    assert hit_tokens(loads.out_of_band(1, idle), passed_on=True) == 2 * HASHED
-    assert hit_tokens(loads.next(1, idle, 0.0)) == 3 * HASHED
+    assert hit_tokens(loads.create_out_of_band(1, idle), passed_on=True) == 2 * HASHED
+    assert hit_tokens(loads.create_next(1, idle, 0.0)) == 3 * HASHED
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["a new group", "reports that ended"])
