@@ -41,7 +41,7 @@ class Plan:
     allowed_s: float = inf  # least residual time, if it was planned to end within it
     harvested: bool = False  # batch work was allowed beside online work: adapt the harvest share
     contended: bool = False  # online work lacked blocks or slots: lower the harvest share
-    deadline_bound: bool = False  # all online decodes did not fit: lower the adaptive slots
+    deadline_bound: bool = False  # online decodes did not all fit: lower the adaptive slots
     ran_s: float = 0.0  # run time before the latest suspension
     suspended_s: float = 0.0  # time of the latest suspension
 

@@ -47,7 +47,7 @@ class PrefixCache:
     hits_total: int = 0  # of these, tokens with cached KV
     shrinking: set[int] = field(default_factory=set)  # stages ≥ 1 that announced fewer blocks
     # Updates for the stages, sent with the next microbatch.
-    _draft: PendingPrefixUpdate = field(default_factory=PendingPrefixUpdate)
+    _pending: PendingPrefixUpdate = field(default_factory=PendingPrefixUpdate)
 
     @property
     def on(self) -> bool:
@@ -70,7 +70,7 @@ class PrefixCache:
 
     def configure(self) -> None:
         """Reset for new stages, which have cleared their caches by themselves."""
-        self._draft = PendingPrefixUpdate()
+        self._pending = PendingPrefixUpdate()
         self.shrinking.clear()
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class PrefixCache:
         while cache.idle_count and (
             pool.empty_count < blocks - have or others - cache.idle_count < blocks
         ):
-            self._draft.evicted.add(pool.evict())
+            self._pending.evicted.add(pool.evict())
 
     def publish(self, sequences: Iterable[Sequence]) -> None:
         """Register the full blocks of sequences in a microbatch that has finished."""
@@ -134,12 +134,12 @@ class PrefixCache:
         for sequence in sequences:
             blocks = sequence.computed // block_size
             if blocks > sequence.registered and sequence.blocks:
-                self._name(sequence, blocks)
+                self._register(sequence, blocks)
 
     def clear(self, sequences: Iterable[Sequence]) -> None:
         """Clear the cache at every stage; `sequences` are all sequences."""
         self.table.pool.clear_cache()
-        self._draft = PendingPrefixUpdate(forget=not self._single)
+        self._pending = PendingPrefixUpdate(forget=not self._single)
         for sequence in sequences:
             sequence.registered = 0
 
@@ -154,9 +154,9 @@ class PrefixCache:
         for sequence in sequences:
             if sequence.has_unsent_hits:
                 hashes = tuple(sequence.block_hashes[: sequence.hit_blocks])
-                self._draft.shared.append(SharedPrefix(sequence.seq_id, hashes))
+                self._pending.shared.append(SharedPrefix(sequence.seq_id, hashes))
                 sequence.hits_sent = True
-        return self._draft.take()
+        return self._pending.take()
 
     def _looks_up(self, sequence: Sequence) -> bool:
         """Whether a starting sequence looks up its prefix (not if its whole prompt must run)."""
@@ -166,7 +166,7 @@ class PrefixCache:
         """Maximum number of shared blocks: the last token must run."""
         return (len(sequence.token_ids) - 1) // self.block_size
 
-    def _name(self, sequence: Sequence, blocks: int) -> None:
+    def _register(self, sequence: Sequence, blocks: int) -> None:
         hashes, table = self._hashes(sequence, blocks), self.table
         ids = table.block_ids(sequence.seq_id)
         for place in range(sequence.registered, blocks):
@@ -174,19 +174,21 @@ class PrefixCache:
             if self._single:
                 self._cache.register(ids[place], hashes[place], reported)
             else:
-                self._name_everywhere(sequence.seq_id, place, ids[place], hashes[place], reported)
+                self._register_everywhere(
+                    sequence.seq_id, place, ids[place], hashes[place], reported
+                )
         sequence.registered = blocks
 
-    def _name_everywhere(
+    def _register_everywhere(
         self, seq_id: str, place: int, block: int, block_hash: bytes, reported: bool
     ) -> None:
         """Register a block at every stage."""
         # A block shared here may be several blocks at another stage. And stages apply evictions
         # after registrations: a hash evicted in the same update would be lost there.
-        if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
+        if self.table.pool.users[block] > 1 or block_hash in self._pending.evicted:
             return
         if self._cache.register(block, block_hash, reported):
-            self._draft.named.append(NamedBlock(seq_id, place, block_hash))
+            self._pending.named.append(NamedBlock(seq_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Hashes of at least the first `blocks` blocks of a sequence, computed incrementally."""
