@@ -1,7 +1,7 @@
-# Everything here does its own set-up; see `make help`.
+# Every target sets up what it needs; see `make help`.
 
-# HOST is not taken from the environment: some shells export the machine's name under it, and that
-# would open the port to the network.
+# HOST ignores the environment: some shells export the machine's name as HOST, which would open the
+# port to the network.
 HOST = 127.0.0.1
 PORT ?= 8000
 WORKERS ?= 2
@@ -33,25 +33,25 @@ help:
 	@echo '                MEMORY=1GiB  memory of each worker, for weights and KV cache together'
 	@echo '                DTYPE=bfloat16  PORT=8000  HOST=127.0.0.1'
 	@echo '                ARGS=        more arguments for `tideserve up`'
-	@echo 'make demo     watch parameters give way to KV cache in a flood of requests'
-	@echo 'make test     run the tests, about ten minutes; make test-slow: those that take longer'
+	@echo 'make demo     show how dropped layers become KV cache in a burst of requests'
+	@echo 'make test     run the tests, about ten minutes; make test-slow: the tests that take longer'
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
-	@echo 'make trace-store-test  fetches a trace store, sends it traces of a cluster and reads them back'
-	@echo 'make client-tours  tests of clients of other projects, each in an environment of its own;'
-	@echo '                fetches them, about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
+	@echo 'make trace-store-test  downloads a trace store, sends it traces of a cluster and reads them back'
+	@echo 'make client-tours  tests of clients of other projects, each in its own environment;'
+	@echo '                downloads about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
-	@echo 'make check-deploy  manifests and chart in deploy/; fetches the tools into the cache folder'
-	@echo 'make containers-test  build the images, run a cluster of them, disturb it; needs Docker, or'
+	@echo 'make check-deploy  manifests and chart in deploy/; downloads the tools into the cache folder'
+	@echo 'make containers-test  build the images, run a cluster, inject faults; needs Docker, or'
 	@echo '                PRIVATE_ENGINE=1 as root on Debian: see docs/containers.md'
-	@echo 'make gen      make stubs, tables in docs/, alerts in deploy/ and requirements/images/ again'
+	@echo 'make gen      generate stubs, tables in docs/, alerts in deploy/ and requirements/images/'
 	@echo 'make wheels   build the packages tideserve-api, tideserve-client and tideserve into dist/'
-	@echo 'make clean    delete .venv and what tools left; CACHE=1: the converted model too'
+	@echo 'make clean    delete .venv and caches of tools; CACHE=1: also the converted model'
 	@echo
 	@echo 'The first run installs about 1.7 GiB into .venv (Python 3.11 or newer is needed).'
-	@echo 'TORCH_INDEX= names a package index to take torch from, say one of CPU builds, where there'
-	@echo 'is no GPU; another one installs torch again. TIDESERVE_CACHE= moves the cache folder.'
+	@echo 'TORCH_INDEX= is a package index for torch, such as an index of CPU builds for machines'
+	@echo 'without a GPU; a new value reinstalls torch. TIDESERVE_CACHE= moves the cache folder.'
 
 serve:
 	$(SETUP) serve $(if $(MODEL),--no-model)

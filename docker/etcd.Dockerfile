@@ -1,11 +1,11 @@
-# etcd of Debian's next release, since this one's carries an upstream warning. It runs on this one's
-# libraries, whose image the services have, too.
+# etcd of Debian's next release (trixie), since upstream warns about the version of bookworm. It runs
+# on the libraries of bookworm, the base image of the services.
 #   docker build --file docker/etcd.Dockerfile .
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS package
 WORKDIR /package
-# The sources of packages are those of the image, whichever mirror they name.
+# Packages come from the sources of the image, including any mirror.
 RUN --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi \
     && find /etc/apt \( -name '*.list' -o -name '*.sources' \) -exec sed -i 's/bookworm/trixie/g' {} + \

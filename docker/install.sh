@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs packages into /venv, in a build only: install.sh ARGUMENTS-OF-PIP
-# The build's secrets, where given: certificates (ca) and pip's configuration (pip).
+# Installs packages into /venv during an image build: install.sh ARGUMENTS-OF-PIP
+# Optional build secrets: certificates (ca) and pip's configuration (pip).
 set -eu
 if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi
 if [ -s /run/secrets/pip ]; then export PIP_CONFIG_FILE=/run/secrets/pip; fi

@@ -36,7 +36,7 @@ def fields_of(endpoint: str) -> list[FieldRow]:
     ]
     for name, refused in policy.refused.items():
         neutral = " or ".join(_json(value) for value in (None, *refused.neutral))
-        rows.append(FieldRow(name, "refused", f"only {neutral}", _sentence(refused.note)))
+        rows.append(FieldRow(name, "refused", f"only {neutral}", _sentence(refused.reason)))
     return sorted(rows, key=lambda row: row.name)
 
 

@@ -79,10 +79,10 @@ def _with_certificate() -> ServiceConfig:
 def gateway() -> Metrics:
     """The metrics of a gateway, with a sample of every kind."""
     metrics = Metrics("m", CollectorRegistry())
-    metrics.request_done("/v1/completions", 200, 0.0)
-    metrics.stream_failed("client_gone")
-    metrics.count_calls({"waiting": ConcurrencyLimit(1, 1)})
-    metrics.quotas.limit_owners({("owner", limit): 1 for limit in Limit})
+    metrics.count_request("/v1/completions", 200, 0.0)
+    metrics.count_failed_stream("client_gone")
+    metrics.export_calls({"waiting": ConcurrencyLimit(1, 1)})
+    metrics.quotas.set_limits({("owner", limit): 1 for limit in Limit})
     return metrics
 
 

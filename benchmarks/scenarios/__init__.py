@@ -7,12 +7,12 @@ SUMMARIES = {
     "coserve": "batch work in the time left by online requests: tokens gained, and their cost",
     "drop": "the pause of a drop of layers, and activations beside bulk data",
     "faults": "kills, freezes and cuts in each phase of a change-over, or at random with floods",
-    "flood": "the flood of burst with offline load behind it: effect on online requests",
+    "flood": "the burst with batch work behind it: effect on online requests",
     "front": "vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
     "overhead": "control-plane latency added to TTFT; planning share of iteration time",
     "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
-    "survive": "a worker is killed and etcd stops: no request fails, the other workers serve on",
+    "survive": "a worker is killed and etcd stops: no request fails, other workers keep serving",
 }
 """Summaries by name. `tideserve --help` reads them without importing the scenarios."""

@@ -1,4 +1,4 @@
-"""`flood`: the flood of `burst` as online requests with targets, with offline load behind it.
+"""`flood`: the flood of `burst` as online requests with targets, with batch work behind it.
 
 Before the flood, batch requests fill the workers' memory. The flood then exceeds the workers'
 capacity, so that groups merge while batch work is parked; after it, a few more requests show the

@@ -1,4 +1,4 @@
-"""Addresses as text: host:port, with brackets around IPv6 addresses."""
+"""Parses, resolves and binds addresses of the form host:port, with brackets around IPv6."""
 
 import asyncio
 import errno
@@ -15,7 +15,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Host without brackets, and port; "" without a port."""
+    """Host without brackets, and port; the port is "" if it is missing."""
     if address.startswith("["):
         host, _, rest = address[1:].partition("]")
         return host, rest.removeprefix(":")
@@ -40,13 +40,13 @@ def is_ip(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` stands for all addresses of a machine, so that no peer can dial it."""
+    """Whether `host` means all addresses of a machine, so that no peer can dial it."""
     bare = host.strip("[]")
     return bare == "" or (is_ip(bare) and ipaddress.ip_address(bare).is_unspecified)
 
 
 async def resolved(address: str) -> str:
-    """host:port with the name resolved to an IP address, for users that must not block.
+    """host:port with the host name resolved to an IP address, for callers that must not block.
 
     Raises:
         ConfigError: if the name cannot be resolved, or the text is not host:port.
@@ -88,19 +88,19 @@ def listen(host: str, port: int, backlog: int, stall_s: float | None = None) -> 
     """
     bare = host.strip("[]")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, bind_address = socket.getaddrinfo(
             bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # With its protocol number: without it, asyncio does not set TCP_NODELAY.
+        # Pass the protocol number, without which asyncio does not set TCP_NODELAY.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"'{host}' is not a local address: {error.strerror}") from error
     try:
-        # A restart must not wait for connections in TIME_WAIT.
+        # Allow a restart while old connections are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if stall_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-        listener.bind(place)
+        listener.bind(bind_address)
         listener.listen(backlog)
     except OSError as error:
         listener.close()

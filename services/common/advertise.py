@@ -1,8 +1,8 @@
-"""The advertised address of a service, registered in etcd and sent to the peers of its lanes.
+"""Determines the address of a service that it registers in etcd and that other services dial.
 
 A service that listens on all addresses must not register 0.0.0.0. By default it registers the local
-address that is used to reach etcd: all services reach etcd, in container networks, in pods and
-between hosts, so they most likely reach each other at these addresses as well.
+address that is used to reach etcd: all services reach etcd, so in container networks, in pods and
+between hosts they most likely reach each other at these addresses as well.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _ANY_PORT = 2379
 
 
 def advertised_host(advertise: str, host: str, etcd_url: str) -> str:
-    """The host that others dial, without brackets; may resolve names.
+    """The host that other services dial, without brackets; may resolve names.
 
     `advertise` and `etcd_url` as configured; `host` is the listening address.
 
@@ -53,7 +53,7 @@ def advertised_host(advertise: str, host: str, etcd_url: str) -> str:
 
 
 def advertised_address(advertise: str, host: str, port: int, etcd_url: str) -> str:
-    """host:port at which others reach the gRPC port bound to `host` and `port`.
+    """host:port at which other services reach the gRPC port bound to `host` and `port`.
 
     Raises:
         ConfigError: see `advertised_host`.

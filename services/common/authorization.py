@@ -1,6 +1,6 @@
-"""Authorization over mutual TLS: which roles may call which method.
+"""Authorizes gRPC calls over mutual TLS: the role in a certificate must be allowed for the method.
 
-Methods that the table does not list are refused.
+Calls of methods that the table does not list are refused.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def roles_of(auth_context: Mapping[str, Any]) -> frozenset[str]:
-    """The roles in the certificate of a call's peer."""
+    """The roles in the certificate of a call's client."""
     names = (name.decode("ascii", "replace") for name in auth_context.get("peer_dns") or ())
     roles = {name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)}
     return frozenset(roles & set(ROLES))
 
 
 class Authorization(grpc.aio.ServerInterceptor):
-    """Aborts calls whose caller has no suitable role with PERMISSION_DENIED."""
+    """Aborts calls with PERMISSION_DENIED unless the client's certificate has an allowed role."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, frozenset[str]]] = set()
@@ -68,7 +68,7 @@ class Authorization(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's handler, preceded by a check of the certificate; see grpc.aio."""
+        """Wrap the method's handler in a check of the certificate; see grpc.aio."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         allowed = METHODS.get(method, frozenset())
@@ -105,16 +105,16 @@ def _guarded(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
     }
     behaviour, make = kinds[handler.request_streaming, handler.response_streaming]
 
-    async def yielding(request: Any, context: Context) -> AsyncIterator[Any]:
+    async def guarded_stream(request: Any, context: Context) -> AsyncIterator[Any]:
         await check(context)
         async with contextlib.aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 yield response
 
-    async def answering(request: Any, context: Context) -> Any:
+    async def guarded_call(request: Any, context: Context) -> Any:
         await check(context)
         return await behaviour(request, context)
 
     # grpc.aio inspects the kind of a handler, so the wrapper must be of the same kind.
-    guarded = yielding if inspect.isasyncgenfunction(behaviour) else answering
+    guarded = guarded_stream if inspect.isasyncgenfunction(behaviour) else guarded_call
     return make(guarded, handler.request_deserializer, handler.response_serializer)

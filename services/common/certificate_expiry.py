@@ -6,7 +6,7 @@ from pathlib import Path
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _SEQUENCE, _VERSION = 0x30, 0xA0
-# The two encodings of a time by their tags (RFC 5280 §4.1.2.5).
+# Formats of UTCTime and GeneralizedTime, by their DER tags (RFC 5280 §4.1.2.5).
 _TIMES = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 
 
@@ -52,7 +52,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Tag, start of the content, and end of the element at `at` (X.690, 8.1)."""
+    """Tag, start of the content, and end of the DER element at offset `at` (X.690, 8.1)."""
     tag, length, start = der[at], der[at + 1], at + 2
     if length & 0x80:
         size = length & 0x7F

@@ -1,7 +1,8 @@
-"""Child processes of services, which have threads and an event loop.
+"""Starts child processes of a service, such as a worker's engine, and waits for them.
 
-`subprocess` starts a child by vfork, which runs none of our code. The event loop's own method forks
-and runs gRPC's fork handlers: on a busy machine they crashed 1 child in 12 at its start.
+It uses `subprocess`, which starts a child by vfork without running code of this process in it. The
+subprocess support of the event loop (uvloop) forks and runs gRPC's fork handlers, which on a busy
+machine crashed 1 child in 12 at its start.
 """
 
 import asyncio
@@ -27,8 +28,8 @@ class Child:
     ) -> None:
         """Start the process; its input is a pipe, and so is its output if `output` is set.
 
-        `quiet` discards its error messages. `new_session`: it leads its own process group, which
-        ends with it.
+        `quiet` discards its standard error. `new_session`: it leads its own process group, whose
+        other processes are killed when it ends.
 
         Raises:
             OSError: if it cannot be started.
@@ -41,7 +42,7 @@ class Child:
             env=env,
             start_new_session=new_session,
         )
-        self._leads = new_session
+        self._leads_group = new_session
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         threading.Thread(target=self._watch, name=f"child {self.pid}", daemon=True).start()
@@ -69,17 +70,17 @@ class Child:
         return self._popen.stdout
 
     async def wait(self) -> int:
-        """Wait for the end; returns the exit code. Several tasks may wait."""
+        """Wait until the process has ended; returns the exit code. Several tasks may wait."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
         """Kill the process, and its group if it leads one; no effect once it has ended."""
         if self.returncode is None:
-            (os.killpg if self._leads else os.kill)(self.pid, signal.SIGKILL)
+            (os.killpg if self._leads_group else os.kill)(self.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        # WNOWAIT keeps the zombie until the loop knows of the end, so that the kernel does not
-        # reuse the process id and `kill` cannot hit another process.
+        # WNOWAIT keeps the zombie until `_reap` runs, so that the kernel does not reuse the process
+        # id and `kill` cannot hit another process.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         try:
             self._loop.call_soon_threadsafe(self._reap)
@@ -87,7 +88,7 @@ class Child:
             self._popen.wait()
 
     def _reap(self) -> None:
-        # Other members of its group may outlive the leader.
-        if self._leads:
+        # Other processes of its group may outlive their leader.
+        if self._leads_group:
             os.killpg(self.pid, signal.SIGKILL)
         self._ended.set_result(self._popen.wait())

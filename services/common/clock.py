@@ -1,4 +1,4 @@
-"""The only module that reads clocks."""
+"""Reads the clocks, so that no other module of the services does."""
 
 import time
 
@@ -9,7 +9,7 @@ def monotonic_s() -> float:
 
 
 def cpu_s() -> float:
-    """CPU seconds used by all threads of this process; hardly affected by other load."""
+    """CPU seconds used by all threads of this process; other processes hardly affect it."""
     return time.process_time()
 
 
@@ -19,5 +19,5 @@ def unix_s() -> int:
 
 
 def unix_ns() -> int:
-    """Nanoseconds since 1970, comparable between machines."""
+    """Nanoseconds since 1970, comparable between machines with synchronised clocks."""
     return time.time_ns()

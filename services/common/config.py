@@ -1,7 +1,8 @@
-"""Configuration: parsed once and strictly into a frozen dataclass.
+"""Parses and checks the configuration of a service, into a frozen dataclass.
 
 Unknown and missing keys, and values with the wrong type or out of range, are errors that name the
-key, the place and the remedy.
+key, its source (such as the file) and the remedy. A secret key may be set as `<key>_file`, the path
+of a file that contains the secret.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ import yaml
 
 from services.common.errors import ConfigError
 from services.common.setting import (
-    FILE,
     PAGE_BYTES,
+    SECRET_FILE_SUFFIX,
     Setting,
-    is_enum,
+    is_str_enum,
     key_of,
     known_keys,
     range_text,
@@ -34,13 +35,13 @@ from services.common.size import parse_size_bytes
 T = TypeVar("T")
 
 KEPT = dataclasses.MISSING
-# Largest password or key; a larger file is a wrong path.
+# Largest file with a secret; a larger file is probably a wrong path.
 _SECRET_BYTES_MAX = 64 * 2**10
 _TRUTHS = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTHS |= {"false": False, "no": False, "off": False, "0": False}
-# The last two: a value under a tag that it does not match, such as "!!bool perhaps".
+# The last two occur for a value that does not match its tag, such as "!!bool perhaps".
 _YAML_FAILURES = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError)
-# A quotation other than of a token's kind ('<scalar>') or of a single character.
+# A quotation from the text: neither a kind of token ('<scalar>') nor a single character.
 _NAME = re.compile(r"(?: for the tag|:)? ['\"](?!<|.['\"])")
 _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     bool: (lambda text: _TRUTHS[text.lower()], "true or false"),
@@ -62,7 +63,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
-    """The mapping in a YAML text; `source` is its place, for errors. Raises ConfigError."""
+    """The mapping in a YAML text; `source` names the text in errors. Raises ConfigError."""
     try:
         data = yaml.safe_load(text)
     except _YAML_FAILURES as error:
@@ -76,12 +77,12 @@ def parse_yaml(text: bytes | str, source: str) -> dict[str, Any]:
 
 
 def _where_and_why(error: Exception) -> str:
-    """Position and problem, without quoting the text."""
+    """Position and problem of a YAML error, without quoting the text."""
     mark = getattr(error, "problem_mark", None)
-    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
     # A problem may end with a name from the text, such as that of an alias or a tag.
     problem = _NAME.split(getattr(error, "problem", None) or "")[0]
-    return f"{place}: {problem or 'it contains an invalid value or character'}"
+    return f"{position}: {problem or 'it contains an invalid value or character'}"
 
 
 def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> Any:
@@ -100,16 +101,16 @@ def like(cls: type[Any], key: str, *, default: Any = KEPT, **changes: Any) -> An
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Given:
-    """A value and the place it comes from; `text`: the place knows only text."""
+class SourcedValue:
+    """A configured value and its source; `text`: the source has only text, such as a variable."""
 
     value: Any = dataclasses.field(repr=False)
-    place: str
+    source: str
     text: bool = False
 
 
 def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
-    """An instance of the dataclass `cls` from `data`; `source` is its place, for errors.
+    """An instance of the dataclass `cls` from `data`; `source` names the data in errors.
 
     Raises:
         ConfigError: on an unknown or missing key, a wrong type or a value out of range.
@@ -117,20 +118,20 @@ def from_mapping(cls: type[T], data: Mapping[str, Any], source: str) -> T:
     return build(cls, given_in(cls, data, source), lambda key: f"missing in {source}; add it")
 
 
-def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Given]:
+def given_in(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, SourcedValue]:
     """The values in `data`, with secrets read from their files; `source` as in `from_mapping`.
 
     Raises:
         ConfigError: on an unknown key, or a file that cannot be read.
     """
     check_keys(data, known_keys(cls), source)
-    given = {key: Given(value, source) for key, value in data.items()}
+    given = {key: SourcedValue(value, source) for key, value in data.items()}
     take_secret_files(cls, given, source)
     return given
 
 
 def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
-    """Raise ConfigError for a key that is not `known`; `source` is the place, for errors."""
+    """Raise ConfigError for a key that is not `known`; `source` names the data in errors."""
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -140,7 +141,7 @@ def check_keys(data: Iterable[str], known: Sequence[str], source: str) -> None:
 
 def take_secret_files(
     cls: type[Any],
-    given: dict[str, Given],
+    given: dict[str, SourcedValue],
     source: str,
     shown: Callable[[str], str] = lambda key: f"'{key}'",
 ) -> None:
@@ -150,16 +151,16 @@ def take_secret_files(
         ConfigError: if the file cannot be read, or the secret itself is given as well.
     """
     for name in (key for key, setting in settings_of(cls).items() if setting.secret):
-        pointer = given.pop(name + FILE, None)
+        pointer = given.pop(name + SECRET_FILE_SUFFIX, None)
         if pointer is None:
             continue
-        own, file = shown(name), shown(name + FILE)
+        own, file = shown(name), shown(name + SECRET_FILE_SUFFIX)
         if name in given:
             raise ConfigError(f"{source} gives both {own} and {file}; remove either")
         if not isinstance(pointer.value, str) or not pointer.value:
             raise ConfigError(f"{file} in {source} must be the path of a file")
         secret = _read_secret(Path(pointer.value), file)
-        given[name] = Given(secret, f"{pointer.value} ({file})", text=True)
+        given[name] = SourcedValue(secret, f"{pointer.value} ({file})", text=True)
 
 
 def _read_secret(path: Path, file: str) -> str:
@@ -177,8 +178,8 @@ def _read_secret(path: Path, file: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str]) -> T:
-    """An instance of the dataclass `cls`; `missing` says how to give a missing key.
+def build(cls: type[T], given: Mapping[str, SourcedValue], missing: Callable[[str], str]) -> T:
+    """An instance of the dataclass `cls`; `missing(key)` describes how to set a missing key.
 
     A static method `defaults_for` of `cls` returns defaults that depend on other values.
 
@@ -198,7 +199,7 @@ def build(cls: type[T], given: Mapping[str, Given], missing: Callable[[str], str
         raise ConfigError(str(error)) from error
 
 
-def read_values(cls: type[Any], given: Mapping[str, Given]) -> dict[str, Any]:
+def read_values(cls: type[Any], given: Mapping[str, SourcedValue]) -> dict[str, Any]:
     """The checked values of those keys in `given` that the dataclass `cls` has.
 
     Raises:
@@ -230,27 +231,27 @@ def dump(config: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value in YAML's own types."""
+    """The value converted to types of YAML."""
     if isinstance(value, Path | StrEnum):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
 
 
-def _read(setting: Setting, given: Given) -> Any:
+def _read(setting: Setting, given: SourcedValue) -> Any:
     for kind in setting.kinds:
         if dataclasses.is_dataclass(kind) and isinstance(given.value, Mapping):
             return from_mapping(
-                cast("type[Any]", kind), given.value, f"section '{setting.key}' of {given.place}"
+                cast("type[Any]", kind), given.value, f"section '{setting.key}' of {given.source}"
             )
-    where = f"'{setting.key}' in {given.place}"
+    where = f"'{setting.key}' in {given.source}"
     try:
         value = (_from_text if given.text else _converted)(given.value, setting)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    # An empty secret was probably left out by mistake: no authentication would be dangerous.
+    # An empty secret is probably a mistake, and would turn authentication off.
     if setting.secret and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{where} is empty; give the secret, or leave it out")
-    enum = next((kind for kind in setting.kinds if is_enum(kind)), None)
+    enum = next((kind for kind in setting.kinds if is_str_enum(kind)), None)
     accepted = tuple(map(_plain_type, setting.kinds))
     # bool is a subclass of int: refuse true where a number is required.
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
@@ -268,13 +269,13 @@ def _read(setting: Setting, given: Given) -> Any:
 
 def _plain_type(kind: Any) -> Any:
     """The type of a field's values in YAML."""
-    if is_enum(kind):
+    if is_str_enum(kind):
         return str
     return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
 
 
 def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:
-    """What a value of the right type must be; None if it is valid."""
+    """Description of the allowed values if `value` is not one of them, else None."""
     if "range" in metadata:
         low, high = metadata["range"]
         if not low <= value <= high:
@@ -290,7 +291,7 @@ def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _from_text(text: str, setting: Setting) -> Any:
-    """The value of a text; an empty text is None, if allowed. Raises ConfigError."""
+    """Parse the text of a value; an empty text is None, if allowed. Raises ConfigError."""
     if not text and types.NoneType in setting.kinds and not setting.secret:
         return None
     if setting.metadata.get("size"):
@@ -304,13 +305,13 @@ def _from_text(text: str, setting: Setting) -> Any:
                 return read(text.strip())
             except (ValueError, KeyError):
                 raise ConfigError(f"'{text}' is not {wanted}") from None
-        if kind in (str, Path) or is_enum(kind):
-            return text if is_enum(kind) else kind(text)
+        if kind in (str, Path) or is_str_enum(kind):
+            return text if is_str_enum(kind) else kind(text)
     raise ConfigError("this key can be given only in a YAML file")
 
 
 def _converted(value: Any, setting: Setting) -> Any:
-    """Convert from YAML, which lacks paths, tuples and sizes, and writes 1.0 as 1."""
+    """Convert a YAML value: text to paths and sizes, lists to tuples, integers to floats."""
     if isinstance(value, str):
         if setting.metadata.get("size"):
             return parse_size_bytes(value)

@@ -4,8 +4,8 @@ A profile is a YAML file, measured by `tideserve profile` or shipped in `device_
 shipped profiles were measured on a GPU, or are estimates that name the published figures they are
 derived from.
 
-`A100-14B:2` is a device like A100-14B that is slower by a factor of 2. Slowed down like this, two
-processors keep the pace of twice as many workers.
+`A100-14B:2` is a device like A100-14B that is slower by a factor of 2. With such simulated devices,
+the same processors can run twice as many workers at the pace of their devices.
 """
 
 import os
@@ -48,11 +48,11 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """A model on a device. Links are in bytes/s per direction; None where not measured.
+    """A model on a device. Links are in bytes/s per direction; None if not measured.
 
     `peer` is the link to another device of the cluster, `host` the link to host memory (for KV in
-    host memory; not used yet). `shape` and `hidden_bytes` (the activation of a token) serve the
-    division of the model into stages. `source` names the origin of the figures.
+    host memory; not used yet). `shape` and `hidden_bytes` (the activation of a token) are used to
+    divide the model into pipeline stages. `source` names the origin of the figures.
     """
 
     name: str
@@ -86,13 +86,13 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     Raises:
         ConfigError: if it does not exist or cannot be read.
     """
-    place, slowdown = split_slowdown(str(name_or_path))
-    path = Path(place).expanduser()
-    if path.name == place and not path.is_file():
-        path = SHIPPED_DIR / f"{place}{SUFFIX}"
+    name, slowdown = split_slowdown(str(name_or_path))
+    path = Path(name).expanduser()
+    if path.name == name and not path.is_file():
+        path = SHIPPED_DIR / f"{name}{SUFFIX}"
         if not path.is_file():
             raise ConfigError(
-                f"unknown device profile '{place}'; choose from"
+                f"unknown device profile '{name}'; choose from"
                 f" {', '.join(shipped_names())}, or give the path of a file"
             )
     profile = parse_profile(read_yaml(path), str(path))
@@ -118,7 +118,7 @@ def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
 
 
 def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
-    """A profile from a mapping; `source` is its place, for errors. Raises ConfigError."""
+    """The profile of a mapping; `source` names the mapping in errors. Raises ConfigError."""
     file = from_mapping(_ProfileFile, data, source)
     cost = file.cost
     if cost.lambda_s > cost.gamma_s:
@@ -146,7 +146,7 @@ def parse_profile(data: dict[str, Any], source: str) -> DeviceProfile:
 def store_profile(profile: DeviceProfile, path: Path) -> None:
     """Write the profile atomically: readers see the old or the new file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename between file systems is not atomic.
+    # Use the same folder, because a rename between file systems is not atomic.
     descriptor, fresh = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """Leader election among the instances of a service, through the key `leaders/<service>`.
 
-The key's lease only shows which instance is probably alive. The fencing token, the key's creation
-revision, keeps a stalled leader from acting: every write compares it, and members refuse orders
-with a lower token than they have seen.
+The lease of the key only shows which instance is probably alive. The fencing token, which is the
+key's creation revision, prevents a stalled leader from acting: every write compares it, and workers
+refuse orders with a lower token than they have received before.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Election:
-    """Campaigns while `run` runs. `token` is 0 unless this instance leads."""
+    """Campaigns for leadership while `run` runs. `token` is 0 unless this instance leads."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Election:
                 continue
             if entry is not None and entry.value == self._value:
                 return entry.create_revision
-            # The key was deleted; the registration notices at its next renewal.
+            # The key was deleted, which the registration detects at its next renewal.
             await asyncio.sleep(RETRY_S)
         return 0
 

@@ -2,10 +2,10 @@
 
 
 class ServiceError(Exception):
-    """Base of errors that are shown to people as a sentence.
+    """Base of errors whose message is shown to operators.
 
-    A process that ends with the error exits with `exit_code`; 2: a restart without a change is
-    pointless.
+    A process that ends with the error exits with `exit_code`. 2 means that a restart helps only
+    after a change, such as of the configuration.
     """
 
     exit_code = 2

@@ -1,9 +1,9 @@
 """An etcd client: leases, compare-and-swap, and watched prefixes.
 
-Two features of the client library are replaced. Its keep-alive reports success after a loss of
-quorum; here a lease counts as lost once its TTL has passed without an answer. Its watch goes silent
-after a compaction, and its channel waits up to two minutes between reconnects; here a watch ends at
-the first change, and a periodic listing backs it up.
+Two features of the client library `etcd3aio` are replaced. Its keep-alive reports success after a
+loss of quorum; here a lease counts as lost once its TTL has passed without an answer. Its watch
+goes silent after a compaction, and its channel waits up to two minutes between reconnects; here a
+watch ends at the first change, and a listing at least every `RELIST_S` detects missed changes.
 """
 
 import asyncio
@@ -77,9 +77,9 @@ Condition = Unchanged | SameCreation
 
 
 class Store:
-    """Access to etcd below a prefix; call `connect` first. Calls time out after `CALL_TIMEOUT_S`.
+    """Access to etcd keys below a prefix, which arguments and results exclude.
 
-    Keys exclude the prefix, so stores with different prefixes share nothing.
+    Call `connect` first. Calls time out after `CALL_TIMEOUT_S`.
     """
 
     def __init__(
@@ -187,13 +187,15 @@ class Store:
         writes: Mapping[str, bytes],
         deletes: Sequence[str] = (),
     ) -> int:
-        """Write and delete atomically if all conditions hold; at most 128 operations of each kind.
+        """Write and delete atomically if all conditions hold.
+
+        At most 128 conditions, and 128 writes and deletes together.
 
         Returns the revision of the write, or 0 if a condition failed and nothing was written.
 
         Raises:
-            StoreError: without an answer. The writes may have been applied, or may still be: read
-                back, never repeat.
+            StoreError: without an answer. The writes may have been applied, or may still be
+                applied: read them back, never repeat them.
         """
         puts = [
             RequestOp(request_put=PutRequest(key=self._full(key), value=value))
@@ -211,7 +213,7 @@ class Store:
         async def grant(member: EtcdMember) -> LeaseGrantResponse:
             return await member.lease.grant(ttl=ttl_s, timeout=CALL_TIMEOUT_S)
 
-        # A lease granted without an answer simply expires.
+        # If the answer is lost, the granted lease expires, so trying another member is safe.
         return int((await self._connection.call_any(grant)).ID)
 
     async def keep_alive(self, lease: int) -> float:
@@ -234,10 +236,10 @@ class Store:
         await self._connection.call(revoke)
 
     async def follow_prefix(self, prefix: str) -> AsyncIterator[StoreSnapshot]:
-        """Yield the entries below `prefix` now and after every change; endless.
+        """Yield the entries below `prefix` now, after every change, and every `RELIST_S`.
 
-        While etcd is unreachable nothing is yielded, so the last view stays in force. Listings
-        repeat at least every `RELIST_S`, which repairs a silent watch.
+        Never ends. Yields nothing while etcd is unreachable. The periodic listings detect changes
+        that a silent watch has missed.
         """
         while True:
             try:
@@ -251,7 +253,7 @@ class Store:
     async def _wait_for_change(self, prefix: str, revision: int) -> None:
         """Return after a change below `prefix` later than `revision`, or after `RELIST_S`.
 
-        Also returns when the watch breaks or is refused: the next listing shows why.
+        Also returns when the watch breaks or is refused; the next listing then fails as well.
         """
         full = self._full(prefix)
         create = WatchCreateRequest(
@@ -266,7 +268,7 @@ class Store:
                         return
                     if response.canceled:
                         break
-            # Back off, so that a refusing etcd is not polled in a tight loop.
+            # Back off, so that an etcd that refuses watches is not polled in a tight loop.
             await asyncio.sleep(RETRY_S)
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
             return

@@ -1,4 +1,4 @@
-"""Durations and failures of calls to etcd, for metrics."""
+"""Counts the calls of a process to etcd by duration, and their failures, for its metrics."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from services.common.clock import monotonic_s
 
 UPPER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 3.0)
-"""Bucket bounds; a call times out after 3 s."""
+"""Upper bounds of the histogram's buckets; a call times out after 3 s."""
 
 
 class EtcdCalls:
-    """Accumulates the calls of a process."""
+    """Duration histogram and failures of all calls of this process."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(UPPER_BOUNDS_S) + 1)
@@ -20,9 +20,9 @@ class EtcdCalls:
 
     @contextmanager
     def timed(self, failures: tuple[type[BaseException], ...]) -> Iterator[None]:
-        """Time the body as a call that returns or raises one of `failures`.
+        """Count the body as a call, which fails if it raises one of `failures`.
 
-        A call that ends otherwise, such as by cancellation, is not counted.
+        A body that raises another exception, such as CancelledError, is not counted.
         """
         started_s = monotonic_s()
         try:
@@ -34,6 +34,6 @@ class EtcdCalls:
         self._note(started_s)
 
     def _note(self, started_s: float) -> None:
-        took_s = monotonic_s() - started_s
-        self.counts[bisect_left(UPPER_BOUNDS_S, took_s)] += 1
-        self.total_s += took_s
+        duration_s = monotonic_s() - started_s
+        self.counts[bisect_left(UPPER_BOUNDS_S, duration_s)] += 1
+        self.total_s += duration_s

@@ -1,9 +1,9 @@
-"""The connection to etcd: a member at a time, optionally with TLS and authentication.
+"""The connection to etcd, with fail-over between its members, TLS and authentication.
 
-A member is used until it fails, then the next. Each has its own channel: in a common channel, gRPC
-would verify the certificates of all members against the same name. An authentication token ends
-with its lifetime, etcd's restart, or a change of users. A call refused for an invalid token was not
-applied, and is retried once with a new token.
+A member is used until it fails, then the next. Each has its own channel, because in a common
+channel gRPC would verify the certificates of all members against the same name. An authentication
+token becomes invalid after its lifetime, a restart of etcd, or a change of users. A call refused
+for an invalid token was not applied, and is retried once with a new token.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ ETCD_OPTIONS = {
 }
 CALL_TIMEOUT_S = 3.0
 LOG_INTERVAL_S = 30.0
-LEFT_CHANNEL_S = 15.0
-"""Longer than any call."""
+REPLACED_CHANNEL_S = 15.0
+"""How long a replaced channel stays open for its running calls; longer than any call."""
 
-# etcd identifies these conditions by their message only.
+# etcd reports these conditions by message only.
 TOKEN_REFUSALS = ("user name is empty", "revision of auth store is old", "invalid auth token")
 REFUSALS = {
     "user name is empty": "set 'etcd_user' and 'etcd_password'",
@@ -71,8 +71,10 @@ class EtcdMember:
         options = tuple(ETCD_OPTIONS.items())
         if tls:
             # Without a configured CA, public CAs are trusted.
-            shown = certificates or Certificates(None, None, None)
-            credentials = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.cert)
+            certificates = certificates or Certificates(None, None, None)
+            credentials = grpc.ssl_channel_credentials(
+                certificates.ca, certificates.key, certificates.cert
+            )
             self._channel = grpc.aio.secure_channel(address, credentials, options=options)
         else:
             self._channel = grpc.aio.insecure_channel(address, options=options)
@@ -107,7 +109,7 @@ Operation = Callable[[EtcdMember], Awaitable[T]]
 
 
 class EtcdConnection:
-    """Calls any etcd member that answers."""
+    """Calls the current etcd member, and switches to the next if it is unreachable."""
 
     def __init__(self, url: str, login: EtcdLogin) -> None:
         """`url`: in the format of `parse_urls`.
@@ -125,12 +127,12 @@ class EtcdConnection:
                 " remove 'etcd_ca_file', 'etcd_cert_file' and 'etcd_key_file'"
             )
         self._source = CertificateSource(login.files) if self._endpoints.tls else None
-        self._shown: Certificates | None = None
+        self._certificates: Certificates | None = None
         self._index = 0
         self._logged_s = -LOG_INTERVAL_S
         self._members: dict[str, EtcdMember] = {}
-        # Channels with former certificates and the time of their replacement: calls may finish.
-        self._left: list[tuple[float, EtcdMember]] = []
+        # Members with former certificates, and when they were replaced; their calls may finish.
+        self._replaced: list[tuple[float, EtcdMember]] = []
         self._logging_in = asyncio.Lock()
 
     async def call(self, operation: Operation[T]) -> T:
@@ -158,21 +160,21 @@ class EtcdConnection:
         return await self.call(operation)
 
     async def member(self) -> EtcdMember:
-        """The current member, on a channel with the current certificates."""
-        await self._close_left()
-        shown = self._source.current() if self._source is not None else None
-        if shown is not self._shown:
-            self._left += [(monotonic_s(), member) for member in self._members.values()]
-            self._members, self._shown = {}, shown
+        """The current member, with a channel that uses the current certificates."""
+        await self._close_replaced()
+        certificates = self._source.current() if self._source is not None else None
+        if certificates is not self._certificates:
+            self._replaced += [(monotonic_s(), member) for member in self._members.values()]
+            self._members, self._certificates = {}, certificates
         address = self._address()
         if address not in self._members:
-            self._members[address] = EtcdMember(address, self._endpoints.tls, shown)
+            self._members[address] = EtcdMember(address, self._endpoints.tls, certificates)
         return self._members[address]
 
     async def close(self) -> None:
         """Close all channels, if any."""
-        members = [*self._members.values(), *(member for _, member in self._left)]
-        self._members, self._left = {}, []
+        members = [*self._members.values(), *(member for _, member in self._replaced)]
+        self._members, self._replaced = {}, []
         for member in members:
             await member.close()
 
@@ -184,7 +186,7 @@ class EtcdConnection:
                 return await self._with_token(await self.member(), operation)
         except FAILURES as error:
             if _is_unreachable(error):
-                self._turn_from(index)
+                self._switch_from(index)
             raise
 
     async def _with_token(self, member: EtcdMember, operation: Operation[T]) -> T:
@@ -210,7 +212,7 @@ class EtcdConnection:
                 answer = await member.auth.authenticate(user, password, timeout=CALL_TIMEOUT_S)
                 member.token = answer.token
 
-    def _turn_from(self, index: int) -> None:
+    def _switch_from(self, index: int) -> None:
         """Switch to the next member, unless another call has already done so."""
         addresses = self._endpoints.addresses
         if index == self._index and len(addresses) > 1:
@@ -225,12 +227,12 @@ class EtcdConnection:
     def _address(self) -> str:
         return self._endpoints.addresses[self._index]
 
-    async def _close_left(self) -> None:
-        while self._left and monotonic_s() - self._left[0][0] > LEFT_CHANNEL_S:
-            await self._left.pop(0)[1].close()
+    async def _close_replaced(self) -> None:
+        while self._replaced and monotonic_s() - self._replaced[0][0] > REPLACED_CHANNEL_S:
+            await self._replaced.pop(0)[1].close()
 
     def _translated(self, error: Exception) -> StoreError:
-        """Our error for an error of the library."""
+        """The StoreError for an error of the client library."""
         if isinstance(error, TimeoutError | EtcdTransientError):
             return StoreTimeout("etcd did not answer in time")
         details = str(error)

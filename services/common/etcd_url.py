@@ -8,7 +8,7 @@ from services.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The members of an etcd cluster, host:port each, and whether they use TLS."""
+    """Addresses (host:port) of the members of an etcd cluster, and whether they use TLS."""
 
     addresses: tuple[str, ...]
     tls: bool
@@ -20,7 +20,7 @@ def parse_urls(urls: str) -> Endpoints:
     Raises:
         ConfigError: if a part is not such a URL, or only some are https://.
     """
-    # urlsplit would accept credentials silently.
+    # Check first, because urlsplit accepts credentials.
     refuse_user(urls)
     addresses, schemes = [], set()
     for url in (part.strip() for part in urls.split(",")):
@@ -36,7 +36,7 @@ def parse_urls(urls: str) -> Endpoints:
 
 
 def refuse_user(urls: str) -> None:
-    """Raise ConfigError if `urls` contain credentials: URLs are shown and logged."""
+    """Raise ConfigError if `urls` contain credentials, because URLs are logged."""
     if "@" in urls:
         raise ConfigError(
             "an etcd URL contains credentials; set 'etcd_user' and 'etcd_password' instead"

@@ -1,8 +1,8 @@
 """Logs the events and decisions of a state machine of `services.core`, for replay.
 
-A debugging aid, off by default: it contains token ids of prompts, so it is a private file (mode
-0600) in a private folder. JSON lines: the first holds the state's configuration, each other a
-`[kind, type, value]` such as `["event", "Asked", {…}]`.
+A debugging aid, off by default. The log contains token ids of prompts, so it is a private file
+(mode 0600). It consists of JSON lines: the first has the configuration of the state machine, every
+other line is a `[kind, type, value]` such as `["event", "Asked", {…}]`.
 """
 
 import logging
@@ -39,27 +39,27 @@ class _EntryLine(msgspec.Struct, array_like=True):
 
 
 class LogEntry(NamedTuple):
-    """A line; `kind` is "event", "command" or another kind of its writer."""
+    """A decoded line; `kind` is "event", "command", or another kind that its writer defines."""
 
     kind: str
     value: Any
 
 
 def type_name(value: Any) -> str:
-    """The type's name, by which readers decode a value."""
+    """The name of a value's type, by which readers choose its decoder."""
     return type(value).__name__
 
 
 class EventLog:
     """Appends to a new file in `folder`, up to `size_max_bytes`.
 
-    A full disk or a full log ends the log, never the service. Not thread-safe.
+    A full disk or a full log ends the log but not the service. Not thread-safe.
     """
 
     def __init__(
         self, folder: Path, name: str, config: Any, size_max_bytes: int = SIZE_MAX_BYTES
     ) -> None:
-        """`config`: what the state was made from. Raises EventLogError."""
+        """`config`: the settings from which the state machine was created. Raises EventLogError."""
         self.path = folder / f"{name}-{unix_s()}-{os.getpid()}.jsonl"
         self._left_bytes = size_max_bytes
         self._encoder = msgspec.json.Encoder()
@@ -79,17 +79,20 @@ class EventLog:
     def append(
         self, kind: str, values: Iterable[Any], name_of: Callable[[Any], str] = type_name
     ) -> None:
-        """Write a line per value; `name_of` gives the type name that readers decode by."""
+        """Write a line per value; `name_of` returns the type name that readers decode by."""
         self._write([(kind, name_of(value), value) for value in values])
 
     def close(self) -> None:
-        """Close the file; later events are dropped."""
+        """Close the file; later entries are discarded."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _write(self, lines: list[Any]) -> None:
-        """Write whole lines in one system call, so that a killed process leaves no partial line."""
+        """Write whole lines with one system call, so that a killed process leaves no partial line.
+
+        A disk that fills up during the call may leave one; the next write then ends the log.
+        """
         if self._descriptor is None or not lines:
             return
         data = self._encoder.encode_lines(lines)

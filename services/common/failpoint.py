@@ -1,10 +1,10 @@
 """Failpoints: named places in the code where tests inject faults.
 
 `hit("memmgr.commit.sent")` marks a place. It has no effect unless the option `failpoints` arms that
-name, such as `memmgr.commit.sent=kill` or `engine.merge.kv_piece.leader=stop:12@3`: an action, then
-the number of the hit at which it happens. A failpoint fires once per file of hits, even if several
-processes pass the place or the killed process is restarted: before it acts, the first process
-appends a line to the file.
+name, such as `memmgr.commit.sent=kill` or `engine.merge.kv_piece.leader=stop:12@3`: an action, its
+seconds, and the number of the hit at which it happens (by default the first). A failpoint fires
+once per file of hits, even if several processes pass the place or the killed process restarts: the
+first process appends a line to the file before it acts.
 """
 
 import fcntl
@@ -33,23 +33,23 @@ CUTS = {CUT: (True, True), CUT_ACTIVATIONS: (True, False), CUT_BULK: (False, Tru
 ACTIONS = (NOTE, HOLD, KILL, KILL_PARENT, KILL_WORKER, STOP, STOP_WORKER, *CUTS)
 """The actions; `stop` and `stop-worker` take seconds.
 
-note         none: the reader of the hits file acts
-hold         SIGSTOP to this process until the reader of the hits file has acted and sends SIGCONT,
-             for at most `HOLD_MAX_S`, so that its action happens exactly at this place
+note         no action by this process; the test that reads the hits file acts
+hold         SIGSTOP to this process until the test that reads the hits file sends SIGCONT, for at
+             most `HOLD_MAX_S`, so that the test can act exactly at this place
 kill         SIGKILL to this process
 kill-parent  SIGKILL to the servicer of this engine, which also ends the engine
-kill-worker  SIGKILL to both; in a servicer to itself alone, which also ends its engine
+kill-worker  SIGKILL to servicer and engine; in a servicer to itself, which also ends its engine
 stop         SIGSTOP to this process for some seconds
 stop-worker  SIGSTOP to the servicer of this engine and to the engine
-cut          close this engine's connections to the other members, at this end only
-cut-activations, cut-bulk   the same for a single lane
+cut          close this engine's connections to the other members of its group, at this end only
+cut-activations, cut-bulk   the same for the connections of one kind of traffic (lane)
 """
 HOLD_MAX_S = 2.0
 
 
 @dataclass(slots=True)
 class _Armed:
-    """A failpoint that has not fired."""
+    """A failpoint that has not fired yet."""
 
     name: str
     action: str
@@ -74,19 +74,19 @@ _armed = _process.armed
 
 def hit(name: str) -> None:
     """Pass the failpoint `name`. May kill or suspend this process if it is armed."""
-    # No more than a lookup: `hit` stands on hot paths.
+    # Do no more than a lookup, because `hit` is called on hot paths.
     if name in _armed:
-        _pass(_armed[name])
+        _count_hit(_armed[name])
 
 
 def any_armed() -> bool:
-    """Whether any failpoint is armed, so that hot paths need not build names otherwise."""
+    """Whether any failpoint is armed; if not, hot paths need not build names."""
     return bool(_armed)
 
 
 def check(specs: Iterable[str], file: Path | None) -> None:
     """Raise ConfigError if a spec is invalid or the hits file is missing."""
-    read = [_read(spec) for spec in specs]
+    read = [_parse(spec) for spec in specs]
     if read and file is None:
         raise ConfigError("'failpoints' is given without 'failpoint_file'; add the file of hits")
 
@@ -94,7 +94,7 @@ def check(specs: Iterable[str], file: Path | None) -> None:
 def on_cut(cut: Callable[[bool, bool], None]) -> None:
     """Register `cut`, which failpoints call to disconnect this process from its peers.
 
-    Its arguments: whether to cut the lane of activations, and whether that of bulk transfers.
+    Its arguments: whether to cut connections for activations, and those for bulk transfers.
     """
     _process.cut = cut
 
@@ -111,15 +111,15 @@ def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
     if not specs or file is None:
         return
     _process.file, _process.parent = file, parent
-    # A process that a failpoint killed must survive its restart.
+    # After a restart, do not fire again the failpoint that killed the process.
     past = {entry["name"] for entry in read_hits(file)}
-    for failpoint in map(_read, specs):
+    for failpoint in map(_parse, specs):
         if failpoint.name not in past:
             _armed[failpoint.name] = failpoint
 
 
 def read_hits(file: Path) -> list[dict[str, Any]]:
-    """All hits in order; none without a file."""
+    """All hits in order; empty if there is no file."""
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
@@ -127,8 +127,8 @@ def read_hits(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _read(spec: str) -> _Armed:
-    """Parse a spec. Raises ConfigError."""
+def _parse(spec: str) -> _Armed:
+    """Parse a failpoint of the option. Raises ConfigError."""
     match = _SPEC.fullmatch(spec)
     if match is None or match["action"] not in ACTIONS:
         raise ConfigError(
@@ -143,17 +143,18 @@ def _read(spec: str) -> _Armed:
     )
 
 
-def _pass(failpoint: _Armed) -> None:
+def _count_hit(failpoint: _Armed) -> None:
+    """Count a hit; act at the configured hit, unless another process has recorded it."""
     failpoint.left -= 1
     if failpoint.left > 0:
         return
     _armed.pop(failpoint.name, None)
-    if _claim(failpoint):
+    if _record_hit(failpoint):
         _act(failpoint)
 
 
-def _claim(failpoint: _Armed) -> bool:
-    """Record the hit; False if another process has already recorded it."""
+def _record_hit(failpoint: _Armed) -> bool:
+    """Record the hit in the file; returns False if another process has recorded it already."""
     descriptor = os.open(_process.file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         # The lock makes check and append atomic between processes.
@@ -201,7 +202,7 @@ def _stop(pids: Sequence[int], seconds: float) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # In a session of its own, so that signals to our group do not end it.
+            # A session of its own, so that signals to our process group do not end the helper.
             start_new_session=True,
         )
     )

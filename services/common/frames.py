@@ -1,9 +1,10 @@
 """Batches several frames of a long-lived stream into one message, if the peer supports it.
 
-gRPC needs at least one turn of the event loop per message. A process with thousands of streams has
-slow turns, so a queue of frames that are sent one by one grows faster than it drains. The first
-frame of a batch carries the others in its field `more`, in order. Peers of earlier versions would
-ignore that field, so each side announces support in its metadata.
+A frame is a protobuf message of a gRPC stream. gRPC needs at least one turn of the event loop per
+message, and turns are slow in a process with thousands of streams, so a queue of frames that are
+sent separately grows faster than it drains. The first frame of a batch contains the others in its
+field `more`, in order. Peers of earlier versions would ignore that field, so each side announces
+support in its metadata.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +18,8 @@ TAKES_MANY = (("tideserve-frames", "many"),)
 """Metadata of a peer that accepts several frames per message."""
 FRAMES_MAX = 256
 BYTES_MAX = 4 * 2**20
-"""Most bytes per message, unless a single frame is larger."""
-ALONE_BYTES = 64 * 2**10
+"""Maximum size of a message, unless a single frame is larger."""
+UNBATCHED_BYTES = 64 * 2**10
 """Frames of this size are sent alone: batching would copy them."""
 
 
@@ -32,8 +33,8 @@ def packed(frames: Sequence[T]) -> Iterator[T]:
     head, count, size = None, 0, 0
     for frame in frames:
         frame_bytes = frame.ByteSize()
-        if frame_bytes >= ALONE_BYTES:
-            # Send what is before it first, to keep the order.
+        if frame_bytes >= UNBATCHED_BYTES:
+            # Send the earlier frames first, to keep the order.
             if head is not None:
                 yield head
             yield frame

@@ -1,4 +1,4 @@
-"""Keeps Python's cyclic garbage collector away from latency-critical work."""
+"""Pauses Python's cyclic garbage collector, for latency-critical code and for start-up."""
 
 import gc
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause cyclic garbage collection; the body should be short and create no cycles.
 
-    A collection over the objects of a large cluster takes longer than planning for it.
+    With the objects of a large cluster, a collection takes longer than the code that it interrupts.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,9 +22,9 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def freeze_after() -> Iterator[None]:
-    """For code that creates objects with the lifetime of the process, such as imports.
+    """Pause collection, then exempt all existing objects from later collections.
 
-    Pauses the collector, and exempts all objects that exist at the end from later collections.
+    The body should create objects that live as long as the process, such as by imports.
     """
     with gc_paused():
         yield

@@ -1,7 +1,8 @@
-"""Names of span attributes.
+"""Names of the attributes of exported spans.
 
-OpenTelemetry's GenAI conventions are still in development, and its Python package has dropped them,
-so they are defined here. The latencies have vLLM's names, which existing dashboards show.
+`gen_ai.*` names follow OpenTelemetry's GenAI conventions, which are still in development and no
+longer part of its Python package; `gen_ai.latency.*` are vLLM's names, which existing dashboards
+show. `tideserve.*` names are our own.
 """
 
 OPERATION_NAME = "gen_ai.operation.name"
@@ -52,4 +53,4 @@ CHANGE_ACTION = "tideserve.change.action"
 CHANGE_GROUPS = "tideserve.change.groups"
 CHANGE_EPOCH = "tideserve.change.epoch"
 CHANGE_NUMBER = "tideserve.change."
-"""Prefix of the numbers that a decision is based on."""
+"""Prefix of attributes with the figures on which the decision for a group change is based."""

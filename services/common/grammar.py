@@ -1,15 +1,15 @@
-"""Grammars in llguidance's form, with the same limits for checking and applying them."""
+"""Converts grammars to llguidance's form, and defines limits for their check and their use."""
 
 from llguidance import LLMatcher, LLParserLimits
 
 from services.core.request import Grammar, GrammarKind
 
 LEXER_STATES_MAX = 50_000
-"""Most states of a compiled grammar's automaton, about 0.4 KiB each; hundreds are typical."""
+"""Maximum states of a compiled grammar's automaton, about 0.4 KiB each; hundreds are typical."""
 
 
 def source_of(grammar: Grammar) -> str:
-    """The grammar in the form that `LLMatcher` accepts; `LLMatcher` also reports its errors."""
+    """The grammar in the form that `LLMatcher` accepts; it is checked only there."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(grammar.text)
@@ -20,7 +20,7 @@ def source_of(grammar: Grammar) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """Limits on a grammar, the same for the check and for its use.
+    """Limits on a grammar, for the gateway's check and for its use in the engine.
 
     They limit work rather than time, so that all machines accept the same grammars. Errors contain
     neither grammar nor output, since those may be confidential.

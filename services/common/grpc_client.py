@@ -6,7 +6,7 @@ import grpc.aio
 
 MESSAGE_BYTES_MAX = 64 * 2**20
 
-# A frozen peer is detected after keepalive_time + ping_timeout; the default adds a minute.
+# A frozen peer is detected after keepalive_time + ping_timeout, with defaults a minute later.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -21,7 +21,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 Dial = Callable[[str, str], grpc.aio.Channel]
-"""Opens a channel to an address (host:port) where a service with a role listens."""
+"""Opens a channel to an address (host:port) of a service with the given role."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

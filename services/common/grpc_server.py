@@ -1,7 +1,7 @@
 """The gRPC server of every service, with health, reflection and ProcessService.
 
-The port is open from the start of the process, so that a probe can distinguish a process that
-loads its model from a dead one. Servicers may be added later; until then their calls are refused.
+The port opens when the process starts, so that a probe can distinguish a process that loads its
+model from a dead process. Servicers may be added later; until then their calls are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from services.common.transport import Transport
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    # Accept the keepalive pings of our channels, which the defaults treat as abuse.
+    # Accept the keepalive pings of `grpc_client` channels, which the defaults treat as abuse.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # A second process on the same port must fail rather than share its calls.
+    # A second process on the same port must fail instead of sharing its calls.
     ("grpc.so_reuseport", 0),
 )
 
@@ -88,7 +88,7 @@ class LateServices(grpc.GenericRpcHandler):
         self._handlers: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Ignored: the same handlers are registered by method as well."""
+        """Do nothing, as generated code also registers the same handlers by method."""
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Any]) -> None:
         """Serve the methods of the service `name`."""

@@ -1,7 +1,7 @@
-"""grpc.health.v1: liveness of the process (""), and readiness by service name.
+"""The gRPC service grpc.health.v1: liveness of the process (name ""), readiness by service name.
 
-The status is computed on request: conditions such as a recent heartbeat of the engine change by the
-passing of time alone.
+The status is computed at each request, because conditions such as a recent heartbeat of the engine
+change without an event.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ ListContext = grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.
 
 
 class TooManyWatchers(ServiceError):
-    """All watches allowed are in use."""
+    """The maximum number of watches is open."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Reports "" as serving always, and `names` while `ready()` holds and no drain has begun."""
+    """Reports "" as serving always, and `names` while `ready()` is true and no drain has begun."""
 
     def __init__(self, names: Collection[str], ready: Callable[[], bool]) -> None:
         self._names = frozenset(names)
@@ -40,7 +40,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watchers = 0
 
     def drain(self) -> None:
-        """Report the names as not serving, whatever `ready` returns."""
+        """Report the names as not serving, regardless of `ready`."""
         self._draining = True
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     yield status
                 if closed:
                     return
-                # Poll: readiness changes by the passing of time alone.
+                # Poll, because readiness changes without an event.
                 await asyncio.sleep(WATCH_INTERVAL_S)
         finally:
             self._watchers -= 1

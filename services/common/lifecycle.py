@@ -1,7 +1,7 @@
-"""Start, drain and end of a service process; the same for all four services.
+"""Entry point of all four services: start, drain on a signal, and exit code.
 
-Exit codes: 0 after a drain, that of the error (`ServiceError.exit_code`), or 1 after a crash.
-SIGINT and SIGTERM drain, even if the parent ignored them.
+The exit code is 0 after a drain, `ServiceError.exit_code` after such an error, and 1 after a crash.
+SIGINT and SIGTERM start a drain, even if the parent process ignored them.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from services.common.settings import describe, help_text, load_settings
 
 C = TypeVar("C")
 
-# gRPC's core logs each failed handshake to standard error in its own format. It reads this variable
-# when it is loaded, which is after this module: see `__main__` of each service.
+# Without this, gRPC's core logs each failed handshake to standard error in its own format. It reads
+# the variable when it is loaded, so `__main__` of each service imports this module first.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _PR_SET_PDEATHSIG = 1
@@ -68,7 +68,7 @@ def main(
         for error in errors:
             print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
         exit_code = errors[0].exit_code
-    # Not in `except*`: an exception raised there may join a group and be shown with a traceback.
+    # Exit here: an exception raised in `except*` may join a group and be shown with a traceback.
     if exit_code:
         sys.exit(exit_code)
 

@@ -1,7 +1,7 @@
-"""Log format of the services, and the request ids in log lines.
+"""Log formats of the services, with the id of the current request in each line.
 
-A log line never contains a prompt, an output or a key: log counts, not contents. So for exceptions
-within a request, only types and code locations are logged, not messages.
+A log line never contains a prompt, an output or a key. So of an exception during a request only
+type and code locations are logged, because its message may quote such contents.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ FIELDS = "fields"
 """Key of `extra` for additional fields: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
 
 CHAIN_MAX = 8
-"""Most chained causes of an exception that are logged."""
+"""Maximum number of chained causes of an exception that are logged."""
 
-# A line break in a message would look like a line of its own, and terminals interpret the others:
-# the C0 and C1 control characters, and Unicode's two line separators.
+# Characters to escape: C0 and C1 control characters, which terminals interpret, and Unicode's line
+# separators. A line break in a message would look like another log line.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _ESCAPED = {code: chr(code).encode("unicode_escape").decode("ascii") for code in _CONTROLS}
 
@@ -48,15 +48,15 @@ def request_ids(request_id: str, trace_id: str) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Omits messages of exceptions within a request, since they may quote its contents."""
+    """Omits messages of exceptions during a request, since they may quote its contents."""
 
     def formatException(self, ei: Any) -> str:
         if not _ids.get() or ei[1] is None:
             return super().formatException(ei)
-        return "\n".join(_places(ei[1], CHAIN_MAX))
+        return "\n".join(_code_locations(ei[1], CHAIN_MAX))
 
 
-def _places(error: BaseException, chain_max: int) -> Iterator[str]:
+def _code_locations(error: BaseException, chain_max: int) -> Iterator[str]:
     """Types and tracebacks of an exception and its causes, causes first."""
     if chain_max > 0:
         hidden = error.__suppress_context__
@@ -65,7 +65,7 @@ def _places(error: BaseException, chain_max: int) -> Iterator[str]:
         # Causes first, as in Python's own tracebacks.
         for other in (before, *inner):
             if other is not None:
-                yield from _places(other, chain_max - 1)
+                yield from _code_locations(other, chain_max - 1)
     yield "Traceback (most recent call last):"
     yield from (part.rstrip("\n") for part in traceback.format_tb(error.__traceback__))
     yield f"{type(error).__module__}.{type(error).__qualname__}"

@@ -1,6 +1,6 @@
-"""`SHA256SUMS` of a model folder, in `sha256sum`'s format.
+"""Reads and writes `SHA256SUMS` of a model folder, in the format of `sha256sum`.
 
-Standard library only: the set-up reads it before any package is installed.
+Standard library only, because the set-up uses it before any package is installed.
 """
 
 import hashlib

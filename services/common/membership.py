@@ -1,6 +1,7 @@
-"""Membership: registrations on leases, and live views of others' records.
+"""Registers services and workers in etcd with leases, and follows the records of others.
 
-A lease tells which process is probably alive, never which may act; epochs decide that.
+A lease shows that a process is probably alive. It never permits actions: epochs and fencing tokens
+do.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ M = TypeVar("M", bound=Message)
 class Registration:
     """Keeps a key alive on a lease while `run` runs.
 
-    The key is only created while it is absent, so a restarted process waits for the end of its
-    predecessor's lease. If the lease is lost, the same record is written again under a new lease.
+    The key is created only if it is absent, so a restarted process waits until the lease of its
+    predecessor has expired. If the lease is lost, the record is written again under a new lease.
     Exactly one of the events `registered` and `lost` is set.
     """
 
@@ -124,17 +125,17 @@ class Registration:
         entry = (await self._store.list_prefix(self._key)).get(self._key)
         if entry is None or entry.value != self._value:
             return False
-        # Our own earlier write, under a lease whose grant we did not learn of: adopt the key.
+        # The key is from an earlier attempt whose answer was lost: move it to the current lease.
         return await self._store.put_if(self._key, self._value, entry.mod_revision, self._lease)
 
     async def _renew(self) -> None:
         """Return when the lease is lost: etcd reports it, or its TTL passes without an answer."""
         expires_s = monotonic_s() + self._ttl_s
         while (left_s := expires_s - monotonic_s()) > 0:
-            # Early enough for several attempts within the TTL.
+            # Renew early enough for several attempts within the TTL.
             await asyncio.sleep(min(self._ttl_s / 4, left_s))
-            # Count from before the call: etcd may have renewed it at any time since then.
-            asked_s = monotonic_s()
+            # Count from before the call, as etcd may have renewed the lease at its very beginning.
+            sent_s = monotonic_s()
             try:
                 left_s = await self._store.keep_alive(self._lease)
             except StoreError as error:
@@ -142,13 +143,13 @@ class Registration:
                 continue
             if left_s == 0:
                 return
-            expires_s = asked_s + left_s
+            expires_s = sent_s + left_s
 
 
 class Directory(Generic[M]):
-    """A live view of the valid records below a prefix.
+    """The valid records below a prefix, kept current while `run` runs.
 
-    `records` maps keys to records. While etcd is down the last view stays in force.
+    `records` maps keys to records. While etcd is down, the last records remain.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Directory(Generic[M]):
             self.entries = listing
             self.records = decoded
             self.loaded.set()
-            # A new event per change wakes all waiters, and none of them has to clear it.
+            # Replace the event at each change, so that no waiter has to clear it.
             self._changed.set()
             self._changed = asyncio.Event()
             if self._on_change is not None:
@@ -199,7 +200,7 @@ class Directory(Generic[M]):
             await self._changed.wait()
 
     def newest(self, prefix: str) -> M | None:
-        """The most recently created record below `prefix`: the live instance after a restart."""
+        """The most recently created record below `prefix`; after a restart, the live instance."""
         keys = [key for key in self.records if key.startswith(prefix)]
         return (
             self.records[max(keys, key=lambda k: self.entries[k].create_revision)] if keys else None

@@ -1,6 +1,6 @@
-"""Prometheus exposition on its own port: a small HTTP server on the service's event loop.
+"""Serves Prometheus metrics on a port of its own, with a small HTTP server.
 
-On the loop, so that collectors may read state of the service's tasks without locks.
+It runs on the service's event loop, so that collectors read the state of its tasks without locks.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 async def metrics_exposed(
     registry: CollectorRegistry, host: str, port: int | None
 ) -> AsyncIterator[int]:
-    """Serve `registry` at http://host:port/metrics during the body; None: not at all, 0: any port.
+    """Serve `registry` at http://host:port/metrics during the body, unless `port` is None.
 
-    Yields the port; 0 if it does not serve.
+    Port 0 is any free port. Yields the bound port; 0 without a server.
 
     Raises:
         ConfigError: if the port cannot be bound.
@@ -39,7 +39,7 @@ async def metrics_exposed(
     exposition = _Exposition(registry)
     try:
         server = await asyncio.start_server(
-            exposition.converse, host, port, limit=HEAD_BYTES_MAX, reuse_address=True
+            exposition.serve_connection, host, port, limit=HEAD_BYTES_MAX, reuse_address=True
         )
     except OSError as error:
         raise ConfigError(
@@ -49,36 +49,38 @@ async def metrics_exposed(
         yield int(server.sockets[0].getsockname()[1])
     finally:
         server.close()
-        await exposition.end()
+        await exposition.close_all()
 
 
 class _Exposition:
-    """Answers one request per connection, on up to `CONNECTIONS_MAX` connections."""
+    """Answers a single request per connection, on up to `CONNECTIONS_MAX` connections."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
 
-    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serve a connection; closes it if it is too slow or exceeds the limit."""
         task = asyncio.current_task()
         assert task is not None
-        if len(self._conversations) < CONNECTIONS_MAX:
-            self._conversations.add(task)
+        if len(self._connections) < CONNECTIONS_MAX:
+            self._connections.add(task)
             try:
                 async with timeout(EXCHANGE_TIMEOUT_S):
                     await self._answer(reader, writer)
             except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError) as error:
                 log.debug("a scrape was interrupted: %r", error)
             finally:
-                self._conversations.discard(task)
+                self._connections.discard(task)
         writer.close()
 
-    async def end(self) -> None:
+    async def close_all(self) -> None:
         """Close all connections."""
-        for task in self._conversations:
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._conversations, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Metrics of every service: its process, its calls to etcd, its certificates."""
+"""Prometheus metrics of every service: its process, calls to etcd, and certificates."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -63,16 +63,16 @@ class _Common(Collector):
 
 
 class _Certificate:
-    """The certificate that the next connection will use, by the service's own rules.
+    """The certificate that the next connection of the service uses.
 
-    Not simply the file's content: a certificate that does not match its key is never used.
+    This may differ from the file: a certificate that does not match its key is never used.
     """
 
     def __init__(self, files: CertificateFiles) -> None:
         self.purpose = files.owner
         self._files = files
         self._source: CertificateSource | None = None
-        # Load the certificate now: later unusable files do not replace it.
+        # Load the certificate now, because later invalid files do not replace it.
         self.expiry_unix_s()
 
     def expiry_unix_s(self) -> float:
@@ -100,7 +100,7 @@ def service_registry(service: str, config: Any, calls: EtcdCalls) -> CollectorRe
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Prometheus's cumulative buckets from the counts of each bucket."""
+    """Prometheus's cumulative buckets, from the counts of separate buckets."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, map(float, accumulate(counts)), strict=True))
 

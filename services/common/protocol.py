@@ -1,9 +1,9 @@
-"""Version of the protocol between the workers of a group: lanes and group changes.
+"""Version of the protocol between the workers of a group: transfers (lanes) and group changes.
 
-Raise it with every change of frames, handshake or group protocol that a worker of the previous
+Increase it with every change of frames, handshake or group protocol that a worker of the previous
 version would misread. Workers of different versions may serve in the same cluster, but never in the
 same group. Messages between services (gRPC, etcd records) are not versioned: fields are only added,
 which `buf breaking` checks.
 """
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4

@@ -1,4 +1,4 @@
-"""Streams reports to the newest instance of a service."""
+"""Keeps a call to the newest instance of a service open, such as a stream of reports."""
 
 import asyncio
 import logging
@@ -21,14 +21,17 @@ Push = Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]]
 async def keep_pushing(
     services: Directory[record_pb2.ServiceRecord], name: str, push: Push, dial: Dial
 ) -> None:
-    """Push to the newest instance of a service until cancelled; restarts on failure or change."""
+    """Call `push` with a channel to the newest instance of a service, until cancelled.
+
+    Restarts when it fails or a newer instance is registered.
+    """
     prefix = f"{SERVICES}{name}/"
     while True:
         await services.wait_for(lambda: services.newest(prefix) is not None)
         record = services.newest(prefix)
         assert record is not None
         try:
-            # A new channel per attempt: it uses the current certificate and address.
+            # Open a channel per attempt, so that it uses the current certificate and address.
             async with dial(record.address, name) as channel:
                 await _push_while_newest(services, prefix, record, push(channel))
         except grpc.RpcError as error:

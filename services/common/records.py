@@ -1,9 +1,9 @@
-"""The records in etcd: a single codec, and a single definition of a valid record.
+"""Encodes, decodes and validates the records in etcd, for all services.
 
-Every service reads records through this module, so that all agree on workers, groups and
-assignments. A record is invalid, and ignored, if it is malformed, contradicts its key or lacks a
-required field. Records are protobuf JSON, readable with etcdctl; unknown fields, from a later
-release, are ignored.
+All services read records with this module, so that they agree on workers, groups and assignments. A
+record is invalid, and ignored, if it is malformed, contradicts its key or lacks a required field.
+Records are protobuf JSON, readable with etcdctl; unknown fields, from a later release, are ignored.
+An incarnation is the id of a process; an epoch numbers the configurations of a group of workers.
 """
 
 import logging
@@ -26,11 +26,11 @@ from tideserve.common.v1 import record_pb2
 GENERATE = "generate"
 """Capability of a worker: it generates tokens."""
 CAN_DROP = "parameter_drop"
-"""Capability of a worker: it can run part of the layers, as a member of a larger group."""
+"""Capability of a worker: it can run part of the layers, as a member of a merged group."""
 PACED = "paced:"
-"""Prefix of a capability: iterations are padded to the times of the device that follows."""
+"""Prefix of a capability, before a device profile: iterations are padded to that device's times."""
 ENGINE = "engine:"
-"""Prefix of a capability: the engine that follows runs the model; absent for our own."""
+"""Prefix of a capability, before the engine that runs the model; absent for tideserve's own."""
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -49,7 +49,7 @@ def encode_record(record: Message) -> bytes:
 
 
 def decode_record(kind: type[M], value: bytes) -> M | None:
-    """The record in an etcd value, valid or not; None with a warning if it cannot be parsed."""
+    """Parse an etcd value without validation; returns None and warns if it is malformed."""
     try:
         return json_format.Parse(value, kind(), ignore_unknown_fields=True)
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
@@ -58,7 +58,7 @@ def decode_record(kind: type[M], value: bytes) -> M | None:
 
 
 def read_record(kind: type[M], key: str, value: bytes) -> M | None:
-    """The valid record at a key, or None."""
+    """Parse and validate the record at a key; returns None if it is invalid."""
     record = decode_record(kind, value)
     return record if record is not None and is_valid(record, key.rpartition("/")[2]) else None
 
@@ -85,13 +85,13 @@ def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
     """Whether all amounts are finite and not negative."""
     return all(
         math.isfinite(amount) and amount >= 0
-        for wish in record.owners.values()
+        for demand in record.owners.values()
         for amount in (
-            wish.requests_per_s,
-            wish.tokens_per_s,
-            wish.running,
-            wish.requests_spilt,
-            wish.tokens_spilt,
+            demand.requests_per_s,
+            demand.tokens_per_s,
+            demand.running,
+            demand.requests_spilt,
+            demand.tokens_spilt,
         )
     )
 
@@ -100,7 +100,7 @@ def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
 
 
 def to_group(record: record_pb2.GroupRecord) -> Group | None:
-    """The group of a record; None without id or epoch, or with a phase unknown to this release."""
+    """The group of a record; None if id or epoch is missing or this release lacks its phase."""
     phase = _PHASES_BACK.get(record.phase)
     if phase is None or not record.group_id or record.epoch < 1:
         return None
@@ -140,7 +140,7 @@ def to_assignment_record(assignment: Assignment) -> record_pb2.AssignmentRecord:
 
 
 def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
-    """The record of the epoch floor."""
+    """The record of the epoch floor, above which every new epoch must be."""
     return record_pb2.EpochFloorRecord(epoch=epoch)
 
 
@@ -150,7 +150,7 @@ def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
 def capabilities_of(
     can_drop: bool, paced: str | None, engine: str = EngineKind.TIDESERVE
 ) -> tuple[str, ...]:
-    """The capabilities that a worker publishes, with its pacing device and its engine."""
+    """The capabilities of a worker; `paced`: the device whose times it simulates, if any."""
     drop = (CAN_DROP,) if can_drop else ()
     pace = () if paced is None else (f"{PACED}{paced}",)
     other = () if engine == EngineKind.TIDESERVE else (f"{ENGINE}{engine}",)
@@ -158,7 +158,7 @@ def capabilities_of(
 
 
 def paced_of(record: record_pb2.WorkerRecord) -> str | None:
-    """The device to whose times the worker pads its iterations; None: it does not."""
+    """The device whose times the worker simulates by padding; None if it does not pad."""
     return _named(record, PACED)
 
 
@@ -168,13 +168,13 @@ def engine_of(record: record_pb2.WorkerRecord) -> str:
 
 
 def _named(record: record_pb2.WorkerRecord, prefix: str) -> str | None:
-    """The rest of the capability that begins with `prefix`; None without such a capability."""
+    """The first capability with `prefix`, without the prefix; None if there is none."""
     named = [capability for capability in record.capabilities if capability.startswith(prefix)]
     return named[0].removeprefix(prefix) if named else None
 
 
 def can_serve(record: record_pb2.WorkerRecord) -> bool:
-    """Whether its sizes allow it to hold sequences."""
+    """Whether the worker's published sizes are positive, so that it can hold sequences."""
     return min(record.max_model_len, record.block_size, record.kv_blocks_total) >= 1
 
 
@@ -194,7 +194,7 @@ def to_worker(record: record_pb2.WorkerRecord, mod_revision: int) -> Worker:
 
 
 def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
-    """The facts about a worker's memory; None if the record's sizes are invalid."""
+    """A worker's memory and model, for planning merges; None if the record's sizes are invalid."""
     if not can_serve(record):
         return None
     return WorkerFacts(
@@ -214,7 +214,7 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
 
 
 def settings_of(record: record_pb2.WorkerRecord) -> str:
-    """The settings that all members of a group must share, as text."""
+    """The settings that must be equal on all members of a group, as text."""
     return (
         f"block_size {record.block_size}, max_batch_tokens {record.max_batch_tokens},"
         f" max_model_len {record.context_tokens}"
@@ -222,9 +222,9 @@ def settings_of(record: record_pb2.WorkerRecord) -> str:
 
 
 def scheduling_fault(scheduling: str, workers: Iterable[record_pb2.WorkerRecord]) -> str | None:
-    """A message if workers run another `scheduling` than the scheduler, None if all agree.
+    """A warning if workers use another scheduling policy than the scheduler; None if all agree.
 
-    Draining workers are ignored, as are workers and schedulers that publish no policy.
+    Draining workers, and workers and schedulers that publish no policy, are ignored.
     """
     others: dict[str, list[str]] = {}
     for worker in workers:
@@ -243,7 +243,7 @@ def scheduling_fault(scheduling: str, workers: Iterable[record_pb2.WorkerRecord]
 
 
 def build_of(record: record_pb2.WorkerRecord) -> str:
-    """Protocol version and code digest of the worker; "" from releases that publish none."""
+    """Protocol version and code digest of the worker; "" if its release publishes none."""
     if not record.protocol_version:
         return ""
     return f"{record.protocol_version}:{record.code_digest}"

@@ -1,7 +1,7 @@
-"""Codec of reports: between dataclasses of core and protobuf messages, with validation.
+"""Converts reports between dataclasses of `services.core` and protobuf messages, with validation.
 
-Fields have the same name in both, so a new field needs no code here. Fields that a message lacks
-keep their defaults.
+Fields have the same name in both, so a new field needs no code here. Fields that a message type
+lacks keep their defaults.
 """
 
 import math
@@ -26,10 +26,10 @@ class InvalidReport(ValueError):
 
 
 class Codec(Generic[R, M]):
-    """Converts between a report (a dataclass, possibly nested) and a flat message."""
+    """Converts between a report (a dataclass, possibly nested) and a flat protobuf message."""
 
     def __init__(self, report: type[R], message: type[M]) -> None:
-        """Raises TypeError if the message has a field that the report lacks."""
+        """Raises TypeError if the message type has a field that the report lacks."""
         on_wire = frozenset(field.name for field in message.DESCRIPTOR.fields)
         leaves = list(_leaves(report, on_wire))
         lacking = sorted(on_wire - {name for name, _, _ in leaves})
@@ -37,10 +37,10 @@ class Codec(Generic[R, M]):
             raise TypeError(f"{report.__name__} has no {', '.join(lacking)}")
         self._message = message
         self._names = tuple(name for name, _, _ in leaves)
-        # attrgetters, made once: reports are converted many times per second.
+        # Create the attrgetters once, because reports are converted many times per second.
         self._values = attrgetter(*(path for _, path, _ in leaves))
         self._numbers = attrgetter(*(path for _, path, kind in leaves if kind in (int, float)))
-        self._made = _maker(report, on_wire)
+        self._build = _builder(report, on_wire)
 
     def values(self, report: R) -> dict[str, Any]:
         """The report's values by the message's field names."""
@@ -52,7 +52,7 @@ class Codec(Generic[R, M]):
 
     def report(self, message: M) -> R:
         """The report of a message, not validated."""
-        return cast(R, self._made(message))
+        return cast(R, self._build(message))
 
     def valid(self, message: M) -> R:
         """The report of a message, validated.
@@ -79,30 +79,30 @@ def _leaves(
             yield field.name, f"{within}{field.name}", field.type
 
 
-def _maker(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
-    """A function that makes a report from a message, omitting nested reports without any field."""
+def _builder(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
+    """A function that creates a report from a message."""
     own = [field.name for field in fields(report) if field.name in on_wire]
-    rows = [
+    tuples = [
         field.name
         for field in fields(report)
         if field.name in on_wire and "tuple" in str(field.type)
     ]
     # Nested reports without any field on the wire keep their defaults.
     within = [
-        (field.name, _maker(cast(type[Any], field.type), on_wire))
+        (field.name, _builder(cast(type[Any], field.type), on_wire))
         for field in fields(report)
         if is_dataclass(field.type) and any(_leaves(cast(type[Any], field.type), on_wire))
     ]
 
-    def made(message: Message) -> Any:
+    def build(message: Message) -> Any:
         values = {name: getattr(message, name) for name in own}
-        for name in rows:
+        for name in tuples:
             values[name] = tuple(values[name])
         for name, part in within:
             values[name] = part(message)
         return report(**values)
 
-    return made
+    return build
 
 
 _LOAD = Codec(LoadReport, load_pb2.WorkerLoad)

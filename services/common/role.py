@@ -1,8 +1,8 @@
 """Roles in certificates, and the DNS names that represent them.
 
 A role is the DNS name `<role>.tideserve.internal` in a certificate's subject alternative names; a
-certificate may contain several. The names are not host names, so that the certificate of a host
-called "gateway" does not grant the role of a gateway.
+certificate may contain several. No host has such a name, so the certificate of a host called
+"gateway" does not grant the role of a gateway.
 """
 
 GATEWAY, SCHEDULER, MEMMGR, WORKER = SERVICE_ROLES = ("gateway", "scheduler", "memmgr", "worker")

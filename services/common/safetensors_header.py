@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 HEADER_BYTES_MAX = 100 * 2**20
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
-"""Exceptions of `read_header` and of readers of its entries for an invalid file."""
+"""Exceptions that `read_header`, or code that reads its entries, raises for an invalid file."""
 
 
 class SafetensorsHeader(NamedTuple):
@@ -22,7 +22,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     """The header of a safetensors file; raises one of `DAMAGED`."""
     with path.open("rb") as file:
         (length_bytes,) = struct.unpack("<Q", file.read(8))
-        # A damaged length would make `read` allocate gigabytes.
+        # Check the length first: a damaged length would make `read` allocate gigabytes.
         if length_bytes > HEADER_BYTES_MAX:
             raise ValueError("the header is too large: the file is damaged")
         header = json.loads(file.read(length_bytes))

@@ -1,4 +1,4 @@
-"""Configuration keys that all services share."""
+"""Configuration keys that all services have."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ class ServiceConfig:
                 " cluster's prefix would match its keys"
             )
         refuse_user(self.etcd_url)
-        # The endpoint is logged on failures, so it must not contain credentials.
+        # Failures log the endpoint, so it must not contain credentials.
         if self.otlp_endpoint is not None and "@" in self.otlp_endpoint:
             raise ConfigError(
                 "'otlp_endpoint' contains credentials; set them as a header in the environment"

@@ -1,4 +1,4 @@
-"""The keys of a configuration: allowed values and default, also as text for the reference."""
+"""Describes the keys of a configuration dataclass: allowed values and defaults, also as text."""
 
 import dataclasses
 import mmap
@@ -13,7 +13,7 @@ from services.common.size import format_size
 
 # Memory is mapped in pages, so chunk sizes are multiples of this.
 PAGE_BYTES = mmap.PAGESIZE
-FILE = "_file"
+SECRET_FILE_SUFFIX = "_file"
 REQUIRED = "required"
 _KINDS: Mapping[Any, str] = {
     str: "text",
@@ -27,7 +27,11 @@ _KINDS: Mapping[Any, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A key of a configuration; `default` is MISSING if a value is required."""
+    """A key of a configuration; `default` is `dataclasses.MISSING` if a value is required.
+
+    `kinds` are the types that a value may have. `metadata` is that of the field, from
+    `services.core.setting`; its entry `elsewhere` describes another default in other contexts.
+    """
 
     key: str
     kinds: tuple[Any, ...]
@@ -36,7 +40,7 @@ class Setting:
 
     @property
     def secret(self) -> bool:
-        """Whether the value is masked everywhere, and may be given as a file."""
+        """Whether the value must never be shown, and may be set as the path of a file."""
         return bool(self.metadata.get("secret"))
 
     @property
@@ -86,9 +90,11 @@ class Setting:
 
 
 def settings_of(cls: type[Any], defaults: Any = None) -> Mapping[str, Setting]:
-    """The keys of the dataclass `cls` and of its nested dataclasses, in declaration order.
+    """The keys of the dataclass `cls` and of its nested dataclasses.
 
-    `defaults` is an instance with the defaults; None: those of the fields.
+    In declaration order, but the keys of a nested dataclass precede all keys declared before it.
+    `defaults` is an instance with the defaults of fields that have no factory; None: the fields'
+    own defaults.
     """
     hints = typing.get_type_hints(cls)
     settings: dict[str, Setting] = {}
@@ -107,14 +113,17 @@ def settings_of(cls: type[Any], defaults: Any = None) -> Mapping[str, Setting]:
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """The key of a field, which must be neither nested nor computed."""
+    """The configuration key of a field that is neither nested nor computed."""
     return str(field.metadata.get("key", field.name))
 
 
 def known_keys(cls: type[Any]) -> list[str]:
-    """The keys of the dataclass `cls`, including those for secret files."""
+    """The keys of the dataclass `cls`, including `<key>_file` of each secret."""
     settings = settings_of(cls)
-    return [*settings, *(key + FILE for key, setting in settings.items() if setting.secret)]
+    return [
+        *settings,
+        *(key + SECRET_FILE_SUFFIX for key, setting in settings.items() if setting.secret),
+    ]
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return values
 
 
-def is_enum(kind: Any) -> bool:
+def is_str_enum(kind: Any) -> bool:
     """Whether a type is a string enum."""
     return isinstance(kind, type) and issubclass(kind, StrEnum)
 

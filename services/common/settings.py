@@ -1,10 +1,10 @@
-"""Sources of a service's configuration: environment over file over defaults.
+"""Loads a service's configuration: the environment over a file over defaults.
 
 environment   TIDESERVE__<KEY>, with two underscores: Kubernetes sets TIDESERVE_PORT=tcp://… in
               every pod beside a Service named `tideserve`
 file          the YAML file of --config, if any
-secret files  a secret key may be given as `<key>_file`, in the file or the environment: the value
-              is that file's content without its trailing newline
+secret files  a secret key may be set as `<key>_file`, in the file or the environment: the value is
+              the content of the file at that path, without its trailing newline
 """
 
 import difflib
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from services.common.config import (
-    Given,
+    SourcedValue,
     build,
     given_in,
     plain,
@@ -54,18 +54,18 @@ def load_settings(cls: type[T], path: Path | None, environment: Mapping[str, str
     """The configuration `cls` of this process.
 
     Raises:
-        ConfigError: on invalid input; names the variable or key, the place and the remedy.
+        ConfigError: on invalid input; names the variable or key, its source and the remedy.
     """
     given = given_in(cls, read_yaml(path), str(path)) if path is not None else {}
     # Merged last: the environment takes precedence.
     given |= _from_environment(cls, environment)
-    place = f"add it to {path}" if path is not None else "give a file that has it with --config"
-    config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {place}")
-    origins = {key: given[key].place if key in given else DEFAULT for key in settings_of(cls)}
+    remedy = f"add it to {path}" if path is not None else "give a file that has it with --config"
+    config = build(cls, given, lambda key: f"missing; set {variable(key)}, or {remedy}")
+    origins = {key: given[key].source if key in given else DEFAULT for key in settings_of(cls)}
     return Settings(config, origins)
 
 
-def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[str, Given]:
+def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[str, SourcedValue]:
     known = {variable(key): key for key in known_keys(cls)}
     given = {}
     for name, text in environment.items():
@@ -76,7 +76,7 @@ def _from_environment(cls: type[Any], environment: Mapping[str, str]) -> dict[st
             close = difflib.get_close_matches(key, known.values(), n=1)
             hint = f"did you mean {variable(close[0])}?" if close else "--help lists those known"
             raise ConfigError(f"unknown variable {name} in the environment; {hint}")
-        given[known[name]] = Given(text, f"the environment ({name})", text=True)
+        given[known[name]] = SourcedValue(text, f"the environment ({name})", text=True)
     take_secret_files(cls, given, "the environment", variable)
     return given
 
@@ -104,7 +104,7 @@ def _inline(value: Any) -> str:
 
 
 def help_text(cls: type[Any]) -> str:
-    """The keys of the configuration `cls` for --help, without expert keys."""
+    """The text of --help about the keys of the configuration `cls`, without expert keys."""
     lines = [
         "keys of the file; each may also be set in the environment, which takes precedence, as",
         "TIDESERVE__<KEY>, such as TIDESERVE__LOG_LEVEL=debug:",

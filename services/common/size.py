@@ -1,4 +1,4 @@
-"""Sizes in bytes with units."""
+"""Parses and formats sizes in bytes with units, such as 1GiB."""
 
 from services.common.errors import ConfigError
 
@@ -27,7 +27,7 @@ def parse_size_bytes(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest text that `parse_size_bytes` reads back to the same number."""
+    """The size in the largest binary unit that divides it; `parse_size_bytes` reads it back."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _SIZE_UNITS[unit.lower()]
         if size_bytes >= scale and size_bytes % scale == 0:

@@ -1,4 +1,4 @@
-"""Translates the service level (class, SLO targets, tenant) of a request to and from protobuf."""
+"""Converts the service level (class, SLO targets, tenant) of a request to and from protobuf."""
 
 from services.common.wire_enum import numbers
 from services.core.service import Service, ServiceClass

@@ -1,6 +1,7 @@
-"""Exports finished traces to an OTLP collector. Imported only if tracing is on.
+"""Exports finished traces to an OTLP collector. Imported only if tracing is enabled.
 
-The SDK's own thread sends them; a full queue drops the oldest spans, so serving never waits.
+A thread of OpenTelemetry's SDK sends them; a full queue discards the oldest spans, so serving never
+waits.
 """
 
 import logging
@@ -51,7 +52,7 @@ class OtlpSink:
             raise ConfigError(
                 f"'{endpoint}' is not an OTLP endpoint; give a URL such as http://collector:4317"
             )
-        # In an outage they would log every attempt; `_OneWarning` logs once instead.
+        # OpenTelemetry would log every failed attempt; `_OneWarning` logs once per outage instead.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         resource = Resource.create(
@@ -61,7 +62,7 @@ class OtlpSink:
                 "service.instance.id": instance,
             }
         )
-        self._ids = _GivenIds()
+        self._ids = _PresetIds()
         # The Tracer has sampled already: export every span that arrives here.
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
@@ -84,7 +85,7 @@ class OtlpSink:
         self._ids.trace_id, self._ids.span_id = int(context.trace_id, 16), int(context.span_id, 16)
         parent = Context()
         if context.parent_id:
-            parent = _within(_remote(context.trace_id, context.parent_id))
+            parent = _context_of(_remote(context.trace_id, context.parent_id))
         self._write(root, parent, epoch_ns)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class OtlpSink:
         self._provider.shutdown()
 
     def _write(self, span: Span, parent: Context, epoch_ns: int) -> None:
-        made = self._tracer.start_span(
+        otel_span = self._tracer.start_span(
             span.name,
             context=parent,
             kind=SpanKind.SERVER if span.server else SpanKind.INTERNAL,
@@ -104,17 +105,19 @@ class OtlpSink:
             start_time=epoch_ns + round(span.start_s * _NS),
         )
         for event in span.events:
-            made.add_event(event.name, dict(event.attributes), epoch_ns + round(event.at_s * _NS))
+            otel_span.add_event(
+                event.name, dict(event.attributes), epoch_ns + round(event.at_s * _NS)
+            )
         if span.error:
-            made.set_status(Status(StatusCode.ERROR, span.error))
-        within = _within(made.get_span_context())
+            otel_span.set_status(Status(StatusCode.ERROR, span.error))
+        child_context = _context_of(otel_span.get_span_context())
         for child in span.children:
-            self._write(child, within, epoch_ns)
-        made.end(epoch_ns + round(span.end_s * _NS))
+            self._write(child, child_context, epoch_ns)
+        otel_span.end(epoch_ns + round(span.end_s * _NS))
 
 
-class _GivenIds(IdGenerator):
-    """Random ids, except the ids of a trace and its root span, which were chosen earlier."""
+class _PresetIds(IdGenerator):
+    """Random ids, except for a trace and its root span, whose ids the Tracer has chosen."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
@@ -126,13 +129,13 @@ class _GivenIds(IdGenerator):
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """The given id for the root span, random ids for its children."""
-        given, self.span_id = self.span_id, 0
-        return given or self._random.generate_span_id()
+        """The preset id for the root span, random ids for its children."""
+        preset, self.span_id = self.span_id, 0
+        return preset or self._random.generate_span_id()
 
 
 class _OneWarning(SpanExporter):
-    """Logs once that the collector is unreachable, and once that it is back."""
+    """Sends spans; logs once when the collector becomes unreachable, and once when it is back."""
 
     def __init__(self, sender: SpanExporter, endpoint: str) -> None:
         self._sender = sender
@@ -172,5 +175,5 @@ def _remote(trace_id: str, span_id: str) -> SpanContext:
     return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=_SAMPLED)
 
 
-def _within(parent: SpanContext) -> Context:
+def _context_of(parent: SpanContext) -> Context:
     return set_span_in_context(NonRecordingSpan(parent), Context())

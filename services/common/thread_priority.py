@@ -1,4 +1,4 @@
-"""Kernel scheduling of latency-critical threads."""
+"""Requests short time slices from the kernel for latency-critical threads."""
 
 import ctypes
 import logging
@@ -31,9 +31,9 @@ class _SchedAttr(ctypes.Structure):
 def request_short_slices() -> None:
     """Request short time slices for this thread, so that it is scheduled soon after it wakes up.
 
-    For threads that do little work but are waited for: on a machine with all processors busy, a
-    woken thread would wait for some milliseconds. Its share of CPU time does not change. Effective
-    on Linux 6.12 or later; no effect on other systems.
+    For threads that do little work, but for which others wait: if all processors are busy, a woken
+    thread would otherwise wait for some milliseconds. Its share of CPU time does not change.
+    Effective on Linux 6.12 or later; no effect on other systems.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or not hasattr(os, "sched_getaffinity"):

@@ -1,4 +1,4 @@
-"""A timeout that ends in TimeoutError under all supported Python versions."""
+"""`asyncio.timeout` with the same behaviour under all supported Python versions."""
 
 import asyncio
 import sys
@@ -32,7 +32,7 @@ def _cancelling() -> int:
 
 
 timeout = asyncio.timeout if sys.version_info >= (3, 11, 3) else timeout_by_marks
-"""`asyncio.timeout` with the behaviour of Python 3.11.3; used by everything but tests."""
+"""`asyncio.timeout` with the behaviour of Python 3.11.3; services use only this."""
 
 
 async def wait_set(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Certificate files: validated when read, and reloaded when they change."""
+"""Reads certificate files, validates them, and reloads them when they change."""
 
 import logging
 import ssl
@@ -17,9 +17,9 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """PEM files: CAs that peers are verified against, our certificate and its private key.
+    """Paths of PEM files: CAs that verify peers, this service's certificate, its private key.
 
-    `owner` is the prefix of their configuration keys, such as "tls" of `tls_ca_file`.
+    `owner` is the prefix of their configuration keys: "tls" for `tls_ca_file`.
     """
 
     owner: str
@@ -55,14 +55,14 @@ class CertificateSource:
         self._stamp = _stamp(files)
         self._certificates = read_certificates(files)
         self._refused: Stamp | None = None
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
 
     def current(self) -> Certificates:
         """The certificates; the same object until the files change. Thread-safe.
 
-        While new files are invalid (partially written, for example) the old ones stay in force.
+        While new files are invalid, such as partially written, the old certificates are returned.
         """
-        with self._reading:
+        with self._lock:
             return self._current()
 
     def _current(self) -> Certificates:
@@ -84,17 +84,16 @@ class CertificateSource:
 
 
 def read_certificates(files: CertificateFiles) -> Certificates:
-    """Contents of the files, all from the same moment.
+    """Contents of the files, read while none of them changes.
 
     Raises:
         ConfigError: if a file is unreadable or no certificate, or the key does not match.
     """
-    # Certificate and key are replaced one after the other: retry until neither changes meanwhile.
+    # Certificate and key are replaced one after the other: retry until neither changes.
     for _ in range(READ_ATTEMPTS):
         before = _stamp(files)
         check_certificates(files)
         read = Certificates(*(_read(files, part) for part in ("ca", "cert", "key")))
-        # Unchanged stamps around the read: all files are of the same moment.
         if _stamp(files) == before:
             return read
     raise ConfigError(
@@ -117,7 +116,7 @@ def check_certificates(files: CertificateFiles) -> None:
             ) from error
     if files.cert is not None and files.key is not None:
         try:
-            # The password keeps OpenSSL from prompting for that of an encrypted key.
+            # Without a password, OpenSSL would prompt for that of an encrypted key.
             context.load_cert_chain(files.cert, files.key, password=b"")
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
@@ -138,16 +137,16 @@ def _read(files: CertificateFiles, part: str) -> bytes | None:
 
 
 def _stamp(files: CertificateFiles) -> Stamp:
-    """Changes whenever a file is written or replaced."""
+    """Modification times, sizes and inodes, which change when a file is written or replaced."""
     stamps = []
     for part in ("ca", "cert", "key"):
         path: Path | None = getattr(files, part)
         if path is not None:
             try:
-                seen = path.stat()
+                status = path.stat()
             except OSError as error:
                 raise _unreadable(files, part, path, error) from error
-            stamps.append((seen.st_mtime_ns, seen.st_size, seen.st_ino))
+            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
     return tuple(stamps)
 
 

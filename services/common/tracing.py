@@ -1,6 +1,6 @@
-"""Traces: their ids, their spans, and the decision whether to export them.
+"""Traces of requests and group changes: ids, spans, and sampling.
 
-Spans are created after the work, when all times are known: serving never waits for them, and an
+Spans are created after the work, when all times are known, so serving never waits for them and an
 unsampled request costs two random numbers. Without an endpoint there is no tracer, and
 OpenTelemetry's SDK is not imported.
 """
@@ -27,7 +27,7 @@ class RateLimit:
         self._taken = 0
 
     def take(self, now_s: float) -> bool:
-        """Whether an event may happen now; if so, it is counted."""
+        """Count an event and return True, or return False if the limit is reached."""
         if now_s - self._began_s >= 1.0:
             self._began_s, self._taken = now_s, 0
         if self._taken >= self._per_second:
@@ -38,9 +38,9 @@ class RateLimit:
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 ERRORS_PER_S = 10
-"""Most unsampled failed requests exported per second."""
+"""Maximum number of unsampled failed requests exported per second."""
 CALLERS_PER_S = 100
-"""Most traces exported per second because the caller samples them."""
+"""Maximum number of traces per second that are exported because the caller samples them."""
 
 Value = str | int | float | bool | tuple[str, ...]
 Attributes = Mapping[str, Value]
@@ -51,9 +51,9 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Ids of a trace and of its root span here, as hexadecimal digits.
+    """Ids of a trace and of its root span in this process, as hexadecimal digits.
 
-    `parent_id` is the caller's span; "" if the trace begins here.
+    `parent_id` is the caller's span; "" if the trace starts in this process.
     """
 
     trace_id: str
@@ -63,7 +63,7 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """The value of W3C's traceparent header."""
+        """The ids as the value of a W3C traceparent header."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.sampled else 0:02x}"
 
 
@@ -88,7 +88,7 @@ class SpanLink:
 class Span:
     """Work from `start_s` to `end_s` on this process's monotonic clock.
 
-    `error`: why it failed, "" on success. `server`: it serves a request from outside.
+    `error`: why the work failed, "" on success. `server`: it serves a request of another process.
     """
 
     name: str
@@ -106,14 +106,14 @@ class Sink(Protocol):
     """Receives finished traces; see `span_export`."""
 
     def export(self, context: TraceContext, root: Span) -> None:
-        """Enqueue a trace without blocking; drops it if the queue is full."""
+        """Enqueue a trace without blocking; a full queue discards spans."""
 
     def close(self) -> None:
         """Flush the queue, blocking for a few seconds at most."""
 
 
 class Tracer:
-    """Samples traces at their start (or failed ones at the end) and exports them at the end."""
+    """Samples traces at their start, or at their end if they failed, and exports them."""
 
     def __init__(self, sample_ratio: float, sink: Sink) -> None:
         self._ratio = sample_ratio
@@ -122,9 +122,10 @@ class Tracer:
         self._callers = RateLimit(CALLERS_PER_S)
 
     def begin(self, caller: TraceContext | None = None, always: bool = False) -> TraceContext:
-        """Ids of a new piece of work; `always` samples it, a caller's decision takes precedence.
+        """Create the ids of new work, and decide whether it is sampled.
 
-        Sampled callers are rate-limited to `CALLERS_PER_S`.
+        A caller's decision takes precedence over `always` and the configured ratio; callers that
+        sample are rate-limited to `CALLERS_PER_S`.
         """
         span_id = _random_hex(64)
         if caller is not None:
@@ -135,16 +136,16 @@ class Tracer:
         return TraceContext(_random_hex(128), span_id, sampled)
 
     def wants(self, context: TraceContext, failed: bool) -> bool:
-        """Whether to export the trace, given how it ended; call once.
+        """Whether to export a trace that has ended; call once per trace.
 
-        Failed requests are exported even when unsampled, rate-limited to `ERRORS_PER_S`.
+        Failed requests are exported even if unsampled, rate-limited to `ERRORS_PER_S`.
         """
         if context.sampled or not failed:
             return context.sampled
         return self._errors.take(monotonic_s())
 
     def end(self, context: TraceContext, root: Span) -> None:
-        """Export a trace for which `wants` holds; `root` gets the span id of `context`."""
+        """Export a trace for which `wants` returned True; `root` gets the span id of `context`."""
         self._sink.export(context, root)
 
 

@@ -1,8 +1,8 @@
-"""gRPC between services: over mutual TLS, or in plain text.
+"""gRPC channels and ports between services, over mutual TLS or in plain text.
 
-A channel uses the certificate at the time of its creation, a server that of each new connection;
-open connections are not affected by new certificates. Channels between services live as long as
-their single stream, so a service that reconnects uses the new certificate.
+A channel uses the certificates at the time of its creation, a server those at the time of each new
+connection. Open connections do not change. Channels between services live as long as their single
+stream, so a service that reconnects uses new certificates.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from services.common.tls import CertificateFiles, Certificates, CertificateSourc
 
 
 class Transport:
-    """Opens channels to other services, and configures servers for theirs."""
+    """Opens channels to other services, and ports for their channels."""
 
     def __init__(self, source: CertificateSource | None = None) -> None:
         """`source`: CA, certificate and key of this service; None: plain text."""
@@ -53,7 +53,7 @@ class Transport:
 
 
 def transport_of(config: ServiceConfig) -> Transport:
-    """The transport that the configuration asks for.
+    """The transport of a service's configuration.
 
     Raises:
         ConfigError: if a certificate file is unusable.
@@ -65,14 +65,14 @@ def transport_of(config: ServiceConfig) -> Transport:
 
 
 def server_credentials(source: CertificateSource) -> grpc.ServerCredentials:
-    """TLS with the certificate at the time of each new connection.
+    """TLS credentials that use the current certificates for each new connection.
 
-    If the source has a CA, clients must have a certificate of it.
+    If the source has a CA, clients must present a certificate that it has signed.
     """
     served = source.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC for every new connection, in its own thread."""
+        """Return new certificates, if any; gRPC calls this per connection, in its own thread."""
         nonlocal served
         certificates = source.current()
         if certificates is served:

@@ -1,4 +1,4 @@
-"""Package version."""
+"""Version of the installed packages."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,11 +1,12 @@
-"""Environment variables of vLLM processes, for workers' engines and benchmarks alike."""
+"""Environment variables of vLLM processes, for the workers' engines and for benchmarks."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 _NOT_INHERITED = frozenset({"PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE"})
-"""Our modules would shadow vLLM's, and the KV cache size would override the configured one."""
+"""Variables to remove: PYTHONPATH would make our modules shadow vLLM's, and the other would
+override the configured KV cache size."""
 
 
 def compiled_folder(python: Path) -> Path:
@@ -28,7 +29,8 @@ def vllm_environment(
         "PATH": f"{python.parent}{os.pathsep}{inherited.get('PATH', '')}",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Child processes must run our start-up code, to ask the kernel to end with their parent.
+        # Child processes must run tideserve's start-up code, which makes them end with their
+        # parent.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     compiled = compiled_folder(python)
@@ -39,7 +41,7 @@ def vllm_environment(
         }
     if on_cpu:
         environment |= {
-            # No whole compiled models: 0.32.0's CPU build cannot load them and recompiles.
+            # Do not cache whole compiled models: the CPU build of 0.32.0 cannot load them.
             "VLLM_USE_AOT_COMPILE": "0",
             # Run the engine within its own process. By default a second process computes while the
             # first polls for the answer: with all cores busy, that stalls the second for up to two

@@ -1,13 +1,13 @@
-"""Names and buckets of vLLM's metrics, so that its dashboards also read ours.
+"""Names and buckets of vLLM's metrics, with which its dashboards also show tideserve's.
 
-Names, labels and bounds follow vLLM 0.32's /metrics. Its counters end in `_total` on the wire; the
-Prometheus client adds that itself.
+Names, labels and bounds follow /metrics of vLLM 0.32. Counters end in `_total` there; the
+Prometheus client adds that suffix.
 """
 
 LABELS = ("model_name", "engine")
-"""`engine` is a worker's id, or `QUEUE_ENGINE`."""
+"""Labels; `engine` is a worker's id, or `QUEUE_ENGINE`."""
 QUEUE_ENGINE = "queue"
-"""Label of the scheduler's queue in `vllm:num_requests_waiting`, beside the workers."""
+"""Value of the label `engine` for the scheduler's queue in `vllm:num_requests_waiting`."""
 WAITING = "vllm:num_requests_waiting"
 WAITING_HELP = "Waiting requests: at a worker, or in the scheduler's queue (engine `queue`)."
 

@@ -1,4 +1,4 @@
-"""Assembles the gateway and runs it from start to drain."""
+"""Creates the components of the gateway, connects them, and runs them from start to drain."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.config import GatewayConfig
 from services.gateway.grpc.gateway_service import GatewayService
 from services.gateway.grpc.kserve_service import KserveService
-from services.gateway.grpc.port import GRACE_S, GrpcPort, front_certificates
+from services.gateway.grpc.port import GRACE_S, GrpcPort, public_certificates
 from services.gateway.http.app import build
 from services.gateway.http.cors import origins_of
 from services.gateway.http.server import HttpServer, bind, server_tls
@@ -54,8 +54,8 @@ from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
 
-# Maximum responses in the idempotency cache, running ones included.
-KEPT_ANSWERS_MAX = 10_000
+# Maximum entries of the idempotency cache: cached responses and requests that still run.
+CACHED_RESPONSES_MAX = 10_000
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +65,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     Raises:
         ServiceError: if the configuration, the model folder, a port or etcd is not usable.
     """
-    record = StreamRecord(open_event_log(config.event_log, "gateway", {}))
+    stream_record = StreamRecord(open_event_log(config.event_log, "gateway", {}))
     store = open_store(config)
     with contextlib.ExitStack() as sockets:
         # Bind first: a port in use should fail before the model loads.
@@ -79,7 +79,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             await store.connect()
             incarnation = uuid.uuid4().hex
             async with tracing(config, "gateway", incarnation) as tracer:
-                gateway = _Gateway(config, model, store, record, incarnation, tracer)
+                gateway = _Gateway(config, model, store, stream_record, incarnation, tracer)
                 await gateway.run(listener, admin, stop)
         finally:
             await store.close()
@@ -103,14 +103,17 @@ def open_model(config: GatewayConfig) -> ServedModel:
 
 
 class _Gateway:
-    """The components of the gateway and their wiring."""
+    """The components of the gateway and their wiring.
+
+    `incarnation` is a random id of this run of the process; other services see it in etcd.
+    """
 
     def __init__(
         self,
         config: GatewayConfig,
         model: ServedModel,
         store: Store,
-        record: StreamRecord,
+        stream_record: StreamRecord,
         incarnation: str,
         tracer: Tracer | None,
     ) -> None:
@@ -130,14 +133,14 @@ class _Gateway:
             config.api_key,
             config.admin_key,
             config.api_keys_file,
-            changed=lambda ring: self._metrics.quotas.limit_owners(ring.limits_by_owner()),
+            on_change=lambda ring: self._metrics.quotas.set_limits(ring.limits_by_owner()),
         )
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
         self._workers = WorkerClient(
             self._view.worker_addresses,
             config.attach_timeout_s,
-            self._metrics.stream_moved,
+            self._metrics.count_moved_stream,
             self._admission.forward_load,
             self._transport.dial,
         )
@@ -148,18 +151,18 @@ class _Gateway:
             config.expected_workers,
             config.expected_wait_s,
         )
-        serving = self._request_serving(model, record)
+        serving = self._request_serving(model, stream_record)
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
         recorder = RequestRecorder(self._metrics, tracer, incarnation, quotas)
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         self._http = self._http_server(model, serving, canceller, recorder)
         self._grpc = self._grpc_port(model, serving, canceller, recorder)
-        self._expose()
+        self._connect_gauges()
 
     async def run(
         self, listener: socket.socket, admin: socket.socket | None, stop: asyncio.Event
     ) -> None:
-        """Serve clients, and operators on `admin`, until `stop`; then drain and deregister."""
+        """Serve clients on `listener`, and operators on `admin`, until `stop`; then drain."""
         config = self._config
         server = internal_server(
             config.grpc_host,
@@ -187,12 +190,12 @@ class _Gateway:
                     background.append(tasks.create_task(self._exchange.run()))
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
-                operators = None
+                admin_port = None
                 if admin is not None:
-                    operators = self._admin_port()
-                    tasks.create_task(operators.run(admin))
+                    admin_port = self._admin_port()
+                    tasks.create_task(admin_port.run(admin))
                 await stop.wait()
-                await self._leave(server, operators)
+                await self._leave(server, admin_port)
                 self._http.stop()
                 await http
                 for task in background:
@@ -206,7 +209,7 @@ class _Gateway:
                 await self._grpc.stop()
             await server.stop(grace_s=0.5)
 
-    async def _leave(self, server: Server, operators: AdminPort | None) -> None:
+    async def _leave(self, server: Server, admin_port: AdminPort | None) -> None:
         """Stop accepting requests; wait for the running requests until the drain deadline."""
         # First fail all health checks, so that load balancers stop routing here.
         server.drain()
@@ -219,12 +222,12 @@ class _Gateway:
             self._grpc.refuse(self._config.drain_timeout_s + GRACE_S)
         await self._drain.drain(self._config.drain_timeout_s)
         # Close the admin port last: operators can watch the drain.
-        if operators is not None:
-            operators.close()
+        if admin_port is not None:
+            admin_port.close()
 
-    def _request_serving(self, model: ServedModel, record: StreamRecord) -> RequestServing:
+    def _request_serving(self, model: ServedModel, stream_record: StreamRecord) -> RequestServing:
         config = self._config
-        idempotency_cache = _kept_answers(config)
+        idempotency_cache = _idempotency_cache(config)
         self._metrics.answer_bytes.set_function(lambda: idempotency_cache.bytes_held)
         return RequestServing(
             preparer=Preparer(
@@ -241,7 +244,7 @@ class _Gateway:
                 model.tokenizer,
                 self._pool,
                 self._metrics,
-                record,
+                stream_record,
                 config.resume_streams,
             ),
             drain=self._drain,
@@ -256,7 +259,7 @@ class _Gateway:
         )
 
     def _prefix_block_size(self) -> int:
-        # 0: hash no prefixes unless the scheduler ranks workers by cached prefixes.
+        # 0 unless the scheduler ranks workers by cached prefixes: then no prompt is hashed.
         heartbeat = self._admission.heartbeat
         wanted = heartbeat is not None and heartbeat.wants_prefixes
         return self._view.block_size if wanted else 0
@@ -302,7 +305,7 @@ class _Gateway:
             recorder,
             host=config.public_grpc_host,
             port=config.public_grpc_port,
-            tls=front_certificates(
+            tls=public_certificates(
                 config.public_grpc_ca_file,
                 config.http_tls_cert_file,
                 config.http_tls_key_file,
@@ -355,8 +358,8 @@ class _Gateway:
         metrics.body_bytes.set_function(lambda: self._bodies.bytes_held)
         return metrics
 
-    def _expose(self) -> None:
-        """Connect the metrics with components that are created after them."""
+    def _connect_gauges(self) -> None:
+        """Connect gauges with the components that are created after the metrics."""
         self._metrics.keys_refused.set_function(lambda: self._keys.failing)
         self._metrics.keys_digest.set_function(lambda: self._keys.digest)
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
@@ -364,14 +367,14 @@ class _Gateway:
         self._metrics.groups_serving.set_function(lambda: self._probe.evaluate().groups_serving)
 
     def _members_changed(self) -> None:
-        self._admission.scheduler_changed()
-        self._workers.workers_changed()
+        self._admission.notify_scheduler_change()
+        self._workers.notify_workers_change()
 
 
-def _kept_answers(config: GatewayConfig) -> IdempotencyCache[Any]:
+def _idempotency_cache(config: GatewayConfig) -> IdempotencyCache[Any]:
     return IdempotencyCache(
         config.idempotency_keep_s,
         config.idempotency_grace_s,
-        KEPT_ANSWERS_MAX,
+        CACHED_RESPONSES_MAX,
         config.idempotency_bytes_max,
     )

@@ -239,7 +239,7 @@ class GatewayConfig(ServiceConfig):
         return max(1, int(self.inflight_max * self.batch_inflight_part))
 
     def __post_init__(self) -> None:
-        # Not `super()`: with slots=True, dataclass creates a new class that `super` does not know.
+        # Not `super()`, which fails here: with slots=True, dataclass replaces the class.
         ServiceConfig.__post_init__(self)
         class_targets(self.classes)
         if self.admin_port is None:

@@ -20,7 +20,8 @@ class MemmgrConfig(ServiceConfig):
     overload_policy: OverloadPolicy = choice(
         MONITOR.policy,
         OverloadPolicy,
-        "When requests overflow the KV cache: drop replicated layers, or recompute.",
+        "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
+        " or preempt requests and recompute their KV (recompute).",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

@@ -1,4 +1,4 @@
-"""Assembles the scheduler: state, view of the groups, gRPC service, registration in etcd."""
+"""Assembles and runs the scheduler process: state machine, gRPC service, registration in etcd."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
 async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> None:
     settings = state_config(config)
     state = settings.state()
-    # A joining group may empty a full queue into a single gateway's outbox, besides its tickets.
+    # A joining group may cause assignments of a full queue at once, all to the same gateway.
     outbox_limit = 2 * config.state.queue_limit + 1024
     event_log = open_event_log(config.event_log, NAME, settings)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
@@ -74,7 +74,11 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
 
 
 def state_config(config: SchedulerConfig) -> StateConfig:
-    """The settings of the state, with the cost model of `prefix` dispatch. Raises ConfigError."""
+    """The settings of the state machine, with the cost model for `prefix` dispatch.
+
+    Raises:
+        ConfigError: if the device profile cannot be read.
+    """
     if config.state.dispatch != PREFIX:
         return config.state
     return replace(config.state, ttft=load_profile(config.cost_profile).model)
@@ -113,8 +117,8 @@ async def _run(
         owned = [tasks.create_task(coroutine) for coroutine in coroutines]
         registering = tasks.create_task(registration.run())
         await stop.wait()
-        # Drain in this order: report as not ready, unregister, then end the gateways' streams, so
-        # that they turn to the next instance.
+        # Drain in this order: become unready, unregister, then end the gateways' streams, so that
+        # gateways connect to another instance.
         server.drain()
         registering.cancel()
         await asyncio.wait([registering])

@@ -1,4 +1,4 @@
-"""Reports the demand of the queue to the memory manager, on changes and as a heartbeat."""
+"""Streams the KV demand of the scheduler's queue to the memory manager."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,12 +16,12 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 INTERVAL_S = 1.0
-# Changes within this time go into the same report.
+# Changes within this time are sent in the same report.
 PAUSE_S = 0.05
 
 
 class DemandReporter:
-    """Streams the queue's demand to the memory manager while one is registered."""
+    """Streams the queue's demand to the memory manager registered in etcd, if any."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class DemandReporter:
         await memmgr_pb2_grpc.MemmgrServiceStub(channel).ReportDemand(self.reports())
 
     async def reports(self) -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
-        """The demand now, at every relevant change and once per `INTERVAL_S`; endless."""
+        """Yield the demand now, at each urgent change, and every `INTERVAL_S`; never ends."""
         due_s, reported = 0.0, tuple[ModelDemand, ...]()
         while True:
             demands, now_s = self._demands(), monotonic_s()

@@ -1,4 +1,4 @@
-"""Drives the scheduler's state machine: feeds it events, queues its commands for gateways."""
+"""Drives the scheduler's state machine: applies events, and queues its commands for gateways."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class GatewayOutbox:
-    """Commands for a gateway stream; bounded, and closed for good when it overflows."""
+    """Queue of commands for a gateway stream; an overflow closes it permanently."""
 
     def __init__(self, stream_id: int, limit: int) -> None:
         self.stream_id = stream_id
@@ -42,7 +42,7 @@ class GatewayOutbox:
         self._changed = asyncio.Event()
 
     def put(self, command: Command) -> None:
-        """Add a command; a closed outbox drops it, since the gateway will ask again."""
+        """Add a command; a closed outbox discards it, as the gateway repeats its asks elsewhere."""
         if self.closed:
             return
         if len(self._commands) >= self._limit:
@@ -58,23 +58,26 @@ class GatewayOutbox:
         self._changed.set()
 
     def request_heartbeat(self) -> None:
-        """Send the gateway a heartbeat now, because its content has changed."""
+        """Make the writer send a heartbeat now, because its content has changed."""
         self._heartbeat_requested = True
         self._changed.set()
 
     def take_heartbeat_request(self) -> bool:
-        """Whether a heartbeat was requested since the last call."""
+        """Whether a heartbeat was requested since the last call; clears the request."""
         requested, self._heartbeat_requested = self._heartbeat_requested, False
         return requested
 
     async def take(self, timeout_s: float) -> list[Command]:
-        """All queued commands; waits up to `timeout_s` for some, a heartbeat request or the end."""
+        """Remove and return all queued commands.
+
+        Waits up to `timeout_s` for a command, a heartbeat request or the end of the stream.
+        """
         try:
             async with timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             return []
-        # A closed outbox stays set, so that its reader never waits again.
+        # Keep the event set when closed, so that the reader never waits again.
         if not self.closed:
             self._changed.clear()
         commands = list(self._commands)
@@ -97,11 +100,11 @@ class SchedulerDriver:
         self._outbox_limit = outbox_limit
         self._gateway_grace_s = gateway_grace_s
         self._outboxes: dict[int, GatewayOutbox] = {}
-        # Ended streams whose gateways may return until the given time, earliest first.
-        self._gone: deque[tuple[float, int]] = deque()
+        # Ended streams with the end of their grace time, earliest first.
+        self._ended_streams: deque[tuple[float, int]] = deque()
         self._next_stream_id = 1
         self._draining = False
-        # Set when the demand may have changed; its reader clears it.
+        # Set when the demand may have changed; the demand reporter clears it.
         self.changed = asyncio.Event()
         self._groups_serving = 0
         self.snapshot: Snapshot = state.snapshot(monotonic_s())
@@ -111,8 +114,8 @@ class SchedulerDriver:
         for tick in count(1):
             await asyncio.sleep(TICK_S)
             now_s = monotonic_s()
-            while self._gone and self._gone[0][0] <= now_s:
-                _, stream_id = self._gone.popleft()
+            while self._ended_streams and self._ended_streams[0][0] <= now_s:
+                _, stream_id = self._ended_streams.popleft()
                 self.apply(GatewayGone(now_s, stream_id))
             self.apply(Ticked(now_s))
             self._note_serving(now_s)
@@ -120,7 +123,7 @@ class SchedulerDriver:
                 self.snapshot = self._state.snapshot(now_s)
 
     def apply(self, event: Event) -> None:
-        """Apply an event; commands for ended streams are dropped."""
+        """Apply an event, and queue its commands; those for ended streams are discarded."""
         commands = self._state.handle(event)
         # Ticks and load reports change the demand only if they start or end requests.
         if commands or not isinstance(event, Ticked | LoadReported):
@@ -134,9 +137,9 @@ class SchedulerDriver:
                 outbox.put(command)
 
     def _note_serving(self, now_s: float) -> None:
-        """Send heartbeats at once when more groups serve: gateways derive readiness from them.
+        """Send heartbeats at once if more groups serve, because gateways derive readiness from it.
 
-        A lower number may be transient, so it waits for the next regular heartbeat.
+        A decrease may be transient, so it is sent with the next regular heartbeat.
         """
         before, self._groups_serving = self._groups_serving, self._state.groups_serving(now_s)
         if self._groups_serving > before:
@@ -144,7 +147,7 @@ class SchedulerDriver:
                 outbox.request_heartbeat()
 
     def current_snapshot(self) -> Snapshot:
-        """The state in numbers now; `snapshot` is a slightly older copy for other threads."""
+        """A snapshot of now; the attribute `snapshot` is an older copy for other threads."""
         return self._state.snapshot(monotonic_s())
 
     def demands(self) -> tuple[ModelDemand, ...]:
@@ -153,7 +156,7 @@ class SchedulerDriver:
 
     @contextmanager
     def gateway_stream(self) -> Iterator[GatewayOutbox]:
-        """The outbox of a new gateway stream; its requests outlive it by the grace time."""
+        """Open the outbox of a new gateway stream; its requests outlive it by the grace time."""
         outbox = GatewayOutbox(self._next_stream_id, self._outbox_limit)
         self._next_stream_id += 1
         self._outboxes[outbox.stream_id] = outbox
@@ -165,10 +168,10 @@ class SchedulerDriver:
             outbox.close()
             del self._outboxes[outbox.stream_id]
             # The gateway may reconnect and repeat its asks under the same ids.
-            self._gone.append((monotonic_s() + self._gateway_grace_s, outbox.stream_id))
+            self._ended_streams.append((monotonic_s() + self._gateway_grace_s, outbox.stream_id))
 
     def drain(self) -> None:
-        """End all gateway streams; gateways repeat their asks at the next scheduler."""
+        """End all gateway streams; gateways repeat their asks at another instance."""
         self._draining = True
         for outbox in self._outboxes.values():
             outbox.close()

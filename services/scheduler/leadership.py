@@ -1,4 +1,4 @@
-"""Whether this instance is the active scheduler: the newest registered in etcd."""
+"""Determines whether this scheduler instance is the active one: the newest registered in etcd."""
 
 from services.common.etcd import Store
 from services.common.membership import SERVICES, Directory
@@ -8,15 +8,15 @@ NAME = "scheduler"
 
 
 class Leadership:
-    """Follows the service records in etcd while `services` runs."""
+    """Keeps `leads` current by the service records in etcd, while `services.run` runs."""
 
     def __init__(self, store: Store, incarnation: str) -> None:
-        """`incarnation`: of this instance's own record."""
+        """`incarnation` is the id in this instance's own record."""
         self.incarnation = incarnation
         self.services = Directory(store, SERVICES, record_pb2.ServiceRecord, self._update)
         self.leads = False
 
     def _update(self) -> None:
-        # After a restart the old record may live until its lease ends: the newest instance counts.
+        # After a restart the old record exists until its lease expires: use the newest record.
         newest = self.services.newest(f"{SERVICES}{NAME}/")
         self.leads = newest is not None and newest.incarnation == self.incarnation

@@ -1,4 +1,4 @@
-"""The scheduler's metrics, from the driver's latest snapshot."""
+"""The scheduler's Prometheus metrics, computed from the driver's latest snapshot."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,8 +13,8 @@ from services.core.service import ServiceClass
 class SchedulerCollector(Collector):
     """Computes the metrics at each scrape.
 
-    Metrics of the whole cluster come from the leading instance only, so that sums over instances
-    are correct.
+    Only the leading instance exports metrics of the whole cluster, so that sums over instances are
+    correct.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], leads: Callable[[], bool]) -> None:
@@ -80,7 +80,7 @@ def _queue(now: Snapshot) -> Iterable[Metric]:
 
 
 def _classes(now: Snapshot) -> Iterable[Metric]:
-    """The queue by class."""
+    """Metrics of the queue by service class."""
     queued = GaugeMetricFamily(
         "tideserve_scheduler_class_queued_requests",
         "Requests waiting for a group with room, by class.",

@@ -1,4 +1,7 @@
-"""The scheduler's gRPC service."""
+"""The scheduler's gRPC service: streams of gateways, and load reports of workers.
+
+Gateways send asks (requests for an assignment) and receive tickets, assignments and refusals.
+"""
 
 import asyncio
 import logging
@@ -33,12 +36,12 @@ ReportLoadContext = grpc.aio.ServicerContext[
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Translates frames into events and commands into frames."""
+    """Translates frames into events for the driver, and its commands into frames."""
 
     def __init__(self, driver: SchedulerDriver) -> None:
         self._driver = driver
 
-    # Not an async generator, unlike the generated stub: only explicit writes can time out.
+    # The generated stub has an async generator, but only explicit writes can time out.
     async def Admit(  # type: ignore[override]
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], context: AdmitContext
     ) -> None:
@@ -72,10 +75,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 self._driver.apply(last)
         finally:
-            # A dead worker looks idle while its last report is fresh: withdraw it at once.
+            # A dead worker looks idle while its last report is fresh: invalidate the report at
+            # once.
             if last is not None:
-                gone = last.report
-                self._driver.apply(LoadLost(monotonic_s(), gone.worker_id, gone.incarnation))
+                last_report = last.report
+                self._driver.apply(
+                    LoadLost(monotonic_s(), last_report.worker_id, last_report.incarnation)
+                )
         return scheduler_pb2.ReportLoadResponse()
 
     async def _read(
@@ -83,14 +89,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         async for message in request_iterator:
             for frame in unpacked(message):
-                self._take(frame, outbox.stream_id)
+                self._apply(frame, outbox.stream_id)
         outbox.close()
 
-    def _take(self, frame: scheduler_pb2.AdmitRequest, stream_id: int) -> None:
+    def _apply(self, frame: scheduler_pb2.AdmitRequest, stream_id: int) -> None:
         try:
             event = to_admit_event(frame, stream_id, monotonic_s())
         except InvalidReport as error:
-            # The worker's fault, not the gateway's: its requests continue.
+            # The worker sent the invalid report: keep the gateway's stream.
             log.warning("ignoring an invalid load report passed on by a gateway: %s", error)
             return
         if event is None:
@@ -112,7 +118,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 heartbeat_s = monotonic_s() + HEARTBEAT_S
             commands = await outbox.take(max(0.0, heartbeat_s - monotonic_s()))
             frames = [to_frame(command) for command in commands]
-            # Older gateways read a single frame per message.
+            # Older gateways expect a single frame per message.
             for message in packed(frames) if many else frames:
                 await _send(context, message)
             if outbox.closed and not commands:

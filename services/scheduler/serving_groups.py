@@ -1,4 +1,4 @@
-"""The serving groups, derived from the group and worker records in etcd."""
+"""Follows the group and worker records in etcd, and reports which groups serve."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ServingGroups:
-    """Emits an event for each group that joins, changes or leaves; none while etcd is down."""
+    """Calls `apply` for each group that joins, changes or leaves; keeps groups if etcd is down."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ServingGroups:
 
     @property
     def loaded(self) -> bool:
-        """Whether groups and workers have been listed."""
+        """Whether the records of groups and workers have been read completely."""
         return self._groups.loaded.is_set() and self._workers.loaded.is_set()
 
     async def run(self) -> None:
@@ -44,7 +44,7 @@ class ServingGroups:
             tasks.create_task(self._workers.run())
 
     def _refresh(self) -> None:
-        # With a partial listing, groups would seem to lack members.
+        # With a partial list of workers, groups would seem to lack members.
         if not self.loaded:
             return
         self._check_scheduling()
@@ -65,7 +65,7 @@ class ServingGroups:
         self._serving = serving
 
     def _check_scheduling(self) -> None:
-        """Warn once about workers with another `scheduling`, until all agree again."""
+        """Warn about workers with another scheduling policy, once until all agree again."""
         fault = scheduling_fault(self._scheduling, self._workers.records.values())
         if fault is not None and not self._differs:
             log.warning("%s", fault)

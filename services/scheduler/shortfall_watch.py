@@ -1,4 +1,7 @@
-"""Receives from the memory manager which models lack KV that no merge can provide."""
+"""Receives KV shortfalls from the memory manager.
+
+A shortfall is the KV, in tokens, that a model lacks even if all its groups merge.
+"""
 
 import asyncio
 import logging
@@ -18,7 +21,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 SILENCE_S = 5.0
-"""Without a message for this long the last shortfalls expire; it sends every second."""
+"""Time without a message after which shortfalls expire; the memory manager sends every second."""
 OLDER_RETRY_S = 30.0
 """Retry interval with an older memory manager that does not support these reports."""
 
@@ -26,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class ShortfallWatch:
-    """Emits an event when the shortfalls change; without reports there are none."""
+    """Calls `apply` when the shortfalls change; without reports it assumes none."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class ShortfallWatch:
             await asyncio.sleep(OLDER_RETRY_S)
         finally:
             call.cancel()
-            # Without reports, no request is refused for a shortfall.
+            # Without reports assume no shortfall, so that no request is refused for it.
             self._report({})
 
     def _report(self, shortfalls: dict[str, int]) -> None:

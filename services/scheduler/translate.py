@@ -1,4 +1,8 @@
-"""Translation between protobuf and the scheduler's events and commands."""
+"""Translates between protobuf messages and the scheduler's events and commands.
+
+An ask is a gateway's request for an assignment to a group of workers; an epoch numbers the
+configurations of a group.
+"""
 
 from collections.abc import Iterable
 
@@ -32,10 +36,10 @@ _REASONS = numbers(RefusalReason, scheduler_pb2.RefusalReason, "REFUSAL_REASON")
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
 ) -> Asked | Withdrawn | LoadReported | None:
-    """The event in a gateway's frame; None for a kind that this version does not know.
+    """The event of a gateway's frame; None if this version does not know its kind.
 
     Raises:
-        InvalidReport: if it passes on an invalid load report.
+        InvalidReport: if the frame contains an invalid load report.
     """
     match frame.WhichOneof("body"):
         case "ask":
@@ -67,7 +71,7 @@ def to_admit_event(
 
 
 def _to_failed(ask: scheduler_pb2.Ask) -> FailedAssignment | None:
-    """The failed assignment of an ask; epoch 0 on the wire: none."""
+    """The failed assignment of an ask; None if its epoch is 0 on the wire."""
     if not ask.refused_epoch:
         return None
     return FailedAssignment(ask.refused_group_id, ask.refused_epoch, ask.returned)
@@ -83,12 +87,12 @@ def to_load_event(load: load_pb2.WorkerLoad, now_s: float, passed_on: bool = Fal
 
 
 def to_demand_report(demands: Iterable[ModelDemand]) -> memmgr_pb2.ReportDemandRequest:
-    """The message that reports the queue's demand."""
+    """The message that reports the queue's demand per model."""
     return memmgr_pb2.ReportDemandRequest(demands=map(demand_message, demands))
 
 
 def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
-    """Tokens of KV that models lack, by model."""
+    """KV tokens that models lack, by model; without models that lack none."""
     return {entry.model: entry.tokens for entry in answer.shortfalls if entry.tokens > 0}
 
 
@@ -160,7 +164,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
 
 
 def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
-    """The heartbeat frame with the scheduler's current numbers."""
+    """The heartbeat frame of a snapshot."""
     return scheduler_pb2.AdmitResponse(
         heartbeat=scheduler_pb2.Heartbeat(
             groups_serving=snapshot.groups_serving,

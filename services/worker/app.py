@@ -1,4 +1,8 @@
-"""The servicer process of a worker: opens the port, etcd and the engine, then serves."""
+"""Runs the servicer process of a worker: opens its port, connects to etcd, starts the engine,
+serves.
+
+A worker consists of two processes: the servicer has the gRPC services, the engine runs the model.
+"""
 
 import asyncio
 import hashlib
@@ -26,13 +30,17 @@ from services.worker.serving import EngineServing
 log = logging.getLogger(__name__)
 
 SERVICES = Path(__file__).resolve().parent.parent
+# Folders of the code that runs in a worker.
 PARTS = ("common", "core", "worker")
-# Numerical libraries: another version may round differently.
+# Numerical libraries, other versions of which may round differently.
 LIBRARIES = ("numba", "torch", "transformers")
 
 
 def code_digest(root: Path = SERVICES, parts: Iterable[str] = PARTS) -> str:
-    """SHA-256 of the worker's sources below `root` and the versions of its libraries."""
+    """SHA-256 of the worker's sources below `root` and of the versions of `LIBRARIES`.
+
+    Only workers with equal digests may form a group, since their tokens are equal.
+    """
     digest = hashlib.sha256()
     for part in sorted(parts):
         for path in sorted((root / part).rglob("*.py")):
@@ -71,7 +79,7 @@ class ServicerProcess:
         self._serving: EngineServing | None = None  # None until the model is loaded
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Run until `stop`, then let running requests finish within the drain time."""
+        """Serve until `stop` is set, then let requests finish within the drain time."""
         config = self._config
         async with metrics_exposed(self._registry, config.host, config.metrics_port):
             # Open the port first, so that liveness probes succeed while the model loads.
@@ -88,7 +96,7 @@ class ServicerProcess:
                 await self._store.close()
 
     async def _start_engine(self, host: str, stop: asyncio.Event) -> EngineReady | None:
-        """Load the model; returns None if `stop` is set first."""
+        """Start the engine, which loads the model; returns None if `stop` is set first."""
         starting = asyncio.create_task(self._engine.start(host))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -130,5 +138,5 @@ class ServicerProcess:
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Run a worker until `stop` is set."""
-    with completed_config(config) as whole:
-        await ServicerProcess(whole).serve(stop)
+    with completed_config(config) as completed:
+        await ServicerProcess(completed).serve(stop)

@@ -1,4 +1,4 @@
-"""Configuration of a worker."""
+"""Configuration of a worker: model, engine, device, memory, limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from services.core.planner.victims import VictimRule
 from services.core.queue_order import Scheduling
 from services.core.setting import choice, device_name, nested, number, option, size, tcp_port
 
-# Kinds of device that a worker has a memory backend for.
+# Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
-# Options that only tideserve's own engine supports; None if unset.
+# Options that only tideserve's own engine supports; each is None if unset.
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
 # vLLM's kernels for CPUs need blocks of a multiple of 32 tokens.
 VLLM_DEFAULTS: Mapping[str, int] = {
@@ -38,7 +38,7 @@ class WorkerConfig(ServiceConfig):
     """The model, engine, device and memory of a worker."""
 
     worker_id: str = option("", "Name of this worker, unique in its cluster; empty: the host name.")
-    model_name: str = option(help="Model name in client requests.")
+    model_name: str = option(help="Model name in requests.")
     model_dir: Path = option(
         help="Folder with config.json, tokenizer.json and *.safetensors weights."
     )
@@ -176,8 +176,8 @@ class WorkerConfig(ServiceConfig):
         limits = {**defaults, **given}
         running = limits.get("max_running", usual.max_running)
         tokens = limits.get("max_batch_tokens", usual.max_batch_tokens)
-        # A batch must hold a token of every running request: whichever limit is not given follows
-        # the other.
+        # A batch must have room for a token of every running request: derive a limit that is not
+        # set from the other.
         if running > tokens:
             defaults |= {"max_running": tokens, "max_batch_tokens": running}
         return defaults
@@ -191,7 +191,7 @@ class WorkerConfig(ServiceConfig):
         # Not `super()`: `slots=True` replaces the class that `super()` refers to.
         ServiceConfig.__post_init__(self)
         if self.planner.scheduling is not Scheduling.SLO:
-            self._check_parts()
+            self._check_slo_options()
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
         elif self.engine_python is not None:
@@ -199,12 +199,12 @@ class WorkerConfig(ServiceConfig):
                 "'engine_python' requires `engine: vllm`; remove it, or set 'engine' to 'vllm'"
             )
 
-    def _check_parts(self) -> None:
-        """Reject options that only `scheduling: slo` uses, as they would silently do nothing."""
+    def _check_slo_options(self) -> None:
+        """Reject options that only `scheduling: slo` uses, since they would have no effect."""
         planner = self.planner
-        parts = {"packing": planner.packing, "adaptive_slots": planner.adaptive_slots}
-        parts["victims"] = planner.victims is not VictimRule.NEWEST
-        for name in (name for name, is_set in parts.items() if is_set):
+        slo_options = {"packing": planner.packing, "adaptive_slots": planner.adaptive_slots}
+        slo_options["victims"] = planner.victims is not VictimRule.NEWEST
+        for name in (name for name, is_set in slo_options.items() if is_set):
             raise ConfigError(
                 f"'{name}' has no effect with `scheduling: {planner.scheduling}`; remove it, or set"
                 " 'scheduling' to 'slo'"

@@ -1,8 +1,9 @@
-"""Graceful shutdown of a worker: leave its group first, then let its own requests finish.
+"""Graceful shutdown of a worker: it leaves its group, then its own requests may finish.
 
-A member of a merged group requests a split by registering as draining, and waits for it. It also
-waits for a group change that it has prepared, then refuses further changes. Without a memory
-manager no split happens, but running requests may still finish within the drain time.
+A worker in a group with others publishes in its etcd record that it drains, so that the memory
+manager splits the group, and waits for the split. It also waits for group changes that it has
+prepared, then refuses further changes. If no memory manager runs, no split happens, but running
+requests may still finish within the drain time. An epoch numbers the configurations of groups.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
 
 UNUSED_S = 1.0
-"""A member may leave once it was unused for this long; longer than the heartbeat interval."""
+"""A member of a merged group may leave if it was unused for this long, which is longer than the
+interval of the engine's reports."""
 
 log = logging.getLogger(__name__)
 
@@ -46,17 +48,20 @@ class WorkerDrain:
         self._progressed = asyncio.Event()
 
     def note_progress(self) -> None:
-        """Note a frame of the engine, which sends several per second."""
+        """Check again whether the worker may leave; called at each frame of the engine."""
         self._progressed.set()
 
     async def leave_group(self, deadline_s: float) -> None:
-        """Return when no other worker needs this worker, at `deadline_s` at the latest."""
+        """Wait until no other worker needs this worker, but not beyond `deadline_s`.
+
+        Then refuse further group changes.
+        """
         if self._is_shared or self._is_needed:
             await self._wait_for_split(deadline_s)
         self._member.refuse_all()
 
     async def end_requests(self, deadline_s: float) -> None:
-        """Return when no request runs here, at `deadline_s` at the latest."""
+        """Wait until no request is active here, but not beyond `deadline_s`."""
         try:
             async with timeout(deadline_s - monotonic_s()):
                 await self._requests.wait_idle()
@@ -79,20 +84,20 @@ class WorkerDrain:
         leaving = record_pb2.WorkerRecord()
         leaving.CopyFrom(self._record)
         leaving.draining = True
-        asking = asyncio.create_task(self._registration.update(leaving))
+        update_task = asyncio.create_task(self._registration.update(leaving))
         try:
             async with timeout(deadline_s - monotonic_s()):
-                await self._unused()
+                await self._wait_unused()
         except TimeoutError:
-            log.warning("drain time is over, but requests of other workers still need this worker")
+            log.warning("the drain time is over, but the group still needs this worker")
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            update_task.cancel()
+            await asyncio.gather(update_task, return_exceptions=True)
 
-    async def _unused(self) -> None:
-        """Return when the worker is not needed; in a merged group, not for `UNUSED_S`."""
+    async def _wait_unused(self) -> None:
+        """Wait until the worker is not needed; in a merged group, not needed for `UNUSED_S`."""
         needed_s = monotonic_s()
-        # The wait covers work that the engine reports only with its next heartbeat.
+        # Wait for the next report: the engine may have work that it has not reported yet.
         while self._is_needed or (self._is_shared and monotonic_s() - needed_s < UNUSED_S):
             if self._is_needed:
                 needed_s = monotonic_s()
@@ -101,13 +106,14 @@ class WorkerDrain:
 
 
 def is_needed(report: EngineReport, place: Place | None, active: int) -> bool:
-    """Whether requests would be lost if this worker left now, as far as it knows.
+    """Whether requests would be lost if this worker left its group now.
 
-    `place` is the worker's group in the records; `active` is the number of open requests here.
+    `report` is the engine's latest, `place` the worker's group in the etcd records, and `active`
+    the number of open requests here.
     """
     if place is None:
         return False
-    # Until a group change is over, other leaders fetch sequences and KV from this worker.
+    # Until a group change is complete, leaders of other groups fetch sequences and KV from here.
     if report.epoch < place.epoch or report.unsettled:
         return True
     used = report.load.kv_blocks_free < report.load.kv_blocks_total

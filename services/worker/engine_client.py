@@ -1,4 +1,4 @@
-"""The servicer's client of the engine process: starts, commands and supervises it."""
+"""The servicer's client of a worker's engine process: starts, commands and supervises it."""
 
 import asyncio
 import contextlib
@@ -43,13 +43,13 @@ from services.worker.ipc import (
 
 VLLM_ENGINE = Path(__file__).resolve().parent / "vllm_engine" / "__main__.py"
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""On a GPU: avoids fragmentation by activations, whose size differs for each batch."""
+"""Setting of torch's GPU allocator against fragmentation by activations of varying size."""
 
 
 def engine_command(config: WorkerConfig) -> list[str]:
-    """The engine's command line without the arguments that both engines take."""
+    """The command line of the configured engine, without the arguments common to all engines."""
     if config.engine == EngineKind.VLLM:
         # -P: keep the script's folder off sys.path, so that its files shadow no modules.
         return [str(config.engine_python), "-P", str(VLLM_ENGINE)]
@@ -59,14 +59,14 @@ def engine_command(config: WorkerConfig) -> list[str]:
 def engine_environment(
     config: WorkerConfig, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The engine's environment."""
-    # Drop tideserve's own variables: the engine gets its configuration on stdin, without secrets.
+    """The environment variables of the engine process, based on the inherited variables."""
+    # Remove tideserve's variables: the engine reads its configuration, without secrets, from stdin.
     kept = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
     if config.engine == EngineKind.VLLM:
         assert config.engine_python is not None
         on_cpu = config.device == "cpu"
-        seen = kept | _one_gpu(config.device, kept)
-        return vllm_environment(seen, config.engine_python, config.threads, on_cpu)
+        visible = kept | _one_gpu(config.device, kept)
+        return vllm_environment(visible, config.engine_python, config.threads, on_cpu)
     allocator = {} if config.device == "cpu" else ALLOCATOR
     return allocator | kept | {"OMP_NUM_THREADS": str(config.threads)}
 
@@ -76,23 +76,27 @@ def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
     number = device.partition(":")[2]
     if not number:
         return {}
-    shown = inherited.get(VISIBLE, "").split(",")
-    chosen = shown[int(number)] if int(number) < len(shown) and shown != [""] else number
-    return {VISIBLE: chosen}
+    visible_gpus = inherited.get(VISIBLE_GPUS_VARIABLE, "").split(",")
+    chosen = (
+        visible_gpus[int(number)]
+        if int(number) < len(visible_gpus) and visible_gpus != [""]
+        else number
+    )
+    return {VISIBLE_GPUS_VARIABLE: chosen}
 
 
 SEND_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.5
 HEARTBEATS_MAX = 1000
-"""Most queued heartbeats; more than 8 minutes of them."""
+"""Maximum number of queued heartbeats, which is those of more than 8 minutes."""
 HEARTBEATS_MISSED = 3
 """An engine counts as hung only after this many missed heartbeats."""
 OVERSLEEP_MAX_S = 2.0
-"""If the servicer wakes this much too late, it was suspended itself."""
+"""If the servicer wakes up later than planned by this, it was suspended itself."""
 
 
 class EngineStopped(ServiceError):
-    """The engine process ended by itself; a restart may help."""
+    """The engine process has ended, or is silent; a restart of the worker may help."""
 
     exit_code = 1
 
@@ -101,7 +105,7 @@ class EngineClient:
     """Owns the engine process and the socket to it."""
 
     def __init__(self, config: WorkerConfig, incarnation: str) -> None:
-        """`config` is from `completed_config`. `incarnation` identifies this process to peers."""
+        """`config` is from `completed_config`; `incarnation` identifies this worker process."""
         assert config.run_dir is not None
         self._config = config
         self._incarnation = incarnation
@@ -109,8 +113,8 @@ class EngineClient:
         self._socket = FrameSocket(zmq.PAIR, FRAMES_MAX)
         self._heartbeats = FrameSocket(zmq.PULL, HEARTBEATS_MAX)
         self._process: Child | None = None
-        self._heard_s = 0.0
-        self._heartbeat_s = 0.0  # 0 for an engine without heartbeats
+        self._last_frame_s = 0.0
+        self._last_heartbeat_s = 0.0  # 0 for an engine without heartbeats
         self._hung = False
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
@@ -124,27 +128,27 @@ class EngineClient:
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine sent a frame or heartbeat within `engine_unready_s`."""
+        """Whether the last frame or heartbeat of the engine is newer than `engine_unready_s`."""
         return self.heartbeat_age_s < self._config.engine_unready_s
 
     @property
     def hung(self) -> bool:
-        """Whether the engine has been silent for too long, and still is.
+        """Whether the engine has been silent for longer than its limit, and still is.
 
-        The limit is half of `engine_unready_s` without heartbeats. An engine that never sends
-        heartbeats (vLLM) gets more time if it was silent for long recently.
+        The limit is half of `engine_unready_s`, but at least `HEARTBEATS_MISSED` intervals. For an
+        engine that sends no heartbeats (vLLM), it grows with recent silences between frames.
         """
         return self._hung
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last frame of the engine; an idle engine sends several per second."""
-        return monotonic_s() - self._heard_s
+        """Seconds since the last frame; an idle engine sends several frames per second."""
+        return monotonic_s() - self._last_frame_s
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the last frame or heartbeat; heartbeats continue during an iteration."""
-        return monotonic_s() - max(self._heard_s, self._heartbeat_s)
+        """Seconds since the last frame or heartbeat; only heartbeats continue in an iteration."""
+        return monotonic_s() - max(self._last_frame_s, self._last_heartbeat_s)
 
     async def start(self, advertise: str = "127.0.0.1") -> EngineReady:
         """Start the process and wait until it has loaded the model.
@@ -163,7 +167,8 @@ class EngineClient:
         command += ["--socket", address, "--parent", str(os.getpid())]
         command += ["--incarnation", self._incarnation]
         self._process = Child(command, env=engine_environment(config))
-        # An engine that exits immediately is reported below. A pipe's buffer holds all of this.
+        # Ignore a broken pipe: the exit of the engine is reported below. The pipe's buffer holds
+        # the whole configuration, so this write does not block.
         with contextlib.suppress(BrokenPipeError), self._process.input as pipe:
             pipe.write(dump(replace(config, advertise=advertise)).encode())
         first = asyncio.ensure_future(self._socket.recv())
@@ -184,7 +189,7 @@ class EngineClient:
         if isinstance(frame, EngineUnusable):
             raise ServiceError(frame.message)
         assert isinstance(frame, EngineReady)
-        self._heard_s = monotonic_s()
+        self._last_frame_s = monotonic_s()
         blocks = frame.kv_blocks_total
         load = Load(0, 0, blocks, 0, kv_blocks_total=blocks)
         self.report = EngineReport(load, parameter_bytes=frame.parameter_bytes)
@@ -199,7 +204,8 @@ class EngineClient:
         `hung` becomes true.
 
         Raises:
-            EngineStopped: if the process ends by itself, or is silent for `engine_dead_s`.
+            ExceptionGroup: with EngineStopped, if the process ends, or is silent for
+                `engine_dead_s`.
         """
         assert self._process is not None
         async with asyncio.TaskGroup() as tasks:
@@ -222,7 +228,7 @@ class EngineClient:
         await self._send(configuration)
 
     async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared:
-        """Prepare a group change in the engine and wait for its answer; once per attempt.
+        """Prepare a group change in the engine, and wait for its answer; call once per attempt.
 
         Raises:
             TimeoutError: if there is no answer within `timeout_s`; the caller aborts the attempt.
@@ -251,6 +257,7 @@ class EngineClient:
             path.unlink(missing_ok=True)
 
     async def _send(self, frame: ToEngine) -> None:
+        # Frames to an ended engine are discarded: `run` reports its end.
         if self._process is None or self._process.returncode is not None:
             return
         async with timeout(SEND_TIMEOUT_S):
@@ -259,8 +266,9 @@ class EngineClient:
     async def _receive(self, on_progress: Callable[[Progress], None]) -> None:
         while True:
             frame = from_engine_decoder.decode(await self._socket.recv())
+            # A frame ends a silence, whose length adapts the limit of an engine without heartbeats.
             self._stall.note_completed(self.silent_s)
-            self._heard_s = monotonic_s()
+            self._last_frame_s = monotonic_s()
             self._hung = False
             if isinstance(frame, Prepared):
                 answer = self._preparing.get(frame.attempt)
@@ -275,7 +283,7 @@ class EngineClient:
     async def _receive_heartbeats(self) -> None:
         while True:
             await self._heartbeats.recv()
-            self._heartbeat_s = monotonic_s()
+            self._last_heartbeat_s = monotonic_s()
             self._hung = False
 
     async def _watch(self, on_hung: Callable[[], None]) -> None:
@@ -284,7 +292,7 @@ class EngineClient:
             await asyncio.sleep(WATCH_INTERVAL_S)
             if monotonic_s() - checked_s > WATCH_INTERVAL_S + OVERSLEEP_MAX_S:
                 # This process was suspended, perhaps with the engine: restart the silence timer.
-                self._heard_s = monotonic_s()
+                self._last_frame_s = monotonic_s()
             was_hung, self._hung = self._hung, self._exceeds_limit()
             if self._hung and not was_hung:
                 on_hung()
@@ -292,7 +300,7 @@ class EngineClient:
                 raise EngineStopped(f"the engine process has been silent for {self.silent_s:.0f} s")
 
     def _exceeds_limit(self) -> bool:
-        if self._heartbeat_s:
+        if self._last_heartbeat_s:
             return self.heartbeat_age_s > max(
                 self._config.engine_unready_s / 2, HEARTBEATS_MISSED * HEARTBEAT_INTERVAL_S
             )

@@ -1,4 +1,9 @@
-"""Executes the group protocol on the engine: turns prepare and commit into engine commands."""
+"""Takes part in group changes for a worker: turns prepare and commit into engine commands.
+
+A change creates groups (of workers that each run part of the layers) at a new epoch. Its members
+prepare it, then it is committed in etcd. A lane is a transfer address of an engine: one for
+activations, one for bulk transfers of KV and parameters.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -20,12 +25,13 @@ from services.worker.ipc import (
 )
 from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
 
-# Longer than the deadline of any caller.
+# Longer than the deadline of every caller, which then aborts the attempt.
 ANSWER_TIMEOUT_S = 3600.0
-UNHEARD_S = 3.0
-"""If a group loses members while the local engine is silent for this long, that engine has failed.
+ENGINE_SILENT_S = 3.0
+"""If a group loses members while this worker's engine is silent for this long, the engine has
+failed.
 
-If it is only computing, little is lost: its requests must be recomputed anyway.
+If the engine is just computing, little is lost: its requests must be recomputed anyway.
 """
 
 log = logging.getLogger(__name__)
@@ -45,9 +51,9 @@ class Engine(Protocol):
 
 
 class EngineParticipant:
-    """Participant of the group protocol that drives the engine.
+    """Participant of the group protocol that commands the engine.
 
-    `place` is the newest configuration sent to the engine; its requests may be submitted at once.
+    `place` is the newest configuration sent to the engine, which accepts its requests from then on.
     """
 
     def __init__(
@@ -74,12 +80,12 @@ class EngineParticipant:
         self._resolve = resolve
         self._prepared: Prepare | None = None
         # Members of the current configuration by worker id and incarnation.
-        self._known: dict[tuple[str, str], MemberPlan] = {}
+        self._known_members: dict[tuple[str, str], MemberPlan] = {}
         self.place: Place | None = None
 
     async def prepare(self, preparation: ProposedChange) -> None:
-        self._refuse_what_it_cannot(preparation.target)
-        # Resolve host names here, because the engine must not block on DNS.
+        self._check_layers(preparation.target)
+        # Resolve host names here, so that the engine does not block on DNS.
         peers = await self._resolved(preparation.peers)
         command = Prepare(preparation.attempt, plans_of(replace(preparation, peers=peers)))
         answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
@@ -102,8 +108,8 @@ class EngineParticipant:
                 group.epoch,
             )
             self._move_to(None)
-            # The group continues without its leader's engine if that has failed.
-            if self._engine.heartbeat_age_s > UNHEARD_S:
+            # If the engine has failed as well, end its requests, so that they resume elsewhere.
+            if self._engine.heartbeat_age_s > ENGINE_SILENT_S:
                 self._end_requests("the engine of the worker does not respond; retry")
             await self._engine.apply(ApplyConfiguration([self._plan(group)]))
             return
@@ -111,7 +117,7 @@ class EngineParticipant:
             groups = prepared.groups
         else:
             groups = [self._plan(group)]
-        self._known = {
+        self._known_members = {
             (member.worker_id, member.incarnation): member
             for plan in groups
             for member in plan.members
@@ -121,7 +127,7 @@ class EngineParticipant:
         self._move_to(Place(group.group_id, group.epoch, leads, shared=len(group.members) > 1))
 
     async def _resolved(self, peers: Iterable[SourceMember]) -> tuple[SourceMember, ...]:
-        """The peers with resolved transfer addresses, which some peers do not have."""
+        """Resolve the transfer addresses of the peers that have any."""
         try:
             return tuple(
                 [
@@ -142,7 +148,7 @@ class EngineParticipant:
         self.place = place
         self._changed()
 
-    def _refuse_what_it_cannot(self, target: Group) -> None:
+    def _check_layers(self, target: Group) -> None:
         shape = self._facts.shape
         whole = (0, shape.num_layers if shape is not None else 0)
         for member in target.members:
@@ -152,12 +158,12 @@ class EngineParticipant:
                 raise PrepareRefused(f"{self._worker_id} cannot drop layers; leave it out")
 
     def _plan(self, group: Group) -> GroupPlan:
-        """The plan of a group that this worker did not prepare, with the last known addresses."""
-        members = [self._place_of(member) for member in group.members]
+        """The plan of a group that this worker did not prepare, with the addresses last known."""
+        members = [self._member_plan(member) for member in group.members]
         return GroupPlan(group.group_id, group.epoch, members)
 
-    def _place_of(self, member: Member) -> MemberPlan:
-        known = self._known.get((member.worker_id, member.incarnation))
+    def _member_plan(self, member: Member) -> MemberPlan:
+        known = self._known_members.get((member.worker_id, member.incarnation))
         activations = known.activations if known is not None else Lane("", "")
         bulk = known.bulk if known is not None else Lane("", "")
         address = known.grpc_address if known is not None else ""

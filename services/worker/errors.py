@@ -1,18 +1,22 @@
-"""Errors of a worker, each a `WorkerError`; every message has the cause and the remedy."""
+"""Errors of a worker's engine, each a `WorkerError`; every message has the cause and the remedy.
+
+A slab holds the parameters of a layer, of the embedding or of the head; a stage is the range of
+layers that a worker runs.
+"""
 
 _MIB = 1 << 20
 
 
 class WorkerError(Exception):
-    """Base of all errors that a worker raises on purpose."""
+    """Base of all errors that a worker raises deliberately."""
 
 
 class ModelError(WorkerError):
-    """A model folder that cannot be served."""
+    """The model folder cannot be served."""
 
 
 class BudgetTooSmall(WorkerError):
-    """The budget cannot hold parameters, staging and a minimum of KV cache."""
+    """The memory budget cannot hold the parameters, staging buffers and a minimum of KV cache."""
 
     def __init__(
         self, *, needed_bytes: int, budget_bytes: int, parameter_bytes: int, staging_bytes: int
@@ -29,7 +33,7 @@ class BudgetTooSmall(WorkerError):
 
 
 class DeviceError(WorkerError):
-    """A device that is unsupported, missing or out of memory."""
+    """The device is unsupported, missing or out of memory."""
 
 
 class ArenaExhausted(WorkerError):
@@ -73,7 +77,7 @@ class InvalidBlocks(WorkerError):
 
 
 class InvalidBatch(WorkerError):
-    """A batch that this runner cannot execute."""
+    """The engine cannot execute a batch."""
 
 
 def _mib(size_bytes: int) -> int:

@@ -1,7 +1,8 @@
-"""A ZeroMQ socket for asyncio, for frames that arrive at every engine iteration.
+"""A ZeroMQ socket for asyncio, for the frames between a worker's servicer and engine.
 
-`zmq.asyncio` keeps a queue of futures per direction and checks all of them on every event, which
-took a tenth of the servicer's time. Here a single reader waits for a frame.
+Frames arrive at every engine iteration. `zmq.asyncio` keeps a queue of futures per direction and
+checks all of them at every event, which took a tenth of the servicer's time. Here only a single
+task may wait for a frame.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import zmq
 
 from services.common.timeouts import timeout
 
-_POLLIN = int(zmq.POLLIN)  # comparing the enum flag takes as long as receiving a frame
+_POLLIN = int(zmq.POLLIN)  # an int, since comparing the enum takes as long as receiving a frame
 FULL_PAUSE_S = 0.005
 """Retry interval for sending while the socket's buffer is full."""
 
@@ -25,8 +26,8 @@ class FrameSocket:
         self._socket.setsockopt(zmq.SNDHWM, frames_max)
         self._socket.setsockopt(zmq.RCVHWM, frames_max)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._watching: asyncio.AbstractEventLoop | None = None
-        self._waiting: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
 
@@ -39,56 +40,57 @@ class FrameSocket:
         self._socket.connect(address)
 
     async def recv(self) -> bytes:
-        """Receive the next frame; raises CancelledError if the socket is closed meanwhile."""
-        if self._watching is None:
-            self._watching = asyncio.get_running_loop()
-            self._watching.add_reader(self._socket.fileno(), self._on_readable)
+        """Receive the next frame; raises CancelledError if the socket is closed during the wait."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fileno(), self._on_readable)
         while not self._readable:
-            assert self._waiting is None, "only a single task may receive"
-            self._waiting = self._watching.create_future()
+            assert self._reader is None, "only a single task may receive"
+            self._reader = self._loop.create_future()
             try:
-                await self._waiting
+                await self._reader
             finally:
-                self._waiting = None
+                self._reader = None
         return self._socket.recv(zmq.NOBLOCK)
 
     async def send(self, frame: bytes) -> None:
         """Send a frame, after all frames before it, once there is room."""
         async with self._sending:
-            while not self._closed.is_set() and not self._sent(frame):
+            while not self._closed.is_set() and not self._try_send(frame):
                 with contextlib.suppress(TimeoutError):
                     async with timeout(FULL_PAUSE_S):
                         await self._closed.wait()
 
     def close(self) -> None:
-        """Close the socket and drop unsent frames."""
-        if self._watching is not None:
-            self._watching.remove_reader(self._socket.fileno())
-            self._watching = None
-        if self._waiting is not None:
-            self._waiting.cancel()
+        """Close the socket; unsent frames are discarded."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
+        if self._reader is not None:
+            self._reader.cancel()
         self._closed.set()
         self._socket.close()
 
-    def _sent(self, frame: bytes) -> bool:
+    def _try_send(self, frame: bytes) -> bool:
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         finally:
-            # ZeroMQ's descriptor is edge-triggered and sending consumes the edge: check for frames.
+            # ZeroMQ's descriptor is edge-triggered, and sending consumes the edge of a frame that
+            # has arrived: check for frames.
             self._on_readable()
         return True
 
     @property
     def _readable(self) -> bool:
-        """Whether a frame can be received; also re-arms the descriptor."""
+        """Whether a frame can be received; reading the events also re-arms the descriptor."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _on_readable(self) -> None:
         """Wake the reader, because a frame may have arrived."""
-        if self._waiting is None:
-            # Without a reader, re-arm the descriptor, or the event loop would spin.
+        if self._reader is None:
+            # If no task receives, re-arm the descriptor, or the event loop would spin.
             self._socket.getsockopt(zmq.EVENTS)
-        elif not self._waiting.done():
-            self._waiting.set_result(None)
+        elif not self._reader.done():
+            self._reader.set_result(None)

@@ -1,4 +1,4 @@
-"""A worker's end of a gateway's stream."""
+"""A worker's end of a gateway's Generate stream: queued messages, and the requests on it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import grpc.aio
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
-# Messages (engine steps) that a gateway may lag behind before its stream is cut.
+# Messages (one per engine iteration) that may wait for a gateway before its stream is ended.
 OUTBOX_MAX = 4096
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -16,7 +16,7 @@ Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 @dataclass(eq=False, slots=True)
 class GatewayStream:
-    """A gateway's stream: its queued messages, and the requests on it."""
+    """The messages queued for a gateway, and the ids of the requests that it reads."""
 
     outbox: asyncio.Queue[pb.GenerateResponse] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_MAX)
@@ -25,7 +25,7 @@ class GatewayStream:
     overflowed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def post(self, events: list[pb.RequestEvent], load: load_pb2.WorkerLoad | None = None) -> None:
-        """Queue a message; sets `overflowed` if the gateway lags too far behind."""
+        """Queue a message; sets `overflowed` if `OUTBOX_MAX` messages wait already."""
         try:
             self.outbox.put_nowait(pb.GenerateResponse(events=events, load=load))
         except asyncio.QueueFull:

@@ -1,4 +1,7 @@
-"""The committed group configuration of this worker, from the group records in etcd."""
+"""Follows the group records in etcd, and derives this worker's committed group configuration.
+
+An epoch numbers the configurations; an incarnation is the id of a worker process.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -11,7 +14,7 @@ from tideserve.common.v1 import record_pb2
 
 
 class Place(NamedTuple):
-    """A worker's role in a group at an epoch: whether it leads, and whether it has peers."""
+    """A worker's role in a group at an epoch: `leads`; `shared`: the group has other members."""
 
     group_id: str
     epoch: int
@@ -20,7 +23,7 @@ class Place(NamedTuple):
 
 
 class GroupView:
-    """The group records, kept current while `run` runs, and this worker's place in them."""
+    """The group records and this worker's place in them, kept current while `run` runs."""
 
     def __init__(
         self, store: Store, worker_id: str, incarnation: str, on_change: Callable[[], None]
@@ -38,7 +41,7 @@ class GroupView:
         await self._directory.run()
 
     def traceparent_of(self, group_id: str, epoch: int) -> str:
-        """The traceparent of the change that made this configuration; "" if it is not traced."""
+        """The traceparent of the change to this configuration; "" if it is not traced."""
         for stored in self.groups:
             if (stored.group.group_id, stored.group.epoch) == (group_id, epoch):
                 return stored.group.traceparent
@@ -52,21 +55,21 @@ class GroupView:
 
 
 def place_of(groups: Iterable[Group], worker_id: str, incarnation: str) -> Place | None:
-    """The place of this incarnation in its newest group; None unless that group is stable."""
-    mine = [
+    """The place of this incarnation in its newest group; None if that group is not stable."""
+    own = [
         (group, number)
         for group in groups
         for number, member in enumerate(group.members)
         if (member.worker_id, member.incarnation) == (worker_id, incarnation)
     ]
-    newest, number = max(mine, key=lambda entry: entry[0].epoch, default=(None, 0))
+    newest, number = max(own, key=lambda entry: entry[0].epoch, default=(None, 0))
     if newest is None or newest.phase is not GroupPhase.STABLE:
         return None
     return Place(newest.group_id, newest.epoch, leads=number == 0, shared=len(newest.members) > 1)
 
 
 def stored_groups(directory: Directory[record_pb2.GroupRecord]) -> tuple[StoredGroup, ...]:
-    """The group records with their etcd revisions, for the member's fence."""
+    """The groups of the valid records, with the revisions that fence changes by old leaders."""
     return tuple(
         StoredGroup(group, directory.entries[key].mod_revision)
         for key, record in directory.records.items()

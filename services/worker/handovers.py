@@ -1,7 +1,8 @@
-"""Matches requests that moved to this worker with the gateways that continue to read them.
+"""Matches requests that moved to this worker with the gateway streams that read their output.
 
-The engine reports adopted requests; gateways attach to them. Either may happen first, or never.
-Pure: time is an argument.
+When a group of workers changes to another epoch (configuration), a request may move to another
+worker, whose engine adopts and continues it. The engine reports adopted requests; gateways attach
+to them. Either may happen first, or never. Pure: time is an argument.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from services.core.request import FinishReason
 from services.worker.ipc import AdoptedRequest, MovedRequest, RequestTimes
 
 ATTACH_TIMEOUT_S = 10.0
-# Most readers that may wait, and most aborts that are remembered.
+# Maximum number of readers that wait, and of aborts that are remembered.
 EXPECTED_MAX = 100_000
 ABORTED_MAX = 10_000
 
@@ -25,7 +26,7 @@ Ending = FinishReason | RefuseRequest | MovedRequest
 
 @dataclass(slots=True)
 class UnreadOutput:
-    """The output of an adopted request that no gateway reads yet."""
+    """The output of an adopted request that no gateway reads yet; `times` come with its end."""
 
     token_ids: list[int]  # all output tokens, including those of earlier workers
     expires_s: float
@@ -38,10 +39,10 @@ class UnreadOutput:
 
 @dataclass(frozen=True, slots=True)
 class WaitingReader(Generic[R]):
-    """A reader that waits for a request's tokens from output index `from_index` on.
+    """A reader (gateway stream) that waits for a request's tokens from index `from_index` on.
 
-    The request moved here with the configuration of `group_id` at `epoch`. `coalesced`: the reader
-    accepts many tokens at once.
+    The request moves here with the configuration of `group_id` at `epoch`. `coalesced`: the reader
+    prefers many tokens per event.
     """
 
     request_id: str
@@ -55,9 +56,9 @@ class WaitingReader(Generic[R]):
 
 @dataclass(slots=True)
 class Handovers(Generic[R]):
-    """Adopted requests without a reader, readers without a request, and early aborts.
+    """Adopted requests without a reader, readers without a request, and aborts before adoption.
 
-    Each entry is dropped after `timeout_s`. After `match`, a request is in at most one of them.
+    Each entry expires after `timeout_s`. After `match`, an id is in at most one of the three.
     """
 
     timeout_s: float = ATTACH_TIMEOUT_S
@@ -76,7 +77,7 @@ class Handovers(Generic[R]):
         return list(self._adopted)
 
     def adopt(self, adopted: AdoptedRequest, now_s: float) -> bool:
-        """Keep an adopted request until it is read; returns False if it was aborted before.
+        """Keep an adopted request until a gateway reads it; returns False if it was aborted before.
 
         A request that returns to this worker replaces its earlier entry.
         """
@@ -93,7 +94,7 @@ class Handovers(Generic[R]):
         return True
 
     def expect(self, expected: WaitingReader[R]) -> bool:
-        """Let a reader wait; returns False if the request was aborted or too many readers wait.
+        """Add a waiting reader; returns False if the request was aborted or too many readers wait.
 
         A later reader of a request replaces its earlier reader.
         """
@@ -102,8 +103,8 @@ class Handovers(Generic[R]):
             return False
         unread = self._adopted.get(expected.request_id)
         ending = unread.ending if unread is not None else None
-        # The request may have been here before and moved away: that earlier move must not redirect
-        # a reader that comes for its return at a later epoch.
+        # The request may have been here before and moved away. That earlier move must not redirect
+        # a reader that waits for its return at a later epoch.
         if isinstance(ending, MovedRequest) and ending.epoch <= expected.epoch:
             del self._adopted[expected.request_id]
         self._expected[expected.request_id] = expected
@@ -119,7 +120,8 @@ class Handovers(Generic[R]):
         """Keep a token of an adopted request; no effect for others. The last token has `times`."""
         unread = self._adopted.get(token.request_id)
         if unread is not None and unread.ending is None:
-            # Another index is an engine bug; skipping the token lets the gateway detect the gap.
+            # Another index is a bug of the engine: skip the token, so that the gateway detects a
+            # gap.
             if token.index == len(unread.token_ids):
                 unread.token_ids.append(token.token_id)
                 if token.logprobs is not None:
@@ -130,7 +132,7 @@ class Handovers(Generic[R]):
             unread.times = times
 
     def end(self, ending: RefuseRequest | MovedRequest, times: RequestTimes | None = None) -> bool:
-        """Note that an adopted request has ended here; returns False for other requests."""
+        """Record the end of an unread request on this worker; returns False for other requests."""
         unread = self._adopted.get(ending.request_id)
         if unread is None:
             return False
@@ -140,14 +142,14 @@ class Handovers(Generic[R]):
         return True
 
     def abort(self, request_id: str, now_s: float) -> UnreadOutput | None:
-        """Drop and return a request; if it was not adopted yet, remember the abort."""
+        """Remove and return an unread request; if there is none, remember the abort."""
         unread = self.forget(request_id)
         if unread is None:
             self._remember(request_id, now_s)
         return unread
 
     def forget(self, request_id: str) -> UnreadOutput | None:
-        """Drop all entries of an id; returns the request if it was adopted."""
+        """Remove all entries of an id; returns its unread output, if any."""
         self._expected.pop(request_id, None)
         self._aborted.pop(request_id, None)
         return self._adopted.pop(request_id, None)
@@ -157,14 +159,14 @@ class Handovers(Generic[R]):
         return [e.request_id for e in self._expected.values() if e.reader is reader]
 
     def clear(self) -> list[WaitingReader[R]]:
-        """Drop all entries; returns the readers that waited."""
+        """Remove all entries; returns the readers that waited."""
         waiting = list(self._expected.values())
-        for kept in (self._adopted, self._expected, self._aborted):
-            kept.clear()
+        for parts in (self._adopted, self._expected, self._aborted):
+            parts.clear()
         return waiting
 
     def expire(self, now_s: float) -> tuple[list[str], list[WaitingReader[R]]]:
-        """Drop expired entries; returns the requests to abort in the engine, and the readers."""
+        """Remove expired entries; returns the ids to abort in the engine, and expired readers."""
         overdue = _take_while(self._adopted, lambda unread: unread.expires_s <= now_s)
         running = [request_id for request_id, a in overdue.items() if a.ending is None]
         for request_id in running:
@@ -181,8 +183,8 @@ class Handovers(Generic[R]):
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts contradict each other; call it after `match`."""
-        kept = [set(self._adopted), set(self._expected), set(self._aborted)]
-        assert sum(map(len, kept)) == len(set.union(*kept))
+        parts = [set(self._adopted), set(self._expected), set(self._aborted)]
+        assert sum(map(len, parts)) == len(set.union(*parts))
         assert len(self._expected) <= EXPECTED_MAX and len(self._aborted) <= ABORTED_MAX
         for deadlines in (
             [unread.expires_s for unread in self._adopted.values()],

@@ -1,4 +1,4 @@
-"""A worker's identity: default name and folder, its registration, and re-registration."""
+"""A worker's identity: its name and folder, its record in etcd, and when it may register."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 class Forgotten(ServiceError):
-    """The cluster has given up this process; a restarted worker can register."""
+    """The cluster has removed this process after a long absence; a restarted one may register."""
 
     exit_code = 1
 
@@ -33,8 +33,9 @@ async def registration_conditions(
 ) -> tuple[Condition, ...]:
     """Conditions in etcd under which the process may register.
 
-    A process that was in a group, last at `epoch`, may register again only while its assignment
-    record exists; see `services.core.groups.singleton_groups`.
+    `epoch` is that of its last group configuration, 0 if it was in no group yet. A process that was
+    in a group may register again only while the record of its assigned layers exists; see
+    `services.core.groups.singleton_groups`.
 
     Raises:
         Forgotten: if the assignment is gone, or belongs to another process.
@@ -42,15 +43,15 @@ async def registration_conditions(
     """
     if not epoch:
         return ()
-    # Only the assignment record says which layers the cluster expects here.
+    # Only the assignment record has the layers that the cluster expects on this worker.
     key = f"{ASSIGNMENTS}{worker_id}"
     entry = (await store.list_prefix(key)).get(key)
-    mine = (
+    is_own = (
         entry is not None
         and (record := read_record(record_pb2.AssignmentRecord, key, entry.value)) is not None
         and record.incarnation == incarnation
     )
-    if entry is None or not mine:
+    if entry is None or not is_own:
         raise Forgotten(
             f"{worker_id} was disconnected for too long and lost its place in the cluster; it exits"
             " so that it can be restarted"
@@ -60,7 +61,7 @@ async def registration_conditions(
 
 @contextlib.contextmanager
 def completed_config(config: WorkerConfig) -> Iterator[WorkerConfig]:
-    """The configuration with defaults for name and folder; a temporary folder is removed on exit.
+    """The configuration with defaults for name and folder; removes a temporary folder at exit.
 
     Raises:
         ConfigError: if the name is invalid.
@@ -81,7 +82,7 @@ def completed_config(config: WorkerConfig) -> Iterator[WorkerConfig]:
 def worker_record(
     config: WorkerConfig, incarnation: str, code_digest: str, address: str, facts: EngineReady
 ) -> record_pb2.WorkerRecord:
-    """The registration of a worker that is not leaving."""
+    """The etcd record of a worker that is not draining."""
     return record_pb2.WorkerRecord(
         worker_id=config.worker_id,
         incarnation=incarnation,

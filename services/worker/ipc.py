@@ -1,7 +1,9 @@
 """Frames between a worker's servicer process and its engine process: msgpack over ZeroMQ.
 
 The processes are separate so that RPC work never holds the engine's GIL. `request_id` is the id
-under which the gateway started the request (a choice); sequence ids stay inside the engine.
+under which the gateway started the request; the engine's sequence ids never appear here. Groups are
+workers that serve a model together, each with a part of the layers; an epoch numbers their
+configurations, and an attempt is the id of a prepared change.
 """
 
 import msgspec
@@ -28,7 +30,7 @@ class AbortRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, once: the loaded model and its memory. Sizes in bytes.
+    """From the engine, once after its start: the loaded model and its memory.
 
     `max_model_len` is the longest sequence that its KV cache holds, `context_tokens` the longest
     that the model supports. The addresses are for transfers between engines; empty if the engine
@@ -52,13 +54,16 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, as its last frame: it cannot start; `message` has cause and remedy."""
+    """From the engine, as its only frame: it cannot start; `message` has cause and remedy."""
 
     message: str
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """A request's times at an engine, in seconds; see worker.proto."""
+    """Durations of a request at an engine: wait, prefill, decode, and each preemption.
+
+    In seconds; see worker.proto.
+    """
 
     wait_s: float
     prefill_s: float
@@ -67,9 +72,9 @@ class RequestTimes(msgspec.Struct, frozen=True):
 
 
 class MovedRequest(msgspec.Struct, frozen=True):
-    """A request that the worker at `address` (host:port) has adopted and acknowledged.
+    """A request that has moved away: the worker at `address` (host:port) has adopted it.
 
-    `next_index` is the next output index; this engine has sent all tokens before it.
+    This engine has sent all tokens before output index `next_index`.
     """
 
     request_id: str
@@ -85,8 +90,8 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 
     `emitted_ids` are all its output tokens so far, so that a gateway may resume from any index;
     the next `EmitToken` has index `len(emitted_ids)`. `logprobs` are the rows of the last output
-    tokens, `prompt_logprobs` of the prompt, if requested and if there is output. `cached_tokens`
-    of its prompt were in the prefix cache of the engine where it started.
+    tokens, `prompt_logprobs` those of the prompt, if requested and if there is output.
+    `cached_tokens` prompt tokens were in the prefix cache of the engine where the request started.
     """
 
     request_id: str
@@ -99,12 +104,13 @@ class AdoptedRequest(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: tokens and events of requests, and its report; also as a heartbeat.
+    """From the engine, after each iteration and periodically: events of requests, and its report.
 
-    `received` are the requests that arrived since the last frame; `report` counts them. Process
-    `adopted`, `tokens`, `refusals` and `moved` in this order; the engine puts events in another
-    order into the next frame, such as a request that moves away and returns. `times` is set for
-    requests that end or move away. `dropped_prefixes`: see load reports.
+    `received` are the requests that arrived since the last frame; `report` includes them. Process
+    `adopted`, `tokens`, `refusals` and `moved` in this order. If events of a request need another
+    order, such as when it moves away and returns, the engine sends the later ones in the next
+    frame. `times` has the requests that end or move away, `dropped_prefixes` the hashes of prefix
+    blocks that the engine has evicted (see load reports).
     """
 
     received: list[str]
@@ -118,9 +124,10 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """A member's listening address for a kind of traffic, in the transport's format.
+    """A member's listening address for a kind of traffic between engines.
 
-    For UCX that is host:port. A connecting peer presents `nonce`.
+    The address has the format of the transport, host:port for UCX. A peer that connects must
+    present `nonce`.
     """
 
     address: str
@@ -145,7 +152,7 @@ class MemberPlan(msgspec.Struct, frozen=True):
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
-    """A group that a change creates; `members` are in stage order, the first leads."""
+    """A group that a change creates; `members` are in order of their layers, the first leads."""
 
     group_id: str
     epoch: int
@@ -157,7 +164,7 @@ class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
 
     `groups` are all groups of a change, at the same epoch; a split creates several. No effect if
     the epoch is not newer. There is no answer, because a commit is final. A group whose members do
-    not hold all layers serves nothing; its requests are over.
+    not hold all layers cannot run requests.
     """
 
     groups: list[GroupPlan]
@@ -196,7 +203,7 @@ from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decod
 
 
 HEARTBEAT_INTERVAL_S = 0.5
-"""Interval of an engine's heartbeats."""
+"""Interval of the heartbeats of tideserve's engine, which continue during an iteration."""
 
 
 def heartbeat_address(address: str) -> str:

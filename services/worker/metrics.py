@@ -1,4 +1,4 @@
-"""A worker's Prometheus metrics, computed on scrape from the last report of its engine."""
+"""A worker's Prometheus metrics, computed at each scrape from the last report of its engine."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -49,7 +49,7 @@ CLASS_TOKENS = {
     " group's leader.",
     "recomputed": "Tokens computed again because their KV was lost. Counted by the group's leader.",
 }
-"""Counters by class: `batch`, or `online` for all other classes."""
+"""Counters by service class: `batch`, or `online` for all other classes."""
 INTERRUPTIONS = {
     "preempted_iterations": "Batch-only iterations that were preempted between layers.",
     "resumed_iterations": "Preempted iterations that resumed at the layer where they stopped.",
@@ -58,7 +58,7 @@ INTERRUPTIONS = {
 
 
 class WorkerCollector(Collector):
-    """Computes the metrics on each scrape."""
+    """Computes the metrics at each scrape."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class WorkerCollector(Collector):
         facts: EngineReady,
         place: Callable[[], Place | None],
     ) -> None:
-        """`facts`: the loaded model and its memory. `place` returns the worker's group, if any."""
+        """`facts`: the loaded model and its memory. `place` returns the group that it serves."""
         self._worker_id = worker_id
         self._model_name = model_name
         self._engine = engine
@@ -202,13 +202,13 @@ class WorkerCollector(Collector):
 
     def _class_tokens(self) -> Iterable[Metric]:
         counts = asdict(self._engine.report.load.tokens)
-        for what, text in CLASS_TOKENS.items():
+        for counter_name, text in CLASS_TOKENS.items():
             counter = CounterMetricFamily(
-                f"tideserve_worker_{what}_tokens", text, labels=(*_LABELS, "class")
+                f"tideserve_worker_{counter_name}_tokens", text, labels=(*_LABELS, "class")
             )
             for kind in ("online", "batch"):
                 labels = (self._worker_id, self._model_name, kind)
-                counter.add_metric(labels, counts[f"{kind}_{what}_tokens_total"])
+                counter.add_metric(labels, counts[f"{kind}_{counter_name}_tokens_total"])
             yield counter
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

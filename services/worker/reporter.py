@@ -1,4 +1,8 @@
-"""Reports load to the scheduler and memory to the memory manager, on changes and periodically."""
+"""Reports a worker's load to the scheduler, and its memory to the memory manager.
+
+Reports are sent after changes and periodically; a pause limits their rate, and is longer after
+minor changes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,12 +28,13 @@ from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+# Seconds between reports: at least, at least after minor changes, at most.
 LOAD_PAUSE_S, LOAD_MINOR_PAUSE_S, LOAD_INTERVAL_S = 0.005, 0.25, 0.5
 MEMORY_PAUSE_S, MEMORY_MINOR_PAUSE_S, MEMORY_INTERVAL_S = 0.1, 0.5, 1.0
 
 
 class ReportSender:
-    """Sends this worker's reports. Losing the control plane never stops the worker."""
+    """Sends this worker's reports; retries while scheduler or memory manager are unavailable."""
 
     def __init__(
         self,
@@ -53,12 +58,12 @@ class ReportSender:
         self._dial = dial
         load_schedule = ReportSchedule(LOAD_PAUSE_S, LOAD_INTERVAL_S, LOAD_MINOR_PAUSE_S)
         self._loads = LoadReporting(worker_id, incarnation, load_schedule)
-        self._load_due = _Due(load_schedule)
+        self._load_due = _ReportTimer(load_schedule)
         memory_schedule = ReportSchedule(MEMORY_PAUSE_S, MEMORY_INTERVAL_S, MEMORY_MINOR_PAUSE_S)
-        self._memory_due = _Due(memory_schedule)
+        self._memory_due = _ReportTimer(memory_schedule)
         self._memory_sent: MemoryReport | None = None
-        # Identifies the current stream: gRPC may still read from the generator of an ended stream,
-        # and reports taken there would be lost.
+        # Identities of the current streams. gRPC may still read from the generator of an ended
+        # stream, and a report that it takes there would be lost.
         self._load_stream = self._memory_stream = object()
 
     async def run(self) -> None:
@@ -73,16 +78,16 @@ class ReportSender:
         self._memory_due.note(memory_report_urgency(self._memory_sent, self._memory()))
 
     def note_received(self, request_id: str) -> None:
-        """Note that a request has arrived, so that the scheduler drops its reservation."""
+        """Report the arrival of a request, so that the scheduler removes its reservation."""
         self._loads.note_received(request_id)
         self._load_due.note(ReportUrgency.MAJOR)
 
     def note_evicted(self, thin_hashes: tuple[int, ...]) -> None:
-        """Note block hashes that the engine has dropped from its prefix cache."""
+        """Report the hashes of blocks that the engine has evicted from its prefix cache."""
         self._loads.note_evicted(thin_hashes)
 
     def load_for_gateways(self) -> load_pb2.WorkerLoad:
-        """The current load, for gateways to forward besides the reports to the scheduler."""
+        """The current load, which gateways forward to the scheduler, in addition to reports."""
         return load_message(self._loads.create_out_of_band(self._epoch(), self._engine.report.load))
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
@@ -106,7 +111,7 @@ class ReportSender:
         stream = self._memory_stream = object()
         while stream is self._memory_stream:
             self._memory_due.schedule.note_sent(monotonic_s())
-            # The numbers of a hung engine are stale; the memory manager notices the silence.
+            # Do not send the stale numbers of a hung engine; the memory manager detects silence.
             self._memory_sent = report = self._memory() if self._engine.responsive else None
             if report is not None:
                 yield memmgr_pb2.ReportMemoryRequest(memory=memory_message(report))
@@ -132,16 +137,16 @@ class ReportSender:
         )
 
 
-class _Due:
-    """Waits until a stream's next report is due."""
+class _ReportTimer:
+    """Waits until the next report of a stream is due, by its schedule."""
 
     def __init__(self, schedule: ReportSchedule) -> None:
         self.schedule = schedule
         self._rescheduled = asyncio.Event()
 
-    def note(self, news: ReportUrgency) -> None:
-        """Note how urgent the change of the report is."""
-        if self.schedule.note_change(news):
+    def note(self, urgency: ReportUrgency) -> None:
+        """Reschedule the next report by the urgency of a change."""
+        if self.schedule.note_change(urgency):
             self._rescheduled.set()
 
     async def wait(self) -> None:

@@ -1,7 +1,10 @@
-"""WorkerService: a stream per gateway; the tokens of an engine step share a message.
+"""The gRPC service of a worker: passes requests from gateways to the engine, and tokens back.
 
-A request adopted from another worker is kept in `Handovers` until its gateway attaches to it. All
-`request_id`s here are the ids under which gateways started the requests, never sequence ids.
+There is a stream per gateway; the tokens of an engine step share a message. Workers form groups; an
+epoch numbers a group's configurations, and requests are started at the leader. A request adopted
+from another worker, which continues here after a group change, is kept in `Handovers` until its
+gateway attaches to it. All `request_id`s are the ids under which gateways started the requests,
+never the engine's sequence ids.
 """
 
 import asyncio
@@ -51,11 +54,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         traceparent_of: Callable[[str, int], str],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`place` returns the committed configuration that this worker serves, None without one.
+        """`place` returns the committed group configuration that this worker serves, if any.
 
-        `on_received` is called with the id of each start that was refused, or that the engine's
-        load counts. `load` returns the current load. `traceparent_of(group_id, epoch)` returns the
-        traceparent of the change that made a configuration, "" if it is not traced.
+        `on_received` is called with the id of each request that was refused here, or that the
+        engine's load includes. `load` returns the current load. `traceparent_of(group_id, epoch)`
+        returns the traceparent of the change to a configuration, "" if it is not traced.
         """
         self._engine = engine
         self._facts = facts
@@ -65,13 +68,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._traceparent_of = traceparent_of
         self._clock = clock
         self._open: set[GatewayStream] = set()
-        self._streams: dict[str, GatewayStream] = {}  # the stream that reads a request, by id
+        self._streams: dict[str, GatewayStream] = {}  # stream that reads a request, by request id
         self._handovers: Handovers[GatewayStream] = Handovers()
         self._coalescer = TokenCoalescer()
-        # Starts per id that the engine has not acknowledged yet. Until then, its events for the id
-        # belong to earlier starts. It acknowledges each start once, even if it was aborted.
+        # Number of starts per id that the engine has not acknowledged yet. Until then, its events
+        # for the id belong to earlier starts. It acknowledges each start once, even if aborted.
         self._pending_starts: Counter[str] = Counter()
-        # Engine requests that no gateway will ever attach to; `run` aborts them.
+        # Requests in the engine that no gateway reads; `run` aborts them.
         self._to_abort: set[str] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -79,7 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def active(self) -> int:
-        """Requests that have not ended, or whose ending no gateway has read."""
+        """Number of requests that have not ended, or whose end no gateway has read."""
         return len(self._streams) + len(self._handovers)
 
     async def run(self) -> None:
@@ -92,7 +95,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await self.sweep()
 
     async def wait_idle(self) -> None:
-        """Return once no request is active."""
+        """Wait until no request is active."""
         await self._idle.wait()
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
@@ -109,7 +112,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0] in done:
-                tasks[0].result()  # a bug in reading fails the call, and is logged
+                tasks[0].result()  # raise an unexpected error, which fails the call and is logged
             if tasks[2] in done:
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "the gateway reads too slowly"
@@ -126,8 +129,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Send the results of an engine step to the gateways that read them."""
         self._note_received(progress.received)
         batches: dict[GatewayStream, list[pb.RequestEvent]] = defaultdict(list)
-        # Gateways get the load with the end of a request and forward it: the scheduler must know of
-        # the free capacity before the client's next request.
+        # Send the load with the end of a request. The gateway forwards it, so that the scheduler
+        # knows the free capacity before the client's next request.
         ended: set[GatewayStream] = set()
         for adopted in progress.adopted:
             self._adopt(adopted, batches)
@@ -151,7 +154,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             stream.post(events, load if stream in ended else None)
 
     def _note_received(self, request_ids: Sequence[str]) -> None:
-        """Note that the engine has acknowledged a start of each id; more starts may be pending."""
+        """Record that the engine has acknowledged a start of each id; more may be pending."""
         for request_id in request_ids:
             self._on_received(request_id)
             self._pending_starts[request_id] -= 1
@@ -164,7 +167,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         times: RequestTimes | None,
         batches: dict[GatewayStream, list[pb.RequestEvent]],
     ) -> GatewayStream | None:
-        """Send, coalesce or keep a token; returns the stream of its request, if it has a reader."""
+        """Send, coalesce or keep a token; returns the stream that reads its request, if any."""
         stream = self._streams.get(token.request_id)
         if stream is None:
             self._handovers.add_token(token, times)
@@ -173,20 +176,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return stream
 
     def _of_latest_start(self, events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
-        """Drop events that belong to an earlier start of the same request."""
+        """Remove events that belong to an earlier start of the same request."""
         if not self._pending_starts:
             return events
         return [event for event in events if event.request_id not in self._pending_starts]
 
     async def sweep(self) -> None:
-        """Send due coalesced tokens, drop expired handovers, and abort unread requests."""
+        """Send due coalesced tokens, expire handovers, and abort requests without a reader."""
         for event in self._coalescer.due(self._clock()):
             self._streams[event.request_id].post([event])
         overdue, timed_out = self._handovers.expire(self._clock())
         for expected in timed_out:
             message = (
                 f"the request was not adopted with {expected.group_id} at epoch {expected.epoch}; "
-                f"{_serves(self._place())}"
+                f"{_role_text(self._place())}"
             )
             reason = pb.FINISH_REASON_STALE_EPOCH
             expected.reader.post([failure(expected.request_id, reason, message)])
@@ -205,7 +208,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             expected.reader.post([failure(expected.request_id, pb.FINISH_REASON_ERROR, message)])
         self._note_activity()
 
-    def give_up_all(self, message: str) -> None:
+    def abort_all(self, message: str) -> None:
         """End every active request with an error, and abort it in the engine."""
         self._to_abort.update(self._streams, self._handovers.adopted_ids)
         self.fail_all(message)
@@ -216,7 +219,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         request_id = adopted.request_id
         if request_id in self._pending_starts:
-            return  # the gateway has restarted the request, which ends the adopted sequence
+            return  # the gateway has restarted the request, which aborts the adopted sequence
         if request_id in self._streams:
             log.error("request %s was adopted, but already runs here", request_id)
         elif not self._handovers.adopt(adopted, self._clock()):
@@ -254,8 +257,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             batches[stream] += [*self._coalescer.take(moved.request_id), event]
             self._forget(moved.request_id, stream)
         elif not self._handovers.end(moved, times) and self._open:
-            # The request was aborted after the engine had handed it over. Any gateway forwards the
-            # abort; else the new worker would run the request until its attach timeout.
+            # The request was aborted after the engine had handed it over. Report the move to any
+            # gateway, which aborts it at the new worker; else it would run until its attach
+            # timeout.
             batches[next(iter(self._open))].append(event)
 
     async def _read(self, frames: AsyncIterator[pb.GenerateRequest], stream: GatewayStream) -> None:
@@ -273,9 +277,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         place = self._place()
         asked = (start.group_id, start.epoch)
         if place is None or not place.leads or place[:2] != asked:
-            # Do not redirect to the leader: the scheduler must decide again with current loads, and
-            # drop its reservation at the old configuration.
-            message = f"{start.group_id} at epoch {start.epoch} is stale; {_serves(place)}"
+            # Refuse instead of redirecting to the leader: the scheduler must decide again with
+            # current loads, and release its reservation at the old configuration.
+            message = f"{start.group_id} at epoch {start.epoch} is stale; {_role_text(place)}"
             self._refuse(start, stream, pb.FINISH_REASON_STALE_EPOCH, message)
             return
         former = self._streams.get(start.request_id)
@@ -290,7 +294,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         earlier = self._handovers.forget(start.request_id)
         unwanted = start.request_id in self._to_abort
         if former is not None:
-            # The gateway has lost that stream, which this worker has not noticed yet.
+            # The gateway has lost that stream, which this worker has not detected yet.
             self._forget(start.request_id, former)
         if former is not None or unwanted or (earlier is not None and earlier.ending is None):
             # The gateway restarts the request under the same id: abort the earlier start first.
@@ -357,7 +361,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _discard(
         self, request_id: str, unread: UnreadOutput | None, stream: GatewayStream
     ) -> None:
-        """Drop an unread request; if it has moved, `stream` gets its new worker to abort there."""
+        """Abort an unread request; if it has moved, send `stream` its new worker to abort there."""
         if unread is None:
             return
         if unread.ending is None:
@@ -366,7 +370,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             stream.post([to_moved(unread.ending)])
 
     def _abandon(self, stream: GatewayStream) -> None:
-        """Drop the requests of a broken stream; `run` aborts them in the engine."""
+        """End the requests of a broken stream; `run` aborts them in the engine."""
         for request_id in [*stream.request_ids]:
             self._forget(request_id, stream)
             self._to_abort.add(request_id)
@@ -377,7 +381,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _forget(self, request_id: str, stream: GatewayStream) -> None:
         del self._streams[request_id]
-        self._coalescer.drop(request_id)
+        self._coalescer.forget(request_id)
         stream.request_ids.discard(request_id)
         self._note_activity()
 
@@ -388,7 +392,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
 
-def _serves(place: Place | None) -> str:
+def _role_text(place: Place | None) -> str:
     if place is None:
         return "the worker serves no group"
     role = "leads" if place.leads else "follows in"

@@ -1,4 +1,7 @@
-"""A worker with a loaded engine: gRPC services, registration, reports and shutdown."""
+"""Serves requests with a loaded engine: gRPC services, registration, reports and shutdown.
+
+A worker serves alone or in a group with other workers; an epoch numbers the configurations.
+"""
 
 import asyncio
 import logging
@@ -28,26 +31,26 @@ from tideserve.worker.v1 import worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 SILENCE_MAX_S = 3.0
-"""Longest silence of etcd that a group in trouble waits for; as long as a call may take."""
+"""Longest silence of etcd for which a group that cannot continue waits; as long as a call takes."""
 
 
 class StrandedGroupWatch:
-    """Detects a stranded group: it has lost a member, and etcd is down so it cannot be repaired.
+    """Detects a stranded group: it has lost a member, and etcd is down, so it cannot be changed.
 
     A group that has lost a member continues after a change of its record in etcd. While etcd is
-    down, its requests would hang here although other groups could run them. So `on_stranded` is
-    called once etcd has been silent for `SILENCE_MAX_S`.
+    down, its requests would hang although other groups could run them. So `on_stranded` is called
+    when etcd has been silent for `SILENCE_MAX_S`. The engine reports such a group as `trouble`.
     """
 
     def __init__(self, store: Store, on_stranded: Callable[[], None]) -> None:
         self._store = store
         self._on_stranded = on_stranded
-        self._epoch = 0  # of the last report
+        self._epoch = 0  # epoch of the last report
         self._in_trouble = asyncio.Event()  # set while the engine reports trouble at that epoch
-        self.stranded = False  # until the trouble is over or another epoch begins
+        self.stranded = False  # reset when the trouble ends or the epoch changes
 
     def note(self, report: EngineReport) -> None:
-        """Note a report of the engine."""
+        """Update from a report of the engine."""
         if not report.trouble or report.epoch != self._epoch:
             self._in_trouble.clear()
             self.stranded = False
@@ -59,17 +62,17 @@ class StrandedGroupWatch:
         """Poll etcd while the group is in trouble, until cancelled."""
         while True:
             await self._in_trouble.wait()
-            epoch, heard_s = self._epoch, monotonic_s()
+            epoch, answered_s = self._epoch, monotonic_s()
             while self._in_trouble.is_set() and epoch == self._epoch:
-                if not self.stranded and await self._answers():
-                    heard_s = monotonic_s()
-                lasts = self._in_trouble.is_set() and epoch == self._epoch
-                if lasts and not self.stranded and monotonic_s() - heard_s >= SILENCE_MAX_S:
+                if not self.stranded and await self._can_read_groups():
+                    answered_s = monotonic_s()
+                in_trouble = self._in_trouble.is_set() and epoch == self._epoch
+                if in_trouble and not self.stranded and monotonic_s() - answered_s >= SILENCE_MAX_S:
                     self.stranded = True
                     self._on_stranded()
                 await asyncio.sleep(RETRY_S)
 
-    async def _answers(self) -> bool:
+    async def _can_read_groups(self) -> bool:
         """Whether the group records can be read."""
         try:
             await self._store.snapshot(GROUPS)
@@ -79,7 +82,7 @@ class StrandedGroupWatch:
 
 
 class EngineServing:
-    """Serves requests with a loaded engine until it is asked to shut down."""
+    """Serves requests with a loaded engine until its shutdown."""
 
     def __init__(
         self,
@@ -120,12 +123,12 @@ class EngineServing:
             facts,
             record.address,
             self._reporter.note_change,
-            self._requests.give_up_all,
+            self._requests.abort_all,
         )
         state = MemberState(name, incarnation)
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
         path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
-        self._registration = Registration(store, path, record, lease_s, self._claim)
+        self._registration = Registration(store, path, record, lease_s, self._conditions)
         self._drain = WorkerDrain(
             engine, self._groups, self._member, self._requests, self._registration, record
         )
@@ -134,12 +137,12 @@ class EngineServing:
 
     @property
     def place(self) -> Place | None:
-        """The configuration that this worker serves, None if it serves no group."""
+        """The group configuration that this worker serves; None if it serves none."""
         recorded, applied = self._groups.place, self._participant.place
-        deserted = self._left_out or self._stranded_watch.stranded
-        if self._left_group or deserted or recorded is None or applied is None:
+        cut_off = self._left_out or self._stranded_watch.stranded
+        if self._left_group or cut_off or recorded is None or applied is None:
             return None
-        # A newer record counts only once the engine has its configuration.
+        # Ignore a newer record until the engine has its configuration.
         return applied if recorded.epoch > applied.epoch else recorded
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -154,8 +157,9 @@ class EngineServing:
             died = True
             raise
         finally:
-            # Withdraw even if the engine has died, so that others need not wait for the lease to
-            # expire. etcd may be slow, so fail the requests first, and those that arrive meanwhile.
+            # Unregister even if the engine has died, so that others need not wait until the lease
+            # expires. etcd may be slow, so fail the requests before, and those that arrive
+            # meanwhile.
             ended = "the engine of the worker stopped; retry"
             self._requests.fail_all(ended, engine_died=died)
             await self._registration.withdraw()
@@ -191,41 +195,41 @@ class EngineServing:
         await self._registration.withdraw()
         await self._drain.end_requests(deadline_s)
 
-    async def _claim(self) -> tuple[Condition, ...]:
+    async def _conditions(self) -> tuple[Condition, ...]:
         return await registration_conditions(
             self._store, self._name, self._incarnation, self._member.epoch
         )
 
     def _deliver(self, progress: Progress) -> None:
-        # Report the load before delivering results: the next request of a client, at any gateway,
-        # must find the capacity that its last request has freed.
+        # Report the load before delivering results, so that a client's next request, at any
+        # gateway, can use the capacity that its last request has freed.
         self._reporter.note_evicted(progress.dropped_prefixes)
         self._stranded_watch.note(progress.report)
         self._reporter.note_change()
         self._requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
         if self._left_out and not left_out:
-            self._requests.give_up_all("the group continues without this worker; retry")
+            self._requests.abort_all("the group continues without this worker; retry")
         self._drain.note_progress()
 
     def _note_hung(self) -> None:
-        """Fail all requests, so that they resume on another worker, if there is one."""
+        """Fail all requests, so that they resume on another worker."""
         log.warning(
             "no heartbeat from the engine for %.0f s: its requests are aborted, and it gets no new"
             " requests until it responds",
             self._engine.heartbeat_age_s,
         )
-        self._requests.give_up_all("the engine of the worker does not respond; retry")
+        self._requests.abort_all("the engine of the worker does not respond; retry")
         self._reporter.note_change()
 
     def _note_stranded(self) -> None:
-        """Fail all requests, so that they resume in another group, if there is one."""
+        """Fail all requests, so that they resume in another group."""
         log.warning(
             "the group is stuck (%s) and etcd does not respond: its requests are aborted, and it"
             " gets no new requests until the group continues",
             self._engine.report.trouble,
         )
-        self._requests.give_up_all("the worker's group has lost a member; retry")
+        self._requests.abort_all("the worker's group has lost a member; retry")
         self._reporter.note_change()
 
     def _note_groups(self) -> None:

@@ -1,4 +1,4 @@
-"""Converts a Start frame to a request, and validates every field."""
+"""Converts a gateway's Start frame to a request for the engine, and validates every field."""
 
 import math
 from collections.abc import Collection
@@ -31,14 +31,14 @@ TRACEPARENT_CHARS_MAX = 256
 
 
 class InvalidStart(ValueError):
-    """A field of a Start frame is out of range; the message names it."""
+    """A field of a Start frame is invalid; the message names the field."""
 
 
 def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: float) -> Request:
     """The request in a Start frame; older gateways leave many fields unset.
 
     Raises:
-        InvalidStart: if a field is out of range, so that the engine never sees such a value.
+        InvalidStart: if a field is invalid, so that the engine never gets such a value.
     """
     prompt = tuple(start.prompt_ids)
     _require(

@@ -1,4 +1,4 @@
-"""Coalesces tokens of requests that need no streaming, so that many tokens share an event.
+"""Coalesces tokens of requests that are not streamed, so that many tokens share an event.
 
 Pure: time is an argument.
 """
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from tideserve.worker.v1 import worker_pb2 as pb
 
 TOKENS_MAX = 64
-"""Tokens of a request at which its event is sent."""
+"""Number of tokens at which an event is sent."""
 AGE_MAX_S = 1.0
-"""Longest delay of a token, plus the interval of `due` calls."""
+"""Maximum delay of a token; the interval between calls of `due` adds to it."""
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class TokenCoalescer:
         """Coalesce the output of a request from now on."""
         self._ids.add(request_id)
 
-    def drop(self, request_id: str) -> None:
-        """Forget a request that has ended or has a new reader; its pending event is dropped."""
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended or has a new reader, with its pending event."""
         self._ids.discard(request_id)
         self._pending.pop(request_id, None)
 

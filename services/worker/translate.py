@@ -1,4 +1,4 @@
-"""Converts engine results to events of the worker API; `start_frame.py` converts starts."""
+"""Converts results of the engine to protobuf events for gateways."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ _REASONS: dict[Any, Any] = {
 
 
 def to_event(token: EmitToken, times: RequestTimes | None = None) -> pb.RequestEvent:
-    """The event of an output token; the last token has `times`."""
+    """The event of an output token; `times` are set for the last token of a request."""
     event = pb.RequestEvent(
         request_id=token.request_id, first_index=token.index, token_ids=(token.token_id,)
     )
@@ -74,13 +74,13 @@ def to_replay(request_id: str, unread: UnreadOutput, from_index: int) -> list[pb
 
 
 def _to_replayed(request_id: str, unread: UnreadOutput, from_index: int) -> list[pb.RequestEvent]:
-    """Events with the tokens from `from_index` on; never empty, but events may have no tokens."""
+    """Events with the tokens from `from_index` on: at least one, which may have no tokens."""
     known = joined(unread.logprobs) if unread.logprobs else None
     end = len(unread.token_ids)
     first_known = end - len(known) if known is not None else end
     bounds = [from_index, end]
-    # Log probabilities of the oldest tokens may be missing: send those tokens in their own event,
-    # since an event has log probabilities for all of its tokens or none.
+    # Log probabilities of the oldest tokens may be missing. Send those tokens in their own event,
+    # since an event has log probabilities for all of its tokens or for none.
     if from_index < first_known < end:
         bounds.insert(1, first_known)
     events = []

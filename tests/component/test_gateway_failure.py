@@ -217,8 +217,8 @@ async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> N
 async def test_the_scheduler_hears_who_cannot_be_reached(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "FIRST_S", 600.0)
-    monkeypatch.setattr(worker_link, "LONGEST_S", 600.0)
+    monkeypatch.setattr(worker_link, "PAUSE_FIRST_S", 600.0)
+    monkeypatch.setattr(worker_link, "PAUSE_MAX_S", 600.0)
     worker = case.cluster.workers[0]
     good = worker.address
     with refusing_address() as bad:

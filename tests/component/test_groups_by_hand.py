@@ -38,5 +38,5 @@ async def test_what_cannot_be_is_one_sentence(store: Store, tmp_path: Path) -> N
 
 async def test_without_a_memory_manager_it_says_so(store: Store, tmp_path: Path) -> None:
     async with admin_port(store, tmp_path, service="gateway") as url:
-        with pytest.raises(CommandError, match="answers 503: no memory manager leads"):
+        with pytest.raises(CommandError, match="answers 503: no memory manager is leading"):
             await asyncio.to_thread(drop, url, None, [])

@@ -142,7 +142,7 @@ def test_benchmarks_need_a_checkout(installed: Environment) -> None:
     foreign = installed.packages / "benchmarks"
     foreign.mkdir()
     (foreign / "command.py").touch()
-    with pytest.raises(AssertionError, match="run this from a checkout"):
+    with pytest.raises(AssertionError, match="run this command from a source checkout"):
         installed.command("tideserve", "bench", "steady", "--quick")
 
 

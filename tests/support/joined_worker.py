@@ -179,7 +179,7 @@ class WorkerProcess:
             facts,
             self.name,
             lambda: None,
-            self.requests.give_up_all,
+            self.requests.abort_all,
             same,
         )
         self._preparing: Preparation | None = None
@@ -364,7 +364,7 @@ class WorkerProcess:
         self.requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
         if self._left_out and not left_out:
-            self.requests.give_up_all("the group continues without this worker; retry")
+            self.requests.abort_all("the group continues without this worker; retry")
 
     def end(self) -> None:
         """The process ends; callers hear nothing more."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.common.config import (
     KEPT,
-    Given,
+    SourcedValue,
     build,
     check_keys,
     given_in,
@@ -214,10 +214,10 @@ def read_options(
     Raises:
         ConfigError: with a sentence about the first invalid key or value.
     """
-    given = {key: Given(value, COMMAND_LINE) for key, value in (defaults or {}).items()}
+    given = {key: SourcedValue(value, COMMAND_LINE) for key, value in (defaults or {}).items()}
     given |= {} if path is None else _given_in(path)
     check_keys(flags, list(settings_of(ClusterOptions)), COMMAND_LINE)
-    given |= {key: Given(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
+    given |= {key: SourcedValue(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
     if options.paced is not None:
         options = replace(options, paced=profile_name(options.paced))
@@ -232,7 +232,7 @@ def read_options(
     return options
 
 
-def _given_in(path: Path) -> dict[str, Given]:
+def _given_in(path: Path) -> dict[str, SourcedValue]:
     """The options in the file at `path`. Raises ConfigError."""
     data = read_yaml(path)
     for key in data:
@@ -299,5 +299,5 @@ def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> 
                 " its options; remove it"
             )
     place = f"section '{name}' of {path or COMMAND_LINE}"
-    given = {key: Given(value, place) for key, value in section.items()}
+    given = {key: SourcedValue(value, place) for key, value in section.items()}
     read_values(CONFIGS.get(name, ServiceConfig), given)

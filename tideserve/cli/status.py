@@ -17,6 +17,8 @@ from tideserve.cli.errors import CommandError, Unreachable
 from tideserve.cli.processes import process_faults
 
 INDENT = " " * 10
+# Causes whose name on the wire does not explain itself.
+CAUSES = {"manual": "by hand", "relief": "demand subsided"}
 
 
 def decision_lines(status: Mapping[str, Any]) -> list[str]:
@@ -42,10 +44,11 @@ def decision_text(row: Mapping[str, Any]) -> str:
     """The action of a decision, with its cause."""
     change = {
         "merge": "merge " + (", ".join(row["group_ids"]) or f"to gain {row['needed_tokens']:,}"),
-        "restore": "restore " + ", ".join(row["group_ids"]),
+        "restore": "split " + ", ".join(row["group_ids"]),
+        "call_off": "do not split " + ", ".join(row["group_ids"]),
         "exhausted": f"{row['needed_tokens']:,} short after all merges",
     }
-    cause = "by hand" if row["cause"] == "manual" else row["cause"]
+    cause = CAUSES.get(row["cause"], row["cause"])
     return f"{change.get(row['action'], row['action'])} ({cause})"
 
 

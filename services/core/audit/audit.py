@@ -18,7 +18,7 @@ I7  parameters, KV (incoming and departing layers included) and staging are with
 I8  a client receives tokens 0, 1, 2, … without gaps, all before the end of the stream
 I9  members apply and settle each commit in time; no group stays marked or DEGRADED
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps a request
-I11 no process escalates while a cheaper step of its own suffices (`concession_order`): no merge is
+I11 no process escalates while a cheaper step of its own suffices (`escalation_order`): no merge is
     decided while demand fits; planners are checked while their logs are replayed
 
 The audit cannot detect what a log does not record, such as a write past the end of a block.

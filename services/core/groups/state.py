@@ -3,7 +3,7 @@
 Authority comes from committed records alone, so every decision is a transaction that compares all
 records it depends on. Epochs never decrease; a dissolved group's record stays as a tombstone for
 that, until its worker is long gone (`singleton_groups`). docs/protocol.md has the rules and the
-invariants I1-I10.
+invariants I1-I11.
 
 A registered worker forms the singleton group `group_id_of(worker)` with all layers. `Reconfigure`
 merges and splits groups by a two-phase change: mark the source records with a new attempt id, have

@@ -1,1 +1,1 @@
-"""Quotas: per-minute and concurrency limits of owners, shared among gateways by demand."""
+"""Quotas of a gateway: limits of API-key owners, which all gateways share by demand."""

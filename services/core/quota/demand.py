@@ -1,11 +1,11 @@
-"""Demand of an owner at this gateway and at others, as exponentially decaying rates."""
+"""Demand of an owner of API keys, as exponentially decaying rates, from which shares follow."""
 
 import math
 from dataclasses import dataclass
 
 DECAY_S = 2.0
-"""Time constant of the decay. Short, so that shares follow traffic that moves between gateways,
-and long compared to the interval of reports."""
+"""Time constant of the decay: short, so that shares follow traffic that moves between gateways, but
+long compared to the interval of reports (about a second)."""
 
 
 @dataclass(slots=True)
@@ -17,11 +17,11 @@ class DecayingRate:
     _at_s: float = 0.0
 
     def note(self, amount: float, now_s: float) -> None:
-        """Add a demand of `amount` at `now_s`."""
+        """Add `amount` (requests or tokens) of demand at `now_s`."""
         self._per_s, self._at_s = self.per_s(now_s) + amount / DECAY_S, now_s
 
     def per_s(self, now_s: float) -> float:
-        """The rate at `now_s` without further demand until then."""
+        """The rate at `now_s`, if there is no further demand until then."""
         return self._per_s * math.exp((self._at_s - now_s) / DECAY_S)
 
 
@@ -31,18 +31,18 @@ class OwnerDemand:
 
     requests_per_s: float = 0.0
     tokens_per_s: float = 0.0
-    # Requests that run there.
+    # Running requests.
     running: int = 0
-    # Parts of its shares that overflowed a full bucket, since the gateway's start.
+    # Amounts that its token buckets could not hold, since the gateway's start (see SharedRate).
     requests_spilt: float = 0.0
     tokens_spilt: float = 0.0
 
 
 def mean_share(own_per_s: float, others_per_s: float, length_s: float) -> float | None:
-    """Mean share of the own demand over `length_s`, while it decays and others' stays constant.
+    """Mean share of the own demand over `length_s`: it decays, that of others stays constant.
 
-    None without any demand. The mean rather than the current share, because requests arrive at
-    moments of high own demand, which would overestimate it.
+    None without any demand. The current share would be too high, because it is computed when
+    requests arrive, which is when the own demand is high.
     """
     if own_per_s <= 0:
         return 0.0 if others_per_s > 0 else None

@@ -1,11 +1,11 @@
-"""Limits per owner (of API keys), and the refusal of a request beyond them."""
+"""Quota limits of an owner of API keys, and the refusal of a request that exceeds them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Limit(StrEnum):
-    """The kinds of limits."""
+    """Kinds of limits: requests and tokens per minute, concurrent requests."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -38,9 +38,9 @@ NO_LIMITS = QuotaLimits()
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """A request exceeds `limit`: it needs `asked`, and `remaining` of `maximum` are left.
+    """Refusal: the request needs `asked` of `limit`; `remaining` of `maximum` are left.
 
-    `retry_after_s` None: it can never fit.
+    `retry_after_s` None: the request can never fit.
     """
 
     limit: Limit
@@ -52,7 +52,7 @@ class Exceeded:
 
 @dataclass(frozen=True, slots=True)
 class RemainingLimit:
-    """What is left of a per-minute limit at this gateway; full again in `reset_s` seconds."""
+    """Remainder of a per-minute limit at this gateway; the limit is full again in `reset_s`."""
 
     maximum: int
     remaining: int

@@ -1,4 +1,4 @@
-"""The quota use of an owner at a gateway."""
+"""The quota use of an API-key owner at a gateway: decides whether its requests fit its limits."""
 
 import math
 from dataclasses import dataclass
@@ -9,17 +9,23 @@ from services.core.quota.shared_rate import SharedRate
 
 REQUESTS_BURST_MIN = 5
 TOKENS_BURST_MIN = 2048
+"""Least sizes of all gateways' buckets of requests and of tokens together."""
 OUTPUT_GUESS = 256
 """Assumed output length in tokens before the owner's first output."""
-# Stands in for a limit that is not set: demand is then measured for the shares alone.
+# Used for a limit that is not set: its bucket measures demand, from which shares follow.
 _NOMINAL_PER_MINUTE = 60.0
-_LATEST = 0.1
-_WAIT_FIRST_S = 1.0
+# Weight of the latest value in an exponential mean.
+_LATEST_WEIGHT = 0.1
+# Assumed duration of a request before the first has ended.
+_DURATION_GUESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Tokens taken for a request before it ran, including those for `choices` outputs."""
+    """Tokens taken for a request before it runs: its prompt, and an estimate for its outputs.
+
+    `choices` is the number of outputs.
+    """
 
     prompt_tokens: int = 0
     choices: int = 0
@@ -42,21 +48,26 @@ class OwnerUse:
     # Exponential means: output length and total size in tokens, duration of a request.
     _output_mean: float = OUTPUT_GUESS
     _size_mean: float = OUTPUT_GUESS
-    _length_mean_s: float = _WAIT_FIRST_S
+    _length_mean_s: float = _DURATION_GUESS_S
 
     @staticmethod
     def begin(limits: QuotaLimits, gateways: int, now_s: float) -> "OwnerUse":
-        """The use of a new owner; `gateways` share its limits."""
+        """Create the use of a new owner, whose limits `gateways` gateways share."""
         requests = SharedRate(REQUESTS_BURST_MIN, 1, gateways=gateways)
         tokens = SharedRate(TOKENS_BURST_MIN, 1, gateways=gateways)
         return OwnerUse(limits, requests, tokens, asked_s=now_s)
 
     def enter(self, now_s: float) -> Exceeded | None:
-        """Take a concurrency slot and a request from the bucket, or nothing if that exceeds."""
+        """Take a concurrency slot and a request from its bucket; nothing if a limit is exceeded.
+
+        Also refuses while the token bucket is empty.
+        """
         self.asked_s = now_s
         self.requests.note_demand(1, self._requests_per_minute, now_s)
-        # The request is taken last, so that other refusals cost none.
-        exceeded = self._no_slot() or self._in_debt(now_s) or self._no_request(now_s)
+        # Take from the request bucket last, so that other refusals leave it unchanged.
+        exceeded = (
+            self._slot_refusal() or self._empty_bucket_refusal(now_s) or self._rate_refusal(now_s)
+        )
         if exceeded is None:
             self.running += 1
         return exceeded
@@ -64,10 +75,10 @@ class OwnerUse:
     def leave(self, length_s: float) -> None:
         """Release the concurrency slot of a request that took `length_s`."""
         self.running -= 1
-        self._length_mean_s += _LATEST * (length_s - self._length_mean_s)
+        self._length_mean_s += _LATEST_WEIGHT * (length_s - self._length_mean_s)
 
     def refund(self, now_s: float) -> None:
-        """Return the request to its bucket: the cluster has not served it."""
+        """Return a request to its bucket, because the cluster did not serve it."""
         self.requests.give_back(1, self._requests_per_minute, now_s)
 
     def reserve(
@@ -79,11 +90,11 @@ class OwnerUse:
         """
         guess = sum(min(most, math.ceil(self._output_mean)) for most in outputs_max)
         wanted = Reservation(prompt_tokens, len(outputs_max), prompt_tokens + guess)
-        self._size_mean += _LATEST * (wanted.tokens - self._size_mean)
+        self._size_mean += _LATEST_WEIGHT * (wanted.tokens - self._size_mean)
         per_minute = self.limits.tokens_per_minute
         if per_minute is None:
             return wanted
-        # More than a whole minute's limit can never fit.
+        # A prompt above the limit of a whole minute can never fit.
         if prompt_tokens > per_minute:
             return Exceeded(Limit.TOKENS, per_minute, 0, prompt_tokens, None)
         self.tokens.note_demand(wanted.tokens, per_minute, now_s)
@@ -94,12 +105,11 @@ class OwnerUse:
         return wanted
 
     def settle(self, reserved: Reservation, output_tokens: int, served: bool, now_s: float) -> None:
-        """Correct a reservation by the actual use: take the excess or return the rest."""
+        """Correct a reservation by the actual use, which is 0 if the request was not `served`."""
         if served and reserved.choices:
             mean = output_tokens / reserved.choices
-            self._output_mean += _LATEST * (mean - self._output_mean)
+            self._output_mean += _LATEST_WEIGHT * (mean - self._output_mean)
         if (per_minute := self.limits.tokens_per_minute) is not None and reserved.tokens:
-            # A request that the cluster has not served costs nothing.
             used = reserved.prompt_tokens + output_tokens if served else 0
             self.tokens.give_back(reserved.tokens - used, per_minute, now_s)
 
@@ -121,7 +131,7 @@ class OwnerUse:
         }
 
     def demand(self, now_s: float) -> OwnerDemand:
-        """The report about this owner to other gateways."""
+        """This gateway's demand of the owner, for the report to other gateways."""
         return OwnerDemand(
             requests_per_s=self.requests.report(self._requests_per_minute, now_s),
             tokens_per_s=self.tokens.report(self._tokens_per_minute, now_s),
@@ -131,7 +141,7 @@ class OwnerUse:
         )
 
     def receive(self, elsewhere: OwnerDemand, gateways: int, now_s: float) -> None:
-        """Apply the demand at other gateways; its spilt amounts are those since the last call."""
+        """Apply the demand at other gateways; spilt amounts count since the last call."""
         for rate, per_minute, per_s, spilt in (
             (
                 self.requests,
@@ -161,10 +171,11 @@ class OwnerUse:
     def _tokens_per_minute(self) -> float:
         return self.limits.tokens_per_minute or _NOMINAL_PER_MINUTE
 
-    def _no_slot(self) -> Exceeded | None:
-        """Gateways share concurrency slots as they share requests; an idle gateway may take any.
+    def _slot_refusal(self) -> Exceeded | None:
+        """Refuse if this gateway's share of the concurrency slots is in use.
 
-        So the limit may be exceeded by 1 per gateway until their reports have arrived.
+        Shares follow those of the request rate, but a gateway without running requests may take
+        any free slot. Until reports arrive, each gateway may exceed the limit by 1 in this way.
         """
         limit = self.limits.concurrent
         if limit is None:
@@ -179,8 +190,8 @@ class OwnerUse:
         wait_s = self._length_mean_s / max(1, self.running)
         return Exceeded(Limit.CONCURRENT, limit, max(0, limit - running), 1, wait_s)
 
-    def _in_debt(self, now_s: float) -> Exceeded | None:
-        """Refuse before the body is read, while the token bucket is empty."""
+    def _empty_bucket_refusal(self, now_s: float) -> Exceeded | None:
+        """Refuse while the token bucket is empty; called before the request body is read."""
         per_minute = self.limits.tokens_per_minute
         if per_minute is None or self.tokens.advance(per_minute, now_s) > 0:
             return None
@@ -188,7 +199,7 @@ class OwnerUse:
         wait_s = self.tokens.wait_s(self._size_mean, per_minute, now_s)
         return Exceeded(Limit.TOKENS, per_minute, 0, math.ceil(self._size_mean), wait_s)
 
-    def _no_request(self, now_s: float) -> Exceeded | None:
+    def _rate_refusal(self, now_s: float) -> Exceeded | None:
         per_minute = self.limits.requests_per_minute
         if per_minute is None:
             return None

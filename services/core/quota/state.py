@@ -1,7 +1,8 @@
 """The quotas of a gateway, as a pure state machine: times and reports are arguments.
 
-Each gateway reports the recent demand of its owners to the others, about once a second. From these
-reports each computes its own share of a limit, so no gateway coordinates the others.
+Limits belong to owners of API keys and hold over all gateways. About once a second each gateway
+reports the recent demand of its owners to the others, and computes its own share of each limit
+from their reports, so there is no coordinator.
 """
 
 import math
@@ -13,11 +14,11 @@ from services.core.quota.limits import QuotaLimits
 from services.core.quota.owner_use import OwnerUse
 
 STALE_S = 5.0
-"""The demand in older reports decays: their gateway may be dead."""
+"""Age from which the demand in a report decays, because its gateway may be dead."""
 FORGET_S = 600.0
-"""An owner is forgotten after this time without requests: its buckets are full again."""
+"""An owner is removed after this time without requests, when its buckets are full again."""
 OWNERS_REPORTED_MAX = 4096
-"""Most owners in a report; those with the highest demand."""
+"""Maximum number of owners in a report: those with the highest request rate."""
 
 DemandByOwner = Mapping[str, OwnerDemand]
 """Demand by owner."""
@@ -25,7 +26,7 @@ DemandByOwner = Mapping[str, OwnerDemand]
 
 @dataclass(frozen=True, slots=True)
 class QuotaReport:
-    """The report of another gateway; `revision` grows with each report."""
+    """The report of another gateway; `revision` increases with each report."""
 
     revision: int
     demands: DemandByOwner
@@ -45,7 +46,7 @@ class QuotaState:
 
     # Gateways that share the limits, including this gateway.
     gateways: int = 1
-    # Shares are frozen, because reports do not arrive.
+    # Whether the shares are frozen, because reports do not arrive.
     held: bool = False
     # By owner.
     _uses: dict[str, OwnerUse] = field(default_factory=dict)
@@ -63,7 +64,10 @@ class QuotaState:
         return use
 
     def report(self, now_s: float) -> dict[str, OwnerDemand]:
-        """The report to other gateways: owners with demand or running requests."""
+        """The report to other gateways: owners with demand or running requests.
+
+        Also removes owners without requests for `FORGET_S`.
+        """
         for owner, use in list(self._uses.items()):
             if not use.running and now_s - use.asked_s > FORGET_S:
                 del self._uses[owner]
@@ -96,7 +100,7 @@ class QuotaState:
                 use.hold(held, now_s)
 
     def _elsewhere(self, owner: str, before: Mapping[str, _Received], now_s: float) -> OwnerDemand:
-        """The owner's demand at all other gateways; spilt amounts since `before` only."""
+        """The owner's demand at all other gateways; spilt amounts are those since `before`."""
         requests_per_s = tokens_per_s = requests_spilt = tokens_spilt = 0.0
         running = 0
         for name, received in self._received.items():

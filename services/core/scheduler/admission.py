@@ -1,4 +1,8 @@
-"""Admission control: which asks are refused, and when a retry makes sense."""
+"""Admission control of the scheduler: decides which requests are refused, with which Retry-After.
+
+An ask is a gateway's request for an assignment. A resumed request has run before and sent output; a
+requeued request was assigned, and returned by its worker or lost before its first output.
+"""
 
 import math
 from collections.abc import Collection
@@ -16,9 +20,9 @@ from services.core.service import Service
 TOKENS_MAX = 2**31 - 1
 NAME_LENGTH_MAX = 256
 AWAY_RETRY_S = 10.0
-"""About the restart time of a worker."""
+"""Retry-After while no worker serves a known model; about the restart time of a worker."""
 WAVE_MARGIN = 2
-"""Safety factor on the pace: requests that started together also end together, in waves."""
+"""Safety factor on the measured pace, which varies: requests that start together end together."""
 _OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 
 
@@ -26,7 +30,8 @@ _OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
 class NotAdmitted:
     """A refusal: its reason, and a message with cause and remedy.
 
-    `retry_after_s` None: a retry is pointless, or the queue computes the time (`is_overload`).
+    `retry_after_s` None: a retry is pointless, or `Admission.retry_after_s` computes it
+    (`is_overload`).
     """
 
     reason: RefusalReason
@@ -41,9 +46,9 @@ class NotAdmitted:
 
 @dataclass(slots=True)
 class Admission:
-    """Decides which requests may wait, by what waits already and which groups exist.
+    """Decides which requests may wait in the queue, by its length and the known groups.
 
-    It only reads the queue, the groups and the rates, which belong to the caller.
+    Reads the caller's queue, groups and rates, and changes none of them.
     """
 
     queue: WaitQueue
@@ -53,35 +58,37 @@ class Admission:
     queue_limit: int
     queue_deadline_s: float
     rules: ClassRules = NO_CLASSES
-    # Tokens of KV that models lack and no merge can provide, by model.
+    # KV tokens that each model lacks even if all its groups merge.
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
         self, ask: Asked, model: ModelGroups | None, deadline_start_s: float, was_assigned: bool
     ) -> NotAdmitted | None:
-        """Why a request for `model` may not wait; None if it may.
+        """The refusal of a request for `model`; None if it may wait.
 
-        `deadline_start_s`, `was_assigned`: as in Waiting. Only new requests are refused for lack of
-        slots or time. While no group serves the model, a new request waits for `REGROUP_S`, a
-        requeued request until its deadline, and a resumed request for as long as its gateway wants.
+        `deadline_start_s`, `was_assigned`: as in `Waiting`. Only requests that were never assigned
+        are refused for lack of slots. If the model's last group has left, a new request waits for
+        `REGROUP_S`, a requeued request until its deadline, and a resumed request without a limit.
         """
         refused = None
         if model is not None:
-            refused = self._too_large(ask, model)
+            refused = self._refuse_too_large(ask, model)
         elif _is_new(ask):
-            refused = self._away(ask, ask.now_s)
-        # A resumed request has sent tokens to its client: no deadline and no queue limit apply.
+            refused = self._refuse_unserved(ask, ask.now_s)
+        # Output of a resumed request has been sent to its client: it has no deadline and no limit.
         if refused is not None or ask.resumed:
             return refused
         if ask.now_s - deadline_start_s >= self._deadline_s(ask.service):
             return self._expired(ask.service)
         if was_assigned:
             return None
-        return self._no_slot(ask.service) or self._too_late(ask, model, deadline_start_s)
+        return self._refuse_queue_full(ask.service) or self._refuse_too_late(
+            ask, model, deadline_start_s
+        )
 
     def displaced(self, ask: Asked, was_assigned: bool) -> tuple[Waiting, NotAdmitted] | None:
-        """The request that an admitted `ask` displaces from a full queue, with its refusal."""
-        taken = None if ask.resumed or was_assigned else self._taken(ask.service)
+        """The request that an admitted `ask` displaces from a full queue, with that refusal."""
+        taken = None if ask.resumed or was_assigned else self._taken_slots(ask.service)
         if taken is None:
             return None
         waiting = self.queue.victim_for(ask.service)
@@ -93,34 +100,36 @@ class Admission:
         )
 
     def next_refusal(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
-        """The next waiting request for the model `name` that must be refused, with its refusal.
+        """A waiting request for the model `name` that must be refused now, with its refusal.
 
-        An expired request, else the request at the head of the queue if no group can hold it: it
-        may have been asked before any group of its model was known. Resumed requests that wait for
-        a larger group are skipped.
+        This is an expired request, else the first request in the queue if no group can hold it: it
+        may have arrived before any group of its model was known. Resumed requests that wait for a
+        larger group are skipped.
         """
         for oldest in self.queue.oldest(name):
             if now_s - oldest.deadline_start_s >= self._deadline_s(oldest.ask.service):
                 return oldest, self._expired(oldest.ask.service)
         model = self.groups.of_model(name)
         if model is None:
-            return self._unserved(name, now_s)
+            return self._next_unserved(name, now_s)
         for waiting in self.queue.in_order(name):
             if model.can_hold(waiting.ask):
                 break
-            if (refused := self._too_large(waiting.ask, model)) is not None:
+            if (refused := self._refuse_too_large(waiting.ask, model)) is not None:
                 return waiting, refused
         return None
 
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
-        """Seconds until the queue of the model, or the full queue of all, has moved on.
+        """Seconds until the requests before `ask` have left the queue, at the recent rates.
 
-        If classes count: until both the requests of its class and all that may precede it are gone.
+        If the slots of all models are taken, the queue of all models counts, else that of its
+        model. If the policy uses classes: the longer of the time for the requests of its class,
+        and of the time for all classes that may precede it.
         """
         rules, service = self.rules, ask.service
         model = self.groups.of_model(ask.model)
-        if model is not None and self._no_slot(service) is not None:
-            # The slots are shared by all models: any dispatch frees a slot.
+        if model is not None and self._refuse_queue_full(service) is not None:
+            # All models share the slots, so the dispatch of any request frees a slot.
             model = None
         rates = self.rates if model is None else model.meter.dispatched
         waits = []
@@ -131,18 +140,18 @@ class Admission:
             waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
         return max(waits)
 
-    def _unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
-        """The first new request that waits for groups that have not returned in `REGROUP_S`."""
+    def _next_unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
+        """The first new request whose model's groups have not returned within `REGROUP_S`."""
         left_s = self.groups.left_s(name)
         if left_s is None or now_s < left_s + REGROUP_S:
             return None
         for waiting in self.queue.in_order(name):
             if _is_new(waiting.ask) and waiting.ask.now_s >= left_s and not waiting.was_assigned:
-                refused = self._away(waiting.ask, now_s)
+                refused = self._refuse_unserved(waiting.ask, now_s)
                 return None if refused is None else (waiting, refused)
         return None
 
-    def _away(self, ask: Asked, now_s: float) -> NotAdmitted | None:
+    def _refuse_unserved(self, ask: Asked, now_s: float) -> NotAdmitted | None:
         """Refuse a new request of an unserved model, unless its last group has just left."""
         left_s = self.groups.left_s(ask.model)
         if left_s is not None and now_s < left_s + REGROUP_S:
@@ -150,20 +159,20 @@ class Admission:
             return check_size(ask.prompt_tokens, ask.max_tokens, longest)
         return check_model(ask.model, self.groups.models, self.groups.models_served)
 
-    def _too_large(self, ask: Asked, model: ModelGroups) -> NotAdmitted | None:
-        """Refuse a request that no group can hold; a resumed request if none ever could."""
+    def _refuse_too_large(self, ask: Asked, model: ModelGroups) -> NotAdmitted | None:
+        """Refuse a request that no group can hold; a resumed request, if no group ever could."""
         longest = model.index.tokens_max
         if ask.resumed and longest is not None:
             longest = max(longest, self.groups.longest_served(ask.model))
         return check_size(ask.prompt_tokens, ask.max_tokens, longest)
 
-    def _too_late(
+    def _refuse_too_late(
         self, ask: Asked, model: ModelGroups | None, deadline_start_s: float
     ) -> NotAdmitted | None:
         """Refuse a new request that would expire anyway, if no merge can provide more KV.
 
-        `failed` in the ask suffices as proof of an earlier assignment: a restarted scheduler
-        remembers none. Batch requests are not refused: their deadline is long.
+        An ask with `failed` is not refused either: it proves an earlier assignment, which a
+        restarted scheduler does not remember. Nor are batch requests, whose deadline is long.
         """
         if self.rules.is_batch(ask.service):
             return None
@@ -177,15 +186,15 @@ class Admission:
         queued = self.queue.demand(ask.model, self.rules.classes_ahead(ask.service))[0]
         return check_wait(queued, rate_per_s, left_s)
 
-    def _no_slot(self, service: Service) -> NotAdmitted | None:
+    def _refuse_queue_full(self, service: Service) -> NotAdmitted | None:
         """Refuse a new request if the queue is full and it can displace no other request."""
-        taken = self._taken(service)
+        taken = self._taken_slots(service)
         if taken is None or self.queue.victim_for(service) is not None:
             return None
         return NotAdmitted(RefusalReason.QUEUE_FULL, f"{taken} are taken; retry later")
 
-    def _taken(self, service: Service) -> str | None:
-        """Names the queue slots that are all taken, for a message; None if a slot is free."""
+    def _taken_slots(self, service: Service) -> str | None:
+        """Describe the queue slots if all are taken, for a message; None if a slot is free."""
         batch_limit = self.rules.batch_queue_limit
         if len(self.queue) >= self.queue_limit:
             return f"all {self.queue_limit} queue slots"
@@ -208,13 +217,13 @@ class Admission:
 
 
 def _is_new(ask: Asked) -> bool:
-    """Whether the request has not reached a worker, as far as its gateway reports."""
+    """Whether the request was never assigned to a worker, as far as its gateway reports."""
     return not ask.resumed and ask.failed is None
 
 
 def check_fields(ask: Asked) -> NotAdmitted | None:
     """Refuse an ask with fields that no correct gateway sends."""
-    # The wire types allow all of these values; arithmetic and bounded tables here do not.
+    # Protobuf allows these values, but they would break arithmetic and bounded tables here.
     if not 1 <= len(ask.request_id) <= NAME_LENGTH_MAX:
         cause = f"request_id must have 1 to {NAME_LENGTH_MAX} characters"
     elif not 1 <= len(ask.model) <= NAME_LENGTH_MAX:
@@ -277,8 +286,8 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotA
 def check_wait(queued: int, rate_per_s: float, left_s: float) -> NotAdmitted | None:
     """Refuse a request that would expire in the queue.
 
-    `queued` requests precede it, the queue's pace is `rate_per_s`, and `left_s` remain until its
-    deadline.
+    `queued` requests precede it, the queue dispatches `rate_per_s`, and its deadline is `left_s`
+    seconds away.
     """
     if queued <= WAVE_MARGIN * rate_per_s * left_s:
         return None

@@ -1,4 +1,4 @@
-"""Recent assignments of the scheduler, for repeated asks, and its counters."""
+"""The scheduler's recent assignments, with which it answers repeated asks, and its counters."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -8,13 +8,16 @@ from services.core.ask import RefusalReason
 from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
-"""An assignment is forgotten after this time: a repeated ask counts as new then."""
+"""Age at which an assignment is forgotten; a later ask for its request counts as new."""
 REMEMBERED_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A recent assignment; `requeues` counts earlier workers that returned the request."""
+    """A recent assignment of a request to a group at an epoch (version of its configuration).
+
+    `requeues` counts earlier assignments whose worker returned the request to the queue.
+    """
 
     group_id: str
     epoch: int
@@ -24,8 +27,8 @@ class Assigned:
     requeues: int = 0
 
     @property
-    def place(self) -> tuple[str, int]:
-        """The group and its epoch."""
+    def group_and_epoch(self) -> tuple[str, int]:
+        """Group id and epoch."""
         return self.group_id, self.epoch
 
 
@@ -44,7 +47,7 @@ class Assignments:
         return self._recent.get(request_id)
 
     def remember(self, request_id: str, assigned: Assigned) -> None:
-        """Note an assignment; evicts the oldest when there are `REMEMBERED_MAX`."""
+        """Record an assignment; removes the oldest if there are `REMEMBERED_MAX` already."""
         if len(self._recent) >= REMEMBERED_MAX:
             self._recent.popitem(last=False)
         self._recent[request_id] = assigned
@@ -53,14 +56,14 @@ class Assignments:
         """Remove the assignment of a request and return it; None if there is none."""
         return self._recent.pop(request_id, None)
 
-    def lapsed(self, now_s: float) -> list[str]:
-        """Ids of the requests that were assigned at least `REMEMBERED_S` ago."""
-        lapsed = []
+    def expired(self, now_s: float) -> list[str]:
+        """List the ids of requests assigned at least `REMEMBERED_S` ago; removes none."""
+        expired = []
         for request_id, assigned in self._recent.items():
             if assigned.assigned_s > now_s - REMEMBERED_S:
                 break
-            lapsed.append(request_id)
-        return lapsed
+            expired.append(request_id)
+        return expired
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the bound is exceeded."""
@@ -75,8 +78,9 @@ class Totals:
     # Prompt tokens of all assignments, and the predicted prefix cache hits among them.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    # Requests that their client or gateway cancelled while they waited.
     withdrawn: int = 0
-    # Returns from workers to the queue; those requests go on.
+    # Requests that a worker returned to the queue before they started.
     returned: int = 0
     refused: dict[RefusalReason, int] = field(
         default_factory=lambda: dict.fromkeys(RefusalReason, 0)

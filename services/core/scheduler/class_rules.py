@@ -1,6 +1,7 @@
-"""What service classes decide in the scheduler; nothing under `fcfs` and `prefill_first`.
+"""Rules of the scheduler that depend on a request's service class, and their settings.
 
-`prefill_first` concerns workers alone: here it equals `fcfs`.
+Classes are interactive and standard (together: online) and batch. The rules have no effect with the
+scheduling policies `fcfs` and `prefill_first`, which differ only on workers.
 """
 
 from collections.abc import Iterator
@@ -30,11 +31,11 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClassRules:
-    """Settings by class; all but `scheduling` are without effect if that ignores classes.
+    """Settings by class; they have no effect if the policy `scheduling` ignores classes.
 
-    The first `batch_groups` groups of a model, by leader, take only batch requests, and the others
-    none; 0: every group takes all. At least one group takes online requests, and the only group
-    takes all.
+    The first `batch_groups` groups of a model, sorted by leader, take only batch requests, and the
+    other groups only online requests; 0: every group takes both. At least one group takes online
+    requests, and an only group takes both.
     """
 
     scheduling: Scheduling = scheduling_setting()
@@ -75,27 +76,27 @@ class ClassRules:
 
     @property
     def enabled(self) -> bool:
-        """Whether classes decide anything."""
+        """Whether the scheduling policy uses classes."""
         return self.scheduling.uses_classes
 
     @property
     def queue_order(self) -> QueueOrder:
-        """The order of the queue."""
+        """Function that returns the sort key of a request in the queue."""
         if self.enabled and self.order is Order.DEADLINE:
             return by_deadline
         return QUEUE_ORDERS[self.scheduling]
 
     @property
     def demand_classes(self) -> tuple[ServiceClass, ...]:
-        """Classes whose requests count as demand for KV, which may trigger a parameter drop."""
+        """Classes that count as demand for KV memory, for which groups merge and drop layers."""
         return ONLINE if self.enabled else ALL
 
     def is_batch(self, service: Service) -> bool:
-        """Whether a request waits behind all online ones and is preempted by them."""
+        """Whether online requests go before this request and may preempt it."""
         return self.enabled and not service.online
 
     def rate_classes(self, service: Service) -> tuple[ServiceClass, ...]:
-        """The classes whose dispatch rate a request shares, for its Retry-After."""
+        """The classes whose joint dispatch rate determines the Retry-After of a request."""
         return (service.service_class,) if self.enabled else ALL
 
     def classes_ahead(self, service: Service) -> tuple[ServiceClass, ...]:
@@ -108,7 +109,7 @@ class ClassRules:
         return ALL[: ALL.index(service.service_class) + 1]
 
     def displaceable(self, service: Service) -> Iterator[ServiceClass]:
-        """The classes that a request may displace from a full queue, the lowest class first."""
+        """The classes that a request may displace from a full queue: those below its own."""
         if self.enabled:
             yield from reversed(ALL[ALL.index(service.service_class) + 1 :])
 

@@ -1,9 +1,10 @@
-"""Filters and scores of dispatch: which groups can take a request, and in which order.
+"""Filters and scores with which the scheduler chooses a worker group for a request.
 
-Both are small pure functions. `SCORES` lists the scores by name; the option `dispatch` chooses one.
-A score depends on the group's load alone; conditions that change with time are filters, so that
-`GroupIndex` can keep groups sorted by score. The dispatch `PREFIX` depends on the request as well:
-`PrefixRanking` picks, and `kv_share` breaks ties.
+A filter decides whether a group can take the request; a score ranks groups, lower is better. A
+score depends on the group's load alone, never on time or the request, so that `GroupIndex` can keep
+groups sorted by score. The setting `dispatch` names a score of `SCORES`, or `PREFIX`, with which
+`PrefixRanking` chooses by predicted TTFT and `kv_share` breaks ties. Online requests are those of
+all classes except batch.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ RoomFunction = Callable[[GroupLoad], int]
 
 
 def serves(load: GroupLoad, now_s: float) -> bool:
-    """Filter: a fresh load report at this epoch, and no request runs there exclusively."""
+    """Filter: the group's load report is fresh, and no request runs there exclusively."""
     return load.is_fresh(now_s) and not load.is_exclusive(now_s)
 
 
@@ -29,25 +30,25 @@ def could_hold(load: GroupLoad, prompt_tokens: int, max_tokens: int) -> bool:
 
 
 def start_blocks(load: GroupLoad) -> int:
-    """Blocks in which an online request may start; 0 in a group for batch requests only."""
+    """KV blocks in which an online request may start; 0 if the group takes only batch requests."""
     return 0 if load.for_batch else load.start_blocks
 
 
 def has_room(load: GroupLoad, prompt_tokens: int, max_tokens: int, room: RoomFunction) -> bool:
-    """Filter: the request can start now in the blocks that `room` counts."""
+    """Filter: `room(load)` is enough blocks for the request to start now."""
     tokens_max = prompt_tokens + max_tokens
     return room(load) >= admission_blocks(prompt_tokens, tokens_max, load.group.block_size)
 
 
 def kv_share(load: GroupLoad) -> Score:
-    """Score: share of KV in use, awaited or reserved; then sequences per block.
+    """Score: share of KV blocks in use, awaited or reserved; then sequences per block.
 
-    Preemptible batch sequences count last. If batch work is preemptible, the share that is awaited
-    or reserved comes first: beside batch work online requests decode for so long that KV in use
-    says little about the prefill backlog that a new request meets.
+    Preemptible batch sequences only break ties. If batch requests are preemptible, the share that
+    online requests await or have reserved ranks first: online requests decode long beside batch
+    requests, so the KV in use says little about the prefill backlog that a new request meets.
 
-    Shares rather than counts: a merged group holds several times as much KV as each of its members
-    did, so counts would fill small groups completely beside a half-empty large one.
+    The score uses shares because a merged group has several times the KV of a single worker:
+    with absolute numbers, small groups would fill up while a large group is half empty.
     """
     capacity = max(1, load.capacity_blocks)
     online, every = load.online_sequences / capacity, load.sequences / capacity
@@ -55,9 +56,9 @@ def kv_share(load: GroupLoad) -> Score:
 
 
 def least_loaded(load: GroupLoad) -> Score:
-    """Score: fewest sequences, whatever the group's size; then the share of KV in use.
+    """Score: number of sequences, regardless of the group's size; then the share of KV in use.
 
-    Preemptible batch sequences count last.
+    Preemptible batch sequences only break ties.
     """
     used = 1 - load.room_blocks / max(1, load.capacity_blocks)
     return (float(load.online_sequences), used, float(load.sequences))
@@ -70,7 +71,7 @@ DISPATCHES = tuple(_SCORES_OF)
 
 
 def score_of(dispatch: str) -> ScoreFunction:
-    """The score with which a dispatch of `DISPATCHES` ranks groups, before prefix matching.
+    """The score of a dispatch of `DISPATCHES`; for `PREFIX`, the score that breaks ties.
 
     Raises:
         ValueError: if there is no such dispatch.

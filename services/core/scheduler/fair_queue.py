@@ -1,7 +1,8 @@
-"""Fair queueing between tenants: the waiting tenant that was served the least KV goes next.
+"""Orders waiting requests fairly among tenants (owners of API keys), within priority bands.
 
-A virtual token counter (VTC §4). It counts the KV tokens that a request needs to start, since the
-scheduler does not see output tokens.
+Each tenant has a virtual token counter (VTC §4): the KV tokens that its started requests needed to
+start, because the scheduler does not see output tokens. The tenant with the lowest counter goes
+next. A band holds the requests of equal priority, such as a service class.
 """
 
 from bisect import bisect_left, insort
@@ -12,21 +13,21 @@ from heapq import heapify, heappop, heapreplace
 from services.core.queue_order import QueueKey
 
 Entry = tuple[QueueKey, int, str]
-"""The sort key of a request, a number that keeps equal keys in order, and the request id."""
+"""Sort key of a request, arrival number that orders equal keys, and request id."""
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """The waiting requests of a tenant in a band, and its virtual counter."""
+    """The waiting requests of a tenant in a band, and its virtual token counter."""
 
-    entries: list[Entry] = field(default_factory=list)  # in order
-    tokens: dict[str, int] = field(default_factory=dict)  # to start, by request id
+    entries: list[Entry] = field(default_factory=list)  # sorted
+    tokens: dict[str, int] = field(default_factory=dict)  # KV tokens to start, by request id
     served_tokens: int = 0
 
 
 @dataclass(slots=True)
 class _Band:
-    """Tenants with waiting requests, and the counters of those that `left` above the minimum."""
+    """Tenants with waiting requests, and counters of other tenants above the minimum (`left`)."""
 
     waiting: dict[str, _Tenant] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
@@ -39,21 +40,21 @@ class _Band:
 
 @dataclass(slots=True)
 class FairQueue:
-    """Bands in priority order; within a band, tenants are served by their virtual counters.
+    """Requests in bands of descending priority; in a band, the lowest tenant counter goes first.
 
-    A tenant that joins or rejoins starts at the lowest counter of the waiting tenants at least, so
-    idle time earns no credit (VTC's counter lift). An empty band forgets its counters.
+    A tenant without waiting requests rejoins with at least the lowest counter of the waiting
+    tenants, so idle time earns no credit (VTC's counter lift). An empty band loses its counters.
     """
 
     _bands: dict[QueueKey, _Band] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
-        """Ids of all requests, in the order in which they would start if each of them fitted."""
+        """Ids of all requests in the order of their start, if each had room."""
         for key in sorted(self._bands):
             yield from _fair_order(self._bands[key])
 
     def add(self, band_key: QueueKey, tenant: str, entry: Entry, tokens: int) -> None:
-        """Add a request that needs `tokens` of KV to start."""
+        """Add a request of `tenant` that needs `tokens` of KV to start."""
         band = self._bands.setdefault(band_key, _Band())
         waiting = band.waiting.get(tenant)
         if waiting is None:
@@ -71,7 +72,7 @@ class FairQueue:
         self._bands[band_key].waiting[tenant].served_tokens += tokens
 
     def remove(self, band_key: QueueKey, tenant: str, entry: Entry) -> None:
-        """Remove a request."""
+        """Remove the request of `entry`, which must be present."""
         band = self._bands[band_key]
         waiting = band.waiting[tenant]
         del waiting.entries[bisect_left(waiting.entries, entry)]
@@ -92,17 +93,17 @@ class FairQueue:
 
 
 def _fair_order(band: _Band) -> Iterator[str]:
-    """Merge the tenants' queues: always the lowest counter next, as if each request started."""
+    """Merge the tenants' queues by counter, charging each yielded request as if it started."""
     heap = [
         (tenant.served_tokens, tenant.entries[0], 0, name) for name, tenant in band.waiting.items()
     ]
     heapify(heap)
     while heap:
-        served_tokens, entry, place, name = heap[0]
+        served_tokens, entry, number, name = heap[0]
         yield entry[-1]
         tenant = band.waiting[name]
-        if place + 1 == len(tenant.entries):
+        if number + 1 == len(tenant.entries):
             heappop(heap)
             continue
         next_tokens = served_tokens + tenant.tokens[entry[-1]]
-        heapreplace(heap, (next_tokens, tenant.entries[place + 1], place + 1, name))
+        heapreplace(heap, (next_tokens, tenant.entries[number + 1], number + 1, name))

@@ -1,6 +1,7 @@
-"""The groups of a model sorted by score, so that a pick looks at few of a thousand groups.
+"""Index of a model's worker groups by score and room, from which the scheduler picks a group.
 
-A load change is cheap: the changed group is sorted in again at the next pick.
+With it a pick looks at few of a thousand groups. A load change only marks its group, which the next
+pick sorts again. Room is the number of KV blocks in which a new request may start.
 """
 
 import heapq
@@ -23,17 +24,18 @@ from services.core.scheduler.dispatch import (
 from services.core.scheduler.group_load import GroupLoad
 
 DIRECT_MAX = 64
-"""Up to this many groups with room are compared directly; with more, few ranks are searched."""
+"""Up to this many groups with room are sorted for a pick; with more, all groups are searched by
+score, since one of the first probably has room."""
 
 _Ranked = tuple[bool, Score, str]
-"""Sort key of a group: whether it flaps, its score, its id."""
+"""Sort key of a group: whether its worker often leaves and returns (flaps), score, group id."""
 _Room = tuple[int, str]
 """Blocks of room, and the group id."""
 
 
 @dataclass(slots=True)
-class _SizeClass:
-    """Groups with the same block size: sorted by score, and by room to skip full groups."""
+class _SameBlockSize:
+    """Groups with the same KV block size, sorted by score, and by room to skip full groups."""
 
     ranked: list[_Ranked] = field(default_factory=list)
     rooms: list[_Room] = field(default_factory=list)
@@ -41,10 +43,10 @@ class _SizeClass:
 
 @dataclass(slots=True)
 class GroupIndex:
-    """Picks the same group as filtering and scoring all of them would; lower scores are better.
+    """Picks the group with the lowest score among those that pass the filters.
 
-    Groups with flapping workers rank behind all others. Call `touch` after each change of a
-    group's load.
+    Groups whose worker flaps rank behind all others. Call `touch` after each change of a group's
+    load.
     """
 
     score: ScoreFunction
@@ -53,14 +55,14 @@ class GroupIndex:
     # All groups by id.
     loads: dict[str, GroupLoad] = field(default_factory=dict)
     # The sorted groups, by block size.
-    _sizes: dict[int, _SizeClass] = field(default_factory=dict)
-    # What stands in `_sizes` per group: keys and block size.
+    _by_block_size: dict[int, _SameBlockSize] = field(default_factory=dict)
+    # By group id: its two entries in `_by_block_size`, and its block size.
     _entries: dict[str, tuple[_Ranked, _Room, int]] = field(default_factory=dict)
-    # Groups whose load has changed since they were sorted in.
+    # Groups whose load has changed since they were sorted.
     _touched: dict[str, GroupLoad] = field(default_factory=dict)
-    # Heap of the expiry times of reservations, with group ids.
-    _lapses: list[tuple[float, str]] = field(default_factory=list)
-    # Longest sequence of each group, and a cache of the maximum.
+    # Heap of expiry times of reservations, with group ids.
+    _expiries: list[tuple[float, str]] = field(default_factory=list)
+    # Longest sequence of each group in tokens, and a cache of the maximum.
     _tokens: dict[str, int] = field(default_factory=dict)
     _tokens_max: int | None = None
     _tokens_changed: bool = False
@@ -108,25 +110,25 @@ class GroupIndex:
         batch: bool = False,
     ) -> None:
         """Reserve blocks of a group for a new assignment; see `GroupLoad.reserve`."""
-        lapses_s = load.reserve(request_id, blocks, now_s, prefill_tokens, batch)
-        heapq.heappush(self._lapses, (lapses_s, load.group.group_id))
+        expires_s = load.reserve(request_id, blocks, now_s, prefill_tokens, batch)
+        heapq.heappush(self._expiries, (expires_s, load.group.group_id))
         self.touch(load)
 
-    def drop_lapsed(self, now_s: float) -> list[GroupLoad]:
-        """Drop expired reservations; returns the groups that had any."""
-        lapsed = []
-        while self._lapses and self._lapses[0][0] <= now_s:
-            _, group_id = heapq.heappop(self._lapses)
+    def remove_expired(self, now_s: float) -> list[GroupLoad]:
+        """Remove expired reservations; returns the groups that may have had any."""
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, group_id = heapq.heappop(self._expiries)
             load = self.loads.get(group_id)
             if load is not None:
-                load.drop_lapsed(now_s)
+                load.remove_expired(now_s)
                 self.touch(load)
-                lapsed.append(load)
-        return lapsed
+                expired.append(load)
+        return expired
 
     @property
     def tokens_min(self) -> int:
-        """The longest sequence that every group can hold alone; the index must not be empty."""
+        """Longest sequence in tokens that every group can hold; the index must not be empty."""
         return min(self._tokens.values())
 
     def pick(
@@ -152,13 +154,13 @@ class GroupIndex:
         now_s: float,
         below_tokens: float = inf,
         avoided: frozenset[str] = NO_ADDRESSES,
-        most: int = 1,
+        limit: int = 1,
     ) -> list[GroupLoad]:
-        """Up to `most` groups that can start the request now, best score first; see `pick`."""
+        """Up to `limit` groups that can start the request now, best score first; see `pick`."""
         self._sort_touched()
         best: list[_Ranked] = []
-        # Block sizes differ in how many blocks the request needs, hence in which groups have room.
-        for block_size, same_size in self._sizes.items():
+        # The number of blocks that the request needs depends on the block size.
+        for block_size, same_size in self._by_block_size.items():
             needed = admission_blocks(prompt_tokens, prompt_tokens + max_tokens, block_size)
             able = (
                 ranked
@@ -172,11 +174,11 @@ class GroupIndex:
                     avoided,
                 )
             )
-            best += islice(able, most)
-        return [self.loads[ranked[-1]] for ranked in sorted(best)[:most]]
+            best += islice(able, limit)
+        return [self.loads[ranked[-1]] for ranked in sorted(best)[:limit]]
 
     def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
-        """As `pick`, among the groups without any request."""
+        """As `pick`, among groups without requests."""
         able = [
             self._ranked(load)
             for load in self.loads.values()
@@ -208,11 +210,11 @@ class GroupIndex:
         assert self.tokens_max == longest
         self._sort_touched()
         assert set(self._entries) == set(self.loads)
-        ranked = [entry for same_size in self._sizes.values() for entry in same_size.ranked]
-        rooms = [entry for same_size in self._sizes.values() for entry in same_size.rooms]
+        ranked = [entry for same_size in self._by_block_size.values() for entry in same_size.ranked]
+        rooms = [entry for same_size in self._by_block_size.values() for entry in same_size.rooms]
         assert sorted(ranked) == sorted(map(self._ranked, self.loads.values()))
         assert sorted(rooms) == sorted((self.room(load), key) for key, load in self.loads.items())
-        for same_size in self._sizes.values():
+        for same_size in self._by_block_size.values():
             assert same_size.ranked == sorted(same_size.ranked) and (
                 same_size.rooms == sorted(same_size.rooms)
             )
@@ -220,20 +222,20 @@ class GroupIndex:
     def _ranked(self, load: GroupLoad) -> _Ranked:
         return load.flaps, self.score(load), load.group.group_id
 
-    def _with_room(self, same_size: _SizeClass, needed: int) -> list[_Ranked]:
-        """Groups by score: all with `needed` blocks of room, and possibly others."""
+    def _with_room(self, same_size: _SameBlockSize, needed: int) -> list[_Ranked]:
+        """Groups by score, including all with `needed` blocks of room; others may be among them."""
         first = bisect_left(same_size.rooms, (needed, ""))
-        # With many candidates the best-scored ones most likely have room: search by score.
+        # With many candidates the best-scored groups most likely have room: search by score.
         if len(same_size.rooms) - first > DIRECT_MAX:
             return same_size.ranked
         return sorted(self._entries[group_id][0] for _, group_id in same_size.rooms[first:])
 
     def _sort_touched(self) -> None:
-        """Sort in every group whose load has changed."""
+        """Sort every group whose load has changed to its new position."""
         for group_id, load in self._touched.items():
             self._remove_entry(group_id)
             block_size = load.group.block_size
-            same_size = self._sizes.setdefault(block_size, _SizeClass())
+            same_size = self._by_block_size.setdefault(block_size, _SameBlockSize())
             ranked, room = self._ranked(load), (self.room(load), group_id)
             insort(same_size.ranked, ranked)
             insort(same_size.rooms, room)
@@ -245,8 +247,8 @@ class GroupIndex:
         if entry is None:
             return
         ranked, room, block_size = entry
-        same_size = self._sizes[block_size]
+        same_size = self._by_block_size[block_size]
         del same_size.ranked[bisect_left(same_size.ranked, ranked)]
         del same_size.rooms[bisect_left(same_size.rooms, room)]
         if not same_size.ranked:
-            del self._sizes[block_size]
+            del self._by_block_size[block_size]

@@ -1,4 +1,10 @@
-"""The load of a group: its leader's latest report, and assignments not yet in a report."""
+"""The load of a worker group as the scheduler knows it, from reports and own assignments.
+
+It combines the latest load report of the group's leader with reservations: KV blocks of assignments
+that no report includes yet. An epoch numbers the configurations of a group. Batch requests yield
+their blocks to online requests (all other classes) if the report has `batch_yields`; the comments
+call them preemptible. A resumed request has run on another worker and must recompute its KV.
+"""
 
 import math
 from collections import OrderedDict
@@ -8,13 +14,15 @@ from services.core.report import LoadReport
 from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 
 REPORT_FRESH_S = 3.0
-"""Oldest load report with which a group gets requests."""
+"""Maximum age of the load report of a group that gets requests."""
 RESERVATION_S = 5.0
+"""Lifetime of a reservation."""
 GROWTH_BLOCKS = 0.5
+"""Default of the setting `growth_blocks`."""
 BACKLOG_ITERATIONS = 2
-"""A group is backlogged if its prefill needs this many iterations: resumed requests avoid it."""
+"""Prefill iterations ahead from which a group is backlogged, so that resumed requests avoid it."""
 EXCLUSIVE_S = 10.0
-"""Longest time for which a group takes no other request beside a request with `alone`."""
+"""Longest time for which a request with `alone`, which may crash the engine, runs exclusively."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,7 @@ class _Reservation:
     """An assignment that no load report contains yet."""
 
     blocks: int
-    lapses_s: float
+    expires_s: float
     prefill_tokens: int
     batch: bool
 
@@ -32,40 +40,41 @@ class GroupLoad:
     """Load of a group at its current epoch.
 
     A reservation holds blocks for an assignment until a report lists its request as received. It
-    expires after `RESERVATION_S`, since the gateway or its client may be gone.
+    expires after `RESERVATION_S`, since the gateway may never send the request.
     """
 
     group: ServingGroup
-    # Blocks kept free per running request: a request that started in them would soon make another
-    # sequence lose its KV.
+    # Blocks kept free per running request for its growth. A new request in them would soon cause
+    # a preemption.
     growth_blocks: float = GROWTH_BLOCKS
     # The latest report, None unless it is of the current epoch.
     _report: LoadReport | None = None
-    # By request id, in order of expiry; the sums below are over all or over batch ones.
+    # Reservations by request id, in order of expiry; below, sums over all and over batch requests.
     _reserved: OrderedDict[str, _Reservation] = field(default_factory=OrderedDict)
     reserved_blocks: int = 0
     _reserved_tokens: int = 0
     _reserved_batch: int = 0
     _reserved_batch_blocks: int = 0
-    # The worker flaps: other groups are preferred.
+    # The worker has left and returned often (flapping), so other groups are preferred.
     flaps: bool = False
-    # True: batch requests only, False: none, None: all requests.
+    # Which requests the group takes: True: batch only, False: online only, None: all.
     for_batch: bool | None = None
-    # Highest report number seen, to ignore reports that arrive out of order.
-    _newest: int = 0
-    # When the worker itself (not a gateway) last reported: at this epoch, and at any (inf: never).
+    # Highest report number so far, to ignore reports that arrive out of order.
+    _newest_number: int = 0
+    # Latest report from the worker itself, not a gateway: at this epoch (-inf: none), and at any
+    # epoch (inf: none).
     _reported_s: float = -math.inf
     _reported_any_epoch_s: float = math.inf
-    # Id of a request that runs here exclusively, and the end of that.
+    # Id of a request that runs here exclusively ("": none), and when exclusivity ends.
     _exclusive_for: str = ""
     _exclusive_until_s: float = -math.inf
 
     def note_report(self, reported: LoadReported) -> bool:
-        """Apply a load report of this group's leader; returns whether its load is used now.
+        """Apply a load report of this group's leader; returns whether its load replaces the last.
 
         A report of another epoch stops dispatch to the group, since the worker would refuse
         requests. Of an out-of-order report only `received_request_ids` are used. A report that a
-        gateway passed on is used only while the worker itself reports.
+        gateway forwarded is ignored unless an earlier report is in use.
         """
         report, passed_on = reported.report, reported.passed_on
         if self._report is None and passed_on:
@@ -77,18 +86,18 @@ class GroupLoad:
             self._reported_any_epoch_s = reported.now_s
         if current and not passed_on:
             self._reported_s = reported.now_s
-        # Worker and gateway streams race: a late report must not undo a newer report.
-        if report.number <= self._newest:
+        # Reports arrive from the worker and through gateways: ignore those that are out of order.
+        if report.number <= self._newest_number:
             return False
-        self._newest = report.number
+        self._newest_number = report.number
         self._report = report if current else None
         if current and self._exclusive_for not in self._reserved and not report.load.prefill_tokens:
-            # Its prefill is over: if it were to crash the engine, it would have done so.
+            # The prefill of the exclusive request is over, so it is unlikely to crash the engine.
             self._exclusive_for = ""
         return current
 
     def forget_report(self) -> None:
-        """Stop dispatch until the next report: the worker refused this epoch or may be dead."""
+        """Stop dispatch until the next report, as the worker refused this epoch or may be dead."""
         self._report = None
 
     def is_fresh(self, now_s: float) -> bool:
@@ -101,7 +110,7 @@ class GroupLoad:
         return self._report is not None and self.sequences == 0
 
     def make_exclusive(self, request_id: str, now_s: float) -> None:
-        """Admit no other request until this request has a token, for at most `EXCLUSIVE_S`."""
+        """Admit no other request until its prefill is over, for at most `EXCLUSIVE_S`."""
         self._exclusive_for, self._exclusive_until_s = request_id, now_s + EXCLUSIVE_S
 
     def is_exclusive(self, now_s: float) -> bool:
@@ -109,29 +118,26 @@ class GroupLoad:
         return bool(self._exclusive_for) and now_s < self._exclusive_until_s
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether the worker has reported before, at any epoch, but not within REPORT_FRESH_S."""
+        """Whether the worker has reported before, at any epoch, but not within `REPORT_FRESH_S`."""
         return now_s - self._reported_any_epoch_s > REPORT_FRESH_S
 
     @property
     def capacity_blocks(self) -> int:
-        """Total KV blocks by the last report; parameter drops and restores change the number."""
+        """Total KV blocks by the last report; dropping and restoring layers changes them."""
         reported = self._report.load.kv_blocks_total if self._report is not None else 0
         return reported or self.group.capacity_blocks
 
     @property
     def tokens_max(self) -> int:
-        """Longest sequence that can ever run: alone in the group, or in its leader after a split.
-
-        In tokens.
-        """
+        """Longest sequence in tokens that can run alone: here, or in the leader after a split."""
         blocks = max(self.capacity_blocks, self.group.capacity_blocks)
         return min(self.group.max_model_len, blocks * self.group.block_size)
 
     @property
     def room_blocks(self) -> int:
-        """Blocks available to online requests: free or preemptible, minus awaited and reserved.
+        """Blocks available to online requests: free or preemptible, less awaited and reserved.
 
-        Negative if the worker is overcommitted.
+        Negative if more blocks are awaited and reserved than available.
         """
         if self._report is None:
             return 0
@@ -150,7 +156,7 @@ class GroupLoad:
 
     @property
     def start_blocks(self) -> int:
-        """Blocks in which an online request may start: room minus the growth of running ones.
+        """Blocks in which an online request may start: room less the growth of running requests.
 
         Preemptible batch requests keep no blocks for their growth.
         """
@@ -160,11 +166,11 @@ class GroupLoad:
 
     @property
     def batch_start_blocks(self) -> int:
-        """Blocks in which a batch request may start without preempting or starving others."""
+        """Blocks in which a batch request may start without taking the growth of other requests."""
         if self._report is None:
             return 0
         load = self._report.load
-        # Preemptible blocks are occupied by other batch work, which needs to grow as well.
+        # Batch requests occupy the preemptible blocks, and need blocks for their own growth too.
         growing = math.ceil(self.growth_blocks * load.batch_running) if load.batch_yields else 0
         return self.start_blocks - load.kv_blocks_yielding - growing
 
@@ -200,7 +206,7 @@ class GroupLoad:
 
     @property
     def used_tokens(self) -> int:
-        """Token slots in allocated blocks, preemptible ones aside, by the last report."""
+        """Token slots in allocated blocks that are not preemptible, by the last report."""
         if self._report is None:
             return 0
         load = self._report.load
@@ -215,10 +221,10 @@ class GroupLoad:
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens that are prefilled before those of a new online request.
+        """Tokens that the group prefills before those of a new online request.
 
-        An estimate beside preemptible batch requests: a report does not split prefill tokens by
-        class, so each sequence is assumed to have the same number.
+        With preemptible batch requests this is an estimate: a report does not split prefill tokens
+        by class, so each sequence is assumed to have the same number.
         """
         load = self._report.load if self._report is not None else None
         if load is None or not load.batch_yields or not load.prefill_tokens:
@@ -229,10 +235,10 @@ class GroupLoad:
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether resumed requests should wait for another group.
+        """Whether `BACKLOG_ITERATIONS` iterations of online prefill are ahead, or more.
 
-        The group has several iterations of prefill ahead, batch prefill aside. The report does not
-        split prefill tokens by class, so beside batch work only reservations count.
+        A report does not split prefill tokens by class, so if preemptible batch requests run or
+        wait, only the tokens of reservations count.
         """
         load = self._report.load if self._report is not None else None
         beside_batch = load is not None and load.batch_yields
@@ -251,21 +257,21 @@ class GroupLoad:
         prefill_tokens: int = 0,
         batch: bool = False,
     ) -> float:
-        """Hold blocks for a new assignment with `prefill_tokens` to compute.
+        """Reserve blocks for a new assignment with `prefill_tokens` to compute.
 
-        `batch`: a batch request. Returns when the reservation expires.
+        `batch`: it is a batch request. Returns the expiry time of the reservation.
         """
         self.release(request_id)
-        lapses_s = now_s + RESERVATION_S
-        self._reserved[request_id] = _Reservation(blocks, lapses_s, prefill_tokens, batch)
+        expires_s = now_s + RESERVATION_S
+        self._reserved[request_id] = _Reservation(blocks, expires_s, prefill_tokens, batch)
         self.reserved_blocks += blocks
         self._reserved_batch += batch
         self._reserved_batch_blocks += batch * blocks
         self._reserved_tokens += prefill_tokens
-        return lapses_s
+        return expires_s
 
     def release(self, request_id: str) -> None:
-        """Drop a reservation; no effect if there is none."""
+        """Remove the reservation of a request; no effect if there is none."""
         reservation = self._reserved.pop(request_id, None)
         if reservation is not None:
             self.reserved_blocks -= reservation.blocks
@@ -273,11 +279,11 @@ class GroupLoad:
             self._reserved_batch -= reservation.batch
             self._reserved_batch_blocks -= reservation.batch * reservation.blocks
 
-    def drop_lapsed(self, now_s: float) -> None:
-        """Drop expired reservations."""
+    def remove_expired(self, now_s: float) -> None:
+        """Remove expired reservations."""
         while self._reserved:
             request_id, reservation = next(iter(self._reserved.items()))
-            if reservation.lapses_s > now_s:
+            if reservation.expires_s > now_s:
                 return
             self.release(request_id)
 

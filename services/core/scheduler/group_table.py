@@ -1,4 +1,9 @@
-"""The groups that the scheduler knows, by id, by model and by leader."""
+"""The worker groups that the scheduler knows, by id, model and leader, with load and demand.
+
+A group is a set of workers that serve a model together; requests go to its leader. An epoch numbers
+its configurations, an incarnation is the id of a worker process. Online requests are those of all
+classes except batch.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -16,9 +21,9 @@ from services.core.scheduler.rate import ClassRates, QueuePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 
 ARRIVALS_S = 3
-"""Window of the arrival rate."""
+"""Window of the arrival rate, in seconds."""
 REFUSALS_S = 10
-"""Window of the refusals that count as demand."""
+"""Window of the refusals that count as demand, in seconds."""
 
 
 @dataclass(slots=True)
@@ -30,18 +35,18 @@ class RecentSum:
     _seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, tokens: int, now_s: float) -> None:
-        """Count a request with its tokens."""
-        self._drop_old(now_s)
+        """Count a request that needs `tokens` of KV."""
+        self._discard_old(now_s)
         requests, total = self._seconds.get(int(now_s), (0, 0))
         self._seconds[int(now_s)] = requests + 1, total + tokens
 
     def at(self, now_s: float) -> tuple[int, int]:
         """Requests and tokens in the window."""
-        self._drop_old(now_s)
+        self._discard_old(now_s)
         counts = self._seconds.values()
         return sum(count[0] for count in counts), sum(count[1] for count in counts)
 
-    def _drop_old(self, now_s: float) -> None:
+    def _discard_old(self, now_s: float) -> None:
         oldest = int(now_s) - self.window_s
         while self._seconds and (first := next(iter(self._seconds))) <= oldest:
             del self._seconds[first]
@@ -57,21 +62,21 @@ class DemandMeter:
     pace: QueuePace = field(default_factory=QueuePace)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
-        """Arriving KV tokens per second; the current second counts as far as it has passed."""
+        """KV tokens that arrive per second, over the window including the unfinished second."""
         return self.arrived.at(now_s)[1] / (ARRIVALS_S - 1 + now_s % 1)
 
 
 ITERATIONS_AHEAD = 2
-"""Prefill iterations that a group has ahead before it gets no further batch request."""
+"""Prefill backlog of a group, in iterations, from which it gets no further batch request."""
 
 
 def batch_room(load: GroupLoad) -> int:
-    """KV blocks in which a batch request may start; 0 or less if the group needs no batch work.
+    """KV blocks in which a batch request may start; 0 or less if the group should get none.
 
-    Late binding: a batch request in the queue can still go to any group. So a group gets none while
-    an online request waits there, nor while its prefill backlog fills two iterations. Online
-    requests that wait at other groups do not count: a large cluster always has some.
-    ConServe §4.2: batch work harvests the capacity that online work leaves.
+    Batch requests use the capacity that online requests leave (ConServe §4.2). So a group gets none
+    while an online request waits there, or while its prefill backlog fills `ITERATIONS_AHEAD`:
+    in the queue, a batch request can still go to any group. Online requests that wait at other
+    groups do not count, because a large cluster always has some.
     """
     ahead = ITERATIONS_AHEAD * load.group.max_batch_tokens
     if load.for_batch is False or load.online_waiting or load.prefill_tokens >= ahead:
@@ -86,25 +91,25 @@ def most_idle(load: GroupLoad) -> Score:
 
 MODELS_REMEMBERED_MAX = 1_000
 REGROUP_S = 10.0
-"""After its last group has left, a model's new requests wait this long: the group may split."""
+"""How long new requests of a model wait after its last group left, which may just be splitting."""
 
 
 @dataclass(slots=True)
 class ModelGroups:
     """The groups of a model, never empty, and the demand for the model."""
 
-    # Groups ranked for online requests, and for all requests without `batch_index`.
+    # Groups ranked for online requests; for all requests if `batch_index` is None.
     index: GroupIndex
     meter: DemandMeter
     # Prefix-aware ranking, if the dispatch uses it.
     prefixes: PrefixRanking | None = None
-    # Groups that need batch work, ranked for batch requests; None if classes do not count.
+    # Groups ranked for batch requests; None if the scheduling policy ignores classes.
     batch_index: GroupIndex | None = None
-    # Whether some groups take only batch requests and the others none (`batch_groups`).
+    # Whether groups take either batch or online requests (setting `batch_groups`).
     partitioned: bool = False
 
     def can_hold(self, ask: Ask) -> bool:
-        """Whether some group can run the request at all."""
+        """Whether a group can run the request when it is empty; True if no group is known."""
         longest = self.index.tokens_max
         return longest is None or ask.prompt_tokens + ask.max_tokens <= longest
 
@@ -126,11 +131,11 @@ class ModelGroups:
         Workers at `avoided` addresses are used only if no other worker serves. With `spread`,
         groups with a prefill backlog are skipped; see `GroupLoad.is_backlogged`.
         """
-        # Fast path: while an online request waits, most batch requests may use no group at all.
+        # Fast path: while an online request waits, a batch request can seldom use any group.
         if below_tokens < inf and below_tokens <= self.index.tokens_min:
             return None
         loads = self.index.loads.values()
-        # A worker that this gateway avoids is better than none.
+        # If only avoided workers serve, try them: the gateway may reach them again.
         if avoided and not any(
             load.is_fresh(now_s) and load.group.address not in avoided for load in loads
         ):
@@ -143,7 +148,7 @@ class ModelGroups:
         return index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
 
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
-        """Reserve blocks for a new assignment; returns its number of uncached prompt tokens."""
+        """Reserve blocks for a new assignment; returns how many prompt tokens it must compute."""
         computed = ask.prompt_tokens
         if self.prefixes is not None:
             computed = self.prefixes.assign(load, ask)
@@ -158,22 +163,22 @@ class ModelGroups:
         if self.batch_index is not None:
             self.batch_index.touch(load)
 
-    def drop_lapsed(self, now_s: float) -> None:
-        """Drop expired reservations."""
-        for load in self.index.drop_lapsed(now_s):
+    def remove_expired(self, now_s: float) -> None:
+        """Remove expired reservations."""
+        for load in self.index.remove_expired(now_s):
             self.touch(load)
 
     def partition(self, batch_groups: int) -> None:
-        """Use the first `batch_groups` groups, by leader, for batch requests, the rest for online.
+        """Use the first `batch_groups` groups, sorted by leader, for batch, the rest for online.
 
-        At least one group takes online requests, and the only group takes all: workers may be lost
-        and groups may merge.
+        At least one group takes online requests and an only group takes all, because workers may
+        fail and groups may merge.
         """
         by_leader = sorted(self.index.loads.values(), key=lambda load: load.group.worker_id)
         batch_groups = min(batch_groups, len(by_leader) - 1)
         self.partitioned = batch_groups > 0
-        for place, load in enumerate(by_leader):
-            load.for_batch = place < batch_groups if self.partitioned else None
+        for number, load in enumerate(by_leader):
+            load.for_batch = number < batch_groups if self.partitioned else None
             self.touch(load)
 
     def check_invariants(self) -> None:
@@ -187,7 +192,7 @@ class ModelGroups:
             self.prefixes.check_invariants()
 
     def add(self, load: GroupLoad) -> None:
-        """Add an unknown group."""
+        """Add a group that is not in the table."""
         self.index.add(load)
         if self.batch_index is not None:
             self.batch_index.add(load)
@@ -195,7 +200,7 @@ class ModelGroups:
             self.prefixes.add(load)
 
     def remove(self, group_id: str) -> None:
-        """Remove a known group."""
+        """Remove a group that is in the table."""
         self.index.remove(group_id)
         if self.batch_index is not None:
             self.batch_index.remove(group_id)
@@ -205,7 +210,7 @@ class ModelGroups:
 
 @dataclass(slots=True)
 class GroupTable:
-    """All groups; events of etcd and of workers change them.
+    """All groups; group records in etcd and load reports of workers change them.
 
     `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState.
     """
@@ -220,11 +225,11 @@ class GroupTable:
     _models: dict[str, ModelGroups] = field(default_factory=dict)
     # Group id by the leader's worker id.
     _group_of_worker: dict[str, str] = field(default_factory=dict)
-    # Longest sequence that a group of the model ever held, for all models served so far.
+    # Longest sequence in tokens that a group of the model could ever hold, by model.
     _longest_served: dict[str, int] = field(default_factory=dict)
-    # When the last group left, for models that none serves now.
+    # When the last group left, for models that no group serves now.
     _left_s: dict[str, float] = field(default_factory=dict)
-    # Flap damping, and detection of stalls of this process.
+    # Ranks workers lower that leave and return often; detects stalls of this process.
     _flap_damping: FlapDamping = field(default_factory=FlapDamping)
     _pause_detector: LocalPauseDetector = field(default_factory=LocalPauseDetector)
 
@@ -235,15 +240,15 @@ class GroupTable:
 
     @property
     def models_served(self) -> Collection[str]:
-        """Models that groups have served; some still do."""
+        """Models that a group has served since this process started."""
         return self._longest_served.keys()
 
     def left_s(self, model: str) -> float | None:
-        """When the model's last group left; None if it is served now, or never was."""
+        """When the model's last group left; None if a group serves it now, or never did."""
         return self._left_s.get(model)
 
     def longest_served(self, model: str) -> int:
-        """Longest sequence that a group of the model ever held, in tokens; 0 if none is known."""
+        """Longest sequence in tokens that a group of the model could ever hold; 0 if unknown."""
         return self._longest_served.get(model, 0)
 
     @property
@@ -302,18 +307,18 @@ class GroupTable:
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
 
-    def report(self, reported: LoadReported) -> GroupLoad | None:
+    def apply_report(self, reported: LoadReported) -> GroupLoad | None:
         """Apply a worker's load report; returns the group it leads, or None."""
         report = reported.report
         load = self._of_worker(report.worker_id, report.incarnation)
         if load is None:
             return None
-        counts = load.note_report(reported)
+        is_load_used = load.note_report(reported)
         prefixes = self._models[load.group.model].prefixes
-        # Evictions of another epoch concern a cache that this group no longer has.
+        # Evictions of another epoch refer to a cache that no longer exists.
         if prefixes is not None and report.epoch == load.group.epoch:
             prefixes.note_evicted(load, report)
-            if counts:
+            if is_load_used:
                 prefixes.note_load(load, report.load)
         if not reported.passed_on:
             self._flap_damping.note_presence(report.worker_id)
@@ -321,9 +326,9 @@ class GroupTable:
         self.touch(load)
         return load
 
-    def lose(self, lost: LoadLost) -> None:
+    def suspend(self, lost: LoadLost) -> None:
         """Stop dispatch to a worker whose report stream has ended."""
-        # If this process was stalled, streams break without any fault of the workers.
+        # If this process was suspended, streams end although the workers are healthy.
         if self._pause_detector.trusts_silence(lost.now_s):
             self._flap_damping.note_departure(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
@@ -331,7 +336,7 @@ class GroupTable:
             self.forget_report(load)
 
     def check_liveness(self, now_s: float) -> None:
-        """Note silent workers, update the ranking of flapping ones, drop expired reservations."""
+        """Record silent workers, update which workers flap, and remove expired reservations."""
         trusts_silence = self._pause_detector.tick(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
@@ -342,7 +347,7 @@ class GroupTable:
                 load.flaps = flaps
                 self.touch(load)
         for model in self._models.values():
-            model.drop_lapsed(now_s)
+            model.remove_expired(now_s)
 
     def forget_report(self, load: GroupLoad) -> None:
         """Stop dispatch to a group until its worker's next report."""
@@ -350,7 +355,7 @@ class GroupTable:
         self.touch(load)
 
     def release(self, group_id: str, request_id: str) -> None:
-        """Drop the reservation of a request; no effect if there is none."""
+        """Remove the reservation of a request; no effect if there is none."""
         if (load := self._loads.get(group_id)) is not None:
             load.release(request_id)
             self.touch(load)
@@ -376,14 +381,14 @@ class GroupTable:
     def _note_longest(self, load: GroupLoad) -> None:
         model, tokens = load.group.model, load.tokens_max
         known = self._longest_served.get(model)
-        # Bounded: model names come from worker records.
+        # Limit the number of models, since worker records may have any model name.
         if known is None and len(self._longest_served) >= MODELS_REMEMBERED_MAX:
             return
         if known is None or tokens > known:
             self._longest_served[model] = tokens
 
     def _partition(self, name: str) -> None:
-        """Partition the groups of a model again after a group joined or left."""
+        """Partition the groups of a model by class again, after a group has joined or left."""
         model = self._models.get(name)
         if model is not None and self.rules.enabled and self.rules.batch_groups:
             model.partition(self.rules.batch_groups)

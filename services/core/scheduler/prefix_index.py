@@ -1,8 +1,9 @@
-"""An approximate index of the prompt prefixes in the KV cache of each group.
+"""An approximate index of the prompt prefixes in each group's KV cache, for the scheduler.
 
-The scheduler does not see the caches. It assumes that a group caches the prompts it is sent and
-evicts the least recently used within its blocks; workers correct this by reporting evicted blocks.
-A prompt is represented by thin hashes, each of which stands for the whole prefix up to there.
+The scheduler does not see the caches. It assumes that a group caches every prompt sent to it and
+evicts the least recently used blocks beyond its capacity; workers report their actual evictions.
+A prompt is represented by thin hashes: the hashes of every `stride`-th KV block, each of which
+identifies the whole prefix up to that block.
 """
 
 from collections import OrderedDict
@@ -12,21 +13,21 @@ from dataclasses import dataclass, field
 from services.core.prefix.block_hash import ThinHashes
 
 HASHES_MAX = 2**16
-"""Most thin hashes kept per group, whatever its number of blocks."""
+"""Maximum number of thin hashes per group."""
 
 
 @dataclass(slots=True)
 class CachedPrefixes:
-    """The thin hashes of a group in LRU order, each with the number of blocks it stands for."""
+    """The thin hashes of a group in LRU order, each with the number of blocks it represents."""
 
-    # In KV blocks.
+    # Maximum of `blocks`, the KV blocks that all hashes represent.
     capacity: int
     blocks: int = 0
     # Blocks by thin hash, least recently used first.
     by_age: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def put(self, thin_hash: int, blocks: int) -> None:
-        """Insert a hash that stands for `blocks`, or make it the most recently used."""
+        """Insert a hash that represents `blocks`, or make it the most recently used."""
         self.blocks += blocks - self.by_age.pop(thin_hash, 0)
         self.by_age[thin_hash] = blocks
 
@@ -37,7 +38,7 @@ class CachedPrefixes:
         return blocks is not None
 
     def evict(self) -> Iterator[int]:
-        """Remove least recently used hashes until the rest fits; yields them."""
+        """Remove least recently used hashes until the rest fits, and yield them."""
         while self.by_age and (self.blocks > self.capacity or len(self.by_age) > HASHES_MAX):
             thin_hash, blocks = self.by_age.popitem(last=False)
             self.blocks -= blocks
@@ -72,15 +73,15 @@ class PrefixIndex:
     def insert(self, group_id: str, prefix: ThinHashes) -> None:
         """Record that a prompt was sent to a group."""
         cached = self._cached[group_id]
-        # Longest prefix first: it must be evicted first, since a block without its predecessors
-        # is useless. Workers evict in the same order.
+        # Insert the longest prefix first, so that it is evicted first: a block without its
+        # predecessors is useless. Workers evict in the same order.
         for thin_hash in reversed(prefix.hashes):
             cached.put(thin_hash, prefix.stride)
             self._holders.setdefault(thin_hash, {})[group_id] = None
         self._evict(group_id, cached)
 
-    def drop(self, group_id: str, thin_hashes: Iterable[int]) -> None:
-        """Record that a group has evicted these hashes; unknown ones are ignored."""
+    def remove_hashes(self, group_id: str, thin_hashes: Iterable[int]) -> None:
+        """Remove hashes that a group has evicted; hashes not in the index are ignored."""
         cached = self._cached[group_id]
         for thin_hash in thin_hashes:
             if cached.discard(thin_hash):
@@ -88,11 +89,11 @@ class PrefixIndex:
 
     def matched_blocks(self, group_id: str, prefix: ThinHashes) -> int:
         """Length in blocks of the longest prefix of a prompt that a group probably has cached."""
-        by_age, place = self._cached[group_id].by_age, len(prefix.hashes)
-        # Each hash stands for the whole prefix, so the longest present decides.
-        while place and prefix.hashes[place - 1] not in by_age:
-            place -= 1
-        return place * prefix.stride
+        by_age, length = self._cached[group_id].by_age, len(prefix.hashes)
+        # Each hash identifies its whole prefix, so the last hash in the index decides.
+        while length and prefix.hashes[length - 1] not in by_age:
+            length -= 1
+        return length * prefix.stride
 
     def by_longest_match(self, prefix: ThinHashes) -> Iterator[str]:
         """Groups that probably have a prefix of a prompt cached, the longest match first.

@@ -1,8 +1,8 @@
-"""Prefix-aware dispatch: the group with the lowest predicted TTFT.
+"""Prefix-aware dispatch of the scheduler: picks the group with the lowest predicted TTFT.
 
 The scores of `dispatch` ignore the request, but cached prefixes depend on it. So for each request
 a few candidate groups are compared: those with the best score, and those with the longest cached
-prefix of its prompt.
+prefix of its prompt. A hit is a prompt token found in a group's prefix cache.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prefix_index import PrefixIndex
 
 HALVING_PERIOD = 32
-"""Requests after which older hits and tokens count half in the hit rates."""
+"""Requests after which all earlier hits and tokens of the hit rates are halved."""
 LEEWAY = 0.05
-"""Added to both hit rates, so that small differences change little."""
-UNANSWERED_MAX = 64
-"""After this many predicted hits without reported lookups, a worker has no prefix cache."""
+"""Added to both hit rates, so that small differences have little effect."""
+WITHOUT_LOOKUP_MAX = 64
+"""Requests with predicted hits but no reported lookup after which predicted hits are ignored:
+the worker has no prefix cache."""
 
 
 @dataclass(slots=True)
@@ -47,24 +48,24 @@ class _Rate:
 
 @dataclass(slots=True)
 class HitCorrection:
-    """Corrects predicted cache hits of a group by its two hit rates: predicted and reported.
+    """Corrects predicted cache hits of a group by the ratio of reported to predicted hit rates.
 
-    It compares rates rather than sums, since a worker looks up a prompt some time after dispatch.
+    Rates rather than sums, because a worker looks up a prompt some time after its dispatch.
     """
 
     _predicted: _Rate = field(default_factory=_Rate)
     _reported: _Rate = field(default_factory=_Rate)
     # The worker's last reported totals: looked-up tokens and hits.
     _totals: tuple[int, int] | None = None
-    # Requests since the rates were halved.
+    # Requests sent since the rates were halved.
     _sent: int = 0
-    # Predicted hits sent since the worker last reported a lookup.
-    _unanswered: int = 0
+    # Requests with predicted hits since the worker last reported a lookup.
+    _without_lookup: int = 0
 
     @property
     def factor(self) -> float:
         """Factor for predicted hits, 0 to 1."""
-        if self._unanswered >= UNANSWERED_MAX:
+        if self._without_lookup >= WITHOUT_LOOKUP_MAX:
             return 0.0
         if not self._reported.tokens:
             return 1.0
@@ -73,7 +74,7 @@ class HitCorrection:
     def note_sent(self, prompt_tokens: int, hit_tokens: int) -> None:
         """Note a prompt that was sent to the group, with its predicted hits before correction."""
         self._predicted.add(prompt_tokens, hit_tokens)
-        self._unanswered += hit_tokens > 0
+        self._without_lookup += hit_tokens > 0
         self._sent += 1
         if self._sent == HALVING_PERIOD:
             self._sent = 0
@@ -82,20 +83,20 @@ class HitCorrection:
 
     def note_reported(self, queries_total: int, hits_total: int) -> None:
         """Note the worker's totals since its start: prompt tokens looked up, and hits."""
-        # The first totals are only a base: they include lookups from before this scheduler.
+        # The first totals only serve as a base: they include lookups before this scheduler started.
         queries_before, hits_before = self._totals or (queries_total, hits_total)
         self._totals = queries_total, hits_total
         if queries_total > queries_before:
-            self._unanswered = 0
+            self._without_lookup = 0
             self._reported.add(queries_total - queries_before, hits_total - hits_before)
 
 
 CANDIDATES = 4
-"""Groups compared per request: this many by score, and this many by longest match."""
+"""Number of groups by score, and again by longest match, that are compared for a request."""
 MATCHES_EXAMINED = 16
 """Groups with the longest match that are examined for room."""
 TTFT_TIE = 0.05
-"""Predicted TTFTs within this fraction above the lowest are ties, decided by score."""
+"""Predicted TTFTs up to this fraction above the lowest are ties, which the score decides."""
 
 
 def predicted_ttft_s(
@@ -103,13 +104,14 @@ def predicted_ttft_s(
 ) -> float:
     """Predicted seconds until the first token of a prompt of which `hit_tokens` are cached.
 
-    Queueing plus own prefill: first the group prefills its backlog, shared by its members, while
-    its running requests decode in each of those iterations. Preemptible batch requests do not
-    count.
+    It is the time of the backlog plus that of the prompt: the group first prefills its backlog,
+    which its members share, and its running requests decode in each of those iterations.
+    Preemptible batch requests are left out.
     """
     new = prompt_tokens - hit_tokens
     waiting = load.tokens_ahead
-    # The backlog's prompts are unknown: charge each token as an average token of this prompt.
+    # The lengths of the backlog's prompts are unknown: assume the average time of a token of this
+    # prompt for each.
     token_s = (cost.beyond_knee.chunk_s(0, prompt_tokens) - cost.lam) / prompt_tokens
     iterations = -(-(waiting + new) // load.group.max_batch_tokens)
     decodes_s = cost.decodes_alone_s(load.running, load.used_tokens)
@@ -119,12 +121,12 @@ def predicted_ttft_s(
 
 
 PickArguments = tuple[int, int, float, float, frozenset[str]]
-"""Arguments of `GroupIndex.best` and `GroupIndex.can_start`."""
+"""Arguments of `GroupIndex.best`, and of `GroupIndex.can_start` after its group."""
 
 
 @dataclass(slots=True)
 class PrefixRanking:
-    """Ranks the groups of a model for a request, by what each probably has cached.
+    """Ranks the groups of a model for a request, by predicted TTFT.
 
     Groups are added and removed together with those of `GroupIndex`.
     """
@@ -133,23 +135,23 @@ class PrefixRanking:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     # By group id.
     _corrections: dict[str, HitCorrection] = field(default_factory=dict)
-    # Evicted blocks seen so far, by group id: reports repeat the latest evictions.
-    _dropped_totals: dict[str, int] = field(default_factory=dict)
+    # Total evictions applied, by group id, because reports repeat the latest evictions.
+    _evicted_totals: dict[str, int] = field(default_factory=dict)
 
     def add(self, load: GroupLoad) -> None:
         """Add a group with an empty cache."""
         self.index.join(load.group.group_id, load.capacity_blocks)
         self._corrections[load.group.group_id] = HitCorrection()
-        self._dropped_totals[load.group.group_id] = 0
+        self._evicted_totals[load.group.group_id] = 0
 
     def remove(self, group_id: str) -> None:
         """Remove a group."""
         self.index.leave(group_id)
         del self._corrections[group_id]
-        del self._dropped_totals[group_id]
+        del self._evicted_totals[group_id]
 
     def note_load(self, load: GroupLoad, reported: Load) -> None:
-        """Use the capacity and the hit totals of a group's latest report."""
+        """Apply the capacity and the hit totals of a group's latest report."""
         group_id = load.group.group_id
         self.index.resize(group_id, load.capacity_blocks)
         self._corrections[group_id].note_reported(
@@ -157,19 +159,19 @@ class PrefixRanking:
         )
 
     def note_evicted(self, load: GroupLoad, report: LoadReport) -> None:
-        """Remove the blocks that a report, in order or not, lists as evicted; each counts once.
+        """Remove the hashes that a report lists as evicted, also if it arrives out of order.
 
-        A repeated eviction is ignored: the block may have been cached again since.
+        An eviction that an earlier report listed is ignored, since the block may be cached again.
         """
-        group_id, dropped = load.group.group_id, report.dropped_prefixes
+        group_id, evicted = load.group.group_id, report.dropped_prefixes
         if report.dropped_total:
-            new = max(0, report.dropped_total - self._dropped_totals[group_id])
-            dropped = dropped[-new:] if new else ()
-            self._dropped_totals[group_id] += new
-        self.index.drop(group_id, dropped)
+            new = max(0, report.dropped_total - self._evicted_totals[group_id])
+            evicted = evicted[-new:] if new else ()
+            self._evicted_totals[group_id] += new
+        self.index.remove_hashes(group_id, evicted)
 
     def hit_tokens(self, load: GroupLoad, ask: Ask) -> int:
-        """Prompt tokens that the group need not compute; the last token is always computed."""
+        """Predicted cache hits of a prompt in a group; its last token is always computed."""
         factor = self._corrections[load.group.group_id].factor
         return min(ask.prompt_tokens - 1, int(factor * self._matched_tokens(load, ask)))
 
@@ -188,9 +190,9 @@ class PrefixRanking:
         """
         arguments = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
         candidates = {
-            load.group.group_id: load for load in groups.best(*arguments, most=CANDIDATES)
+            load.group.group_id: load for load in groups.best(*arguments, limit=CANDIDATES)
         }
-        # With fewer than CANDIDATES, `best` has returned every group that can start the request.
+        # If there are fewer, `best` has returned every group that can start the request.
         if len(candidates) == CANDIDATES:
             for group_id in self._longest_matches(groups, ask, arguments):
                 candidates[group_id] = groups.loads[group_id]
@@ -205,11 +207,11 @@ class PrefixRanking:
         return min(early, key=lambda load: (groups.score(load), load.group.group_id))
 
     def assign(self, load: GroupLoad, ask: Ask) -> int:
-        """Record a dispatch to a group; returns how many prompt tokens it probably computes."""
+        """Record a dispatch to a group; returns the predicted number of tokens to compute."""
         group_id = load.group.group_id
         computed = ask.prompt_tokens - self.hit_tokens(load, ask)
         matched = min(ask.prompt_tokens - 1, self._matched_tokens(load, ask))
-        # Workers do not count the hits of resumed requests, so their rates would differ.
+        # Workers leave resumed requests out of their totals, so the predicted rate must as well.
         if not ask.resumed:
             self._corrections[group_id].note_sent(ask.prompt_tokens, matched)
         self.index.insert(group_id, ask.prefix)

@@ -1,8 +1,9 @@
-"""Waiting requests: a queue per model, ordered by the scheduling policy.
+"""The scheduler's waiting requests: a queue per model, ordered by the scheduling policy.
 
-Resumed requests go before new ones and have no deadline here. If service classes count, that holds
-among online requests and among batch requests, and all online requests go before batch. Within a
-band of the order (such as a class), tenants are served fairly; see `fair_queue`.
+Resumed requests, which have run on a lost worker and sent output, go before other requests and
+have no deadline here. If the policy uses service classes, all online requests (interactive and
+standard) go before batch requests, and in each of the two parts resumed requests go first. Within a
+band of equal priority, tenants (owners of API keys) are served fairly; see `fair_queue`.
 """
 
 from bisect import bisect_left, insort
@@ -18,16 +19,16 @@ from services.core.scheduler.vocabulary import Asked
 from services.core.service import Service, ServiceClass
 
 Slot = tuple[float, int, str]
-"""Arrival (seconds), sequence number and id of a request that was never assigned."""
+"""A time in seconds (arrival or deadline start), arrival number and id of a request."""
 
 
 @dataclass(slots=True)
 class QueueSlots:
-    """Requests that were never assigned, by class and tenant, oldest first: they use queue slots.
+    """Requests that use queue slots, because they were never assigned: by class and tenant.
 
-    Tenants (owners of API keys) get fair shares of a full queue, by count: a new request displaces
-    another tenant's only while that tenant has at least two more requests than its own. So a burst
-    of a tenant displaces no tenant that has fewer requests.
+    Tenants get fair shares of a full queue by number of requests: a new request displaces a
+    request of another tenant only if that tenant has at least two more than the new request's
+    tenant. So a burst of a tenant displaces no request of a tenant with fewer requests.
     """
 
     _held: dict[ServiceClass, dict[str, list[Slot]]] = field(
@@ -47,24 +48,24 @@ class QueueSlots:
             del of_class[service.tenant]
 
     def victim_for(self, service: Service, below: Iterable[ServiceClass]) -> str | None:
-        """Id of the request that a new request displaces from a full queue, None without any.
+        """Id of the request that a new request of `service` displaces from a full queue, or None.
 
-        The victim is the newest request of the tenant with the most slots, in the lowest class of
-        `below` (the classes that the new request displaces), else in its own class. Batch
-        requests are displaced by online ones of any tenant, and a tenant's lower classes by its
-        own higher ones. O(tenants).
+        Classes are searched in the order of `below` (those that the new request may displace),
+        then its own class; the victim is the newest request of the tenant with the most slots.
+        Online requests displace batch requests of any tenant. A tenant's request also displaces
+        its own requests of lower classes. O(tenants).
         """
         for cls in (*below, service.service_class):
             of_class = self._held[cls]
             if not of_class:
                 continue
-            # Fairness counts the online classes together: a tenant gains nothing by mixing them.
+            # Count the online classes together, so that a tenant gains nothing by mixing them.
             kind = ONLINE if cls in ONLINE else (cls,)
             counts = {tenant: self._count(kind, tenant) for tenant in of_class}
             most = max(of_class, key=lambda tenant: (counts[tenant], of_class[tenant][-1]))
-            yields = service.online and cls is ServiceClass.BATCH
-            # "+ 1": after an exchange the new tenant must not have more than the victim's.
-            if yields or counts[most] > self._count(kind, service.tenant) + 1:
+            is_preemptible = service.online and cls is ServiceClass.BATCH
+            # "+ 1": after the exchange the new tenant must not have more slots than the other.
+            if is_preemptible or counts[most] > self._count(kind, service.tenant) + 1:
                 return of_class[most][-1][-1]
             if cls is not service.service_class and service.tenant in of_class:
                 return of_class[service.tenant][-1][-1]
@@ -89,26 +90,26 @@ class Waiting:
     """A request in the queue."""
 
     ask: Asked
-    # Gateway stream that gets the answer: that of the latest ask.
+    # Gateway stream of the latest ask, to which the answer goes.
     stream_id: int
     arrival_s: float
-    # Start of the deadline: the arrival, or when a worker failed under the request.
+    # Time from which the deadline counts: the arrival, or the latest failure of its worker.
     deadline_start_s: float
-    # Token slots that must be free before it can start.
+    # KV tokens that must be free before it can start.
     start_tokens: int = 0
     # Later requests of the same queue that were assigned before it.
     overtaken: int = 0
-    # Workers that returned it to the queue.
+    # How often a worker has returned it to the queue.
     requeues: int = 0
-    # It was assigned before: requeued, or its group changed or its worker was lost.
+    # Whether it was assigned before: it was returned, or its group changed or lost its worker.
     was_assigned: bool = False
-    # Until then it starts only in an idle group.
+    # Until this time it starts only in an idle group.
     alone_until_s: float = -inf
-    # Until then it starts only in a group without a prefill backlog.
+    # Until this time it starts only in a group without a prefill backlog.
     spread_until_s: float = -inf
 
     def avoided(self, now_s: float) -> frozenset[str]:
-        """Addresses of workers that its gateway cannot reach, while the ask's `avoided_s` last."""
+        """Addresses of workers that its gateway cannot reach; empty `avoided_s` after the ask."""
         if not self.ask.avoided or now_s >= self.ask.now_s + self.ask.avoided_s:
             return NO_ADDRESSES
         return frozenset(self.ask.avoided)
@@ -116,7 +117,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class _ClassCounts:
-    """The requests of a class and model; `expiring` are those with a deadline, oldest first."""
+    """Counts of the requests of a class for a model; `expiring`: those with a deadline, sorted."""
 
     requests: int = 0
     start_tokens: int = 0
@@ -138,7 +139,7 @@ class WaitQueue:
     """The queues of all models; each change costs O(log n)."""
 
     rules: ClassRules = NO_CLASSES
-    # Sequence number and request by id.
+    # Arrival number and request, by request id.
     _live: dict[str, tuple[int, Waiting]] = field(default_factory=dict)
     # By model; only models with waiting requests.
     _queues: dict[str, _ModelQueue] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class WaitQueue:
         return list(self._queues)
 
     def demand(self, model: str, classes: Collection[ServiceClass] = ALL) -> tuple[int, int]:
-        """Number of requests of `classes` that wait for `model`, and tokens of KV they need."""
+        """Number of requests of `classes` that wait for `model`, and their total `start_tokens`."""
         queue = self._queues.get(model)
         if queue is None:
             return 0, 0
@@ -184,9 +185,9 @@ class WaitQueue:
         )
 
     def oldest(self, model: str) -> list[Waiting]:
-        """Per class, the request for `model` with the earliest deadline start, in that order.
+        """The request of each class for `model` with the earliest deadline start, sorted by it.
 
-        Resumed requests have no deadline.
+        Resumed requests have no deadline and are left out.
         """
         queue = self._queues.get(model)
         counts = queue.by_class.values() if queue is not None else ()
@@ -196,7 +197,7 @@ class WaitQueue:
         ]
 
     def oldest_deadline_start_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
-        """The earliest deadline start of the requests of `classes` that can expire, or None."""
+        """The earliest deadline start among requests of `classes` with a deadline, or None."""
         lists = (queue.by_class[cls].expiring for queue in self._queues.values() for cls in classes)
         return min((expiring[0][0] for expiring in lists if expiring), default=None)
 
@@ -218,24 +219,24 @@ class WaitQueue:
         queue.fair_queue.add(*self._band(waiting), entry, waiting.start_tokens)
         counts = queue.by_class[ask.service.service_class]
         if not ask.resumed:
-            # A resumed request has sent tokens to its client already: it never expires here.
+            # Output of a resumed request has been sent to its client, so it never expires here.
             insort(counts.expiring, (waiting.deadline_start_s, number, ask.request_id))
         if not waiting.was_assigned:
-            # Only new requests use queue slots: a requeued request is never turned away.
+            # Only requests that were never assigned use slots: a requeued request needs none.
             self._slots.add(ask.service, (waiting.arrival_s, number, ask.request_id))
         counts.requests += 1
         counts.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
 
     def move(self, request_id: str, stream_id: int) -> None:
-        """Send the answer of a waiting request to another gateway stream."""
+        """Direct the answer of a waiting request to another gateway stream."""
         _, waiting = self._live[request_id]
         self._leave_stream(waiting)
         waiting.stream_id = stream_id
         self._by_stream.setdefault(stream_id, set()).add(request_id)
 
     def start(self, request_id: str) -> Waiting:
-        """Remove a request that is assigned, and charge its tenant for its start tokens."""
+        """Remove a request that is being assigned, and charge its tenant its `start_tokens`."""
         waiting = self._live[request_id][1]
         self._queues[waiting.ask.model].fair_queue.charge(
             *self._band(waiting), waiting.start_tokens
@@ -243,7 +244,7 @@ class WaitQueue:
         return self.remove(request_id)
 
     def remove(self, request_id: str) -> Waiting:
-        """Remove a request, wherever it stands in the order."""
+        """Remove a request at any position of the queue without charging its tenant."""
         number, waiting = self._live.pop(request_id)
         self._leave_stream(waiting)
         ask = waiting.ask
@@ -273,28 +274,28 @@ class WaitQueue:
             if not w.was_assigned
         )
         # Recompute every count and order from the requests themselves.
-        everyone = [w for _, w in self._live.values()]
+        all_waiting = [w for _, w in self._live.values()]
         for model, queue in self._queues.items():
             queue.fair_queue.check_invariants()
-            of_model = [w for w in everyone if w.ask.model == model]
+            of_model = [w for w in all_waiting if w.ask.model == model]
             names = sorted(w.ask.request_id for w in of_model)
             assert names and sorted(queue.fair_queue) == names
             for service_class, counts in queue.by_class.items():
-                alike = [w for w in of_model if w.ask.service.service_class is service_class]
-                assert counts.requests == len(alike)
-                assert counts.start_tokens == sum(w.start_tokens for w in alike)
+                of_class = [w for w in of_model if w.ask.service.service_class is service_class]
+                assert counts.requests == len(of_class)
+                assert counts.start_tokens == sum(w.start_tokens for w in of_class)
                 assert counts.expiring == sorted(
                     (w.deadline_start_s, self._live[w.ask.request_id][0], w.ask.request_id)
-                    for w in alike
+                    for w in of_class
                     if not w.ask.resumed
                 )
-        assert {w.ask.model for w in everyone} == self._queues.keys()
+        assert {w.ask.model for w in all_waiting} == self._queues.keys()
 
     def _key(self, waiting: Waiting) -> QueueKey:
         return self.rules.queue_order(waiting.ask.service, waiting.arrival_s)
 
     def _band(self, waiting: Waiting) -> tuple[QueueKey, str]:
-        """The band of the order that a request belongs to, and its tenant ("" without classes)."""
+        """The priority band of a request, and its tenant ("" if the policy ignores classes)."""
         ask = waiting.ask
         if not self.rules.enabled:
             return (not ask.resumed,), ""

@@ -1,4 +1,4 @@
-"""Dispatch rates, and the Retry-After that follows from them."""
+"""Measures the scheduler's dispatch rates, and derives the Retry-After of refused requests."""
 
 import math
 import zlib
@@ -11,14 +11,14 @@ from services.core.service import ServiceClass
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 RATE_WINDOW_S = 10.0
-STARTS_MIN = 20
-"""The pace of a queue is unknown with fewer dispatches."""
+DISPATCHES_MIN = 20
+"""Minimum number of dispatches from which `QueuePace` computes a rate."""
 _JITTER = 0.25
 
 
 @dataclass(slots=True)
 class DispatchRate:
-    """Recent dispatches from the queue to a group."""
+    """Rate of recent dispatches, that is requests that left the queue for a group."""
 
     # Times of the latest dispatches.
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
@@ -40,20 +40,20 @@ class DispatchRate:
 class ClassRates:
     """Dispatch rates, overall and by class."""
 
-    every: DispatchRate = field(default_factory=DispatchRate)
+    overall: DispatchRate = field(default_factory=DispatchRate)
     _of_class: dict[ServiceClass, DispatchRate] = field(
         default_factory=lambda: {cls: DispatchRate() for cls in ServiceClass}
     )
 
     def note(self, service_class: ServiceClass, now_s: float) -> None:
         """Count a dispatch."""
-        self.every.note(now_s)
+        self.overall.note(now_s)
         self._of_class[service_class].note(now_s)
 
     def per_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
         """Dispatches per second of these classes together."""
         if len(classes) == len(self._of_class):
-            return self.every.per_s(now_s)
+            return self.overall.per_s(now_s)
         return sum(self._of_class[cls].per_s(now_s) for cls in classes)
 
 
@@ -61,8 +61,8 @@ class ClassRates:
 class QueuePace:
     """Dispatch rate of a queue while requests wait in it.
 
-    Dispatches from before the queue was last empty do not count: under light load the workers
-    could have started more.
+    Dispatches before the queue was last empty do not count: they were limited by arrivals, so
+    they do not show how many requests the workers can start.
     """
 
     # When the queue was last empty.
@@ -80,23 +80,24 @@ class QueuePace:
         self._times_s.append(now_s)
 
     def per_s(self, now_s: float, window_s: float) -> float | None:
-        """Dispatches per second over `window_s` or the last `STARTS_MIN`, whichever is longer.
+        """Dispatches per second over `window_s` or the last `DISPATCHES_MIN`, whichever is longer.
 
-        Time before the queue was last empty does not count. None with fewer dispatches, or if none
-        falls into that time: that proves nothing, since all running requests may be long.
+        The period begins when the queue was last empty, at the earliest. None if there were fewer
+        dispatches, or none in the period: then all running requests may just be long.
         """
         times_s = self._times_s
-        if len(times_s) < STARTS_MIN:
+        if len(times_s) < DISPATCHES_MIN:
             return None
-        first_s = min(now_s - window_s, times_s[-STARTS_MIN])
+        first_s = min(now_s - window_s, times_s[-DISPATCHES_MIN])
         known_s = times_s[0] if len(times_s) == times_s.maxlen else self._since_s
+        # A full deque has lost older dispatches: do not count the time before its first entry.
         first_s = max(first_s, known_s)
         starts = sum(time_s >= first_s for time_s in times_s)
         return starts / max(now_s - first_s, 1e-3) if starts else None
 
 
 def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:
-    """Seconds until `queued` requests have left at the recent rate, within [1, 60].
+    """Seconds until `queued` requests have left the queue at `rate_per_s`, within [1, 60].
 
     Adds up to 25 % of jitter, derived from the id, so that refused clients do not retry together.
     """

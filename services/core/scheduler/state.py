@@ -1,13 +1,18 @@
-"""The scheduler's state machine: a bounded admission queue with late binding to groups.
+"""The scheduler's state machine: queues requests of gateways, and assigns them to worker groups.
 
-A request stays in the queue until a group has room for it (late binding). Every ask ends exactly
-once: assigned, refused or withdrawn. Asks are idempotent by request id: repeating the ask of a
-waiting request returns its ticket, repeating that of an assigned request returns its assignment.
+A request stays in a bounded queue until a group has room for it (late binding). Every ask (request
+for an assignment) ends exactly once: assigned, refused or withdrawn. Asks are idempotent by
+request id: repeating the ask of a waiting request returns its ticket, repeating that of an
+assigned request returns its assignment.
 
 `admission` decides whether an ask may wait, `queue` which request is next, and `dispatch` with
-`group_index` (or `prefix_ranking`, by cached prefixes) which group takes it. `group_table` holds
-the groups and their load, `assignments` the recent assignments. Only this module changes them, by
-a single event at a time.
+`group_index` (or `prefix_ranking`, by cached prefixes) which group runs it. `group_table` holds
+the groups and their load, `assignments` the recent assignments. Only this module changes them, an
+event at a time.
+
+Terms: a requeued request was returned by its worker or lost before its first output; a resumed
+request has sent output before. Online requests are all except those of the class batch. An
+epoch numbers the configurations of a group.
 """
 
 from collections.abc import Collection
@@ -47,9 +52,9 @@ from services.core.scheduler.vocabulary import (
 from services.core.service import ServiceClass
 
 REQUEUES_MAX = 3
-"""Times that workers may return a request to the queue; the next worker has to keep it."""
+"""How often workers may return a request to the queue; later assignments are not returnable."""
 ALONE_S = 10.0
-"""How long a request with `alone` waits for an idle group."""
+"""How long a request with `alone`, which may crash an engine, waits for an idle group."""
 SPREAD_S = 5.0
 """Default time for which resumed requests wait for a group without a prefill backlog."""
 
@@ -60,18 +65,17 @@ class SchedulerState:
 
     With `ttft`, dispatch prefers the group with the lowest predicted TTFT, including prefix cache
     hits; `score` breaks ties. If `rules` enable classes, no batch request starts in a group that
-    could hold an online request that waits here.
+    could hold a waiting online request.
 
-    Resumed requests arrive in bursts, when their worker is lost or hands them over, and each of
-    them recomputes its whole prefill. So that the burst does not land on the first group with
-    room, they wait for up to `spread_s` while every group with room has a prefill backlog. Requests
-    behind them in the queue wait as well.
+    Resumed requests arrive in bursts, when their worker is lost or shuts down, and each must
+    recompute its whole prefill. To spread a burst over groups, they wait for up to `spread_s`
+    while every group with room has a prefill backlog, and so do the requests behind them.
     """
 
     # Most requests that wait, and how long an online request may wait.
     queue_limit: int
     queue_deadline_s: float
-    # Ranks groups, lower is better.
+    # Ranks groups; the lowest score is best.
     score: ScoreFunction = kv_share
     # How often a request may be overtaken; see `overtaking`.
     overtaken_max: int = OVERTAKEN_MAX
@@ -79,7 +83,7 @@ class SchedulerState:
     growth_blocks: float = GROWTH_BLOCKS
     # Cost model that predicts TTFT; None: dispatch by `score` alone.
     ttft: CostModel | None = None
-    # What service classes decide.
+    # Rules by service class.
     rules: ClassRules = NO_CLASSES
     # How long resumed requests wait for a group without a backlog.
     spread_s: float = SPREAD_S
@@ -108,23 +112,23 @@ class SchedulerState:
         )
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply an event; return the commands that the driver must send, in order."""
+        """Apply an event; returns the commands that the driver must send, in order."""
         match event:
             case Asked():
                 return self._ask(event)
             case LoadReported():
-                load = self._groups.report(event)
+                load = self._groups.apply_report(event)
                 return [] if load is None else self._dispatch(load.group.model, event.now_s)
             case Ticked():
                 return self._tick(event.now_s)
             case Withdrawn() | GatewayGone():
-                self._give_up(event)
+                self._cancel(event)
             case GroupJoined():
                 self._groups.join(event.group, event.now_s)
             case GroupLeft():
                 self._groups.leave(event.group_id, event.now_s)
             case LoadLost():
-                self._groups.lose(event)
+                self._groups.suspend(event)
             case ShortfallsReported():
                 self._admission.shortfalls = event.shortfalls
         return []
@@ -143,7 +147,7 @@ class SchedulerState:
             groups_known=len(loads),
             groups_serving=self.groups_serving(now_s),
             reserved_blocks=sum(load.reserved_blocks for load in loads),
-            dispatch_rate_per_s=self._rates.every.per_s(now_s),
+            dispatch_rate_per_s=self._rates.overall.per_s(now_s),
             assigned_total=totals.assigned,
             withdrawn_total=totals.withdrawn,
             returned_total=totals.returned,
@@ -171,9 +175,9 @@ class SchedulerState:
         for name in self._groups.models:
             model = self._groups.of_model(name)
             assert model is not None
-            # Only online requests justify dropping parameters; batch demand is reported apart.
+            # Groups merge and drop layers for online demand alone: report batch demand separately.
             queued, queued_tokens = self._queue.demand(name, self.rules.demand_classes)
-            every, every_tokens = self._queue.demand(name)
+            total, total_tokens = self._queue.demand(name)
             refused, refused_tokens = model.meter.refused.at(now_s)
             rate = model.meter.arrived_tokens_per_s(now_s)
             demand = ModelDemand(
@@ -183,15 +187,15 @@ class SchedulerState:
                 refused,
                 refused_tokens,
                 rate,
-                every - queued,
-                every_tokens - queued_tokens,
+                total - queued,
+                total_tokens - queued_tokens,
             )
             if demand != ModelDemand(name):
                 demands.append(demand)
         return tuple(demands)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself."""
+        """Raise AssertionError if the parts of the state contradict each other."""
         self._queue.check_invariants()
         self._groups.check_invariants()
         self._assignments.check_invariants()
@@ -203,7 +207,7 @@ class SchedulerState:
 
     def _ask(self, ask: Asked) -> list[Command]:
         if self._queue.get(ask.request_id) is not None:
-            # The gateway has reconnected: its answer goes to the new stream.
+            # The gateway has reconnected: direct the answer to its new stream.
             self._queue.move(ask.request_id, ask.stream_id)
             return [SendTicket(ask.stream_id, ask.request_id)]
         if (invalid := check_fields(ask)) is not None:
@@ -217,34 +221,34 @@ class SchedulerState:
             arrival_s = min(arrival_s, remembered.arrival_s)
             requeues, was_assigned = remembered.requeues + returned, True
         if ask.resumed or ask.excused_s:
-            # A restarted scheduler does not remember the assignment, but the request has run.
+            # The request has run, even if this scheduler has restarted and forgotten it.
             was_assigned = True
-            self._forget_lost(ask)
+            self._suspend_failed_group(ask)
         self._totals.returned += returned
         return self._admit(ask, arrival_s, requeues, was_assigned)
 
     def _repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
-        """The remembered assignment again, or None after forgetting it, if it is no longer valid.
+        """Repeat the remembered assignment, or forget it and return None if it is invalid.
 
         An assignment is invalid once it has failed or its group has moved to another epoch.
         """
-        failed, load = ask.failed, self._groups.at_epoch(*remembered.place)
+        failed, load = ask.failed, self._groups.at_epoch(*remembered.group_and_epoch)
         if load is not None:
-            if failed is None or (failed.group_id, failed.epoch) != remembered.place:
+            if failed is None or (failed.group_id, failed.epoch) != remembered.group_and_epoch:
                 group, requeues = load.group, remembered.requeues
                 return self._assignment(ask.stream_id, ask.request_id, group, requeues)
             if not failed.returned:
-                # The worker is at a newer epoch than our view, or dead: without this, the next
-                # dispatch would choose the same group again.
+                # The worker is dead, or at a newer epoch than the known group: without this, the
+                # next dispatch would choose the same group again.
                 self._groups.forget_report(load)
         self._forget(ask.request_id)
         return None
 
-    def _forget_lost(self, ask: Asked) -> None:
-        """Stop dispatch to the worker that a request was lost with, until its next load report.
+    def _suspend_failed_group(self, ask: Asked) -> None:
+        """Stop dispatch to the group whose worker lost a request, until its next load report.
 
-        The gateway may know an older epoch of the group. If another worker leads it by now, that
-        leader gets no requests until its next report, which is due within about a second.
+        The gateway may know an older epoch. If the group has another leader by now, that leader
+        gets no requests until its next report, which is due within about a second.
         """
         failed = ask.failed
         if failed is None or failed.returned:
@@ -260,11 +264,11 @@ class SchedulerState:
         start_tokens = _start_tokens(ask, model)
         deadline_start_s = arrival_s
         if ask.excused_s:
-            # The deadline restarts when a worker fails: that wait was not the queue's fault.
+            # The deadline restarts when a worker fails: time before was not spent in this queue.
             deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
         refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned)
         meter = self._demand_meter(ask)
-        # Count as demand what more KV memory could serve, each request once.
+        # Count as demand each request that more KV memory could serve, once.
         if meter is not None and not was_assigned and (refused is None or refused.is_overload):
             meter.arrived.add(start_tokens, ask.now_s)
         if refused is not None:
@@ -272,7 +276,9 @@ class SchedulerState:
                 meter.refused.add(start_tokens, ask.now_s)
             return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
         displaced = self._admission.displaced(ask, was_assigned)
-        refusals = [] if displaced is None else [self._end(*displaced, ask.now_s)]
+        refusals = (
+            [] if displaced is None else [self._refuse_waiting_request(*displaced, ask.now_s)]
+        )
         paced = model is not None and not self.rules.is_batch(ask.service)
         # The pace is measured only while requests wait: see QueuePace.
         if model is not None and paced and not self._waiting_online(ask.model):
@@ -299,7 +305,8 @@ class SchedulerState:
         model = self._groups.of_model(ask.model)
         return None if model is None or self.rules.is_batch(ask.service) else model.meter
 
-    def _give_up(self, event: Withdrawn | GatewayGone) -> None:
+    def _cancel(self, event: Withdrawn | GatewayGone) -> None:
+        """Withdraw a request, or the waiting requests of a lost gateway."""
         if isinstance(event, Withdrawn):
             self._withdraw(event.request_id)
             return
@@ -316,7 +323,7 @@ class SchedulerState:
     # --- dispatch
 
     def _tick(self, now_s: float) -> list[Command]:
-        for request_id in self._assignments.lapsed(now_s):
+        for request_id in self._assignments.expired(now_s):
             self._forget(request_id)
         self._groups.check_liveness(now_s)
         commands: list[Command] = []
@@ -325,32 +332,33 @@ class SchedulerState:
         return commands
 
     def _dispatch(self, name: str, now_s: float) -> list[Command]:
-        """Assign waiting requests of a model for as long as some group has room for the next."""
+        """Assign waiting requests of a model while a group has room for the next request."""
         model = self._groups.of_model(name)
         if model is None:
             return self._refuse_waiting(name, now_s)
         commands = list[Command]()
-        model.drop_lapsed(now_s)
+        model.remove_expired(now_s)
         picked: GroupLoad | None = None
-        held_tokens = inf  # groups that can hold this many are kept for an overtaken request
-        kept_tokens = inf  # groups that can hold this many start no batch request
+        held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
+        kept_tokens = inf  # groups that can hold this many tokens start no batch request
         spread = False  # skip groups with a prefill backlog
 
-        def fits(waiting: Waiting) -> bool:
+        def pick_group(waiting: Waiting) -> bool:
             nonlocal picked, spread
             ask, below_tokens = waiting.ask, held_tokens
             if self.rules.is_batch(ask.service):
                 below_tokens = min(held_tokens, kept_tokens)
             spread = spread or now_s < waiting.spread_until_s
             if now_s < waiting.alone_until_s:
-                # It may crash an engine: start it where no other request runs.
+                # The request may crash an engine: start it where no other request runs.
                 picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
                 avoided = waiting.avoided(now_s)
                 picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
             return picked is not None
 
-        def blocks_all(waiting: Waiting) -> bool:
+        def hold_groups(waiting: Waiting) -> bool:
+            """Keep groups for an overtaken request; returns whether all groups are kept."""
             nonlocal held_tokens
             # A request that waits for an idle group must not block the queue.
             if now_s < waiting.alone_until_s:
@@ -358,30 +366,31 @@ class SchedulerState:
             held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
             return model.index.tokens_min >= held_tokens
 
-        def competes(waiting: Waiting) -> bool:
+        def could_use(waiting: Waiting) -> bool:
             ask = waiting.ask
             return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
 
         while True:
             commands += self._refuse_waiting(name, now_s)
             # An assignment changes room and ranking, so each round starts from the head again.
-            held_tokens, kept_tokens = inf, self._kept_from_batch(name, model)
+            held_tokens, kept_tokens = inf, self._tokens_kept_from_batch(name, model)
             spread = False
             queue = (w for w in self._queue.in_order(name) if model.can_hold(w.ask))
-            first = next_to_start(queue, fits, self.overtaken_max, blocks_all)
+            first = next_to_start(queue, pick_group, self.overtaken_max, hold_groups)
             if first is None or picked is None:
                 return commands
-            count_overtaken(self._queue.in_order(name), first, competes)
+            count_overtaken(self._queue.in_order(name), first, could_use)
             commands.append(self._assign(first, picked, model, now_s))
 
     def _waiting_online(self, name: str) -> int:
-        """Number of waiting requests of a model, without batch requests if classes count."""
+        """Number of waiting requests of a model; without batch requests if `rules` use classes."""
         return self._queue.demand(name, self.rules.demand_classes)[0]
 
-    def _kept_from_batch(self, name: str, model: ModelGroups) -> float:
-        """Groups that can hold this many tokens are kept free of batch requests for an online one.
+    def _tokens_kept_from_batch(self, name: str, model: ModelGroups) -> float:
+        """Sequence length in tokens: groups that can hold it start no batch request.
 
-        Partitioned groups (`batch_groups`) never compete, so nothing is kept.
+        It is the length of the shortest waiting online request. `inf` if none waits, or if groups
+        are partitioned by class (`batch_groups`), since those never compete.
         """
         least = inf
         if not self.rules.enabled or model.partitioned or not self._waiting_online(name):
@@ -391,18 +400,20 @@ class SchedulerState:
             if waiting.ask.service.online:
                 least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
                 if least <= tokens_min:
-                    break  # no group can hold less: all groups are kept already
+                    break  # every group can hold this: all of them are kept already
         return least
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse expired requests, and those at the head of the queue that no group can hold."""
         commands: list[Command] = []
-        while (hopeless := self._admission.next_refusal(model, now_s)) is not None:
-            commands.append(self._end(*hopeless, now_s))
+        while (refused := self._admission.next_refusal(model, now_s)) is not None:
+            commands.append(self._refuse_waiting_request(*refused, now_s))
         return commands
 
-    def _end(self, waiting: Waiting, refused: NotAdmitted, now_s: float) -> SendRefusal:
-        """Remove a request from the queue and refuse it."""
+    def _refuse_waiting_request(
+        self, waiting: Waiting, refused: NotAdmitted, now_s: float
+    ) -> SendRefusal:
+        """Remove a request from the queue, and return its refusal."""
         ask = waiting.ask
         self._queue.remove(ask.request_id)
         meter = self._demand_meter(ask)
@@ -416,7 +427,7 @@ class SchedulerState:
         ask, group = waiting.ask, load.group
         self._queue.start(ask.request_id)
         tokens_max = ask.prompt_tokens + ask.max_tokens
-        # Only the first blocks: a running request allocates more as it grows, and may be preempted.
+        # Reserve the first blocks only: a running request allocates more, and may be preempted.
         blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
         computed = model.reserve(load, ask, blocks, now_s)
         self._totals.prompt_tokens += ask.prompt_tokens
@@ -439,19 +450,19 @@ class SchedulerState:
     ) -> SendAssignment:
         model = self._groups.of_model(group.model)
         # Returning a request helps only if another group might take it.
-        elsewhere = model is not None and len(model.index.loads) > 1
+        has_others = model is not None and len(model.index.loads) > 1
         return SendAssignment(
             request_id,
             group.group_id,
             group.epoch,
             group.worker_id,
             group.address,
-            returnable=elsewhere and requeues < REQUEUES_MAX,
+            returnable=has_others and requeues < REQUEUES_MAX,
             stream_id=stream_id,
         )
 
     def _forget(self, request_id: str) -> None:
-        """Forget an assignment, and drop its reservation if it is still held."""
+        """Forget the assignment of a request, and release its reservation, if any."""
         assigned = self._assignments.forget(request_id)
         if assigned is not None:
             self._groups.release(assigned.group_id, request_id)
@@ -474,7 +485,7 @@ class SchedulerState:
 
 
 def _start_tokens(ask: Asked, model: ModelGroups | None) -> int:
-    """Token slots that must be free before a request can start."""
+    """KV tokens that must be free before a request can start, in whole blocks."""
     block_size = model.index.block_size if model is not None else 1
     tokens_max = ask.prompt_tokens + ask.max_tokens
     return admission_blocks(ask.prompt_tokens, tokens_max, block_size) * block_size

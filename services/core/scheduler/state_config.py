@@ -1,4 +1,4 @@
-"""The settings of a scheduler's state, which also begin its event log."""
+"""Settings of the scheduler's state machine; also the first entry of its event log."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from services.core.setting import choice, computed, nested, number
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """Settings of SchedulerState; see there."""
+    """Settings from which `state` creates a `SchedulerState`."""
 
     queue_limit: int = number(
-        1024, "Most requests that wait in the queue; more get 503.", minimum=1, maximum=1_000_000
+        1024, "Maximum number of queued requests; more get 503.", minimum=1, maximum=1_000_000
     )
     queue_deadline_s: float = number(
         120.0,
-        "Seconds that a request may wait, then 504; starts again when a worker fails under it.",
+        "Maximum seconds in the queue, then 504; counted again if the request's worker fails.",
         minimum=0.1,
         maximum=86_400,
     )
@@ -48,7 +48,7 @@ class StateConfig:
     spread_s: float = computed(SPREAD_S)
 
     def state(self) -> SchedulerState:
-        """A new state machine with these settings."""
+        """Create a state machine with these settings."""
         return SchedulerState(
             self.queue_limit,
             self.queue_deadline_s,

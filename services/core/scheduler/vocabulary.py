@@ -1,4 +1,10 @@
-"""Events and commands of the scheduler; every event carries its time `now_s` in seconds."""
+"""Events that the scheduler's state machine handles, and the commands that it returns.
+
+Every event carries its time `now_s` in seconds on the scheduler's monotonic clock. Terms: a group
+is a set of workers that serve a model together; its epoch numbers its configurations. An
+incarnation is the id of a worker process, new after each restart. A stream is the open RPC of a
+gateway. A ticket acknowledges that a request waits in the queue.
+"""
 
 from dataclasses import dataclass
 
@@ -36,7 +42,7 @@ class ServingGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked(Ask):
-    """A gateway asks for an assignment; `waited_s` is the wait before this ask, in seconds."""
+    """A gateway requests an assignment; `waited_s` is the wait before this ask, in seconds."""
 
     now_s: float
     stream_id: int
@@ -53,7 +59,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class GatewayGone:
-    """A gateway's stream has ended, and the gateway has not reconnected in its grace time."""
+    """A gateway's stream has ended, and its grace time for a new stream is over."""
 
     now_s: float
     stream_id: int
@@ -79,8 +85,8 @@ class GroupLeft:
 class LoadReported:
     """A worker's load report.
 
-    `passed_on`: a gateway forwarded it from the end of a response stream. Such a report does not
-    prove that the worker is still alive.
+    `passed_on`: a gateway received the report with the end of a request and forwarded it, so it
+    does not prove that the worker is still alive.
     """
 
     now_s: float
@@ -90,7 +96,7 @@ class LoadReported:
 
 @dataclass(frozen=True, slots=True)
 class LoadLost:
-    """A worker's report stream has ended: the worker is dead, or will open another stream."""
+    """A worker's report stream has ended: the worker has died, or will open another stream."""
 
     now_s: float
     worker_id: str
@@ -99,7 +105,7 @@ class LoadLost:
 
 @dataclass(frozen=True, slots=True)
 class ShortfallsReported:
-    """Tokens of KV that models lack and that no merge of groups can provide; others lack none."""
+    """KV tokens that each model lacks even if all its groups merge; absent models lack none."""
 
     now_s: float
     shortfalls: dict[str, int]
@@ -107,7 +113,7 @@ class ShortfallsReported:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Periodic tick: requests, reservations and remembered assignments expire."""
+    """Periodic tick, which expires requests, reservations and remembered assignments."""
 
     now_s: float
 
@@ -127,7 +133,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendTicket:
-    """Send a gateway the ticket of its waiting request."""
+    """Acknowledge to a gateway that its request waits in the queue."""
 
     stream_id: int
     request_id: str
@@ -161,7 +167,7 @@ class Snapshot:
     # Groups in etcd, and those with a fresh load report.
     groups_known: int
     groups_serving: int
-    # KV blocks held for assignments that no report has confirmed.
+    # KV blocks reserved for assignments that no load report includes yet.
     reserved_blocks: int
     dispatch_rate_per_s: float
     assigned_total: int
@@ -176,7 +182,7 @@ class Snapshot:
     wants_prefixes: bool
     # An entry per model that groups serve or requests wait for.
     queued_by_model: dict[str, int]
-    # An entry per class in each.
+    # The next three have an entry for every class.
     queued_by_class: dict[ServiceClass, int]
     oldest_wait_s_by_class: dict[ServiceClass, float]
     refused_total_by_class: dict[ServiceClass, int]

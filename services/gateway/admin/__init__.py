@@ -1,1 +1,1 @@
-"""The admin port: the live page, the cluster's state and what changes it."""
+"""The admin port for operators: live page, status, metrics, merge and split of groups."""

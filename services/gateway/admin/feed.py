@@ -1,4 +1,7 @@
-"""The live feed: a single producer for all viewers, idle without viewers."""
+"""Feeds the live page of the admin port by server-sent events.
+
+A single task polls the cluster's state for all viewers; it is idle without viewers.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +15,7 @@ from services.common.timeouts import wait_set
 from services.gateway.vocabulary.errors import ServiceUnavailable
 
 PERIOD_S = 0.25
-# Maximum worker states sent per second: larger clusters are polled less often.
+# Maximum worker rows sent per second; large clusters are polled less often than `PERIOD_S`.
 WORKERS_PER_S = 400
 HEARTBEAT_S = 2.0
 VIEWERS_MAX = 32
@@ -21,7 +24,7 @@ HEARTBEAT = b": heartbeat\n\n"
 
 
 class _Viewer:
-    """Holds only the newest state, so that a slow viewer builds up no backlog."""
+    """Holds only the newest state, so that a slow viewer has no backlog."""
 
     def __init__(self) -> None:
         self.frame: bytes | None = None
@@ -29,7 +32,7 @@ class _Viewer:
 
 
 class Feed:
-    """Polls the cluster's state four times a second while there are viewers."""
+    """Polls the cluster's state, at most four times a second, while there are viewers."""
 
     def __init__(self, poll: Callable[[], Awaitable[dict[str, Any]]]) -> None:
         self._poll = poll

@@ -1,6 +1,6 @@
-"""The checks of every request to the admin port: DNS rebinding, CSRF, authentication.
+"""Checks every request to the admin port: DNS rebinding, CSRF, authentication.
 
-Browsers send requests of any website to any address that they can reach, localhost included. So a
+A browser sends requests of any website to any address that it can reach, localhost included. So a
 request must name a known host (against DNS rebinding) and must not come from another origin.
 Requests with side effects also need a header that pages of other origins can only send after a CORS
 preflight, which this port never grants.
@@ -22,8 +22,8 @@ from services.gateway.records.request_record import SCOPE_KEY, RequestRecord, ne
 from services.gateway.vocabulary.errors import Forbidden, GatewayError
 
 ADMIN_HEADER = "x-tideserve-admin"
-OPEN_METHODS = frozenset({"GET", "HEAD"})
-ERRORS = 400
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+ERROR_STATUS = 400
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
@@ -50,14 +50,14 @@ class AdminGuard:
         """
         self._app = app
         self._only_loopback = is_loopback(host)
-        named = {name.strip().lower() for name in names.split(",")} - {""}
-        self._names = named | {"localhost", host.lower()}
+        configured = {name.strip().lower() for name in names.split(",")} - {""}
+        self._names = configured | {"localhost", host.lower()}
         self._keys = keys
         self._open_paths = open_paths
         self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or refuse it."""
+        """Forward the request to the application, or refuse it with 400, 401 or 403."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -83,8 +83,8 @@ class AdminGuard:
                 record.fail(error)
             finally:
                 record.endpoint, record.ended_s = endpoint_of(scope), monotonic_s()
-                # Log only changes and errors: programs poll several times a second.
-                if scope["method"] not in OPEN_METHODS or record.status >= ERRORS:
+                # Log only errors and requests with side effects: clients poll the status often.
+                if scope["method"] not in SAFE_METHODS or record.status >= ERROR_STATUS:
                     self._log.write(record)
 
     def _check(self, scope: Scope, record: RequestRecord) -> None:
@@ -106,7 +106,7 @@ class AdminGuard:
             raise Forbidden("pages of another site may not use the admin port; open its own page")
         record.principal = self._keys.operator(authorization_of(scope))
         # CSRF: a page of another origin cannot set the header without a preflight.
-        if scope["method"] not in OPEN_METHODS and headers.get(ADMIN_HEADER) != "1":
+        if scope["method"] not in SAFE_METHODS and headers.get(ADMIN_HEADER) != "1":
             raise Forbidden(f"this request needs the header '{ADMIN_HEADER}: 1'; send it")
 
     def _is_known_host(self, host: str) -> bool:

@@ -1,4 +1,8 @@
-"""The state that the live page shows."""
+"""Collects the state that the live page of the admin port shows.
+
+A merge joins groups of workers, which drop duplicate layers to make room for KV cache; a restore
+splits the group again.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,7 +13,8 @@ from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.records.metrics import EndpointTotals, Metrics
 
-# By action and cause, or by action alone. `wanted`: demand plus forecast.
+# Texts for decisions of the memory manager, by action and cause, or by action alone. `wanted`:
+# demand plus forecast.
 SENTENCES = {
     "merge manual": "Manual merge: {names} merge into a single group.",
     "merge": (
@@ -20,6 +25,7 @@ SENTENCES = {
         "Requests at full groups need {stuck_tokens:,} more tokens of KV cache than these groups"
         " have. Groups merge and drop duplicate layers."
     ),
+    "call_off": "Requests need {wanted:,} tokens of KV cache again: {names} does not split.",
     "restore manual": "Manual split: {names} splits and restores its parameters.",
     "restore draining": "A worker of {names} is draining, so the group splits.",
     "restore": (
@@ -34,7 +40,7 @@ SENTENCES = {
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """Describe a decision and its cause; `row` has the fields of Decision in memmgr.proto."""
+    """The text for a decision; `row` has the fields of Decision in memmgr.proto."""
     action, cause = row["action"], row["cause"]
     wanted = row["demand_tokens"] + row["forecast_tokens"]
     # A merge below the threshold serves requests that wait at full groups.
@@ -56,7 +62,7 @@ class RateWindow:
         # Bounded: the feed takes a few samples per second.
         self._samples: deque[tuple[float, EndpointTotals]] = deque(maxlen=64)
 
-    def note(self, now_s: float, totals: EndpointTotals) -> None:
+    def add(self, now_s: float, totals: EndpointTotals) -> None:
         """Add a sample of the counters."""
         self._samples.append((now_s, totals))
         while len(self._samples) > 2 and now_s - self._samples[1][0] >= WINDOW_S:
@@ -83,13 +89,13 @@ class RateWindow:
         return self._samples[0], self._samples[-1]
 
 
-# Less often than the cluster's memory: this polls every process, not just the memory manager.
+# Longer than the period of the feed: this polls every process, not only the memory manager.
 SERVICES_PERIOD_S = 2.0
 DECISIONS_SHOWN = 12
 
 
 class LiveState:
-    """Collects the cluster's memory on each call, and the state of the services less often."""
+    """Collects workers and groups on each call, and the state of all processes less often."""
 
     def __init__(
         self, model: str, cluster: ClusterClient, probe: ReadinessProbe, metrics: Metrics
@@ -103,13 +109,13 @@ class LiveState:
         self._services_s = -SERVICES_PERIOD_S
 
     async def poll(self) -> dict[str, Any]:
-        """The current state; takes up to some seconds if services do not respond."""
+        """The current state; takes some seconds if services do not respond."""
         rows = self._cluster.rows(await self._cluster.cluster())
         now_s = monotonic_s()
         if now_s - self._services_s >= SERVICES_PERIOD_S:
             self._services_s = now_s
             self._services = await self._cluster.services()
-        self._rates.note(monotonic_s(), self._metrics.totals())
+        self._rates.add(monotonic_s(), self._metrics.totals())
         decisions = [_decision(row) for row in rows["decisions"][-DECISIONS_SHOWN:]]
         return rows | {
             "model": self._model,

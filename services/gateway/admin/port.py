@@ -1,4 +1,4 @@
-"""The admin port: a separate HTTP server for operators."""
+"""Serves the admin port: an HTTP server for operators, with its own address and keys."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ def build(
     feed: Feed,
     metrics: Metrics,
 ) -> ASGIApp:
-    """The routes for operators behind the guard; `host` and `names`: see AdminGuard."""
+    """The application with all routes, behind the guard; `host` and `names`: see AdminGuard."""
     app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
     app.include_router(_page())
@@ -101,7 +101,7 @@ def _state(cluster: ClusterClient, feed: Feed, metrics: Metrics) -> APIRouter:
 
 
 class _FeedResponse(Response):
-    """A viewer of the feed for the duration of the response."""
+    """Streams the feed; counts as a viewer for the duration of the response."""
 
     def __init__(self, feed: Feed) -> None:
         super().__init__()
@@ -132,8 +132,8 @@ def _groups(groups: GroupClient) -> APIRouter:
 
 
 async def _streamed(steps: AsyncIterator[GroupStep]) -> Response:
-    """Stream the steps; a refused command is an error response with its status."""
-    # Wait for the first step, as the status can only be set before the response begins.
+    """Stream the steps; a refused command gets an error response with its HTTP status."""
+    # Wait for the first step: the HTTP status must be known before the response begins.
     first = await anext(steps)
     return StreamingResponse(_events(first, steps), media_type="text/event-stream")
 

@@ -1,4 +1,4 @@
-"""The body of chats, and the conversion of other APIs' bodies to it."""
+"""The body of /v1/chat/completions, and the conversion of other APIs' bodies to it."""
 
 import re
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from services.gateway.api.parameters import (
     UNKNOWN_PARAMETER,
     Policy,
     UnknownFields,
+    escaped_name,
     known_fields,
-    shown,
 )
 from services.gateway.api.tools import Choice, Tools
 from services.gateway.tools.tool import CallMode, Tool
@@ -56,7 +56,7 @@ def _parse(value: Any) -> Mapping[str, Any]:
         kind = VARIABLES.get(name)
         if kind is None:
             known = ", ".join(VARIABLES)
-            raise refusal(f"must not have '{shown(name)}'; the variables are {known}")
+            raise refusal(f"must not have '{escaped_name(name)}'; the variables are {known}")
         fits = type(setting) is kind and (kind is not str or _is_short(str(setting)))
         if setting is not None and not fits:
             raise refusal(f"must have {_TYPE_NAMES[kind]} as '{name}'")
@@ -90,11 +90,11 @@ TemplateVariables = Annotated[
 def template_variables(
     given: Mapping[str, Any], enable_thinking: bool | None, effort: str | None
 ) -> dict[str, Any]:
-    """The variables of the template; those `given` by name take precedence."""
+    """The template's variables; `given` (`chat_template_kwargs`) takes precedence."""
     variables: dict[str, Any] = {}
     if effort is not None:
         variables["reasoning_effort"] = effort
-    # Models name the switch differently: set both names.
+    # Templates use either name for the switch: set both.
     if effort == "none":
         variables |= {"enable_thinking": False, "thinking": False}
     if enable_thinking is not None:
@@ -174,7 +174,7 @@ class ChatRequest(GenerationRequest):
             return
         if not self.tools and choice.mode is CallMode.REQUIRED:
             raise BadRequest("'tool_choice' needs 'tools'; send tools", param="tool_choice")
-        # A tool that was not sent could never be called.
+        # A name that is not in `tools` would forbid every call.
         absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
         if absent:
             raise BadRequest(
@@ -219,7 +219,7 @@ class ChatRequest(GenerationRequest):
 
 
 def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> ChatRequest:
-    """Parse a chat request; unknown fields are refused, or noted in its warnings.
+    """Parse a chat request; unknown fields are refused, or listed in its warnings.
 
     Raises:
         BadRequest: if a field is invalid.
@@ -228,7 +228,7 @@ def parse_chat(data: Mapping[str, Any], *, refuse_unknown: bool = False) -> Chat
 
 
 def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
-    """Like `parse_chat`; adds to the fields in `unknown`."""
+    """Like `parse_chat`, but collects unknown fields in `unknown`."""
     fields = known_fields(data, ChatRequest.model_fields, CHAT, unknown)
     if isinstance(messages := fields.get("messages"), list):
         # Count first, so that the work per message is bounded.
@@ -245,9 +245,9 @@ _QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")
 class BodyFields:
     """The fields of another API's body, which is converted to a chat.
 
-    `own`: fields that the conversion translates. `names`: chat fields that the API names
-    differently, with its names. `absent`: chat fields that the API lacks. The chat's names of both
-    are unknown fields in the API.
+    `own`: fields that the conversion translates. `names`: the API's names of chat fields that it
+    names differently. `absent`: chat fields that the API lacks. In a body of the API, the chat's
+    names of both are unknown fields.
     """
 
     own: frozenset[str]

@@ -1,4 +1,4 @@
-"""The body of completions."""
+"""The body of /v1/completions."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -43,7 +43,7 @@ class CompletionRequest(GenerationRequest):
             raise BadRequest(
                 "'max_tokens' 0 needs 'echo': true; send 'echo', or at least 1", param="max_tokens"
             )
-        # Each choice is admitted and scheduled separately, so bound them per request.
+        # Each choice is scheduled separately, so bound the choices per request.
         if len(self.prompt) * self.choices > CHOICES_MAX:
             raise BadRequest(
                 f"'n' {self.choices} with {len(self.prompt)} prompts exceeds {CHOICES_MAX} choices;"
@@ -63,6 +63,6 @@ def parse_completion(data: Mapping[str, Any], *, refuse_unknown: bool = False) -
 
 
 def completion_of(data: Mapping[str, Any], unknown: UnknownFields) -> CompletionRequest:
-    """Like `parse_completion`; adds to the fields in `unknown`."""
+    """Like `parse_completion`, but collects unknown fields in `unknown`."""
     fields = known_fields(data, CompletionRequest.model_fields, COMPLETION, unknown)
     return validated_generation(CompletionRequest, fields, unknown)

@@ -14,12 +14,12 @@ PARAM = "messages"
 MESSAGES_MAX = 4096
 """Maximum messages of a chat."""
 MESSAGE_CHARS = 64
-"""Cost of an empty message, in characters of text."""
+"""Cost of tokenizing an empty message, in characters of text."""
 CALLS_MAX = 128
 """Maximum tool calls in a message."""
 
 # Ignored fields: clients echo fields of earlier responses.
-_HARMLESS = ("name",)
+_IGNORED = ("name",)
 _UNSUPPORTED = ("annotations", "audio", "function_call", "refusal")
 
 
@@ -37,7 +37,7 @@ class CalledFunction(_Part):
 
     def parsed(self) -> Any:
         """The arguments for templates: an object, or the text if it is not a JSON object."""
-        # Keep invalid JSON: a truncated call of an earlier turn must not fail the request.
+        # Accept invalid JSON: a truncated call of an earlier turn must not fail the request.
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ class Message(BaseModel):
 
     @property
     def size(self) -> int:
-        """The approximate cost of the message in characters, with a fixed cost per part."""
+        """The approximate cost of tokenizing the message, in characters of text."""
         calls = sum(MESSAGE_CHARS + len(call.function.arguments) for call in self.tool_calls or ())
         reasoning = self.reasoning or self.reasoning_content or ""
         return MESSAGE_CHARS + len(self.content or "") + len(reasoning) + calls
@@ -100,8 +100,8 @@ def plain_message(message: Any, unknown: UnknownFields) -> Any:
                 )
         elif name in Message.model_fields:
             kept[name] = value
-        elif name not in _HARMLESS:
-            unknown.note(name, PARAM, Message.model_fields)
+        elif name not in _IGNORED:
+            unknown.add(name, PARAM, Message.model_fields)
     if kept.get("role") == "function":
         raise NotSupported(
             "messages of role 'function' are not supported; use role 'tool'", param=PARAM
@@ -114,18 +114,18 @@ def check_conversation(messages: Sequence[Message]) -> None:
     called: set[str] = set()
     for message in messages:
         if message.role == "tool":
-            _check_answer(message, called)
+            _check_tool_result(message, called)
         elif message.tool_call_id is not None:
             raise _invalid("'tool_call_id' is only valid in messages of role 'tool'; omit it")
         if message.tool_calls and message.role != "assistant":
             raise _invalid("'tool_calls' are only valid in messages of role 'assistant'; omit them")
         if message.content is None and not message.tool_calls:
             raise _invalid(f"a message of role '{message.role}' has no content; send text")
-        # After the check: a result must follow its call.
+        # Add the calls after the check, since a result must follow its call.
         called.update(call.id for call in message.tool_calls or ())
 
 
-def _check_answer(message: Message, called: set[str]) -> None:
+def _check_tool_result(message: Message, called: set[str]) -> None:
     if message.tool_call_id is None:
         raise _invalid("a message of role 'tool' needs the 'tool_call_id' that it answers")
     if message.tool_call_id not in called:
@@ -154,7 +154,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message, names: Mapping[str, str]) -> dict[str, Any]:
-    # Templates only know the older role "system".
+    # Templates support only the older role "system".
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": message.content or ""}
     if message.tool_call_id is not None:

@@ -25,7 +25,7 @@ def refusal(message: str) -> PydanticCustomError:
 
 
 def is_text(value: Any) -> bool:
-    """Whether the value is a string with a UTF-8 encoding; JSON escapes permit others."""
+    """Whether the value is a string with a UTF-8 encoding; JSON escapes permit lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -76,7 +76,7 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _token_id(key: Any) -> int | None:
-    # At most ten digits, the length of INT32_MAX: bounds the conversion.
+    # Convert at most ten digits, the length of INT32_MAX: conversions of long texts are slow.
     if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10:
         key = int(key)
     return key if type(key) is int and 0 <= key <= INT32_MAX else None

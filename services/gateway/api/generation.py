@@ -1,4 +1,4 @@
-"""The fields that all generation requests share, with OpenAI's and vLLM's names."""
+"""The body fields that chats and completions share, with OpenAI's and vLLM's names."""
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -38,7 +38,7 @@ N_MAX = 16
 CHOICES_MAX = 128
 """Maximum choices per request, over all its prompts."""
 CHOICE_IDS_MAX = 2**20
-"""Maximum token ids that a request's choices hold in total; each choice is sent separately."""
+"""Maximum token ids of all choices of a request; each choice is sent to a worker separately."""
 NO_EFFECT = "x-no-effect"
 """Schema mark of fields that are checked but have no effect."""
 TEMPERATURE_MAX = 2.0
@@ -218,7 +218,7 @@ class GenerationRequest(Strict):
                 f"'best_of' {self.best_of} differs from 'n' {self.choices}; omit it",
                 param="best_of",
             )
-        # As in vLLM, which refuses the combination as well.
+        # vLLM refuses the combination, too.
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest(
                 "'prompt_logprobs' is not supported in a stream; omit it, or do not stream",

@@ -1,7 +1,7 @@
-"""Strict parser of JSON objects from clients: ambiguous JSON is an error.
+"""Parses JSON objects from clients strictly; duplicate keys and NaN are errors.
 
-`json.loads` holds the interpreter lock for the whole text. So texts with millions of values are
-refused before: a text may be long, but must not have many small parts.
+`json.loads` holds the interpreter lock for the whole text, for a time that grows with the number of
+values. So texts with too many values are refused before; a text may be long otherwise.
 """
 
 import json
@@ -15,7 +15,8 @@ VALUES_MAX = 2**20 + 2**16
 PARTS_MAX = 2**16
 """Maximum objects, lists and strings of a text; each costs ten times as much as a number."""
 
-# The rest of a string, or a part of it: a match holds the interpreter lock, so bound its escapes.
+# The rest of a string, or a part with a bounded number of escapes: a match holds the interpreter
+# lock.
 _STRING_REST = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+){0,4096}+("?)', re.DOTALL)
 
 
@@ -62,7 +63,7 @@ def parse_object(
 
 def _is_too_complex(text: str) -> bool:
     """Whether the text has too many values or parts."""
-    # A cheap upper bound, which counts inside strings as well; it settles all but long texts.
+    # Try a cheap upper bound first, which counts characters inside strings as well.
     values, parts = _counts(text)
     if values <= VALUES_MAX and parts + text.count('"') // 2 <= PARTS_MAX:
         return False

@@ -1,4 +1,4 @@
-"""Body of Anthropic's Messages API and its conversion to a chat."""
+"""Parses bodies of Anthropic's Messages API and converts them to chats."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from services.gateway.vocabulary.errors import BadRequest, NotSupported
 Chat = dict[str, Any]
 THREAD = "thread"
 """The field of a conversation stored at the server, which is not supported."""
-_UNSERVED_BLOCKS = frozenset(
+_UNSUPPORTED_BLOCKS = frozenset(
     {
         "bash_code_execution_tool_result",
         "code_execution_tool_result",
@@ -56,7 +56,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedThinking(_Block):
-    """Encrypted reasoning of another server; it is dropped."""
+    """Encrypted reasoning of another server; it is ignored."""
 
     type: Literal["redacted_thinking"]
 
@@ -75,7 +75,7 @@ def _blocks(value: Any) -> Any:
     blocks = [{"type": "text", "text": value}] if isinstance(value, str) else value
     for block in blocks if isinstance(blocks, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind in _UNSERVED_BLOCKS:
+        if isinstance(kind, str) and kind in _UNSUPPORTED_BLOCKS:
             raise NotSupported(
                 f"blocks of type '{kind}' are not supported yet; send text", param="messages"
             )

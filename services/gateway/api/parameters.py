@@ -1,4 +1,4 @@
-"""Fields that are not part of a body's model: ignored, refused, or unknown."""
+"""Handles body fields that a Pydantic model lacks: ignored, unsupported, and unknown fields."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 UNKNOWN_PARAMETER = "unknown_parameter"
-NAMES_SHOWN = 8
+NAMES_LISTED_MAX = 8
 """Maximum unknown fields in a warning."""
 NAME_CHARS = 64
 LIMITS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
@@ -22,10 +22,10 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 class RefusedField:
     """An unsupported field. null and the `neutral` values request nothing and are accepted.
 
-    `note`: the reason, or an alternative, for error messages.
+    `reason`: the reason, or an alternative, for error messages.
     """
 
-    note: str
+    reason: str
     neutral: tuple[Any, ...] = ()
 
 
@@ -95,15 +95,15 @@ COMPLETION = Policy(
 
 
 class UnknownFields:
-    """Collects unknown fields of a body for a warning, or refuses the first, if `refuse`."""
+    """Collects unknown fields of a body for a warning, or, if `refuse`, raises for the first."""
 
     def __init__(self, refuse: bool) -> None:
         self._refuse = refuse
         self._names: list[str] = []
         self._count = 0
 
-    def note(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
-        """Note the unknown field `name` of the object `inside`, whose fields are `known`.
+    def add(self, name: str, inside: str = "", known: Collection[str] = ()) -> None:
+        """Add the unknown field `name` of the object `inside`, whose fields are `known`.
 
         Raises:
             BadRequest: if unknown fields are refused.
@@ -111,25 +111,25 @@ class UnknownFields:
         if self._refuse:
             where = f" in '{inside}'" if inside else ""
             raise BadRequest(
-                f"unknown parameter '{shown(name)}'{where}{_suggestion(name, known)};"
+                f"unknown parameter '{escaped_name(name)}'{where}{_suggestion(name, known)};"
                 " correct its name or omit it",
-                param=inside or shown(name),
+                param=inside or escaped_name(name),
                 code=UNKNOWN_PARAMETER,
             )
         self._count += 1
-        if len(self._names) < NAMES_SHOWN:
+        if len(self._names) < NAMES_LISTED_MAX:
             path = f"{inside}.{name}" if inside else name
-            # Warnings are HTTP headers: replace all but plain characters.
+            # Warnings are sent as HTTP headers: replace all but plain characters.
             safe = "".join(c if c in _PLAIN else "?" for c in path[:NAME_CHARS])
             self._names.append(safe + _suggestion(name, known))
 
     def keep_known(
         self, data: Mapping[str, Any], known: Collection[str], inside: str
     ) -> dict[str, Any]:
-        """The known fields of the object `inside`; notes the others."""
+        """Return the known fields of the object `inside`; adds the others."""
         for name in data:
             if name not in known:
-                self.note(name, inside, known)
+                self.add(name, inside, known)
         return {name: value for name, value in data.items() if name in known}
 
     @property
@@ -145,7 +145,7 @@ class UnknownFields:
 def known_fields(
     data: Mapping[str, Any], fields: Collection[str], policy: Policy, unknown: UnknownFields
 ) -> dict[str, Any]:
-    """The fields of `data` that the endpoint has; drops ignored fields and notes unknown ones.
+    """Return the fields of `data` that the endpoint has, and add unknown fields to `unknown`.
 
     Raises:
         NotSupported: if an unsupported field has a value that requests something.
@@ -158,18 +158,18 @@ def known_fields(
         elif (refused := policy.refused.get(name)) is not None:
             if value is not None and not any(_same(value, none) for none in refused.neutral):
                 raise NotSupported(
-                    f"'{name}' with this value is not supported ({refused.note}); omit it",
+                    f"'{name}' with this value is not supported ({refused.reason}); omit it",
                     param=name,
                 )
         elif name not in policy.ignored:
             _check_limit(name, data, policy)
-            unknown.note(name, known=fields)
+            unknown.add(name, known=fields)
     return kept
 
 
 def _check_limit(name: str, data: Mapping[str, Any], policy: Policy) -> None:
-    """Refuse another API's output limit: ignored, the output would grow up to the context."""
-    # Some clients send all names; with a valid limit the others are merely unknown.
+    """Refuse another API's output limit: without a limit, the output would fill the context."""
+    # Some clients send all names. With a valid limit, the others count as unknown fields.
     missing = all(data.get(limit) is None for limit in policy.limits)
     if name in LIMITS and policy.limits and missing and data[name] is not None:
         raise BadRequest(
@@ -180,12 +180,12 @@ def _check_limit(name: str, data: Mapping[str, Any], policy: Policy) -> None:
 
 
 def _suggestion(name: str, known: Collection[str]) -> str:
-    """A hint at the known name that is similar to an unknown name; "" without any."""
+    """A hint at a known name that is similar to `name`; "" without any."""
     similar = get_close_matches(name[:NAME_CHARS].lower(), known, n=1, cutoff=_SIMILAR)
     return f" (did you mean '{similar[0]}'?)" if similar else ""
 
 
-def shown(name: str) -> str:
+def escaped_name(name: str) -> str:
     """A client's field name, escaped and shortened for an error message."""
     return name[:NAME_CHARS].encode("ascii", "backslashreplace").decode()
 

@@ -1,4 +1,4 @@
-"""Types of prompts and message contents: parsers and JSON schemas."""
+"""Field types of prompts and message contents: parsers and JSON schemas."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""Body of OpenAI's Responses API and its conversion to a chat. The server stores nothing."""
+"""Parses bodies of OpenAI's Responses API and converts them to chats. The server stores nothing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -225,10 +225,9 @@ FIELDS = BodyFields(
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """The equivalent `chat`, and the fields of the body that the response `echoed` back.
+    """The equivalent `chat`, and `echoed`: the fields of the body that the response repeats.
 
-    Long fields are already serialised, `size_bytes` in total: as objects they would take much more
-    memory.
+    Long fields are already encoded, `size_bytes` in total, because objects take much more memory.
     """
 
     echoed: Mapping[str, Any]
@@ -236,8 +235,8 @@ class PreparedResponse:
     chat: ChatRequest
 
 
-def _written(value: Any, param: str) -> msgspec.Raw:
-    """Serialise an echoed field. Raises BadRequest if it is not valid Unicode."""
+def _encoded(value: Any, param: str) -> msgspec.Raw:
+    """Encode an echoed field. Raises BadRequest if it is not valid Unicode."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except UnicodeEncodeError:
@@ -266,16 +265,16 @@ def parse_responses(data: Mapping[str, Any], *, refuse_unknown: bool = False) ->
         "tool_choice": own.get("tool_choice") or "auto",
         "tools": own.get("tools") or [],
     }
-    # Serialise now, so that the parsed body can be freed before the generation.
-    written = {name: _written(value, name) for name, value in long.items()}
+    # Encode now, so that the parsed body can be freed before the generation.
+    encoded = {name: _encoded(value, name) for name, value in long.items()}
     echoed = {
         "max_output_tokens": body.max_output_tokens,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
-        **written,
+        **encoded,
     }
     chat = FIELDS.chat(rest | body.chat(), unknown)
-    return PreparedResponse(echoed, sum(map(len, map(bytes, written.values()))), chat)
+    return PreparedResponse(echoed, sum(map(len, map(bytes, encoded.values()))), chat)
 
 
 def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat]:
@@ -285,7 +284,7 @@ def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat
     # Merge consecutive items of the assistant: templates expect a message per turn.
     turn = _Turn()
     for item in items:
-        if turn.takes(item):
+        if turn.try_add(item):
             continue
         messages += turn.messages()
         turn = _Turn()
@@ -294,7 +293,7 @@ def _chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Chat
                 output = _joined(item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case MessageItem(role="assistant") | ReasoningItem() | CallItem():
-                turn.takes(item)
+                turn.try_add(item)
             case MessageItem():
                 messages.append({"role": item.role, "content": _joined(item.content)})
     return messages + turn.messages()
@@ -308,7 +307,7 @@ class _Turn:
         self._content: str | None = None
         self._calls: list[Chat] = []
 
-    def takes(self, item: Item) -> bool:
+    def try_add(self, item: Item) -> bool:
         """Add the item if it belongs to the same message; return whether it does."""
         match item:
             case ReasoningItem() if not (self._reasoning or self._content or self._calls):
@@ -326,7 +325,7 @@ class _Turn:
     def messages(self) -> list[Chat]:
         """The message; empty for a turn without text and calls."""
         if self._content is None and not self._calls:
-            # Drop reasoning without a result: it is of no use to the model.
+            # Omit reasoning without text and calls, which is of no use to the model.
             return []
         message: Chat = {"role": "assistant", "content": self._content}
         if self._calls:

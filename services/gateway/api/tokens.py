@@ -15,7 +15,7 @@ from services.gateway.api.validation import validated
 from services.gateway.vocabulary.errors import BadRequest
 
 TEXT_TOKENS_MAX = 2**17
-"""Maximum tokens of a detokenise request."""
+"""Maximum tokens of a request to /detokenize."""
 
 # Chat fields that affect the prompt.
 _CHAT_FIELDS = (
@@ -51,7 +51,7 @@ class DetokenizeRequest(_Strict):
     tokens: Annotated[list[TokenId], Field(max_length=TEXT_TOKENS_MAX, fail_fast=True)]
 
 
-class ReadBody(Protocol):
+class ParsedBody(Protocol):
     """A parsed body."""
 
     @property
@@ -61,7 +61,7 @@ class ReadBody(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """Tokenise the prompt of `body`; `entries`: return the vocabulary entries as well."""
+    """Tokenize the prompt of `body`; `entries`: return the vocabulary entries as well."""
 
     body: GenerationRequest
     entries: bool

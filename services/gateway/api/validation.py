@@ -1,4 +1,4 @@
-"""Strict validation of bodies, with errors of a single sentence."""
+"""Validates bodies against Pydantic models and turns the first error into a sentence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -6,12 +6,12 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from services.gateway.api.parameters import shown
+from services.gateway.api.parameters import escaped_name
 from services.gateway.vocabulary.errors import BadRequest
 
 M = TypeVar("M", bound=BaseModel)
-FIELDS_SHOWN = 12
-"""Errors about an unknown field list the known fields of objects with at most this many."""
+FIELDS_LISTED_MAX = 12
+"""Maximum known fields that an error about an unknown field lists; beyond it, it lists none."""
 
 
 class Strict(BaseModel):
@@ -27,12 +27,12 @@ def validated(kind: type[M], fields: Mapping[str, Any]) -> M:
     except ValidationError as error:
         # Report only the first error, and never quote the input.
         first = error.errors(include_url=False, include_input=False)[0]
-        where = shown(".".join(str(part)[:64] for part in first["loc"])) or None
-        complaint = _complaint(first, where, _fields(kind, first["loc"][:-1]))
-        raise BadRequest(f"'{where}'{complaint}", param=where) from None
+        where = escaped_name(".".join(str(part)[:64] for part in first["loc"])) or None
+        predicate = _predicate(first, where, _fields(kind, first["loc"][:-1]))
+        raise BadRequest(f"'{where}'{predicate}", param=where) from None
 
 
-def _complaint(error: ErrorDetails, where: str | None, known: Sequence[str]) -> str:
+def _predicate(error: ErrorDetails, where: str | None, known: Sequence[str]) -> str:
     """The predicate of the error sentence; `known`: the fields of the same object."""
     if error["type"] == "extra_forbidden" and known:
         return f" is not a field; the fields are {', '.join(known)}"
@@ -40,7 +40,7 @@ def _complaint(error: ErrorDetails, where: str | None, known: Sequence[str]) -> 
 
 
 def _remedy(error: ErrorDetails, where: str | None) -> str | None:
-    """A predicate of our own; None if pydantic's message suffices."""
+    """A predicate with a remedy for frequent errors; None: use pydantic's message."""
     match error["type"]:
         case "model_type":
             return " is not an object; send a JSON object"
@@ -65,4 +65,4 @@ def _fields(kind: type[BaseModel], path: Sequence[int | str]) -> Sequence[str]:
         if len(models) != 1:
             return ()
         (kind,) = models
-    return tuple(kind.model_fields) if path and len(kind.model_fields) <= FIELDS_SHOWN else ()
+    return tuple(kind.model_fields) if path and len(kind.model_fields) <= FIELDS_LISTED_MAX else ()

@@ -1,4 +1,4 @@
-"""Bounds the bytes of request bodies in memory, over all requests."""
+"""Bounds the bytes of request bodies in memory, over all requests of the gateway."""
 
 import contextlib
 import itertools
@@ -11,40 +11,40 @@ from services.gateway.vocabulary.errors import QueueFull
 
 
 class RetryEstimator:
-    """Estimates Retry-After from the recent rates of departures and refusals.
+    """Estimates Retry-After from the recent rates of completed and refused requests.
 
-    Refused clients queue up behind each other: each waits until as many requests have left as
-    were refused before it.
+    Assumes that refused clients retry in order: each waits until as many requests have completed
+    as were refused before it.
     """
 
     def __init__(self, now_s: Callable[[], float] = monotonic_s) -> None:
         self._now_s = now_s
-        self._left = DispatchRate()
+        self._completed = DispatchRate()
         self._refused = DispatchRate()
         self._numbers = itertools.count()
 
-    def leave(self) -> None:
-        """Count the departure of a request."""
-        self._left.note(self._now_s())
+    def count_completion(self) -> None:
+        """Count a completed request."""
+        self._completed.note(self._now_s())
 
-    def refuse(self) -> float:
-        """Count a refusal; return the seconds until the retry, 1 to 60 with jitter."""
+    def count_refusal(self) -> float:
+        """Count a refused request; returns the seconds until its retry, 1 to 60 with jitter."""
         now_s = self._now_s()
         self._refused.note(now_s)
         ahead = max(1, round(self._refused.per_s(now_s) * RATE_WINDOW_S))
-        return retry_after_s(str(next(self._numbers)), ahead, self._left.per_s(now_s))
+        return retry_after_s(str(next(self._numbers)), ahead, self._completed.per_s(now_s))
 
 
 T = TypeVar("T")
 
 BODY_BYTES_MAX = 4 * 2**20
-"""Largest request body in bytes, for HTTP and gRPC."""
+"""Maximum size of a request body in bytes, for HTTP and gRPC."""
 BODY_BYTES_PER_ITEM = 32
-"""Bytes of JSON per unit of `TextPool` sizes: parsing is that much faster than tokenising."""
+"""Bytes of JSON that are parsed in the time of tokenizing a character, the unit of `TextPool`."""
 SMALL_BYTES = 8 * 2**10
-"""Bytes of each body that are exempt, so that a few large bodies cannot block small ones.
+"""Bytes of each body that do not count, so that a few large bodies cannot block small bodies.
 
-`Drain` bounds the number of requests and thereby the sum of the exempt bytes.
+The limit of concurrent requests (`Drain`) bounds the sum of these bytes.
 """
 
 
@@ -62,7 +62,7 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def lease(self) -> Iterator["BodyLease"]:
-        """The share of a request, released at the end."""
+        """The bytes of a request's body, released at the end of the block."""
         lease = BodyLease(self)
         try:
             yield lease
@@ -75,19 +75,19 @@ class BodyBudget:
         if self.bytes_held + size_bytes > self._bytes_max:
             raise QueueFull(
                 f"the gateway already holds {self.bytes_held} bytes of request bodies; retry later",
-                retry_after_s=self._retry.refuse(),
+                retry_after_s=self._retry.count_refusal(),
             )
         self.bytes_held += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
         """Subtract bytes."""
         if size_bytes:
-            self._retry.leave()
+            self._retry.count_completion()
         self.bytes_held -= size_bytes
 
 
 class BodyLease:
-    """The part of the budget that a request holds."""
+    """The bytes of the budget that a request's body occupies."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -103,7 +103,7 @@ class BodyLease:
         self._held_bytes = wanted_bytes
 
     def keep(self, size_bytes: int) -> None:
-        """Retain `size_bytes` of the body until the request ends."""
+        """Let `release` keep `size_bytes` of the body until the request ends."""
         self._kept_bytes = size_bytes
 
     def release(self) -> None:
@@ -114,10 +114,10 @@ class BodyLease:
 
 
 class TakenOnce(Generic[T]):
-    """A parsed body that its last consumer takes out, which frees the memory early.
+    """Holds a parsed body until its last consumer takes it, so that its memory is freed early.
 
-    The parsed objects may take dozens of times the bytes that the lease counts, so no frame further
-    up the stack may hold a reference to them.
+    The parsed objects may occupy dozens of times the bytes that the lease counts, so the callers of
+    the consumer hold this object, and no reference to the body.
     """
 
     def __init__(self, value: T) -> None:

@@ -1,4 +1,4 @@
-"""A cancel scope that raises an error of the caller's choice."""
+"""A cancel scope that raises a given error, for timeouts, disconnects and cancellations."""
 
 import asyncio
 from types import TracebackType
@@ -7,10 +7,10 @@ from services.gateway.vocabulary.errors import GatewayError, first_gateway_error
 
 
 class CancelScope:
-    """A block that other tasks may cancel: ``with CancelScope() as interruption: ...``.
+    """A block that other tasks may cancel: ``with CancelScope() as scope: ...``.
 
     Works like `asyncio.timeout`: it cancels the task and converts the CancelledError into the given
-    error at the end of the block. Needs no guard task.
+    error at the end of the block. It needs no extra task.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class CancelScope:
             timer.cancel()
         if self._error is None:
             return
-        must_end = self._task.uncancel() > self._before
-        if isinstance(raised, asyncio.CancelledError) and must_end:
+        cancelled_outside = self._task.uncancel() > self._before
+        if isinstance(raised, asyncio.CancelledError) and cancelled_outside:
             return
-        # Replace errors of the cleanup as well: they hide the cause of the cancellation.
+        # Also replace errors of the block's cleanup, which would hide the cancellation's cause.
         if isinstance(raised, asyncio.CancelledError | GatewayError) or (
             isinstance(raised, BaseExceptionGroup) and first_gateway_error(raised) is not None
         ):

@@ -1,4 +1,4 @@
-"""The sending side of a response, and the detection of stalled clients."""
+"""Sends the messages of a response and detects clients that stop reading."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from services.gateway.bounds.cancel_scope import CancelScope
 M = TypeVar("M")
 
 CHECKS_PER_STALL = 4
-"""Checks of a client within `stall_s`: detection is late by at most a check interval."""
+"""Checks of a client within `stall_s`; a stall is detected late by at most a check interval."""
 
 
 class ClientGone(Exception):
@@ -41,13 +41,13 @@ class WatchedClient(Generic[M]):
     @contextlib.contextmanager
     def watched(self, cancel_scope: CancelScope) -> Iterator[None]:
         """Cancel the block with ClientGone when sends wait and none completes for `stall_s`."""
-        # A single timer for the whole response: a timeout per send would cost as much as the send.
+        # Use a single timer for the response: a timeout per send would cost as much as the send.
         loop, pause_s = asyncio.get_running_loop(), self._stall_s / CHECKS_PER_STALL
         timer: asyncio.TimerHandle
 
         def check(stalled: int, waited: bool, done_before: int) -> None:
             nonlocal timer
-            # Compare the completed sends: the waiting sends may have changed since the last check.
+            # Count completed sends: other sends may wait now than at the last check.
             stalled = stalled + 1 if waited and self._done == done_before else 0
             if stalled == CHECKS_PER_STALL:
                 cancel_scope.cancel(ClientGone())

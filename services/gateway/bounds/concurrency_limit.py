@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 
 class ConcurrencyLimit:
-    """Counts calls of one kind by client (`limit_key`: the key's owner, or an address)."""
+    """Counts calls by client. `limit_key` is the owner of the API key, else the client's address.
+
+    `each_max` limits the calls of a client, `all_max` the calls of all clients together.
+    """
 
     def __init__(self, each_max: int, all_max: int) -> None:
         self._each_max = each_max
@@ -21,7 +24,7 @@ class ConcurrencyLimit:
 
     def full(self, limit_key: str) -> bool:
         """Whether the client is at its limit. A client without calls may always start a call."""
-        # Exempt the first call from the total: else a few clients could lock all others out.
+        # Exempt the first call from `all_max`: else a few clients could exclude all others.
         own = self._of.get(limit_key, 0)
         return own >= self._each_max or (own > 0 and self._all >= self._all_max)
 

@@ -1,4 +1,4 @@
-"""Admission of requests by concurrency, and graceful shutdown."""
+"""Limits concurrent requests and drains them on shutdown."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class RequestSlot:
         """Set the request's service class.
 
         Raises:
-            QueueFull: if requests of class `batch` occupy all slots that they may have.
+            QueueFull: if requests of class `batch` occupy all slots available to the class.
         """
         if service_class is ServiceClass.BATCH and not self.batch:
             self._drain.take_batch()
@@ -51,9 +51,9 @@ class Drain:
         self.leaving = False
         # Set when the gateway stops accepting requests.
         self.draining_started = asyncio.Event()
-        # Requests to cancel at the drain deadline; `_cut`: the deadline has passed.
+        # Requests to cancel at the drain deadline.
         self._running: set[CancelScope] = set()
-        self._cut = False
+        self._deadline_passed = False
 
     @property
     def draining(self) -> bool:
@@ -73,7 +73,7 @@ class Drain:
         if self.inflight >= self._inflight_max:
             raise QueueFull(
                 f"the gateway already serves {self.inflight} requests; retry later",
-                retry_after_s=self._retry.refuse(),
+                retry_after_s=self._retry.count_refusal(),
             )
         self.inflight += 1
         self._empty.clear()
@@ -82,10 +82,10 @@ class Drain:
             yield slot
         finally:
             self.inflight -= 1
-            self._retry.leave()
+            self._retry.count_completion()
             if slot.batch:
                 self.batch_inflight -= 1
-                self._batch_retry.leave()
+                self._batch_retry.count_completion()
             if self.inflight == 0:
                 self._empty.set()
 
@@ -95,14 +95,14 @@ class Drain:
             raise QueueFull(
                 f"the gateway already serves {self.batch_inflight} requests of class 'batch';"
                 " retry later",
-                retry_after_s=self._batch_retry.refuse(),
+                retry_after_s=self._batch_retry.count_refusal(),
             )
         self.batch_inflight += 1
 
     @contextlib.contextmanager
     def cancel_on_drain_timeout(self, cancel_scope: CancelScope) -> Iterator[None]:
         """Cancel the block at the drain deadline. Raises ShuttingDown if it has passed."""
-        if self._cut:
+        if self._deadline_passed:
             raise _shut_down()
         self._running.add(cancel_scope)
         try:
@@ -126,7 +126,7 @@ class Drain:
         with contextlib.suppress(TimeoutError):
             async with timeout(timeout_s):
                 await self._empty.wait()
-        self._cut = True
+        self._deadline_passed = True
         for cancel_scope in tuple(self._running):
             cancel_scope.cancel(_shut_down())
         with contextlib.suppress(TimeoutError):

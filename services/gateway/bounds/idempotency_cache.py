@@ -1,4 +1,7 @@
-"""Cache of responses to requests with an Idempotency-Key, replayed to repeated requests."""
+"""Caches responses to requests with an Idempotency-Key, to replay them to repeated requests.
+
+The key of an entry is the client's Idempotency-Key with the owner of its API key.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -9,49 +12,49 @@ from services.gateway.vocabulary.errors import IdempotencyKeyReused
 
 M = TypeVar("M")
 
-NAME_BYTES = 1024
+ENTRY_BYTES = 1024
 """Approximate overhead of an entry in bytes, without its messages."""
 
 
 class IdempotencyCache(Generic[M]):
     """Running and recently completed responses, by idempotency key and owner.
 
-    Bounded in number, bytes and time. Evicts the response that completed first. Running responses
-    are never evicted for others: if only such are left, a response without room is not cached.
+    Bounded in number, bytes and time. Evicts the response that completed first, and never a
+    running response to make room: if all are running, a further response is not cached.
     """
 
     def __init__(
         self,
         keep_s: float,
         grace_s: float,
-        answers_max: int,
+        responses_max: int,
         bytes_max: int,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         """`keep_s`: lifetime from the end of a response; `grace_s`: see `SharedResponse`."""
         self._keep_s = keep_s
         self._grace_s = grace_s
-        self._answers_max = answers_max
+        self._responses_max = responses_max
         self._bytes_max = bytes_max
         self._now_s = now_s
-        self._answers: dict[Hashable, SharedResponse[M]] = {}
-        self._names: dict[SharedResponse[M], Hashable] = {}
+        self._responses: dict[Hashable, SharedResponse[M]] = {}
+        self._keys: dict[SharedResponse[M], Hashable] = {}
         # Completion times, in order of completion.
         self._ended_s: dict[SharedResponse[M], float] = {}
         self.bytes_held = 0
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._responses)
 
-    def __contains__(self, name: Hashable) -> bool:
-        """Whether the key has a response."""
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a response is cached for the key, running or completed."""
         self._expire()
-        return name in self._answers
+        return key in self._responses
 
     def claim(
-        self, name: Hashable, digest: bytes, response_id: str
+        self, key: Hashable, digest: bytes, response_id: str
     ) -> tuple[SharedResponse[M], bool]:
-        """The response of a key, and whether it is new: then the caller produces it.
+        """Return the response of a key, and whether it is new: then the caller must produce it.
 
         `digest`: of the request body. `response_id`: for a new response.
 
@@ -59,9 +62,9 @@ class IdempotencyCache(Generic[M]):
             IdempotencyKeyReused: if the key belongs to a request with another body.
         """
         self._expire()
-        cached = self._answers.get(name)
+        cached = self._responses.get(key)
         if cached is None:
-            return self._begin(name, digest, response_id), True
+            return self._begin(key, digest, response_id), True
         if cached.digest != digest:
             raise IdempotencyKeyReused(
                 "this Idempotency-Key was used with another request body; repeat that body, or"
@@ -72,7 +75,7 @@ class IdempotencyCache(Generic[M]):
     def has_room(self, size_bytes: int) -> bool:
         """See `ResponseCache`."""
         while self.bytes_held + size_bytes > self._bytes_max:
-            if not self._forget_oldest():
+            if not self._evict_oldest():
                 return False
         return True
 
@@ -80,35 +83,35 @@ class IdempotencyCache(Generic[M]):
         """See `ResponseCache`."""
         self.bytes_held += size_bytes
 
-    def ended(self, answer: SharedResponse[M]) -> None:
+    def complete(self, response: SharedResponse[M]) -> None:
         """See `ResponseCache`."""
-        self._ended_s[answer] = self._now_s()
+        self._ended_s[response] = self._now_s()
 
-    def forget(self, answer: SharedResponse[M]) -> None:
+    def remove(self, response: SharedResponse[M]) -> None:
         """See `ResponseCache`."""
-        if answer in self._names:
-            del self._answers[self._names.pop(answer)]
-            self._ended_s.pop(answer, None)
-            self.bytes_held -= NAME_BYTES
+        if response in self._keys:
+            del self._responses[self._keys.pop(response)]
+            self._ended_s.pop(response, None)
+            self.bytes_held -= ENTRY_BYTES
 
-    def _begin(self, name: Hashable, digest: bytes, response_id: str) -> SharedResponse[M]:
-        answer: SharedResponse[M] = SharedResponse(self, digest, response_id, self._grace_s)
-        room = self.has_room(NAME_BYTES)
-        if room and (len(self._answers) < self._answers_max or self._forget_oldest()):
-            self._answers[name] = answer
-            self._names[answer] = name
-            self.bytes_held += NAME_BYTES
+    def _begin(self, key: Hashable, digest: bytes, response_id: str) -> SharedResponse[M]:
+        response: SharedResponse[M] = SharedResponse(self, digest, response_id, self._grace_s)
+        room = self.has_room(ENTRY_BYTES)
+        if room and (len(self._responses) < self._responses_max or self._evict_oldest()):
+            self._responses[key] = response
+            self._keys[response] = key
+            self.bytes_held += ENTRY_BYTES
         else:
-            answer.evict()
-        return answer
+            response.evict()
+        return response
 
     def _expire(self) -> None:
         """Evict responses that completed at least `keep_s` ago."""
         now_s = self._now_s()
         while self._ended_s and now_s - next(iter(self._ended_s.values())) >= self._keep_s:
-            self._forget_oldest()
+            self._evict_oldest()
 
-    def _forget_oldest(self) -> bool:
+    def _evict_oldest(self) -> bool:
         """Evict the response that completed first; return False if there is none."""
         oldest = next(iter(self._ended_s), None)
         if oldest is None:

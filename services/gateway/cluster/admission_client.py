@@ -1,4 +1,8 @@
-"""Requests worker assignments from the scheduler over a long-lived gRPC stream."""
+"""Requests worker assignments from the scheduler over a long-lived gRPC stream.
+
+Terms: an ask is a request for a worker; the scheduler answers it with an assignment or a refusal,
+and confirms with a ticket that the ask is in its queue.
+"""
 
 import asyncio
 import contextlib
@@ -33,7 +37,7 @@ RESEND_S = 1.0
 SWEEP_S = 0.25
 HEARTBEAT_TIMEOUT_S = 3.0
 RECONNECT_S = 0.2
-# Longest wait of a resumed request while no scheduler answers; a scheduler restarts well within it.
+# Maximum wait of a resumed request without a running scheduler; a scheduler restarts faster.
 RESUME_TIMEOUT_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -64,7 +68,7 @@ class AdmissionClient:
         admit_timeout_s: float,
         dial: Dial,
     ) -> None:
-        """`address` returns host:port of the newest scheduler, None while there is none."""
+        """`address` returns host:port of the newest scheduler, None while none is registered."""
         self._address = address
         self._admit_timeout_s = admit_timeout_s
         self._dial = dial
@@ -79,7 +83,7 @@ class AdmissionClient:
         """Number of asks without an answer."""
         return len(self._pending)
 
-    def scheduler_changed(self) -> None:
+    def notify_scheduler_change(self) -> None:
         """Notify the client that `address` may return another scheduler."""
         self._changed.set()
 
@@ -98,14 +102,14 @@ class AdmissionClient:
         pending = _Pending(ask, now_s - waited_s, answer, known_s=now_s)
         self._pending[ask.request_id] = pending
         self._send_ask(pending)
-        settled = False
+        assigned = False
         try:
-            place = await answer
-            settled = True
-            return place
+            assignment = await answer
+            assigned = True
+            return assignment
         finally:
             del self._pending[ask.request_id]
-            if not settled:
+            if not assigned:
                 self._send(translate.withdraw_frame(ask.request_id))
 
     def forward_load(self, load: load_pb2.WorkerLoad) -> None:
@@ -119,14 +123,14 @@ class AdmissionClient:
             tasks.create_task(self._keep_stream())
 
     async def _sweep(self) -> None:
-        """Resend asks without a ticket; fail asks that no scheduler has had for too long."""
+        """Resend asks without a ticket; fail asks that have been in no queue for too long."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = monotonic_s()
             for pending in self._pending.values():
                 if pending.answer.done():
                     continue
-                # Each message of the scheduler confirms that it still holds the queued asks.
+                # Any message confirms that the scheduler still has this stream's asks in its queue.
                 if pending.ticketed:
                     pending.known_s = self._received_s
                 resumed = pending.ask.resumed
@@ -149,7 +153,8 @@ class AdmissionClient:
             try:
                 await self._run_stream(address)
             except* (StreamBroken, grpc.RpcError) as group:
-                # A dead scheduler's record lasts until its lease ends: log once, not per attempt.
+                # A dead scheduler stays registered until its etcd lease ends: log only the first
+                # attempt, after which no message arrives.
                 if self._received_s > began_s:
                     log.warning("stream to the scheduler at %s ended: %s", address, cause(group))
             await asyncio.sleep(RECONNECT_S)
@@ -161,7 +166,7 @@ class AdmissionClient:
                 await self._changed.wait()
 
     async def _run_stream(self, address: str) -> None:
-        """Hold a stream until it breaks or a newer scheduler registers."""
+        """Run a stream until it breaks or a newer scheduler registers."""
         began_s = monotonic_s()
         outbox: Outbox[scheduler_pb2.AdmitRequest] = Outbox()
         self._outbox = outbox
@@ -169,7 +174,7 @@ class AdmissionClient:
             call: AdmitCall = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit(
                 metadata=TAKES_MANY
             )
-            # The scheduler forgets the asks of an ended stream: a new stream starts with all asks.
+            # The scheduler removes the asks of an ended stream: start a new stream with all asks.
             for pending in self._pending.values():
                 pending.backoff_s = RESEND_S
                 self._send_ask(pending)
@@ -198,12 +203,12 @@ class AdmissionClient:
         if isinstance(message, Heartbeat):
             self.heartbeat = message
         elif message is not None:
-            self._settle(message)
+            self._answer(message)
 
     async def _watch(
         self, address: str, outbox: Outbox[scheduler_pb2.AdmitRequest], began_s: float
     ) -> None:
-        """End the stream when the scheduler hangs or is replaced."""
+        """Raise StreamBroken when the scheduler hangs or is replaced."""
         while True:
             await self._wait_for_change(SWEEP_S)
             if self._address() not in (None, address):
@@ -213,7 +218,7 @@ class AdmissionClient:
             if outbox.full:
                 raise StreamBroken("the scheduler reads no frames")
 
-    def _settle(self, message: Ticket | Assignment | Refusal) -> None:
+    def _answer(self, message: Ticket | Assignment | Refusal) -> None:
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return
@@ -230,15 +235,15 @@ class AdmissionClient:
         self._send(translate.ask_frame(pending.ask, now_s - pending.asked_s))
 
     def _send(self, frame: scheduler_pb2.AdmitRequest) -> None:
-        """Queue a frame, or drop it while there is no stream or the outbox is full."""
-        # Nothing is lost: a new stream starts with all asks, workers also report their load
-        # themselves, and a full outbox makes `_watch` end the stream.
+        """Queue a frame, or discard it while there is no stream or the outbox is full."""
+        # Discarding is safe: a new stream starts with all asks, workers also send their load to
+        # the scheduler, and `_watch` ends the stream if the outbox is full.
         if self._outbox is not None and not self._outbox.full:
             self._outbox.put(frame)
 
 
 def refusal_error(refusal: Refusal) -> GatewayError:
-    """The error that a client gets for a refusal."""
+    """The error to send to a client whose ask was refused."""
     message = refusal.message or "the scheduler refused the request"
     retry_after_s = refusal.retry_after_s
     match refusal.reason:

@@ -1,4 +1,7 @@
-"""Queries the state of the other services, with short deadlines, for status pages."""
+"""Queries the memory manager and all services for the admin page and `tideserve status`.
+
+Deadlines are short: a service that does not respond is shown as such, it raises no error.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -23,7 +26,10 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 def cluster_rows(
     cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
-    """Workers, groups, decisions, shortfalls and losses; `records`: registrations by worker id."""
+    """The JSON lists of a status: workers, groups, decisions, shortfalls and losses.
+
+    `records`: the workers' registrations by worker id.
+    """
     layers_by_worker = {
         member.worker_id: member.end_layer - member.first_layer
         for group in cluster.groups
@@ -47,9 +53,9 @@ def cluster_rows(
 def _worker(
     worker: MemoryReport, record: record_pb2.WorkerRecord | None, layers: int | None
 ) -> dict[str, Any]:
-    """The status row of a worker; `layers`: how many layers it runs, None for all."""
+    """The status row of a worker; `layers`: number of layers that it runs, None for all."""
     load, block_bytes = worker.engine.load, worker.kv_block_bytes
-    # A block on a worker with fewer layers holds KV of those layers only.
+    # On a worker that runs only some layers, a block holds the KV of these layers.
     if layers is not None and record is not None and record.shape.num_layers:
         block_bytes = block_bytes * layers // record.shape.num_layers
     values = memory_values(worker)
@@ -80,9 +86,9 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 CALL_TIMEOUT_S = 1.0
-# Concurrent calls for the status of a large cluster.
+# Maximum concurrent calls for the status of a large cluster.
 CALLS_AT_ONCE = 64
-SILENT = "the memory manager does not respond, so workers and groups are unknown"
+NO_MEMMGR = "the memory manager does not respond, so workers and groups are unknown"
 
 
 class ClusterClient:
@@ -127,12 +133,15 @@ class ClusterClient:
             return {"version": None}
 
     def rows(self, cluster: ClusterStatus | None) -> dict[str, Any]:
-        """Workers, groups and decisions; `cluster` is None if the memory manager is silent."""
+        """The lists of `cluster_rows`, with warnings and errors.
+
+        `cluster` is None if the memory manager did not respond.
+        """
         records = {worker.worker_id: worker for worker in self._view.workers()}
         rows = cluster_rows(cluster or ClusterStatus((), ()), records)
         if (fault := self._view.scheduling_fault()) is not None:
             rows |= {"warnings": [fault]}
-        return rows if cluster is not None else rows | {"errors": [SILENT]}
+        return rows if cluster is not None else rows | {"errors": [NO_MEMMGR]}
 
     async def services(self) -> list[dict[str, Any]]:
         """A status row for each service instance and worker."""
@@ -141,19 +150,19 @@ class ClusterClient:
         async def row(name: str, role: str, address: str, recorded_pid: int) -> dict[str, Any]:
             async with slots:
                 state = await _process(self._dial(address, role))
-            # List a process that does not respond with the pid of its record.
+            # A process that does not respond still has a row, with the pid of its registration.
             if state is None:
                 return {"name": name, "pid": recorded_pid, "rss_bytes": 0, "ready": False}
             pid = state.pids[0] if state.pids else recorded_pid
             return {"name": name, "pid": pid, "rss_bytes": state.rss_bytes, "ready": state.ready}
 
-        places = [(r.name, r.name, r.address, r.pid) for r in self._view.instances()]
-        places += [(r.worker_id, "worker", r.address, 0) for r in self._view.workers()]
-        return list(await asyncio.gather(*(row(*place) for place in places)))
+        processes = [(r.name, r.name, r.address, r.pid) for r in self._view.instances()]
+        processes += [(r.worker_id, "worker", r.address, 0) for r in self._view.workers()]
+        return list(await asyncio.gather(*(row(*process) for process in processes)))
 
 
 async def _process(channel: grpc.aio.Channel) -> ProcessState | None:
-    """The state of the process behind `channel`, None if it is silent; closes the channel."""
+    """The state of the process behind `channel`, None without a reply; closes the channel."""
     async with channel:
         stub = process_pb2_grpc.ProcessServiceStub(channel)
         try:

@@ -1,4 +1,8 @@
-"""The cluster's services, workers and groups, as registered in etcd."""
+"""A live view of the cluster's services, workers and groups, as registered in etcd.
+
+A group is a set of workers that runs a copy of the model together; a merged group has several
+members, each with a part of the layers. Stable: the group is formed and not in a change.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +15,7 @@ from tideserve.common.v1 import record_pb2
 
 
 class ClusterView:
-    """Live views of the records of services, workers and groups."""
+    """Follows the etcd records of services, workers and groups; `model` is this gateway's."""
 
     def __init__(self, store: Store, model: str, on_change: Callable[[], None]) -> None:
         self._model = model
@@ -38,7 +42,7 @@ class ClusterView:
         return record.address if record is not None else None
 
     def instances(self) -> list[record_pb2.ServiceRecord]:
-        """The newest instance of each service, but all gateways, sorted by name."""
+        """The newest instance of each service and all instances of gateways, sorted by name."""
         chosen = []
         for key, record in sorted(self._services.records.items()):
             newest = self._services.newest(f"{SERVICES}{record.name}/")
@@ -75,8 +79,8 @@ class ClusterView:
         return self._block_size
 
     def serving_workers(self) -> int:
-        """Registered workers of the model whose incarnation is a member of a stable group."""
-        # Compare incarnations: a restarted worker is not a member until a new group is committed.
+        """Number of registered workers of the model that are members of a stable group."""
+        # Compare incarnations (ids of a process run): a restarted worker must join a new group.
         members = {
             (member.worker_id, member.incarnation)
             for group in self._stable_groups()
@@ -89,7 +93,7 @@ class ClusterView:
         return sum(group.model == self._model for group in self._stable_groups())
 
     def registered_workers(self) -> int:
-        """Registered workers of the model."""
+        """Number of registered workers of the model."""
         return len(self._model_workers())
 
     def _stable_groups(self) -> list[Group]:
@@ -102,7 +106,7 @@ class ClusterView:
     def _note_workers(self) -> None:
         workers = self._model_workers()
         longest = max((w.max_model_len for w in workers), default=0)
-        # Keep the last known length while no worker is registered.
+        # Keep the last known values while no worker is registered.
         self._max_model_len = longest or self._max_model_len
         self._block_size = max((w.block_size for w in workers), default=0) or self._block_size
         self._on_change()

@@ -1,4 +1,4 @@
-"""Merges and splits groups through the memory manager and streams its progress."""
+"""Merges and splits groups of workers through the memory manager, with streamed progress."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class GroupClient:
         self._dial = dial
 
     def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
-        """Merge the given groups, or all groups if `group_ids` is empty.
+        """Merge the given groups, or all groups if `group_ids` is empty; yields the steps.
 
         Raises:
             GatewayError: if the change is refused, or the memory manager does not respond.

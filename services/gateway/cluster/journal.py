@@ -1,4 +1,4 @@
-"""The output tokens of a request, in order and without duplicates, across workers."""
+"""Collects the output tokens of a request, in order and without duplicates, across workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from services.gateway.vocabulary.message import Finish, TokenEvent
 
 
 class JournalError(Exception):
-    """The worker violated the stream protocol: a gap, too many tokens, or data after the end."""
+    """The worker violated the stream protocol, for example by a gap between token indices."""
 
 
 @dataclass(slots=True)
@@ -16,8 +16,8 @@ class Journal:
     """All output token ids by index, their log probabilities, and how the request ended.
 
     `logprobs` belong to the latest tokens and are removed by `take_logprobs`. `has_logprobs`: each
-    token has log probabilities. At most `tokens_max` tokens are kept, which bounds the memory of a
-    slow client.
+    token has log probabilities. `message` is the worker's text for `finish`, if any. More than
+    `tokens_max` tokens are an error, so the memory per request is bounded.
     """
 
     tokens_max: int
@@ -32,48 +32,48 @@ class Journal:
         """Append new tokens, ignore duplicates, and return the number of new tokens.
 
         Raises:
-            JournalError: on an index gap, more than `tokens_max` tokens, new tokens or another
-                ending after the end, or tokens of which only some have log probabilities. The
-                journal is then unchanged.
+            JournalError: on an index gap, more than `tokens_max` tokens, new tokens or a different
+                finish after the end, or if only some tokens have log probabilities. The journal is
+                then unchanged.
         """
         next_index = len(self.token_ids)
         if event.first_index < 0 or event.first_index > next_index:
             raise JournalError(f"token index is {event.first_index}, but {next_index} was expected")
-        # After a re-attach, events may repeat tokens that are known already: skip them.
-        fresh = event.token_ids[next_index - event.first_index :]
+        # After the gateway re-attaches to a worker, events may repeat tokens: skip these.
+        new_ids = event.token_ids[next_index - event.first_index :]
         if self.finish is not None:
-            if fresh or event.finish not in (None, self.finish):
+            if new_ids or event.finish not in (None, self.finish):
                 raise JournalError("an event arrived after the end of the request")
             return 0
-        if next_index + len(fresh) > self.tokens_max:
+        if next_index + len(new_ids) > self.tokens_max:
             raise JournalError(f"more than the allowed {self.tokens_max} tokens arrived")
         if event.logprobs or self.has_logprobs or event.prompt_logprobs:
-            self._note_logprobs(event, len(fresh))
-        self.token_ids.extend(fresh)
+            self._add_logprobs(event, len(new_ids))
+        self.token_ids.extend(new_ids)
         if event.finish is not None:
             self.finish = event.finish
             self.message = event.message
-        return len(fresh)
+        return len(new_ids)
 
     def reopen(self) -> None:
-        """Clear the ending, because another worker resumes the request after these tokens."""
+        """Clear `finish`, because another worker resumes the request after these tokens."""
         self.finish, self.message = None, ""
 
     def take_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Return and drop the log probabilities since the last call."""
+        """Return and remove the log probabilities since the last call."""
         if not self.logprobs:
             return ()
         taken, self.logprobs = self.logprobs, []
         return taken
 
-    def _note_logprobs(self, event: TokenEvent, fresh: int) -> None:
+    def _add_logprobs(self, event: TokenEvent, new_tokens: int) -> None:
         rows = event.logprobs
         if rows and len(rows) != len(event.token_ids):
             raise JournalError(f"{len(event.token_ids)} tokens came with {len(rows)} logprobs")
-        if fresh and bool(rows) != self.has_logprobs and self.token_ids:
+        if new_tokens and bool(rows) != self.has_logprobs and self.token_ids:
             raise JournalError("only some tokens came with log probabilities")
-        if fresh and rows:
+        if new_tokens and rows:
             self.has_logprobs = True
-            self.logprobs.extend(rows[len(rows) - fresh :])
+            self.logprobs.extend(rows[len(rows) - new_tokens :])
         if event.prompt_logprobs and not self.prompt_logprobs:
             self.prompt_logprobs = event.prompt_logprobs

@@ -1,4 +1,4 @@
-"""Bounded queue of frames to write to a peer."""
+"""Bounded queue of protobuf frames for the writer of a gRPC stream."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from services.gateway.vocabulary.errors import QueueFull
 T = TypeVar("T", bound=Message)
 
 FRAMES_MAX = 16_384
-"""Most queued frames; a peer that reads too slowly for that counts as hung."""
+"""Maximum queued frames. The owner of a full outbox treats its peer as hung."""
 BYTES_MAX = 16 * 2**20
-"""Queued bytes at which callers of `room` block."""
+"""Bytes in the outbox from which on callers of `room` wait."""
 ROOM_TIMEOUT_S = 10.0
 
 
 class Outbox(Generic[T]):
-    """Frames for a peer; their bytes count until they are written."""
+    """Frames for a peer. Their bytes count until `release`, also after `take`."""
 
     def __init__(self, bytes_max: int = BYTES_MAX, room_timeout_s: float = ROOM_TIMEOUT_S) -> None:
         self._bytes_max = bytes_max
@@ -48,9 +48,10 @@ class Outbox(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
-        """Wait until there is room for a frame of any size; only a single caller enters at a time.
+        """Wait until a large frame may be put; the callers enter the block one after another.
 
-        So the outbox exceeds its bound by at most a frame. Urgent frames are put without waiting.
+        So large frames exceed the bound by at most one frame. Small, urgent frames (aborts) are
+        put without `room`.
 
         Raises:
             QueueFull: if there is no room within the timeout.
@@ -77,20 +78,20 @@ class Outbox(Generic[T]):
             raise QueueFull("the worker accepts requests too slowly; retry later") from None
 
     def close(self) -> None:
-        """Release all callers of `room`, because nothing is written any more."""
+        """Let all callers of `room` enter, because the stream has ended."""
         self._bytes_max = sys.maxsize
         self._room.set()
 
     async def take(self, many: Callable[[], bool]) -> tuple[list[T], int]:
-        """Wait for frames; remove the oldest, or all if `many`; returns them and their bytes."""
+        """Wait for frames and remove the oldest, or all if `many()`; returns frames and bytes."""
         while not self._frames:
             self._nonempty.clear()
             await self._nonempty.wait()
         taken = [self._frames.popleft() for _ in range(len(self._frames) if many() else 1)]
         return [frame for frame, _ in taken], sum(frame_bytes for _, frame_bytes in taken)
 
-    def written(self, size_bytes: int) -> None:
-        """Note that taken frames of `size_bytes` have been written."""
+    def release(self, size_bytes: int) -> None:
+        """Release the bytes of taken frames, which have been written."""
         self._count(-size_bytes)
 
     def _count(self, size_bytes: int) -> None:

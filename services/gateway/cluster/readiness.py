@@ -1,4 +1,8 @@
-"""Readiness: whether this gateway and the cluster behind it can serve requests."""
+"""Computes whether this gateway and the cluster behind it can serve requests, for /ready.
+
+A group is a set of workers that runs a copy of the model together; it is stable while it is not
+in a change of its members or layers.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +18,7 @@ POLL_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Workers and groups, and sentences about what is missing until the gateway is ready."""
+    """Counts of workers and groups, and a sentence for each condition that is not met."""
 
     workers_expected: int | None
     workers_registered: int
@@ -30,8 +34,9 @@ class Readiness:
 class ReadinessProbe:
     """Computes readiness from local state, without calls to other services.
 
-    At start-up the gateway is not ready until `workers_expected` workers serve, or until `wait_s`
-    seconds after a request could first be scheduled, because a worker may be lost for good.
+    Start-up ends when `workers_expected` workers serve. It also ends `wait_s` seconds after a
+    request could first be scheduled, since a worker may never start. Without `workers_expected`
+    there is no start-up phase.
     """
 
     def __init__(
@@ -49,8 +54,8 @@ class ReadinessProbe:
         self._expected = workers_expected
         self._wait_s = wait_s
         self._clock = clock
-        self._awaits_workers = workers_expected is not None
-        self._serving_since_s: float | None = None
+        self._awaits_workers = workers_expected is not None  # True during start-up
+        self._first_serving_s: float | None = None
 
     async def run(self) -> None:
         """Poll until start-up is over, so that `wait_s` starts without any probe of /ready."""
@@ -59,41 +64,41 @@ class ReadinessProbe:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def evaluate(self) -> Readiness:
-        """The readiness now."""
+        """Compute the readiness and update the start-up state."""
         heartbeat = self._admission.heartbeat
         # The scheduler counts groups of all models, the view only groups of this gateway's model.
-        stable = self._view.serving_groups()
-        serving = min(heartbeat.groups_serving, stable) if heartbeat is not None else 0
+        stable_groups = self._view.serving_groups()
+        serving = min(heartbeat.groups_serving, stable_groups) if heartbeat is not None else 0
         registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
         missing = []
         if self._drain.leaving:
             missing.append("this gateway is shutting down")
-        self._note_serving(serving)
+        self._end_startup_after_wait(serving)
         if self._awaits_workers:
-            missing += self._awaited(registered, in_groups)
-        groups = max(1, stable) if self._awaits_workers else 1
+            missing += self._missing_workers(registered, in_groups)
+        groups = max(1, stable_groups) if self._awaits_workers else 1
         if heartbeat is None:
             missing.append("the scheduler does not answer")
-        elif not stable:
+        elif not stable_groups:
             missing.append("no group of the model is stable")
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
-        # Once ready, the loss of a worker must not take the gateway out of service.
+        # End start-up for good: a worker that is lost later must not make the gateway unready.
         self._awaits_workers = self._awaits_workers and bool(missing)
         return Readiness(self._expected, registered, serving, tuple(missing))
 
-    def _note_serving(self, serving: int) -> None:
-        """End start-up if requests could be scheduled for `wait_s`."""
+    def _end_startup_after_wait(self, serving: int) -> None:
+        """End start-up if `wait_s` seconds have passed since a group first served."""
         if not serving:
             return
         now_s = self._clock()
-        if self._serving_since_s is None:
-            self._serving_since_s = now_s
-        if now_s - self._serving_since_s >= self._wait_s:
+        if self._first_serving_s is None:
+            self._first_serving_s = now_s
+        if now_s - self._first_serving_s >= self._wait_s:
             self._awaits_workers = False
 
-    def _awaited(self, registered: int, in_groups: int) -> list[str]:
-        """What a starting cluster still waits for: registrations, then membership in groups."""
+    def _missing_workers(self, registered: int, in_groups: int) -> list[str]:
+        """The unmet start-up condition: first registrations, then membership in groups."""
         expected = self._expected or 0
         if registered < expected:
             return [f"{registered} of {expected} workers have registered"]
@@ -102,7 +107,7 @@ class ReadinessProbe:
         return []
 
     def ready(self) -> bool:
-        """Whether requests are accepted; see `Readiness.ready`."""
+        """Whether /ready succeeds; see `Readiness.ready`."""
         return self.evaluate().ready
 
     def healthy(self) -> bool:

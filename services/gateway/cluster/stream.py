@@ -1,4 +1,4 @@
-"""Shared parts of the long-lived gRPC streams to the scheduler and workers."""
+"""Shared parts of the long-lived gRPC streams to the scheduler and workers: writer and errors."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Message)
 
 
 class StreamBroken(Exception):
-    """The stream has ended or must be closed."""
+    """The stream has ended, or its owner closes it; the text is the reason."""
 
 
 async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) -> None:
@@ -29,7 +29,7 @@ async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) 
             frames, size_bytes = await outbox.take(lambda: headers.done() and headers.result())
             for message in packed(frames):
                 await call.write(message)
-            outbox.written(size_bytes)
+            outbox.release(size_bytes)
     except asyncio.InvalidStateError as error:
         raise StreamBroken("the stream has ended") from error
     finally:

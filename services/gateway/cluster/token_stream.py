@@ -1,4 +1,8 @@
-"""Buffers the tokens of a request between its worker and its client."""
+"""Buffers the tokens of a request between its worker and its client.
+
+Terms: the link is the gRPC stream to a worker; a request moves when its group changes and another
+worker continues it; the epoch numbers the states of a group.
+"""
 
 import asyncio
 
@@ -14,28 +18,29 @@ from services.gateway.vocabulary.message import Finish, TokenEvent, UnreadTokens
 
 
 class StaleEpoch(Exception):
-    """The worker serves another epoch than the assignment: the request must be admitted again."""
+    """The worker's group is no longer in the assignment's epoch: get another assignment."""
 
 
 class Returned(Exception):
-    """The worker returned the request for another assignment: no room to start, or KV lost."""
+    """The worker returned the request for another assignment, for example for lack of memory."""
 
 
 class KvLost(Returned):
-    """The worker returned the request because its KV was lost with a member of the group."""
+    """The worker returned the request because a member of its group failed with parts of its KV."""
 
 
 class TokenStream:
     """The tokens of a started request: written by the worker's link, read at the client's pace.
 
-    While the request moves to another worker, the stream is detached and survives a lost link.
+    From a move until the new worker's first event the stream is detached: a lost link does not end
+    it then.
     """
 
     def __init__(self, journal: Journal, record: ChoiceRecord) -> None:
-        """`journal` has the output so far, all read. `record.segments` ends with the worker."""
+        """`journal` has the output of earlier workers. `record.segments` ends with this worker."""
         self.record = record
         self._attached = True
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # wakes `wait_reattached`
         journal.reopen()
         self._journal = journal
         self._read_index = len(journal.token_ids)
@@ -60,22 +65,22 @@ class TokenStream:
 
     @property
     def attached(self) -> bool:
-        """False from a move until the first event of the new worker, else True."""
+        """False from a move until the first event of the new worker."""
         return self._attached
 
     def move(self) -> None:
-        """Detach the stream: the request has moved to another worker, which is still silent."""
+        """Detach the stream, because the request has moved to another worker."""
         self._attached = False
         self._changed.clear()
 
-    async def settled(self) -> bool:
+    async def wait_reattached(self) -> bool:
         """Wait for the new worker's first event or the end; returns False if the link is lost."""
         await self._changed.wait()
         self._changed.clear()
         return self._attached or self.over
 
     def lose(self, error: GatewayError) -> None:
-        """Note that the link to the worker is lost; ends the stream unless it is detached."""
+        """Handle the loss of the link: end the stream, unless it is detached."""
         if self._attached:
             self.fail(error)
         else:
@@ -100,7 +105,7 @@ class TokenStream:
             self._changed.set()
 
     async def next(self) -> UnreadTokens:
-        """Wait for and return all tokens since the last call, with the ending if reached.
+        """Wait for and return all tokens since the last call, with the finish if reached.
 
         Raises:
             StaleEpoch: if the request must be admitted again, as its group has changed.
@@ -111,13 +116,13 @@ class TokenStream:
             if not self._readable:
                 await self._wait_readable()
             self._readable = False
-            fresh = self._take()
-            if fresh.finish is not None:
-                return fresh
+            unread = self._take()
+            if unread.finish is not None:
+                return unread
             # Return tokens that came before a failure first; the next call raises the failure.
-            if fresh.token_ids:
+            if unread.token_ids:
                 self._readable = self.over
-                return fresh
+                return unread
             self._raise_failure()
 
     def _wake_reader(self) -> None:
@@ -126,7 +131,7 @@ class TokenStream:
             self._reader.set_result(None)
 
     async def _wait_readable(self) -> None:
-        # A future is cheaper than an Event: there is a single reader, which waits for each token.
+        # Not an Event: a future costs less CPU time, and the single reader waits for each token.
         self._reader = asyncio.get_running_loop().create_future()
         try:
             await self._reader

@@ -23,17 +23,17 @@ from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
 _REASONS = {
-    number: RefusalReason(word)
-    for number, word in value_names(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
+    number: RefusalReason(name)
+    for number, name in value_names(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
 }
 _ASSIGNMENT = Codec(Assignment, scheduler_pb2.Assignment)
 _STEP_PHASES = value_names(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
 UNKNOWN = "unknown"
-"""Name for enum values of newer versions."""
+"""Name for enum values of newer versions, which this version does not know."""
 
 
 def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
-    """An Ask for the scheduler."""
+    """The frame that asks the scheduler for a worker; `waited_s`: the request's age in seconds."""
     failed = ask.failed
     return scheduler_pb2.AdmitRequest(
         ask=scheduler_pb2.Ask(
@@ -59,12 +59,12 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
 
 
 def withdraw_frame(request_id: str) -> scheduler_pb2.AdmitRequest:
-    """A Withdraw for the scheduler."""
+    """The frame that withdraws an ask from the scheduler's queue."""
     return scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id))
 
 
 def load_frame(load: load_pb2.WorkerLoad) -> scheduler_pb2.AdmitRequest:
-    """A worker's load for the scheduler."""
+    """The frame that forwards a worker's load to the scheduler."""
     return scheduler_pb2.AdmitRequest(load=load)
 
 
@@ -94,7 +94,7 @@ def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
 
 
 def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
-    """The cluster as the memory manager sees it."""
+    """The memory manager's report of workers, groups and its decisions."""
     return ClusterStatus(
         workers=tuple(map(unchecked_memory_report, answer.workers)),
         groups=tuple(group for record in answer.groups if (group := to_group(record)) is not None),
@@ -108,12 +108,12 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
 
 
 def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
-    """A step of a change of groups; an unknown phase counts as a failure."""
+    """A progress step of a merge or split; an unknown phase counts as a failure."""
     return GroupStep(_STEP_PHASES.get(step.phase, "failed"), step.epoch, step.message)
 
 
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
-    """Fields of a worker's status row from its registration; mostly empty without one."""
+    """The fields of a worker's status row that come from its registration, if it has one."""
     if record is None:
         return {"paced": None, "engine": None}
     has_shape = record.HasField("shape")
@@ -135,8 +135,8 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
 
 def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:
     """The decision as `tideserve status --json` shows it."""
-    shown = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return shown | {
+    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return fields | {
         "action": _short_name(memmgr_pb2.DecisionAction.DESCRIPTOR, message.action),
         "cause": _short_name(memmgr_pb2.DecisionCause.DESCRIPTOR, message.cause),
         "group_ids": list(message.group_ids),

@@ -1,4 +1,8 @@
-"""Translates between the gateway's own types and the protobufs of the worker API."""
+"""Translates between the gateway's own types and the protobufs of the worker API.
+
+A gateway starts, aborts and attaches requests by frames of the stream Generate; workers reply with
+token events.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,17 +23,18 @@ from services.gateway.vocabulary.message import Finish, Moved, TokenEvent, Worke
 from tideserve.worker.v1 import worker_pb2
 
 _FINISHES = {
-    number: Finish[word.upper()]
-    for number, word in value_names(worker_pb2.FinishReason, "FINISH_REASON").items()
+    number: Finish[name.upper()]
+    for number, name in value_names(worker_pb2.FinishReason, "FINISH_REASON").items()
 }
 
 
 def start_frame(
-    request: Request, place: Assignment, now_s: float, coalesced: bool = False
+    request: Request, assignment: Assignment, now_s: float, coalesced: bool = False
 ) -> worker_pb2.GenerateRequest:
-    """A Start for the leader of `place`; `now_s` is on the clock of `request.arrival_s`.
+    """The frame that starts a request at its assigned worker, the leader of a group.
 
-    `coalesced`: the worker may send many tokens at once.
+    `now_s` is on the clock of `request.arrival_s`. `coalesced`: the worker may send the tokens of
+    several iterations in one event.
     """
     limits = worker_pb2.Limits(
         max_tokens=request.limits.max_tokens,
@@ -39,8 +44,8 @@ def start_frame(
     return worker_pb2.GenerateRequest(
         start=worker_pb2.Start(
             request_id=request.request_id,
-            group_id=place.group_id,
-            epoch=place.epoch,
+            group_id=assignment.group_id,
+            epoch=assignment.epoch,
             prompt_ids=request.prompt_ids,
             sampling=_sampling(request.sampling),
             limits=limits,
@@ -50,7 +55,7 @@ def start_frame(
             cache_salt=request.cache_salt,
             logprobs=_logprob_options(request.logprobs),
             choice=request.choice,
-            returnable=place.returnable,
+            returnable=assignment.returnable,
             resumable=request.resumable,
             output_ids=request.output_ids,
             delivery=_delivery(coalesced),
@@ -103,14 +108,14 @@ def _logprob_options(options: LogprobOptions) -> worker_pb2.LogprobOptions | Non
 
 
 def abort_frame(request_id: str) -> worker_pb2.GenerateRequest:
-    """An Abort for a worker."""
+    """The frame that aborts a request."""
     return worker_pb2.GenerateRequest(abort=worker_pb2.Abort(request_id=request_id))
 
 
 def attach_frame(
     request_id: str, moved: Moved, from_index: int, coalesced: bool = False
 ) -> worker_pb2.GenerateRequest:
-    """An Attach for the worker that `moved` names; `coalesced` as in `start_frame`."""
+    """The frame that asks a moved request's new worker for its tokens from `from_index` on."""
     return worker_pb2.GenerateRequest(
         attach=worker_pb2.Attach(
             request_id=request_id,
@@ -147,11 +152,11 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
 class _Logprobs(Sequence[TokenLogprobs]):
     """Log probabilities of tokens, converted lazily, because a long prompt has many."""
 
-    def __init__(self, rows: Sequence[worker_pb2.TokenLogprobs]) -> None:
-        self._rows = rows
+    def __init__(self, messages: Sequence[worker_pb2.TokenLogprobs]) -> None:
+        self._messages = messages
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._messages)
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs: ...
@@ -161,16 +166,16 @@ class _Logprobs(Sequence[TokenLogprobs]):
 
     def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
         if isinstance(index, slice):
-            return _Logprobs(self._rows[index])
-        return _token_logprobs(self._rows[index])
+            return _Logprobs(self._messages[index])
+        return _token_logprobs(self._messages[index])
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        return map(_token_logprobs, self._rows)
+        return map(_token_logprobs, self._messages)
 
 
-def _token_logprobs(rows: worker_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(zip(rows.top_ids, rows.top_logprobs, strict=False))
-    return TokenLogprobs(rows.logprob, rows.rank, top)
+def _token_logprobs(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(message.top_ids, message.top_logprobs, strict=False))
+    return TokenLogprobs(message.logprob, message.rank, top)
 
 
 def _moved(moved: worker_pb2.Moved) -> Moved:

@@ -1,6 +1,7 @@
-"""Token streams from workers, over a multiplexed gRPC stream per worker address.
+"""Runs requests at workers, over one gRPC stream (link) per worker address.
 
-When a request moves to another worker, its stream continues from there; the client sees no break.
+A request may move: when its group of workers changes, another worker adopts it. The gateway then
+attaches to the new worker, and the request's token stream continues after the last received token.
 """
 
 import asyncio
@@ -30,20 +31,20 @@ from tideserve.worker.v1 import worker_pb2
 
 REATTACH_S = 0.2
 UNREACHED_MAX = 5
-"""After this many consecutive connections without a reply, the worker is presumed dead."""
+"""Consecutive connections without a reply after which a moved request's worker counts as dead."""
 GONE_SILENT_S = STALLED_S
-"""An unregistered worker that is silent for this long is presumed dead."""
+"""Seconds without a message after which an unregistered worker counts as dead."""
 LARGE_IDS = 4096
-"""Token ids per request above which packing would block the event loop for too long."""
+"""Token ids per request above which several encodings in a row would block the event loop."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _OpenStream:
-    """A token stream, the link that carries it, and the epoch of its assignment or last move.
+    """A token stream, the link that carries it, and the group epoch of its worker.
 
-    `coalesced`: the worker may send many tokens at once.
+    `coalesced`: the worker may send the tokens of several iterations in one event.
     """
 
     request_id: str
@@ -68,7 +69,7 @@ class WorkerClient:
     ) -> None:
         """`known_addresses` returns the addresses of the registered workers.
 
-        A moved stream fails if its new worker is unreachable or silent for `attach_timeout_s`.
+        A moved stream fails if its new worker sends no event within `attach_timeout_s`.
         `on_moved` is called for each stream that moves to another worker. `on_load` is called with
         a worker's load before the requests in the same message end here.
         """
@@ -89,11 +90,11 @@ class WorkerClient:
         return len(self._open_streams)
 
     async def run(self) -> None:
-        """Own the links until cancelled; then fail the remaining streams."""
+        """Run the tasks of all links until cancelled; then fail the remaining streams."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                # Wait forever: `_link` and `_note_moved` add tasks to the group.
+                # Wait forever: `_link` and `_follow_move` add tasks to the group.
                 await asyncio.get_running_loop().create_future()
         finally:
             for opened in self._open_streams.values():
@@ -103,24 +104,25 @@ class WorkerClient:
     async def open(
         self,
         request: Request,
-        place: Assignment,
+        assignment: Assignment,
         record: ChoiceRecord,
         journal: Journal,
         coalesced: bool = False,
     ) -> AsyncIterator[TokenStream]:
-        """Start `request` at the worker of `place`; leaving early aborts it at its current worker.
+        """Start `request` at its assigned worker; leaving the block early aborts the request.
 
-        Each worker that runs it adds a segment to `record`. `journal` has the output that `request`
-        resumes from, and receives new tokens; with `coalesced`, many at once.
+        Each worker that runs the request adds a segment to `record`. `journal` has the output of
+        earlier workers and receives new tokens. `coalesced`: the worker may send the tokens of
+        several iterations in one event.
 
         Raises:
             QueueFull: if the worker reads its stream too slowly.
         """
-        async with self._link(place.address).room():
-            if _ids_of(request) > LARGE_IDS:
-                # Pack large requests in separate turns of the event loop, so that others can run.
+        async with self._link(assignment.address).room():
+            if _token_id_count(request) > LARGE_IDS:
+                # Encode large requests in separate turns of the event loop, so that others can run.
                 await asyncio.sleep(0)
-            opened = self._start(request, place, record, journal, coalesced)
+            opened = self._start(request, assignment, record, journal, coalesced)
         stream = opened.stream
         try:
             yield stream
@@ -137,23 +139,22 @@ class WorkerClient:
     def _start(
         self,
         request: Request,
-        place: Assignment,
+        assignment: Assignment,
         record: ChoiceRecord,
         journal: Journal,
         coalesced: bool,
     ) -> _OpenStream:
+        worker_id, group_id, epoch = assignment.worker_id, assignment.group_id, assignment.epoch
         first = len(journal.token_ids)
         record.segments.append(
-            WorkerSegment(
-                place.worker_id, place.group_id, place.epoch, monotonic_s(), first_index=first
-            )
+            WorkerSegment(worker_id, group_id, epoch, monotonic_s(), first_index=first)
         )
         stream = TokenStream(journal, record)
-        link = self._link(place.address)
-        opened = _OpenStream(request.request_id, stream, link, place.epoch, coalesced)
+        link = self._link(assignment.address)
+        opened = _OpenStream(request.request_id, stream, link, epoch, coalesced)
         self._open_streams[request.request_id] = opened
-        frame = translate_worker.start_frame(request, place, monotonic_s(), coalesced)
-        self._bind(opened, place.address, frame)
+        frame = translate_worker.start_frame(request, assignment, monotonic_s(), coalesced)
+        self._bind(opened, assignment.address, frame)
         failpoint.hit("gateway.started")
         return opened
 
@@ -161,7 +162,7 @@ class WorkerClient:
         """Addresses of workers that are unreachable from here; see `CircuitBreaker.avoided`."""
         return self._breaker.avoided(monotonic_s())
 
-    def workers_changed(self) -> None:
+    def notify_workers_change(self) -> None:
         """Notify the client that `known_addresses` may have changed."""
         self._breaker.keep_only(self._known_addresses())
         for link in list(self._links.values()):
@@ -170,7 +171,7 @@ class WorkerClient:
     def _bind(self, opened: _OpenStream, address: str, frame: worker_pb2.GenerateRequest) -> None:
         """Bind a stream to the link to `address` and send its first frame there.
 
-        Later frames of its previous link are ignored.
+        Later frames of the previous link are ignored.
         """
         opened.link.streams.pop(opened.request_id, None)
         opened.link = self._link(address)
@@ -180,15 +181,15 @@ class WorkerClient:
     def _abort(self, request_id: str, address: str) -> None:
         self._link(address).send(translate_worker.abort_frame(request_id))
 
-    def _note_moved(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
-        """Follow a request that the worker of `link` has handed over to another worker."""
+    def _follow_move(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
+        """Attach to the worker that has adopted a request of the worker of `link`."""
         opened = self._open_streams.get(request_id)
         if opened is None or opened.stream.over:
-            # The request was aborted here or at another gateway, after it had moved: forward the
-            # abort, or the new worker would run it in vain.
+            # The request has ended here while it moved: abort it at the new worker, which would
+            # otherwise run it in vain.
             self._abort(request_id, moved.address)
             return
-        # While detached, a move of a newer epoch wins, whichever link reports it.
+        # Until the new worker replies, also accept a later move (newer epoch) from another link.
         newer = not opened.stream.attached and moved.epoch > opened.epoch
         if opened.link is not link and not newer:
             return
@@ -209,12 +210,12 @@ class WorkerClient:
         unreached = 0
         try:
             async with timeout(self._attach_timeout_s):
-                while not await opened.stream.settled():
+                while not await opened.stream.wait_reattached():
                     if moved.address not in self._known_addresses():
                         self._fail_move(opened, moved, "is gone")
                         return
                     # Only connections without any reply count against the worker.
-                    unreached = 0 if opened.link.answered else unreached + 1
+                    unreached = 0 if opened.link.has_replied else unreached + 1
                     if unreached == UNREACHED_MAX:
                         self._fail_move(opened, moved, "is unreachable")
                         return
@@ -223,9 +224,9 @@ class WorkerClient:
         except TimeoutError:
             self._fail_move(opened, moved, "stopped responding")
 
-    def _fail_move(self, opened: _OpenStream, moved: Moved, why: str) -> None:
+    def _fail_move(self, opened: _OpenStream, moved: Moved, reason: str) -> None:
         self._abort(opened.request_id, moved.address)
-        opened.stream.fail(WorkerLost(f"the worker that adopted this request {why}; retry"))
+        opened.stream.fail(WorkerLost(f"the worker that adopted this request {reason}; retry"))
 
     def _attach(self, opened: _OpenStream, moved: Moved) -> None:
         failpoint.hit("gateway.attach.sent")
@@ -249,7 +250,7 @@ class WorkerClient:
     async def _watch_vanished(self, link: WorkerLink) -> None:
         try:
             while link.usable and link.streams and link.address not in self._known_addresses():
-                left_s = link.heard_s + GONE_SILENT_S - monotonic_s()
+                left_s = link.last_message_s + GONE_SILENT_S - monotonic_s()
                 if left_s <= 0:
                     link.close()
                     return
@@ -262,7 +263,7 @@ class WorkerClient:
         if link is None or not link.usable:
             assert self._tasks is not None, "run() owns the links"
             link = self._links[address] = WorkerLink(
-                address, self._note_moved, self._on_load, self._breaker, self._dial
+                address, self._follow_move, self._on_load, self._breaker, self._dial
             )
             # Use a new context: the link outlives the request that opens it and its trace.
             task = self._tasks.create_task(link.run(), name=f"worker {address}", context=Context())
@@ -274,22 +275,23 @@ class WorkerClient:
             del self._links[link.address]
 
 
-def _ids_of(request: Request) -> int:
+def _token_id_count(request: Request) -> int:
     ids = request.prompt_ids, request.output_ids, request.sampling.allowed_token_ids
     return sum(map(len, ids))
 
 
 def _record_move(stream: TokenStream, moved: Moved) -> None:
     now_s, record = monotonic_s(), stream.record
-    left = record.segments[-1]
-    left.ended_s = now_s
+    previous = record.segments[-1]
+    previous.ended_s = now_s
+    # Link the request's trace to the trace of the group change that caused the move.
     change = parse_traceparent(moved.traceparent)
     link = (
         SpanLink(change, {genai.GROUP: moved.group_id, genai.EPOCH: moved.epoch})
         if change
         else None
     )
-    record.moves.append(RequestMove(now_s, left.worker_id, moved, link))
+    record.moves.append(RequestMove(now_s, previous.worker_id, moved, link))
     segment = WorkerSegment(moved.worker_id, moved.group_id, moved.epoch, now_s)
     segment.first_index, segment.moved = stream.next_index, True
     record.segments.append(segment)

@@ -1,4 +1,4 @@
-"""The gRPC stream to a worker, with all requests of this gateway there."""
+"""Runs the gRPC stream to a worker (a link), which carries all requests of this gateway there."""
 
 import asyncio
 import contextlib
@@ -23,6 +23,7 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 PAUSE_FIRST_S = 1.0
+"""Seconds for which an unreachable worker is avoided after its first failure."""
 PAUSE_MAX_S = 30.0
 
 
@@ -36,14 +37,15 @@ class _Failure:
 class CircuitBreaker:
     """Tracks worker addresses (host:port) whose last connection failed.
 
-    An unreachable worker runs nothing, so the scheduler would prefer it. Asks therefore avoid it
-    for a pause that doubles with each failure, like Envoy's outlier ejection.
+    A worker that is unreachable from here looks idle to the scheduler, which would prefer it. Asks
+    to the scheduler therefore list it as avoided, for a pause that doubles with each failure, like
+    Envoy's outlier ejection.
     """
 
     _failures: dict[str, _Failure] = field(default_factory=dict)
 
     def record_failure(self, address: str, now_s: float) -> None:
-        """Note that a connection ended without a reply of the worker."""
+        """Start or double the pause, because a connection ended without a reply of the worker."""
         before = self._failures.get(address)
         if before is not None and now_s < before.until_s:
             return  # the connection was opened before the pause: do not extend it
@@ -51,11 +53,11 @@ class CircuitBreaker:
         self._failures[address] = _Failure(now_s + pause_s, pause_s)
 
     def record_success(self, address: str) -> None:
-        """Note that the worker has replied."""
+        """End the pause, because the worker has replied."""
         self._failures.pop(address, None)
 
     def keep_only(self, addresses: Set[str]) -> None:
-        """Forget all other addresses."""
+        """Remove all other addresses."""
         for address in self._failures.keys() - addresses:
             del self._failures[address]
 
@@ -83,11 +85,11 @@ class WorkerLink:
         breaker: CircuitBreaker,
         dial: Dial,
     ) -> None:
-        """`on_moved` is called with the id of each request that the worker has handed over.
+        """`on_moved` is called with this link and each request that another worker has adopted.
 
-        `on_load` is called with the worker's load before the requests in the same message end.
-        `breaker` records whether the worker replies. `answered`: the worker has replied on this
-        link. `heard_s`: time of its last message, initially of the link's creation.
+        `on_load` is called with the worker's load before the events of the same message are
+        applied. `breaker` records whether the worker replies. `has_replied`: the worker has replied
+        on this link. `last_message_s`: time of its last message, initially of the link's creation.
         """
         self.address = address
         self._on_moved = on_moved
@@ -97,8 +99,8 @@ class WorkerLink:
         self.streams: dict[str, TokenStream] = {}
         self._outbox: Outbox[worker_pb2.GenerateRequest] = Outbox()
         self._stop = asyncio.Event()
-        self.answered = False
-        self.heard_s = monotonic_s()
+        self.has_replied = False
+        self.last_message_s = monotonic_s()
 
     @property
     def usable(self) -> bool:
@@ -106,14 +108,14 @@ class WorkerLink:
         return not self._stop.is_set()
 
     def send(self, frame: worker_pb2.GenerateRequest) -> None:
-        """Queue a frame; if the outbox is full, the worker hangs, so close the link."""
+        """Queue a frame, or close the link if the outbox is full, since the worker hangs."""
         if self._outbox.full:
             self._stop.set()
         else:
             self._outbox.put(frame)
 
     def room(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait until there is room to send a request; raises QueueFull on timeout."""
+        """Wait for room in the outbox, to send a request in the block; see `Outbox.room`."""
         return self._outbox.room()
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class WorkerLink:
         self._stop.set()
 
     async def run(self) -> None:
-        """Hold the stream until it breaks or is closed; then fail all requests on it."""
+        """Run the stream until it breaks or is closed; then fail all requests on it."""
         reason = "cancelled"
         try:
             async with self._dial(self.address, "worker") as channel:
@@ -131,27 +133,27 @@ class WorkerLink:
                         tasks.create_task(write_all(call, self._outbox))
                         tasks.create_task(self._read(call))
                         tasks.create_task(self._wait_for_stop())
-                        tasks.create_task(self._wait_for_answer(call))
+                        tasks.create_task(self._wait_for_reply(call))
                 finally:
                     call.cancel()
         except* (StreamBroken, grpc.aio.AioRpcError) as group:
             reason = cause(group)
-            if not (self.answered or self._stop.is_set()):
+            if not (self.has_replied or self._stop.is_set()):
                 self._breaker.record_failure(self.address, monotonic_s())
         finally:
             self._stop.set()
             self._outbox.close()
             log.info("link to the worker at %s ended: %s", self.address, reason)
             error = WorkerLost(
-                "the worker of this request was lost; retry the request", reached=self.answered
+                "the worker of this request was lost; retry the request", reached=self.has_replied
             )
             for stream in self.streams.values():
                 stream.lose(error)
 
     async def _read(self, call: GenerateCall) -> None:
         async for frame in call:
-            self.heard_s = monotonic_s()
-            # Forward the load first: a client that retries at once needs an up-to-date scheduler.
+            self.last_message_s = monotonic_s()
+            # Forward the load first, so that the scheduler knows it when a client retries at once.
             if frame.HasField("load"):
                 self._on_load(frame.load)
             for event in translate_worker.token_events(frame):
@@ -170,12 +172,12 @@ class WorkerLink:
         if event.moved is not None:
             self._on_moved(self, event.request_id, event.moved)
 
-    async def _wait_for_answer(self, call: GenerateCall) -> None:
-        """Wait for the worker's initial metadata, which it sends as soon as the call arrives."""
+    async def _wait_for_reply(self, call: GenerateCall) -> None:
+        """Wait for the initial metadata, which a worker sends as soon as the call arrives."""
         await call.initial_metadata()
         # A failed call has empty metadata and is done.
         if not call.done():
-            self.answered = True
+            self.has_replied = True
             self._breaker.record_success(self.address)
 
     async def _wait_for_stop(self) -> None:

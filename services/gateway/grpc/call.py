@@ -1,4 +1,8 @@
-"""Reads and writes of a gRPC call."""
+"""Reads and writes the messages of a public gRPC call.
+
+A call waits from its start until its message arrives; it occupies no request slot then, so waiting
+calls are limited per client (`CallLimits`).
+"""
 
 import asyncio
 import contextlib
@@ -22,7 +26,7 @@ MESSAGE_TIMEOUT_S = 5.0
 STREAM_IDLE_S = 300.0
 """Timeout for the next request on a stream of requests."""
 SMALL_BYTES_MAX = 64 * 2**10
-"""Largest message of calls that are not counted as requests."""
+"""Maximum message size of calls that occupy no request slot."""
 
 # Messages are raw bytes: the callers parse them after a check of their size.
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -32,10 +36,10 @@ M = TypeVar("M", bound=Message)
 
 
 class Call:
-    """Reads and writes of a call.
+    """Reads and writes the messages of a call.
 
-    Sends the initial metadata together with the first message: once a client has received headers,
-    its library never retries the call, whatever the status.
+    Sends the initial metadata only with the first message: a client's library does not retry a call
+    after it has received the initial metadata.
     """
 
     def __init__(
@@ -56,12 +60,13 @@ class Call:
         self.identify = identify
         self.limits = limits
         self.limit_key = record.limit_key
-        # Counts the call as waiting until its message is here or the call ends: gRPC keeps reading.
-        self._unread = contextlib.AsyncExitStack()
+        # Holds the slot of a waiting call until its message arrives or the call ends. A timeout
+        # does not release it, because gRPC continues to read the message.
+        self._waiting = contextlib.AsyncExitStack()
         self._metadata_sent = False
         self._write_lock = asyncio.Lock()
         self._operations: set[asyncio.Task[Any]] = set()
-        # Bytes of the message in flight.
+        # Bytes of the message that is being written.
         self.unread_bytes = 0
         # Output tokens of the first choice sent so far.
         self.tokens_sent = 0
@@ -102,21 +107,21 @@ class Call:
             QueueFull: if the client has too many waiting calls.
             BadRequest: if the client sends no message.
         """
-        await self._unread.enter_async_context(self.limits.waiting(self.limit_key))
+        await self._waiting.enter_async_context(self.limits.waiting(self.limit_key))
         data = await self.read(MESSAGE_TIMEOUT_S)
-        await self._unread.aclose()
+        await self._waiting.aclose()
         if data is None:
             raise BadRequest("the call has no message; send a request message")
         return data
 
     async def close(self) -> None:
-        """Release the waiting slot; the server's part of the call is complete."""
-        await self._unread.aclose()
+        """Release the slot of a waiting call."""
+        await self._waiting.aclose()
 
     async def read_small(self, kind: type[M]) -> M:
         """The message of a cheap call, such as a cancellation.
 
-        Such a call needs no request slot: it must work on a full gateway, as it may end a request.
+        Such a call occupies no request slot: a cancellation must work on a full gateway.
 
         Raises:
             GatewayError: if the message is missing, late, too large or invalid.
@@ -130,8 +135,8 @@ class Call:
 
     async def _write(self, message: Message) -> None:
         data = message.SerializeToString()
-        # Serialise the writes of a stream's requests. A cancelled request's write keeps the lock
-        # until it completes, since gRPC writes on.
+        # Serialise the writes of a stream's requests. If a request is cancelled, gRPC still
+        # completes its write, so only `_written` releases the lock.
         await self._write_lock.acquire()
         self.unread_bytes = len(data)
         writing = self._operation(self._write_with_metadata(data))
@@ -149,14 +154,14 @@ class Call:
         await self._context.write(data)
 
     def _operation(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run a gRPC operation in a task of its own, which ends with the call at the latest."""
+        """Run a gRPC operation in a separate task, which ends with the call at the latest."""
         # Never cancel a started operation: gRPC's core would write into freed memory.
         task = asyncio.ensure_future(work)
         self._operations.add(task)
-        task.add_done_callback(self._end)
+        task.add_done_callback(self._discard)
         return task
 
-    def _end(self, task: "asyncio.Task[Any]") -> None:
+    def _discard(self, task: "asyncio.Task[Any]") -> None:
         self._operations.discard(task)
         if not task.cancelled():
             # Retrieve the exception: asyncio logs exceptions that no task awaits.

@@ -1,7 +1,7 @@
-"""Per-client limits of gRPC calls that occupy no request slot.
+"""Limits the gRPC calls of each client that occupy no request slot.
 
-A call costs its client nothing while it neither sends nor reads a message, and gRPC's server cannot
-end a stalled call. So stalled calls are counted by client (`limit_key`, see RequestRecord).
+A client may hold calls open without sending or reading a message, and gRPC's server cannot end such
+calls. So they are counted by client (`limit_key`: the owner of the API key, or an address).
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from services.gateway.vocabulary.errors import QueueFull
 WAITING_MAX = 2048
 """Maximum calls per client that wait for their message."""
 READING_MAX = 32
-"""Maximum waiting calls per client whose message gRPC reads into memory at a time."""
+"""Maximum waiting calls per client whose message gRPC may read into memory at a time."""
 STREAMS_MAX = 32
 """Maximum open streams of requests per client; gRPC reads each of them at all times."""
 PARKED_MAX = 64
 """Maximum parked calls per client: completed calls whose client does not read the response."""
 PARKED_BYTES = 256 * 2**10
-"""Unread bytes that count as another parked call."""
+"""Unread bytes of a parked call for which it counts as one more call."""
 ALL_MAX = 8192
-"""Maximum calls of each kind, all clients together; each client may always have a single call."""
+"""Maximum calls of each kind of all clients; beyond it, a client may still have a single call."""
 READ_SLOT_TIMEOUT_S = 30.0
 
 
@@ -43,7 +43,7 @@ class CallLimits:
         self._parked = ConcurrencyLimit(PARKED_MAX, ALL_MAX)
         self._reading_max = reading_max
         self._slot_timeout_s = slot_timeout_s
-        # By client: slots for reading messages; entries vanish with their last holder.
+        # Slots for reading messages, by client; an entry is removed with its last user.
         self._read_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @property

@@ -1,7 +1,4 @@
-"""Errors as gRPC statuses with the details of google.rpc.
-
-Their HTTP statuses are the `status` of each class in services/gateway/vocabulary/errors.py.
-"""
+"""Converts errors to gRPC statuses with the details of google.rpc."""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +18,7 @@ DOMAIN = "tideserve"
 STREAM_LOST = "STREAM_LOST"
 PUSHBACK = "grpc-retry-pushback-ms"
 MESSAGE_BYTES_MAX = 1024
-"""Longest error message. The trailers repeat it three times, encoded, within 8 KiB."""
+"""Maximum error message: trailers are limited to 8 KiB and repeat it up to three times, encoded."""
 
 TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     GatewayError: grpc.StatusCode.INTERNAL,
@@ -76,7 +73,7 @@ def status_of(
     metadata = {"http_status": str(error.status)}
     if error.param is not None:
         metadata["param"] = error.param
-    # ABORTED in place of a retryable code: a blind retry would start a second response.
+    # After the first tokens, use ABORTED: clients would retry other codes and start a new response.
     if next_index is not None and code in _LOST:
         metadata |= {"cause": reason, "next_index": str(next_index)}
         code, reason = grpc.StatusCode.ABORTED, STREAM_LOST

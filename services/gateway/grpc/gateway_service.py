@@ -1,4 +1,4 @@
-"""The methods of tideserve.gateway.v1.GatewayService."""
+"""Implements tideserve.gateway.v1.GatewayService, the typed gRPC API."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -9,7 +9,7 @@ from services.gateway.api.chat import chat_of
 from services.gateway.api.completion import completion_of
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.api.tokens import Detokenize, ReadBody
+from services.gateway.api.tokens import Detokenize, ParsedBody
 from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.grpc import translate
 from services.gateway.grpc.call import Call, parsed
@@ -23,9 +23,9 @@ from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
-A = TypeVar("A", bound=ReadBody)
+A = TypeVar("A", bound=ParsedBody)
 Parse = Callable[[bytes, UnknownFields], A]
-"""Parses a call's message into a request body; notes its unknown fields."""
+"""Parses a call's message into a request body; adds its unknown fields to the second argument."""
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 
 
@@ -73,8 +73,8 @@ class GatewayService:
         async with self._request(call, _tokenize_body) as body:
             token_ids = await serving.preparer.token_ids(body, call.record)
             max_model_len = serving.preparer.max_model_len()
-            answer = pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
-            await call.client.send(answer)
+            response = pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+            await call.client.send(response)
 
     async def Detokenize(self, call: Call) -> None:
         async with self._request(call, _detokenize_body) as body:

@@ -1,7 +1,7 @@
-"""grpc.health.v1 without authentication: probes of a platform carry no key.
+"""Serves grpc.health.v1 without authentication, since a platform's probes send no key.
 
-Replaces the library's servicer, which answers an invalid message with the text of an exception and
-waits for a missing message without a timeout.
+Replaces the library's servicer, which replies to an invalid message with the text of an exception
+and waits for a missing message without a timeout.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ READING_MAX = 8
 """Probes per address whose message is read at a time; gRPC may hold 4 MiB for each."""
 WATCHING_MAX = 16
 """Maximum watches per address."""
-Answer = health_pb2.HealthCheckResponse
+Response = health_pb2.HealthCheckResponse
 M = TypeVar("M", bound=Message)
 
 
@@ -40,7 +40,7 @@ def health_methods(health: HealthServicer) -> dict[str, Method]:
 
 
 class _Probes:
-    """Answers unauthenticated calls under limits of their own, apart from those of requests."""
+    """Serves unauthenticated calls, under limits of their own."""
 
     def __init__(self, health: HealthServicer) -> None:
         self._health = health
@@ -58,12 +58,14 @@ class _Probes:
                 param="service",
                 code="service_not_found",
             )
-        await call.client.send(Answer(status=statuses[name]))
+        await call.client.send(Response(status=statuses[name]))
 
     async def list(self, call: Call) -> None:
         """Send the status of all services."""
         await self._read(call, health_pb2.HealthListRequest)
-        statuses = {name: Answer(status=status) for name, status in self._health.statuses().items()}
+        statuses = {
+            name: Response(status=status) for name, status in self._health.statuses().items()
+        }
         await call.client.send(health_pb2.HealthListResponse(statuses=statuses))
 
     async def watch(self, call: Call) -> None:
@@ -75,7 +77,7 @@ class _Probes:
             with self._watches.entered(call.limit_key):
                 async with contextlib.aclosing(self._health.changes(name)) as changes:
                     async for status in changes:
-                        await call.client.send(Answer(status=status))
+                        await call.client.send(Response(status=status))
         except TooManyWatchers as error:
             raise QueueFull(str(error)) from None
 

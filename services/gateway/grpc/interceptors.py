@@ -1,7 +1,8 @@
-"""The interceptor of every public gRPC call: request id, authentication, dispatch, errors, log.
+"""Intercepts every public gRPC call: request id, authentication, dispatch, errors, log.
 
-It replaces gRPC's dispatch of registered methods: until a call is authenticated, it reaches no
-other code of the gateway and none of its messages is read. Unknown methods are refused.
+Replaces gRPC's dispatch of registered methods: before its authentication, a call reaches no other
+code of the gateway, and none of its messages is read. Unknown methods are refused. A call is parked
+while only unread messages remain, since gRPC's server cannot end it.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from services.gateway.grpc.errors import abort, status_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.principal import Principal
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.request_record import HUNG_UP, RequestRecord
+from services.gateway.records.request_record import CLIENT_DISCONNECTED, RequestRecord
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.service_policy import SLO_HEADERS
 from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute
@@ -64,7 +65,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._metrics = metrics
         self._stall_s = stall_s
         self._limits = CallLimits()
-        metrics.count_calls(self._limits.by_kind)
+        metrics.export_calls(self._limits.by_kind)
 
     async def intercept_service(
         self,
@@ -83,10 +84,10 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         refusal = self._refusal(method, identify, record)
         traced = refusal is None and method is not None and not method.public
         self._recorder.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
-        answer = partial(self._answer, method, record, identify, refusal)
-        # Unary and streaming calls look alike on the wire. A stream handler without a deserialiser
-        # leaves it to `Call` when to read each message, as raw bytes.
-        return grpc.stream_stream_rpc_method_handler(answer)
+        handler = partial(self._handle, method, record, identify, refusal)
+        # Use a stream handler for unary calls too, as they have the same wire format: without a
+        # deserialiser it lets `Call` decide when to read each message, as raw bytes.
+        return grpc.stream_stream_rpc_method_handler(handler)
 
     def _refusal(
         self, method: Method | None, identify: Callable[[], Principal], record: RequestRecord
@@ -102,7 +103,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             return error
         return None
 
-    async def _answer(
+    async def _handle(
         self,
         method: Method | None,
         record: RequestRecord,
@@ -120,20 +121,20 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 await self._run(method, refusal, call)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
             except GatewayError as error:
-                failure = self._note(error, call), error
+                failure = self._record_failure(error, call), error
             except ClientGone:
-                self._hang_up(call, counted=not probe)
+                self._record_disconnect(call, counted=not probe)
             except asyncio.CancelledError:
-                self._hang_up(call, counted=not probe)
+                self._record_disconnect(call, counted=not probe)
                 raise
             finally:
                 await call.close()
                 if recorded:
                     self._recorder.close(record, record.path if method is not None else "other")
-        # After the record: the client decides how long the following steps take.
+        # Close the record first: the client determines the duration of the following steps.
         if failure is not None:
             await self._fail(*failure, call, context)
-        elif record.status == HUNG_UP:
+        elif record.status == CLIENT_DISCONNECTED:
             await self._park(call, context)
 
     async def _run(self, method: Method | None, refusal: GatewayError | None, call: Call) -> None:
@@ -152,17 +153,17 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             log.exception("a call failed unexpectedly")
             raise GatewayError("internal error of the gateway; retry") from error
 
-    def _note(self, error: GatewayError, call: Call) -> status_pb2.Status:
-        """Record a failure; return the status for the client."""
+    def _record_failure(self, error: GatewayError, call: Call) -> status_pb2.Status:
+        """Record and count a failure; return the status for the client."""
         record, begun = call.record, call.client.started
         record.fail(error)
         next_index = call.tokens_sent if begun else None
         status = status_of(error, record.client_request_id, next_index)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if begun:
-            self._metrics.stream_failed(error.code or "error")
+            self._metrics.count_failed_stream(error.code or "error")
         else:
-            self._metrics.refused(error, record.service_class)
+            self._metrics.count_refusal(error, record.service_class)
         return status
 
     async def _fail(
@@ -170,7 +171,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """Send the error. Raises gRPC's exception that ends a call.
 
-        The error follows the unread messages, so a client that does not read parks the call.
+        The call counts as parked while the client has not read the messages before the error.
         """
         with contextlib.ExitStack() as stack:
             if call.unread_bytes:
@@ -178,18 +179,15 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, status, error, call.metadata())
 
     async def _park(self, call: Call, context: Context) -> None:
-        """Park the call of a client that stopped reading, until the client ends it.
-
-        gRPC cannot end such a call. Its request is over; only an unread message remains.
-        """
+        """Count the call of a client that stopped reading as parked, until the client ends it."""
         with self._limits.parked(call.limit_key, call.unread_bytes):
             await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
 
-    def _hang_up(self, call: Call, counted: bool) -> None:
-        call.record.hang_up()
+    def _record_disconnect(self, call: Call, counted: bool) -> None:
+        call.record.note_disconnect()
         call.record.grpc_code = grpc.StatusCode.CANCELLED.name
         if call.client.started and counted:
-            self._metrics.stream_failed("client_gone")
+            self._metrics.count_failed_stream("client_gone")
 
 
 def _authorization(metadata: Mapping[str, str | bytes]) -> str | None:

@@ -1,6 +1,6 @@
-"""The methods of KServe's inference.GRPCInferenceService.
+"""Implements methods of KServe's inference.GRPCInferenceService.
 
-The interceptor refuses that protocol's other methods, like every unknown method.
+The interceptor refuses the other methods of the protocol as unknown.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ from tideserve.kserve.v2 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 NAME = PLATFORM = "tideserve"
-AT_ONCE_MAX = 64
-"""Concurrent requests of a stream; further messages are not read until a request completes."""
+STREAM_REQUESTS_MAX = 64
+"""Maximum concurrent requests of a stream; further messages are read once a request completes."""
 _TYPES = {"BYTES": pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL}
 
 
@@ -88,16 +88,16 @@ class KserveService:
 
     async def ServerMetadata(self, call: Call) -> None:
         await call.read_small(pb.ServerMetadataRequest)
-        answer = pb.ServerMetadataResponse(
+        response = pb.ServerMetadataResponse(
             name=NAME, version=installed_version(), extensions=["model_configuration"]
         )
-        await call.client.send(answer)
+        await call.client.send(response)
 
     async def ModelMetadata(self, call: Call) -> None:
         request = await call.read_small(pb.ModelMetadataRequest)
         self._check(request.name, request.version, call)
         tensor = pb.ModelMetadataResponse.TensorMetadata
-        answer = pb.ModelMetadataResponse(
+        response = pb.ModelMetadataResponse(
             name=request.name,
             versions=[translate.VERSION],
             platform=PLATFORM,
@@ -107,7 +107,7 @@ class KserveService:
             ],
             outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in translate.OUTPUTS],
         )
-        await call.client.send(answer)
+        await call.client.send(response)
 
     async def ModelConfig(self, call: Call) -> None:
         request = await call.read_small(pb.ModelConfigRequest)
@@ -160,20 +160,20 @@ class KserveService:
                 call.client.watched(cancel_scope),
             ):
                 async with asyncio.TaskGroup() as tasks:
-                    await self._answer_all(call, tasks)
+                    await self._serve_stream(call, tasks)
         except BaseExceptionGroup as group:
             if (error := first_gateway_error(group)) is not None:
                 raise error from None
             raise
 
-    async def _answer_all(self, call: Call, tasks: asyncio.TaskGroup) -> None:
+    async def _serve_stream(self, call: Call, tasks: asyncio.TaskGroup) -> None:
         """Serve requests until the client ends its stream or the gateway drains.
 
         Raises:
             BodyTimeout: if the stream is idle for too long.
             Unauthorized: if the client's key was revoked, after the running requests.
         """
-        slots = asyncio.Semaphore(AT_ONCE_MAX)
+        slots = asyncio.Semaphore(STREAM_REQUESTS_MAX)
         running: set[asyncio.Task[None]] = set()
         drained = tasks.create_task(self._drained())
         refusal: Unauthorized | None = None
@@ -181,7 +181,7 @@ class KserveService:
             # Back-pressure: read no message without a free slot.
             await slots.acquire()
             reading = tasks.create_task(call.read())
-            data = await _next(reading, drained, running)
+            data = await _next_message(reading, drained, running)
             if data is None:
                 break
             # Authenticate each message: the key may be revoked while the stream is open.
@@ -190,8 +190,8 @@ class KserveService:
             except Unauthorized as error:
                 refusal = error
                 break
-            task = tasks.create_task(self._answer(call, principal, _StreamedMessage(data)))
-            # Drop the references: only the request's task shall hold the message.
+            task = tasks.create_task(self._serve_request(call, principal, _StreamedMessage(data)))
+            # Delete the references, so that the request's task can free the message.
             del data, reading
             running.add(task)
             task.add_done_callback(running.discard)
@@ -207,8 +207,10 @@ class KserveService:
     async def _drained(self) -> None:
         await self._serving.drain.draining_started.wait()
 
-    async def _answer(self, call: Call, principal: Principal, message: "_StreamedMessage") -> None:
-        """Serve a request of a stream; it is recorded like a separate call."""
+    async def _serve_request(
+        self, call: Call, principal: Principal, message: "_StreamedMessage"
+    ) -> None:
+        """Serve a request of a stream, with a record of its own."""
         record = self._recorder.open(call.record.path, call.record.given_id)
         record.principal, record.slo_headers = principal, call.record.slo_headers
         record.address = call.record.address
@@ -220,7 +222,7 @@ class KserveService:
             except GatewayError as error:
                 await self._refuse(call, record, message.request_id, error)
             except asyncio.CancelledError:
-                record.hang_up()
+                record.note_disconnect()
                 raise
             finally:
                 self._recorder.close(record, record.path)
@@ -232,8 +234,8 @@ class KserveService:
             message.parsed(inference)
             make = _StreamWriter if inference.stream else _InferenceWriter
 
-            async def send(answer: pb.ModelInferResponse) -> None:
-                await call.client.send(pb.ModelStreamInferResponse(infer_response=answer))
+            async def send(response: pb.ModelInferResponse) -> None:
+                await call.client.send(pb.ModelStreamInferResponse(infer_response=response))
 
             writer = make(inference, send, final=True)
             await serving.respond(body, record, lease, writer, timeout_s=call.remaining_s)
@@ -245,9 +247,9 @@ class KserveService:
         status = status_of(error, record.client_request_id)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if record.first_token_s is None:
-            self._serving.metrics.refused(error, record.service_class)
+            self._serving.metrics.count_refusal(error, record.service_class)
         else:
-            self._serving.metrics.stream_failed(error.code or "error")
+            self._serving.metrics.count_failed_stream(error.code or "error")
         await call.client.send(translate.error_response(status.message, request_id))
 
     def _parse(self, data: bytes) -> tuple[Inference, TakenOnce[GenerationRequest]]:
@@ -288,7 +290,7 @@ class _StreamedMessage:
         return self._id
 
 
-async def _next(
+async def _next_message(
     reading: "asyncio.Task[bytes | None]",
     drained: "asyncio.Task[None]",
     running: Collection["asyncio.Task[None]"],
@@ -350,10 +352,10 @@ class _StreamWriter:
         # Skip tokens of incomplete text: the response has no token ids.
         if piece.text or reason is not None:
             final = reason is not None
-            answer = translate.response_of(
+            response = translate.response_of(
                 self._inference, [piece.text], [str(reason) if final else ""], final
             )
-            await self._send(answer)
+            await self._send(response)
 
     async def finish(self, usage: Usage) -> None:
-        """Do nothing, see Writer: the last piece carries the final flag."""
+        """Do nothing: the response of the last piece has the final flag."""

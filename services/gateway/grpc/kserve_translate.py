@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 VERSION = "1"
 """The version of every model."""
 ID_CHARS_MAX = 1024
-"""Longest request id in characters; the id stays in memory until the response."""
+"""Maximum characters of a request id, which stays in memory until the response."""
 FINAL = "triton_final_response"
 OUTPUTS = ("text_output", "finish_reason")
 # Datatypes of the inputs.
@@ -32,7 +32,7 @@ INPUTS = {
     "exclude_input_in_output": "BOOL",
     "return_finish_reason": "BOOL",
 }
-# Ignored: Triton's parameters for queues and streams, without effect on the output.
+# Triton's parameters for queues and streams, which have no effect on the output and are ignored.
 _CONTROL = frozenset(
     {
         "binary_data_output",
@@ -49,7 +49,8 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") == "string" or any(map(_takes_text, schema.get("anyOf", ())))
 
 
-# Fields that accept text. Text in other fields is JSON: Triton's examples send numbers as text.
+# Fields whose value may be text. Text in other fields is parsed as JSON: Triton's examples send
+# numbers as text.
 _TEXT = frozenset(
     name
     for name, schema in CompletionRequest.model_json_schema()["properties"].items()
@@ -60,7 +61,10 @@ _ENDPOINT = frozenset({"model", "prompt", "stream", "stream_options"})
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """The form of the response. `prefix` precedes the text; `outputs`: the requested tensors."""
+    """The form of the response. `prefix`: the prompt, if the text starts with it, else "".
+
+    `outputs`: names of the requested tensors.
+    """
 
     model: str
     request_id: str
@@ -108,7 +112,7 @@ def check_version(version: str) -> None:
 
 
 def _includes_prompt(values: Mapping[str, Any], stream: bool) -> bool:
-    """Whether the text starts with the prompt: like Triton's vLLM backend, unless streamed."""
+    """Whether the text starts with the prompt, as in Triton's vLLM backend; never in a stream."""
     excluded = values.get("exclude_input_in_output")
     if stream and excluded is False:
         raise BadRequest(
@@ -196,7 +200,7 @@ def _sampling(text: str | None, parameters: Mapping[str, pb.InferParameter]) -> 
     }
     if text is not None:
         given |= parse_object(text, "'sampling_parameters'", "sampling_parameters")
-    # These have a place of their own in the request; a second value would be ambiguous.
+    # Inputs of the request have these values; a second value would be ambiguous.
     for name in given.keys() & _ENDPOINT:
         raise BadRequest(f"'{name}' is not a sampling parameter; send it as an input", param=name)
     return {name: _typed(name, value) for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""The public gRPC port: server, methods, and shutdown."""
+"""Runs the public gRPC port: server, methods, reflection and shutdown."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from services.common.address import join_address
 from services.common.errors import ConfigError
-from services.common.grpc_client import MESSAGE_BYTES_MAX as ANSWER_BYTES_MAX
+from services.common.grpc_client import MESSAGE_BYTES_MAX as RESPONSE_BYTES_MAX
 from services.common.health import HealthServicer
 from services.common.tls import CertificateFiles, CertificateSource
 from services.common.transport import server_credentials
@@ -43,12 +43,12 @@ def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
     """
     return (
         ("grpc.max_receive_message_length", BODY_BYTES_MAX),
-        ("grpc.max_send_message_length", ANSWER_BYTES_MAX),
+        ("grpc.max_send_message_length", RESPONSE_BYTES_MAX),
         ("grpc.max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.max_concurrent_streams", STREAMS_MAX),
-        # The probe grants fast clients megabytes of window on each unread stream: 512 streams held
-        # 1.5 GB with it and 45 MB without it. Messages that are read still arrive at once.
+        # No bandwidth probe: it would grant megabytes of window on streams that no handler reads.
+        # 512 streams held 1.5 GB with it and 45 MB without it.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),
         ("grpc.max_connection_age_grace_ms", int(longest_call_s * 1000)),
@@ -62,7 +62,7 @@ def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
 
 
 class PublicServer:
-    """Serves clients over gRPC at `host`:`port` (0: any free one)."""
+    """Serves clients over gRPC at `host`:`port`; port 0: any free port."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ def reflection_methods(services: Iterable[str]) -> dict[str, Method]:
     servicer = reflection.ReflectionServicer((*services, reflection.SERVICE_NAME))
 
     async def reflect(call: Call) -> None:
-        # An idle caller is done: end the call without an error.
+        # End the call of an idle client without an error.
         with call.limits.stream(call.limit_key), contextlib.suppress(BodyTimeout):
             while (data := await call.read(IDLE_S)) is not None:
                 request = decoded(reflection_pb2.ServerReflectionRequest, data)
-                for answer in servicer.ServerReflectionInfo(iter((request,)), None):
-                    await call.client.send(answer)
+                for response in servicer.ServerReflectionInfo(iter((request,)), None):
+                    await call.client.send(response)
 
     return {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": Method(reflect)}
 
@@ -186,10 +186,10 @@ class GrpcPort:
         await self._stopping
 
 
-def front_certificates(
+def public_certificates(
     ca: Path | None, cert: Path | None, key: Path | None
 ) -> CertificateSource | None:
-    """The certificate of HTTPS, and the CA of clients' certificates; None: no TLS.
+    """TLS of the port: HTTPS's certificate and a CA for client certificates; None: no TLS.
 
     Raises:
         ConfigError: if the files are invalid.

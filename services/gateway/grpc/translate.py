@@ -25,7 +25,7 @@ _ROLES = value_names(pb.Role, "ROLE")
 _MODES = value_names(pb.ToolMode, "TOOL_MODE")
 _CLASSES = value_names(service_pb2.ServiceClass, "SERVICE_CLASS")
 _FINISH_REASONS = {
-    word: number for number, word in value_names(pb.FinishReason, "FINISH_REASON").items()
+    name: number for number, name in value_names(pb.FinishReason, "FINISH_REASON").items()
 }
 # Fields of Sampling with the same form in the OpenAI API.
 _PLAIN = (
@@ -64,7 +64,7 @@ def completion_fields(request: pb.CompleteRequest) -> Fields:
     """The equivalent body of the HTTP API. Raises BadRequest."""
     fields = _common(request)
     prompts = [_prompt(prompt) for prompt in request.prompts]
-    # A single prompt goes without a list, so that errors name the field without an index.
+    # Pass a single prompt without a list, so that errors name the field without an index.
     fields["prompt"] = prompts[0] if len(prompts) == 1 else prompts
     sampling = request.sampling
     if sampling.logprobs:
@@ -145,7 +145,7 @@ def _options(options: pb.Options) -> Fields:
 
 
 def _message(message: pb.Message, where: str) -> Fields:
-    # Pass an unknown role on as its number, which the field's check refuses by name.
+    # Keep the number of an unknown role: the field's check then refuses it.
     fields: Fields = {"role": _ROLES.get(message.role, message.role)} if message.role else {}
     match message.WhichOneof("content"):
         case "text":
@@ -271,10 +271,12 @@ def stop_reason(reason: int | str | None) -> pb.StopReason | None:
     return pb.StopReason(token_id=reason)
 
 
-def logprobs(notes: Iterable[TokenWithLogprobs], texts: TokenTexts) -> list[pb.TokenLogprob]:
+def logprobs(tokens: Iterable[TokenWithLogprobs], texts: TokenTexts) -> list[pb.TokenLogprob]:
     """Log probabilities of tokens. The first token of a prompt has none and is skipped."""
     return [
-        _logprob(note.token_id, note.logprobs, texts) for note in notes if note.logprobs is not None
+        _logprob(token.token_id, token.logprobs, texts)
+        for token in tokens
+        if token.logprobs is not None
     ]
 
 

@@ -1,4 +1,4 @@
-"""Unknown fields of protobuf messages: from newer clients, or mistakes."""
+"""Finds unknown fields of protobuf messages, which newer clients and mistakes cause."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,8 +12,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.grpc.call import decoded
 
-LOOKED_AT_MAX = 1000
-"""Maximum nested messages, and fields, to search for unknown fields; clients may send millions."""
+SEARCHED_MAX = 1000
+"""Maximum nested messages, and maximum fields, that are searched; clients may send millions."""
 
 M = TypeVar("M", bound=Message)
 
@@ -33,25 +33,25 @@ def decoded_known(kind: type[M], data: bytes, unknown: UnknownFields) -> M:
     whole = decoded(kind, data)
     if whole.ByteSize() == size:
         return message
-    names = list(islice(_unknown_in(whole), LOOKED_AT_MAX))
+    names = list(islice(_unknown_in(whole), SEARCHED_MAX))
     for number, inside in names:
-        unknown.note(f"field-{number}", inside)
+        unknown.add(f"field-{number}", inside)
     if not names:
-        unknown.note("field-of-a-long-message")
+        unknown.add("field-of-a-long-message")
     return message
 
 
 def _unknown_in(message: Message) -> Iterator[tuple[int, str]]:
     """The number of each unknown field and the path of its message, breadth first."""
     waiting = deque([(message, "")])
-    for _ in range(LOOKED_AT_MAX):
+    for _ in range(SEARCHED_MAX):
         if not waiting:
             return
         nested, path = waiting.popleft()
         fields = UnknownFieldSet(nested)
         yield from ((fields[index].field_number, path) for index in range(len(fields)))
         for field, value in nested.ListFields():
-            waiting += islice(_inner(field, value, f"{path}." if path else ""), LOOKED_AT_MAX)
+            waiting += islice(_inner(field, value, f"{path}." if path else ""), SEARCHED_MAX)
 
 
 def _inner(field: FieldDescriptor, value: Any, prefix: str) -> Iterable[tuple[Message, str]]:

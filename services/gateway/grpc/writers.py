@@ -1,4 +1,4 @@
-"""Writers of the typed API's responses, complete and streamed."""
+"""Writes the responses of the typed gRPC API, complete and streamed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -46,13 +46,13 @@ class _WholeWriter:
         size = sum(
             count_logprobs(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
         )
-        answer = await self._pool.run(partial(self._answer, usage), size)
-        await self._call.client.send(answer)
+        response = await self._pool.run(partial(self._response, usage), size)
+        await self._call.client.send(response)
 
-    def _answer(self, usage: Usage) -> Message:
+    def _response(self, usage: Usage) -> Message:
         raise NotImplementedError
 
-    def _ending(self, output: Output) -> dict[str, Any]:
+    def _choice_fields(self, output: Output) -> dict[str, Any]:
         """Fields that chat and completion choices share."""
         return {
             "token_ids": output.token_ids,
@@ -61,31 +61,33 @@ class _WholeWriter:
             "logprobs": translate.logprobs(output.logprobs, self._texts),
         }
 
-    def _tail(self, usage: Usage) -> dict[str, Any]:
-        return self._head | _end(usage, self._call.record)
+    def _response_fields(self, usage: Usage) -> dict[str, Any]:
+        return self._head | _end_fields(usage, self._call.record)
 
 
 class ChatWriter(_WholeWriter):
     """Writes the response of Chat."""
 
-    def _answer(self, usage: Usage) -> Message:
+    def _response(self, usage: Usage) -> Message:
         choices = [
             pb.ChatChoice(
                 index=index,
                 message=translate.assistant_message(output.parsed),
-                **self._ending(output),
+                **self._choice_fields(output),
             )
             for index, output in enumerate(self._outputs.all)
         ]
         # All choices have the same prompt.
         prompt = translate.logprobs(self._outputs.all[0].prompt_logprobs, self._texts)
-        return pb.ChatResponse(choices=choices, prompt_logprobs=prompt, **self._tail(usage))
+        return pb.ChatResponse(
+            choices=choices, prompt_logprobs=prompt, **self._response_fields(usage)
+        )
 
 
 class CompletionWriter(_WholeWriter):
     """Writes the response of Complete."""
 
-    def _answer(self, usage: Usage) -> Message:
+    def _response(self, usage: Usage) -> Message:
         choices = [
             pb.CompletionChoice(
                 index=index,
@@ -93,13 +95,13 @@ class CompletionWriter(_WholeWriter):
                 prompt_logprobs=translate.logprobs(
                     with_top(output.prompt_logprobs, choice.prompt_top), self._texts
                 ),
-                **self._ending(output),
+                **self._choice_fields(output),
             )
             for index, (choice, output) in enumerate(
                 zip(self._choices, self._outputs.all, strict=True)
             )
         ]
-        return pb.CompleteResponse(choices=choices, **self._tail(usage))
+        return pb.CompleteResponse(choices=choices, **self._response_fields(usage))
 
 
 StreamResponse = type[pb.StreamChatResponse] | type[pb.StreamCompleteResponse]
@@ -155,8 +157,8 @@ class MessageStreamWriter:
         )
 
     async def finish(self, usage: Usage) -> None:
-        ending = self._kind(**_end(usage, self._call.record))
-        self._last.MergeFrom(ending)
+        last_fields = self._kind(**_end_fields(usage, self._call.record))
+        self._last.MergeFrom(last_fields)
         await self._send(self._last)
 
     async def _send(self, message: Any) -> None:
@@ -173,7 +175,7 @@ def _head(prepared: PreparedRequest) -> dict[str, Any]:
     return {"id": prepared.response_id, "created": prepared.created, "model": prepared.model}
 
 
-def _end(usage: Usage, record: RequestRecord) -> dict[str, Any]:
+def _end_fields(usage: Usage, record: RequestRecord) -> dict[str, Any]:
     phases = record.phases
     return {
         "usage": pb.Usage(

@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP over FastAPI and uvicorn."""
+"""The HTTP APIs of OpenAI, Anthropic (Messages) and vLLM, over FastAPI and uvicorn."""

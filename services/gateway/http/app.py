@@ -1,4 +1,4 @@
-"""The ASGI application."""
+"""Builds the ASGI application of the public HTTP port: routes and middleware."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, cast
@@ -38,7 +38,7 @@ class CloseWhenDraining:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request."""
+        """Forward the request; add `connection: close` to its response if the gateway leaves."""
 
         def closing_send(message: Message) -> Awaitable[None]:
             if self._drain.leaving and message["type"] == "http.response.start":
@@ -56,7 +56,7 @@ class DirectDispatch:
 
     These endpoints read their bodies and send their errors themselves and need no dependency
     injection. FastAPI's wrapper was a tenth of the Python calls of a short request. The endpoints
-    stay registered in `app`, which documents them and answers other HTTP methods.
+    stay registered in `app`, for the OpenAPI description and for other HTTP methods.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:

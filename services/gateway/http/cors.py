@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 from services.common.errors import ConfigError
 
 ANY = "*"
-ASK_AGAIN_S = 600
+PREFLIGHT_CACHE_S = 600
+"""Seconds that a browser caches the response to a preflight request."""
 METHODS = ("GET", "POST")
 EXPOSED = (
     "idempotent-replayed",
@@ -53,5 +54,5 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_headers=[ANY],
         allow_credentials=False,
         expose_headers=EXPOSED,
-        max_age=ASK_AGAIN_S,
+        max_age=PREFLIGHT_CACHE_S,
     )

@@ -1,4 +1,4 @@
-"""OpenAPI descriptions of routes that parse their bodies themselves."""
+"""Builds OpenAPI descriptions for routes that parse their bodies without FastAPI."""
 
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -42,8 +42,8 @@ def describe_body(
 ) -> dict[str, Any]:
     """The `openapi_extra` of a route: request body and errors.
 
-    `policy`: ignored fields, for routes that generate. `passed_on`: names of chat fields that the
-    body shares. `error`: schema of error responses.
+    `policy`: accepted but ignored fields; None for routes that generate nothing. `passed_on`: names
+    of fields of /v1/chat/completions that the body may have. `error`: schema of error responses.
     """
     schema = _schema(kind)
     if passed_on:
@@ -75,7 +75,7 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 @cache
 def _generated(kind: type[BaseModel]) -> dict[str, Any]:
-    """Pydantic's schema of `kind`. Cached: it takes 10 to 40 ms, and routes share the chat's."""
+    """Pydantic's schema of `kind`. Cached, as it takes 10 to 40 ms and several routes need it."""
     return kind.model_json_schema()
 
 

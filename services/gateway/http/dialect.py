@@ -1,4 +1,7 @@
-"""Dialects of the generation endpoints: how each parses its request and writes its response."""
+"""The interface of dialects, and how they send their responses.
+
+A dialect is the request and response format of a generation endpoint, such as /v1/messages.
+"""
 
 import asyncio
 import contextlib
@@ -29,8 +32,8 @@ class StreamWriter(Writer, Protocol):
 class Dialect(Protocol):
     """The request and response format of an endpoint. Each instance serves a single request.
 
-    A dialect and its writers retain only the parts of the body that the response echoes: about
-    `kept_bytes` once the body is parsed.
+    A dialect and its writers retain only the parts of the body that the response repeats. These
+    take about `kept_bytes`, which is set once the body is parsed.
     """
 
     kept_bytes: int
@@ -67,7 +70,7 @@ async def send_body(client: WatchedClient[Message], body: bytes) -> None:
     await client.send({"type": "http.response.body", "body": b""})
 
 
-async def hang_up(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Raise ClientGone when the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -75,17 +78,17 @@ async def hang_up(receive: Receive) -> None:
 
 
 @contextlib.asynccontextmanager
-async def present(
+async def guard_client(
     client: WatchedClient[Message], receive: Receive, timeout_s: float = math.inf
 ) -> AsyncIterator[None]:
-    """Guard a block that sends to `client`.
+    """Cancel the block, which sends to `client`, when the client is gone.
 
     Raises:
         ClientGone: if the client disconnects, stalls, or takes longer than `timeout_s`.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            guard = tasks.create_task(hang_up(receive))
+            guard = tasks.create_task(wait_for_disconnect(receive))
             with CancelScope() as cancel_scope, client.watched(cancel_scope):
                 if timeout_s < math.inf:
                     cancel_scope.cancel_after(timeout_s, ClientGone())

@@ -1,4 +1,4 @@
-"""Error responses in the endpoint's dialect."""
+"""Writes error responses in the format of the endpoint's API."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, N
 def error_response(
     error: GatewayError, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response for an error, with Retry-After if a retry may succeed."""
+    """The response for an error, with Retry-After if the error states when to retry."""
     all_headers = dict(headers or {})
     # At least 1: Retry-After has whole seconds, and 0 would invite an immediate retry.
     if error.retry_after_s is not None:
@@ -48,7 +48,7 @@ def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Register handlers that answer every failure in the endpoint's dialect."""
+    """Register handlers for all errors, including FastAPI's own and unexpected exceptions."""
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(500, _crash)
@@ -77,6 +77,6 @@ async def _crash(request: Request, error: Exception) -> Response:
 def _response(
     request: Request, error: GatewayError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response for an error; notes the error in the request's record."""
+    """The response for an error; also sets the error in the request's record."""
     record_of(request.scope).fail(error)
     return error_response(error, request.scope, headers)

@@ -1,4 +1,4 @@
-"""The JSON of /v1/chat/completions and /v1/completions, streamed and complete."""
+"""Builds the JSON of /v1/chat/completions and /v1/completions, streamed and complete."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,11 +48,13 @@ class Envelope:
 def envelope_of(prepared: PreparedRequest, body_tier: str | None) -> Envelope:
     """The envelope of a response; `body_tier`: the request's `service_tier`.
 
-    Reports the tier if the request names a tier or its class is not the default.
+    Reports the tier if the request selects a tier or its class is not `standard`.
     """
     tier = TIERS[prepared.service_class]
-    shown = body_tier is not None or prepared.service_class is not ServiceClass.STANDARD
-    return Envelope(prepared.response_id, prepared.created, prepared.model, tier if shown else None)
+    reported = body_tier is not None or prepared.service_class is not ServiceClass.STANDARD
+    return Envelope(
+        prepared.response_id, prepared.created, prepared.model, tier if reported else None
+    )
 
 
 class Format(Protocol):
@@ -99,7 +101,7 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def has_event(self, piece: OutputPiece) -> bool:
-        """Skip pieces without content: markers of a tool call, and tokens of incomplete text."""
+        """False for pieces without content: markers of tool calls, tokens of incomplete text."""
         delta = piece.delta
         if delta is None:
             return bool(piece.text or piece.token_ids)
@@ -222,7 +224,7 @@ class CompletionFormat:
         return self._choice(index, OutputPiece("")) | {"prompt_token_ids": ids, "token_ids": []}
 
     def has_event(self, piece: OutputPiece) -> bool:
-        """Also send tokens of incomplete text: they show that the generation continues."""
+        """True also for tokens of incomplete text: they show that the generation continues."""
         return bool(piece.text or piece.token_ids)
 
     def chunk(self, index: int, piece: OutputPiece) -> dict[str, Any]:
@@ -255,8 +257,8 @@ class CompletionFormat:
         }
         # `logprobs` with `echo` and `prompt_logprobs` may request different numbers of top tokens.
         if self._prompt_top is not None:
-            notes = with_top(output.prompt_logprobs, self._prompt_top)
-            written["prompt_logprobs"] = self._logprobs.prompt(notes)
+            tokens = with_top(output.prompt_logprobs, self._prompt_top)
+            written["prompt_logprobs"] = self._logprobs.prompt(tokens)
         if self._wants_ids:
             written["prompt_token_ids"] = choice.request.prompt_ids
             written["token_ids"] = output.token_ids

@@ -1,4 +1,4 @@
-"""Log probabilities in the formats of the OpenAI API and of vLLM."""
+"""Formats log probabilities as the OpenAI API and vLLM do."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,41 +13,45 @@ from services.gateway.text.token_text import TokenTexts
 class LogprobFormat:
     """Formats log probabilities. `by_id`: write tokens as "token_id:42" instead of their text.
 
-    Serialises each token's entry at once: 100,000 tokens would be millions of objects, and encoding
-    them in a single call would hold the interpreter lock.
+    Encodes the JSON of each token separately: the entries of 100,000 tokens would be millions of
+    objects, and encoding them in a single call would hold the interpreter lock for long.
     """
 
     def __init__(self, texts: TokenTexts, by_id: bool) -> None:
         self._texts = texts
         self._by_id = by_id
 
-    def chat(self, notes: Iterable[TokenWithLogprobs]) -> dict[str, Any]:
+    def chat(self, tokens: Iterable[TokenWithLogprobs]) -> dict[str, Any]:
         """The format of /v1/chat/completions."""
         content = [
-            _written(
-                self._entry(note.token_id, note.logprobs.logprob)
-                | {"top_logprobs": [self._entry(*other) for other in note.logprobs.top]}
+            _encoded(
+                self._entry(token.token_id, token.logprobs.logprob)
+                | {"top_logprobs": [self._entry(*other) for other in token.logprobs.top]}
             )
-            for note in notes
-            if note.logprobs is not None
+            for token in tokens
+            if token.logprobs is not None
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, notes: Sequence[TokenWithLogprobs]) -> dict[str, Any]:
+    def completion(self, tokens: Sequence[TokenWithLogprobs]) -> dict[str, Any]:
         """The format of /v1/completions; the first token of a prompt has null values."""
         return {
-            "text_offset": [note.offset for note in notes],
-            "token_logprobs": [note.logprobs and finite(note.logprobs.logprob) for note in notes],
-            "tokens": [self._text(note.token_id) for note in notes],
+            "text_offset": [token.offset for token in tokens],
+            "token_logprobs": [
+                token.logprobs and finite(token.logprobs.logprob) for token in tokens
+            ],
+            "tokens": [self._text(token.token_id) for token in tokens],
             "top_logprobs": [
-                note.logprobs and _written(self._top(note.token_id, note.logprobs))
-                for note in notes
+                token.logprobs and _encoded(self._top(token.token_id, token.logprobs))
+                for token in tokens
             ],
         }
 
-    def prompt(self, notes: Iterable[TokenWithLogprobs]) -> list[msgspec.Raw | None]:
+    def prompt(self, tokens: Iterable[TokenWithLogprobs]) -> list[msgspec.Raw | None]:
         """vLLM's `prompt_logprobs`: the top tokens and the prompt's token, by token id."""
-        return [None if note.logprobs is None else _written(self._ranked(note)) for note in notes]
+        return [
+            None if token.logprobs is None else _encoded(self._ranked(token)) for token in tokens
+        ]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         if self._by_id:
@@ -63,19 +67,22 @@ class LogprobFormat:
         return self._texts.data(token_id).decode(errors="replace")
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-        """The top tokens and the token itself, by text; the first of equal texts counts."""
+        """Log probabilities of the top tokens and the token itself, by text.
+
+        Of several tokens with the same text, the first counts.
+        """
         top: dict[str, float] = {}
         for other, logprob in (*entry.top, (token_id, entry.logprob)):
             top.setdefault(self._text(other), finite(logprob))
         return top
 
-    def _ranked(self, note: TokenWithLogprobs) -> dict[str, Any]:
-        assert note.logprobs is not None
+    def _ranked(self, token: TokenWithLogprobs) -> dict[str, Any]:
+        assert token.logprobs is not None
         rows = {
             token_id: (logprob, rank)
-            for rank, (token_id, logprob) in enumerate(note.logprobs.top, 1)
+            for rank, (token_id, logprob) in enumerate(token.logprobs.top, 1)
         }
-        rows[note.token_id] = (note.logprobs.logprob, note.logprobs.rank)
+        rows[token.token_id] = (token.logprobs.logprob, token.logprobs.rank)
         return {
             str(token_id): {
                 "logprob": finite(logprob),
@@ -86,5 +93,5 @@ class LogprobFormat:
         }
 
 
-def _written(entry: dict[str, Any]) -> msgspec.Raw:
+def _encoded(entry: dict[str, Any]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(entry))

@@ -1,4 +1,4 @@
-"""The JSON of Anthropic's Messages API, streamed and complete."""
+"""Serves Anthropic's Messages API: routes and response JSON, streamed and complete."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
 INVALID_INPUT = "INVALID_JSON"
-"""Key for tool arguments that are not valid JSON."""
+"""Key under which tool arguments that are not valid JSON are sent as text."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
 _SERVICE_TIERS = {
     ServiceClass.INTERACTIVE: "priority",
@@ -70,7 +70,7 @@ class MessagesDialect:
 
 
 class MessageBuilder:
-    """Builds a message and its stream events from output pieces. Pure."""
+    """Builds a message and its stream events from output pieces. No I/O."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
@@ -87,14 +87,14 @@ class MessageBuilder:
         """Add output; return its events."""
         delta, events = piece.parsed, list[Event]()
         if delta.reasoning:
-            events += self._grow("thinking", delta.reasoning)
+            events += self._append("thinking", delta.reasoning)
         if delta.content:
-            events += self._grow("text", delta.content)
+            events += self._append("text", delta.content)
         for call in delta.tool_calls:
             events += self._call(call)
         if delta.finish_reason is not None:
             self._stop_reason = _STOP_REASONS[delta.finish_reason]
-            # Anthropic's API reports a stop string as a reason of its own.
+            # Anthropic's API has a separate stop reason for stop strings.
             if isinstance(piece.stop_reason, str):
                 self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
         return events
@@ -126,12 +126,12 @@ class MessageBuilder:
     def _no_output(self) -> Usage:
         return Usage(self._prepared.prompt_tokens, 0)
 
-    def _grow(self, kind: str, text: str) -> list[Event]:
+    def _append(self, kind: str, text: str) -> list[Event]:
         events = []
         if self._open is None or self._open.kind != kind:
             events += self._start(_ContentBlock(len(self._blocks), kind, _EMPTY[kind]))
         assert self._open is not None
-        return [*events, self._open.grow(text)]
+        return [*events, self._open.append(text)]
 
     def _call(self, delta: ToolCallDelta) -> list[Event]:
         events = []
@@ -140,7 +140,7 @@ class MessageBuilder:
             events += self._start(_ContentBlock(len(self._blocks), "tool_use", fields))
         assert self._open is not None, "a call's block stays open until the call ends"
         if delta.arguments:
-            events.append(self._open.grow(delta.arguments))
+            events.append(self._open.append(delta.arguments))
         return events + (self._close() if delta.ended else [])
 
     def _start(self, block: "_ContentBlock") -> list[Event]:
@@ -167,7 +167,7 @@ def _usage_body(usage: Usage) -> dict[str, int]:
 
 
 class _ContentBlock:
-    """A content block: the `empty` block, and the text or JSON added since."""
+    """A content block: the JSON of the `empty` block, and the text or JSON added since."""
 
     def __init__(self, index: int, kind: str, empty: dict[str, Any]) -> None:
         self.index = index
@@ -179,7 +179,7 @@ class _ContentBlock:
         """The event that starts the block."""
         return {"type": "content_block_start", "index": self.index, "content_block": self._empty}
 
-    def grow(self, text: str) -> Event:
+    def append(self, text: str) -> Event:
         """Add text or JSON; return its event."""
         self._texts.append(text)
         kind, field = _DELTAS[self.kind]
@@ -216,14 +216,14 @@ class WholeMessage:
         self._client = client
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer = MessageBuilder(prepared)
+        self._builder = MessageBuilder(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        self._answer.push(piece)
+        self._builder.push(piece)
 
     async def finish(self, usage: Usage) -> None:
-        self._answer.end(usage)
-        await send_json(self._client, self._answer.message(usage))
+        self._builder.end(usage)
+        await send_json(self._client, self._builder.message(usage))
 
 
 class MessageStream:
@@ -234,16 +234,16 @@ class MessageStream:
         self._channel = EventChannel(client)
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer = MessageBuilder(prepared)
+        self._builder = MessageBuilder(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        events = [] if self._client.started else [self._answer.begin()]
-        events += self._answer.push(piece)
+        events = [] if self._client.started else [self._builder.begin()]
+        events += self._builder.push(piece)
         if events:
             await self._channel.send(b"".join(map(typed_event, events)))
 
     async def finish(self, usage: Usage) -> None:
-        events = self._answer.end(usage)
+        events = self._builder.end(usage)
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
@@ -272,11 +272,11 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         """Count the input tokens of a message."""
 
-        async def answer(body: ChatRequest) -> tuple[Content, int]:
+        async def compute(body: ChatRequest) -> tuple[Content, int]:
             ids = await serving.preparer.token_ids(body, record_of(request.scope))
             return lambda: {"input_tokens": len(ids)}, 1
 
         parse = partial(parse_count, refuse_unknown=strict)
-        return ComputedResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, compute)
 
     return routes

@@ -1,4 +1,4 @@
-"""Errors in the format of Anthropic's Messages API."""
+"""Writes errors in the format of Anthropic's Messages API."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, 
     message, param = FIELDS.renamed(error)
     fields: dict[str, Any] = {"type": kind, "message": message}
     if param == THREAD:
-        # Anthropic's code for "send the whole conversation instead".
+        # Anthropic's code for clients to send the whole conversation instead of a thread id.
         fields["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
     body = {"type": "error", "error": fields}
     return body if request_id is None else body | {"request_id": request_id}

@@ -1,4 +1,4 @@
-"""Routes of the OpenAI API."""
+"""Serves the OpenAI API: chat completions, completions, responses and models."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -41,7 +41,7 @@ B = TypeVar("B", bound=GenerationRequest)
 
 
 class OpenAIDialect(Generic[B]):
-    """The Dialect of chats and completions."""
+    """The Dialect of /v1/chat/completions and /v1/completions."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class OpenAIDialect(Generic[B]):
         layout: Callable[[B], Format],
         pool: TextPool,
     ) -> None:
-        """`pool` serialises long responses."""
+        """`layout` creates the JSON format of a response; `pool` encodes long responses."""
         self.kept_bytes = 0
         self._parse = parse
         self._layout = layout
@@ -91,9 +91,9 @@ class WholeWriter:
         size = sum(
             count_logprobs(output.logprobs, output.prompt_logprobs) for output in self._outputs.all
         )
-        await send_body(self._client, await self._pool.run(partial(self._written, usage), size))
+        await send_body(self._client, await self._pool.run(partial(self._encoded, usage), size))
 
-    def _written(self, usage: Usage) -> bytes:
+    def _encoded(self, usage: Usage) -> bytes:
         prepared = self._prepared
         envelope = envelope_of(prepared, self._tier)
         whole = whole_body(envelope, self._layout, prepared, self._outputs.all, usage)
@@ -198,7 +198,7 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
     @routes.get("/models/{model_id:path}", response_class=JSONResponse)
     async def get_model(request: Request, model_id: str) -> Response:
         """Describe a model that the key may use."""
-        # Forbidden models look unknown: a key only reveals the models that it may use.
+        # Report forbidden models as unknown: a key must not reveal other models.
         if model_id not in allowed(request):
             raise NoSuchModel(
                 f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",

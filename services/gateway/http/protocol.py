@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with limits on incomplete and pipelined requests.
+"""Extends uvicorn's HTTP protocol by limits on incomplete and pipelined requests.
 
-The parser buffers incomplete headers, and uvicorn buffers all headers and all pipelined requests,
-without limits of size or time.
+Without it, the parser buffers incomplete headers, and uvicorn all headers and all pipelined
+requests, without limits of size or time. A cycle is uvicorn's state of a request and its response.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ PIPELINED_MAX = 8
 """Maximum requests of a connection that wait for the response to an earlier request."""
 PIPELINED_BYTES_MAX = 64 * 2**10
 """Maximum total body bytes of these waiting requests."""
-# Delay of the close: a client that is still sending would miss the response after a reset.
+# Seconds from an error response to the close: closing while the client sends would reset the
+# connection, and the client would miss the response.
 LINGER_S = 1.0
 
 
@@ -44,7 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Requests with pipelined successors: uvicorn does not notify them of a disconnect.
+        # Requests with pipelined successors, which uvicorn does not notify of a disconnect.
         self._superseded: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
 
@@ -68,7 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
         if self._refused:
             return
-        if not self._answering:
+        if not self._response_running:
             self._wait_for_more()
         if self._incomplete_bytes > INCOMPLETE_BYTES_MAX:
             self._refuse(_too_large(INCOMPLETE_BYTES_MAX))
@@ -76,7 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _wait_for_more(self) -> None:
         """Start the timeout for the rest of a request, or the keep-alive between requests.
 
-        The keep-alive also starts after a request that was answered before it was complete.
+        The keep-alive also starts if the response ended before its request was complete.
         """
         if self._in_message or self._incomplete_bytes:
             if self._timer is None:
@@ -90,7 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Parse the data; ignore offers to upgrade the protocol.
 
-        The parser treats the data after such an offer as the other protocol's, so parse the
+        The parser would treat the data after such an offer as another protocol, so feed it the
         request's head again without the offer.
         """
         rest = memoryview(data)
@@ -103,7 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 if not self._offers_upgrade:
                     continue
             if self._headers_full:
-                # A dropped header may have had the length of the body.
+                # A header that was not buffered may have had the length of the body.
                 self._refuse(_too_large(HEADER_BYTES_MAX))
                 return
             self.parser.feed_data(self._head_without_offer())
@@ -157,7 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP; during another response just end the connection."""
-        if self._answering:
+        if self._response_running:
             self._end()
         else:
             super().send_400_response(msg)
@@ -173,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return len(self.headers) > HEADERS_MAX or self._header_bytes > HEADER_BYTES_MAX
 
     @property
-    def _answering(self) -> bool:
+    def _response_running(self) -> bool:
         """Whether a response is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -192,7 +193,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Send the error, unless another response is in progress, and stop reading."""
         self._stop_timer()
         self._refused = True
-        if self._answering or self.transport.is_closing():
+        if self._response_running or self.transport.is_closing():
             self._end()
             return
         body = msgspec.json.encode(error.body())
@@ -204,11 +205,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _end(self) -> None:
         """Stop reading; close the connection after the responses to complete requests."""
         self._refused = True
-        # Drop the newest pipelined request if its body is incomplete.
+        # Remove the newest pipelined request if its body is incomplete.
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()
             self.cycle = self._superseded.pop()
-        if self._answering and not self.cycle.more_body:
+        if self._response_running and not self.cycle.more_body:
             self.cycle.keep_alive = False
         else:
             self.transport.close()

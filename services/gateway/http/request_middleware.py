@@ -1,4 +1,4 @@
-"""Middleware of every HTTP request: request id, header limits, authentication, log."""
+"""Wraps every HTTP request: request id, header limits, authentication, errors, log."""
 
 import logging
 from collections.abc import Awaitable
@@ -20,10 +20,10 @@ from services.gateway.vocabulary.errors import Forbidden, GatewayError, HeadersT
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100
 URI_BYTES_MAX = 8 * 2**10
-# Without authentication: probes of the platform carry no key.
+# Routes without authentication: a platform's probes send no key.
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
-# For operators only: the data of all owners.
-OPERATORS_ROUTES = frozenset({"/metrics"})
+# Routes for admin keys only, since they show data of all owners (tenants).
+OPERATOR_ROUTES = frozenset({"/metrics"})
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RequestMiddleware:
         self._recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or refuse it."""
+        """Forward the request, or send an error response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -70,7 +70,7 @@ class RequestMiddleware:
                 # Catch it here: uvicorn would log the exception's text, which may quote the client.
                 log.exception("a request failed unexpectedly")
                 failure = GatewayError("internal error of the gateway; retry")
-                # A started response can only break off.
+                # A response that has started cannot become an error response; it ends early.
                 if not started:
                     await error_response(failure, scope)(scope, receive, recorded_send)
                 record.fail(failure)
@@ -85,7 +85,7 @@ class RequestMiddleware:
             check_size(scope)
             if path not in OPEN_ROUTES:
                 record.principal = self._keys.principal(authorization_of(scope))
-                if path in OPERATORS_ROUTES and not record.principal.is_operator:
+                if path in OPERATOR_ROUTES and not record.principal.is_operator:
                     raise Forbidden("metrics cover all owners; use an admin key")
         except GatewayError as error:
             return error
@@ -107,7 +107,7 @@ def check_size(scope: Scope) -> None:
 def authorization_of(scope: Scope) -> str | None:
     """The credentials of a request: `authorization`, or `x-api-key` of Anthropic's clients.
 
-    Never accepts a key in the URL, which appears in logs and histories.
+    Does not accept a key in the URL, because URLs appear in logs and histories.
     """
     credentials = _header(scope, b"authorization")
     if credentials is None and (key := _header(scope, b"x-api-key")) is not None:
@@ -131,5 +131,5 @@ def _headers(record: RequestRecord) -> list[tuple[bytes, bytes]]:
 
 
 def endpoint_of(scope: Scope) -> str:
-    """The route's template: a bounded set of values for metric labels."""
+    """The route's path template, a metric label with a bounded set of values."""
     return getattr(scope.get("route"), "path", "other")

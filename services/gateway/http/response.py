@@ -1,4 +1,7 @@
-"""The response of the generation endpoints, from the request body to the last byte."""
+"""Serves the generation endpoints, from the request body to the last byte of the response.
+
+With an Idempotency-Key the response is shared: cached, and sent to all requests with the key.
+"""
 
 import asyncio
 import hashlib
@@ -21,7 +24,7 @@ from services.gateway.bounds.body_budget import (
 )
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
-from services.gateway.http.dialect import Dialect, hang_up, present
+from services.gateway.http.dialect import Dialect, guard_client, wait_for_disconnect
 from services.gateway.http.errors import error_response
 from services.gateway.records.request_record import RequestRecord, record_of
 from services.gateway.serving.service_policy import SLO_HEADERS
@@ -88,7 +91,7 @@ def _too_large() -> NoReturn:
 
 HEADER = b"idempotency-key"
 REPLAYED = (b"idempotent-replayed", b"true")
-"""Header of a response that is replayed, or shared with a concurrent request."""
+"""Header of a response that an earlier request with the same Idempotency-Key produced."""
 KEY_LENGTH_MAX = 255
 # A string of RFC 9651, or its content without quotes, as most clients send it.
 _KEY = re.compile(rb'[!#-~]{1,%d}|"[ !#-~]{1,%d}"' % (KEY_LENGTH_MAX, KEY_LENGTH_MAX))
@@ -119,48 +122,48 @@ def idempotency_key_of(scope: Scope) -> Hashable | None:
     return principal.owner, principal.models, scope["path"], keys[0].strip(b'"')
 
 
-def response_sink(answer: SharedResponse[Message], record: RequestRecord) -> WatchedClient[Message]:
-    """A client that stores the messages in `answer`; `record`: of the producing request."""
+def response_sink(shared: SharedResponse[Message], record: RequestRecord) -> WatchedClient[Message]:
+    """A client object that stores messages in `shared`; `record`: of the producing request."""
 
     async def put(message: Message) -> None:
         if message["type"] == "http.response.start":
-            answer.warnings = record.warnings
+            shared.warnings = record.warnings
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        await answer.put(message, _MESSAGE_BYTES + len(message.get("body", b"")), last)
+        await shared.put(message, _MESSAGE_BYTES + len(message.get("body", b"")), last)
 
-    # Unwatched: stalls are detected at each reader.
+    # A sink cannot stall: readers are watched for stalls instead.
     return WatchedClient(put, 0)
 
 
-async def send_answer(
-    answer: SharedResponse[Message],
+async def send_shared_response(
+    shared: SharedResponse[Message],
     reader: ResponseReader[Message],
     record: RequestRecord,
     client: WatchedClient[Message],
 ) -> None:
     """Send a shared response to a client; `record`: of the client's request."""
-    # Return right after the last message: the server reports a disconnect for a finished response.
+    # Return right after the last message: the server reports a finished response as a disconnect.
     while (message := await reader.next()) is not None:
         if message["type"] == "http.response.start":
-            record.warnings = answer.warnings
-            mark = (REPLAYED,) if record.replayed else ()
+            record.warnings = shared.warnings
+            replayed = (REPLAYED,) if record.replayed else ()
             # Copy the message: other readers share it, and the middleware adds headers.
-            message = {**message, "headers": [*message["headers"], *mark]}
+            message = {**message, "headers": [*message["headers"], *replayed]}
         await client.send(message)
 
 
 # Timeout for the error event that ends a failed stream.
 ERROR_EVENT_TIMEOUT_S = 1.0
-_PROMISE_HEADERS = frozenset(name.encode() for name in SLO_HEADERS)
+_SLO_HEADERS = frozenset(name.encode() for name in SLO_HEADERS)
 
 
 class GenerationResponse(Response):
     """Reads the body, generates and responds.
 
-    All three happen within the response, so that a disconnect cancels the work and the request
+    All three happen within the ASGI response, so that a disconnect cancels the work and the request
     occupies its slot from the start of its body. With an Idempotency-Key, a separate task produces
-    a shared response that this response reads: it outlives its client, and repeated requests read
-    it as well. The task ends with the response that started it.
+    a shared response, from which this and repeated requests read. The task continues after a
+    disconnect of its client; the call of the first request waits for its end.
     """
 
     def __init__(
@@ -180,35 +183,37 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request. Errors become the response, or the last event of the stream."""
         serving, record = self._serving, record_of(scope)
-        record.slo_headers = _promise(scope)
+        record.slo_headers = _slo_headers(scope)
         client = WatchedClient(send, serving.client_stall_s)
         try:
             key = idempotency_key_of(scope)
-            answered = key is not None and key in serving.idempotency_cache
-            with serving.entered(record, answered) as lease:
+            cached = key is not None and key in serving.idempotency_cache
+            with serving.entered(record, cached) as lease:
                 body, digest = await self._read(lease, idempotent=key is not None)
                 if key is None:
-                    await self._generate(body, record, lease, client, client, hang_up(receive))
+                    await self._generate(
+                        body, record, lease, client, client, wait_for_disconnect(receive)
+                    )
                 else:
-                    answer, new = serving.idempotency_cache.claim(key, digest, record.response_id)
+                    shared, new = serving.idempotency_cache.claim(key, digest, record.response_id)
                     if not new:
                         # A replay generates nothing: release the bytes of its body.
                         serving.classify(body.value, record)
                         lease.keep(0)
                         lease.release()
-                        record.replays(answer.response_id)
-                        serving.metrics.replayed()
-                    producer = self._produce(answer, body, record, lease) if new else None
-                    # Drop the reference, so that the producer can free the body.
+                        record.note_replay(shared.response_id)
+                        serving.metrics.count_replay()
+                    producer = self._produce(shared, body, record, lease) if new else None
+                    # Delete the reference, so that the producer can free the body.
                     del body
-                    await self._send_shared(answer, producer, record, client, receive)
+                    await self._send_shared(shared, producer, record, client, receive)
         except ClientDisconnect:
-            record.hang_up()
+            record.note_disconnect()
         except ClientGone:
-            record.hang_up()
-            serving.metrics.stream_failed("client_gone")
+            record.note_disconnect()
+            serving.metrics.count_failed_stream("client_gone")
         except GatewayError as error:
-            serving.metrics.refused(error, record.service_class)
+            serving.metrics.count_refusal(error, record.service_class)
             await error_response(error, scope)(scope, receive, send)
             record.fail(error)
 
@@ -221,9 +226,9 @@ class GenerationResponse(Response):
             parsed = self._dialect.parse(parse_object(data))
             return TakenOnce(parsed), hashlib.sha256(data).digest() if idempotent else b""
 
-        read = await read_body(self._request, lease, self._pool, parse)
+        body_and_digest = await read_body(self._request, lease, self._pool, parse)
         lease.keep(self._dialect.kept_bytes)
-        return read
+        return body_and_digest
 
     async def _generate(
         self,
@@ -232,27 +237,27 @@ class GenerationResponse(Response):
         lease: BodyLease,
         sink: WatchedClient[Message],
         client: WatchedClient[Message] | None,
-        gone: Coroutine[Any, Any, None],
+        disconnect: Coroutine[Any, Any, None],
     ) -> bool:
         """Generate the response into `sink`; return whether it is complete.
 
-        `client` is watched for stalls; `gone` raises ClientGone once no client wants the response.
+        `client` is watched for stalls; `disconnect` raises ClientGone once no client is left.
 
         Raises:
             GatewayError: if the request fails before the response has begun.
-            ClientGone: if no client wants the response any more.
+            ClientGone: if no client is left.
         """
         metrics = self._serving.metrics
         stream = self._dialect.stream(sink, body.value) if body.value.stream else None
         writer = stream or self._dialect.whole(sink, body.value)
         try:
-            await self._serving.respond(body, record, lease, writer, client, hang_up=gone)
+            await self._serving.respond(body, record, lease, writer, client, disconnect=disconnect)
         except GatewayError as error:
             if not sink.started:
                 raise
-            metrics.stream_failed(error.code or "error")
+            metrics.count_failed_stream(error.code or "error")
             record.fail(error)
-            # A response that is not streamed just breaks off, short of its Content-Length.
+            # A response that is not streamed ends early, short of its Content-Length.
             if stream is not None:
                 await stream.fail(error, ERROR_EVENT_TIMEOUT_S)
             return False
@@ -260,7 +265,7 @@ class GenerationResponse(Response):
 
     async def _produce(
         self,
-        answer: SharedResponse[Message],
+        shared: SharedResponse[Message],
         body: TakenOnce[GenerationRequest],
         record: RequestRecord,
         lease: BodyLease,
@@ -268,55 +273,57 @@ class GenerationResponse(Response):
         """Generate a shared response for all its readers."""
         whole = False
         error: GatewayError | None = GatewayError("internal error of the gateway; retry")
-        sink = response_sink(answer, record)
+        sink = response_sink(shared, record)
         try:
             with self._serving.charged(record):
-                whole = await self._generate(body, record, lease, sink, None, answer.abandoned())
+                whole = await self._generate(body, record, lease, sink, None, shared.abandoned())
         except GatewayError as failure:
             error = failure
         except ClientGone:
             error = None
         finally:
             # Readers of a started response receive its error event instead.
-            answer.end(whole, None if sink.started else error)
+            shared.end(whole, None if sink.started else error)
 
     async def _send_shared(
         self,
-        answer: SharedResponse[Message],
+        shared: SharedResponse[Message],
         producer: Coroutine[Any, Any, None] | None,
         record: RequestRecord,
         client: WatchedClient[Message],
         receive: Receive,
     ) -> None:
-        """Send a shared response to this client. Runs `producer`, also after a disconnect.
+        """Run `producer` and send the shared response to this client.
+
+        The producer continues after a disconnect of this client.
 
         Raises:
             GatewayError: if the request fails before the response has begun.
             ClientGone: if this client disconnected or stalled.
         """
-        # The producer ends by then and reports the cause to the readers.
+        # Time limit that the producer's own limits precede, so that readers receive its error.
         limit_s = self._serving.longest_s + ERROR_EVENT_TIMEOUT_S
         # Raise outside the task group: an exception inside would cancel the producer.
         gone = False
         async with asyncio.TaskGroup() as tasks:
-            with answer.reading() as reader:
+            with shared.reading() as reader:
                 if producer is not None:
                     tasks.create_task(producer)
                 try:
-                    async with present(client, receive, limit_s):
-                        await send_answer(answer, reader, record, client)
+                    async with guard_client(client, receive, limit_s):
+                        await send_shared_response(shared, reader, record, client)
                 except ClientGone:
                     gone = True
         if gone:
             raise ClientGone
-        if answer.error is not None:
-            raise answer.error
+        if shared.error is not None:
+            raise shared.error
 
 
-def _promise(scope: Scope) -> dict[str, str]:
+def _slo_headers(scope: Scope) -> dict[str, str]:
     """The headers that request a service class or latency targets."""
     return {
         name.decode(): value.decode("latin-1")
         for name, value in scope["headers"]
-        if name in _PROMISE_HEADERS
+        if name in _SLO_HEADERS
     }

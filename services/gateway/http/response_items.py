@@ -1,4 +1,7 @@
-"""The output items of a response and their stream events. Pure, except for random ids."""
+"""Builds the output items of OpenAI's Responses API, and their stream events.
+
+Items are messages, reasoning and function calls. No I/O.
+"""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -21,21 +24,20 @@ class Items:
         self._items: list[_Item] = []
         self._open: _Item | None = None
         # Log probabilities of tokens whose text is still incomplete.
-        self._notes: list[JsonObject] = []
-        # Bounds the numbers in the response.
-        self._numbers = LogprobBudget("top_logprobs")
+        self._pending_logprobs: list[JsonObject] = []
+        self._budget = LogprobBudget("top_logprobs")
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """Add output; return its events."""
         delta, events = piece.parsed, list[Event]()
         if self._logprobs is not None:
             # Count them for streams as well: the last event repeats all log probabilities.
-            self._numbers.add(piece.logprobs)
-            self._notes += self._logprobs.chat(piece.logprobs)["content"]
+            self._budget.add(piece.logprobs)
+            self._pending_logprobs += self._logprobs.chat(piece.logprobs)["content"]
         if delta.reasoning:
             events += self._grow(_Reasoning, delta.reasoning)
             # Reasoning items have no log probabilities.
-            self._notes.clear()
+            self._pending_logprobs.clear()
         if delta.content:
             events += self._grow(_Text, delta.content)
         for call in delta.tool_calls:
@@ -61,8 +63,8 @@ class Items:
         if not isinstance(self._open, kind):
             events += self._start(kind(len(self._items)))
         assert isinstance(self._open, kind)
-        notes, self._notes = self._notes, []
-        return events + self._open.grow(text, notes)
+        logprobs, self._pending_logprobs = self._pending_logprobs, []
+        return events + self._open.grow(text, logprobs)
 
     def _call(self, delta: ToolCallDelta) -> list[Event]:
         events = []
@@ -129,7 +131,7 @@ class _TextItem(_Item):
     kind: str
 
     @abstractmethod
-    def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> list[Event]:
         """Add text and its log probabilities; return their event."""
 
     @abstractmethod
@@ -163,12 +165,12 @@ class _Text(_TextItem):
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self._notes: list[JsonObject] = []
+        self._logprobs: list[JsonObject] = []
 
-    def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> list[Event]:
         self._texts.append(text)
-        self._notes += notes
-        fields = {"content_index": 0, "delta": text, "logprobs": notes}
+        self._logprobs += logprobs
+        fields = {"content_index": 0, "delta": text, "logprobs": logprobs}
         return [self._event("output_text.delta", fields)]
 
     def written(self) -> JsonObject:
@@ -177,16 +179,16 @@ class _Text(_TextItem):
 
     def _part(self) -> JsonObject:
         fields = {"type": "output_text", "text": self.text, "annotations": []}
-        return {**fields, "logprobs": list(self._notes)}
+        return {**fields, "logprobs": list(self._logprobs)}
 
     def _fields(self) -> JsonObject:
-        return super()._fields() | {"logprobs": list(self._notes)}
+        return super()._fields() | {"logprobs": list(self._logprobs)}
 
 
 class _Reasoning(_TextItem):
     prefix, kind = "rs", "reasoning_text"
 
-    def grow(self, text: str, notes: list[JsonObject]) -> list[Event]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> list[Event]:
         self._texts.append(text)
         return [self._event("reasoning_text.delta", {"content_index": 0, "delta": text})]
 

@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's Responses API, streamed and complete."""
+"""Builds the JSON of OpenAI's Responses API, streamed and complete."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +52,7 @@ class ResponseBuilder:
     def __init__(
         self, echoed: Mapping[str, Any], chat: GenerationRequest, logprobs: LogprobFormat
     ) -> None:
-        """`echoed`: see PreparedResponse."""
+        """`echoed`: fields of the request that the response repeats; see PreparedResponse."""
         assert isinstance(chat, ChatRequest), "a body of this API is converted to a chat"
         self._echoed = {
             **echoed,
@@ -60,8 +60,8 @@ class ResponseBuilder:
             "reasoning": {"effort": chat.reasoning_effort, "summary": None},
         }
         self._items = Items(logprobs if chat.output_logprobs is not None else None)
-        self._cut = False
-        self._number = 0
+        self._truncated = False
+        self._next_number = 0
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """Set the prepared request."""
@@ -74,13 +74,13 @@ class ResponseBuilder:
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """Add output; return its events."""
-        self._cut = piece.parsed.finish_reason == "length"
+        self._truncated = piece.parsed.finish_reason == "length"
         return self._numbered(self._items.push(piece))
 
     def end(self, usage: Usage) -> list[Event]:
         """The last events, after all output."""
-        events = self._items.close("incomplete" if self._cut else "completed")
-        kind = "response.incomplete" if self._cut else "response.completed"
+        events = self._items.close("incomplete" if self._truncated else "completed")
+        kind = "response.incomplete" if self._truncated else "response.completed"
         return self._numbered([*events, {"type": kind, "response": self.response(usage)}])
 
     def fail(self, error: GatewayError) -> list[Event]:
@@ -97,12 +97,12 @@ class ResponseBuilder:
 
     def response(self, usage: Usage) -> dict[str, Any]:
         """The response object, after all output."""
-        status = "incomplete" if self._cut else "completed"
+        status = "incomplete" if self._truncated else "completed"
         return {
             **self._in_progress(),
             "status": status,
-            "completed_at": None if self._cut else unix_s(),
-            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
+            "completed_at": None if self._truncated else unix_s(),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._truncated else None,
             "output": self._items.written(status),
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -141,7 +141,7 @@ class ResponseBuilder:
         }
 
     def _numbered(self, events: list[Event]) -> list[Event]:
-        first, self._number = self._number, self._number + len(events)
+        first, self._next_number = self._next_number, self._next_number + len(events)
         return [event | {"sequence_number": first + i} for i, event in enumerate(events)]
 
 
@@ -153,41 +153,41 @@ def _failure(error: GatewayError) -> str:
 class WholeResponse:
     """A Writer that sends the response once it is complete."""
 
-    def __init__(self, client: WatchedClient[Message], answer: ResponseBuilder) -> None:
+    def __init__(self, client: WatchedClient[Message], builder: ResponseBuilder) -> None:
         self._client = client
-        self._answer = answer
+        self._builder = builder
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer.prepare(prepared)
+        self._builder.prepare(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        self._answer.push(piece)
+        self._builder.push(piece)
 
     async def finish(self, usage: Usage) -> None:
-        await send_json(self._client, self._answer.response(usage))
+        await send_json(self._client, self._builder.response(usage))
 
 
 class ResponseStream:
     """A StreamWriter that sends the response as events; the first output starts it."""
 
-    def __init__(self, client: WatchedClient[Message], answer: ResponseBuilder) -> None:
+    def __init__(self, client: WatchedClient[Message], builder: ResponseBuilder) -> None:
         self._client = client
         self._channel = EventChannel(client)
-        self._answer = answer
+        self._builder = builder
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._answer.prepare(prepared)
+        self._builder.prepare(prepared)
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
-        events = [] if self._client.started else self._answer.begin()
-        events += self._answer.push(piece)
+        events = [] if self._client.started else self._builder.begin()
+        events += self._builder.push(piece)
         if events:
             await self._channel.send(b"".join(map(typed_event, events)))
 
     async def finish(self, usage: Usage) -> None:
-        events = self._answer.end(usage)
+        events = self._builder.end(usage)
         await self._channel.send(b"".join(map(typed_event, events)), last=True)
 
     async def fail(self, error: GatewayError, timeout_s: float) -> None:
-        events = self._answer.fail(error)
+        events = self._builder.fail(error)
         await self._channel.send_final(b"".join(map(typed_event, events)), timeout_s)

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn in the service's event loop."""
+"""Runs uvicorn, the HTTP server, in the service's event loop, with TLS."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ class ServerTls:
         self._cert, self._key = cert, key
         self._source = CertificateSource(CertificateFiles("http_tls", cert=cert, key=key))
         self._loaded: Certificates = self._source.current()
-        # A handshake starts in this context; the SNI callback switches it to the newest.
+        # TLS handshakes start with `context`; its SNI callback switches to the newest context.
         self.context = self._newest = self._load()
         self.context.sni_callback = self._choose
 
@@ -75,7 +75,7 @@ TICK_S = 1.0
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:
-    """A listening socket; the kernel resets connections that acknowledge no data for `stall_s`.
+    """Open a listening socket. Connections that acknowledge no data for `stall_s` are reset.
 
     Raises:
         ConfigError: if the address cannot be bound.

@@ -1,4 +1,7 @@
-"""Server-sent events: encoding, and the OpenAI stream writer."""
+"""Encodes server-sent events and streams the responses of the OpenAI API.
+
+An envelope holds the fields that all events of a response share, around the choices.
+"""
 
 import contextlib
 from functools import partial
@@ -18,11 +21,11 @@ from services.gateway.vocabulary.errors import GatewayError
 
 DONE = b"data: [DONE]\n\n"
 _NO_CHOICES = b'"choices":[]'
-"""Safe to search for: a quote inside a JSON string is always escaped."""
+"""Splits an encoded envelope. No JSON string contains these bytes, since quotes are escaped."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would buffer the stream.
+    # Disables nginx's buffering of the stream.
     (b"x-accel-buffering", b"no"),
 )
 
@@ -83,7 +86,7 @@ class EventStream:
         self._envelope = envelope_of(prepared, self._tier)
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)
-        # Serialise the envelope once: all events without usage share it.
+        # Encode the envelope once: all events without usage share it.
         before, choices, after = event(self._wrapped([])).partition(_NO_CHOICES)
         self._head, self._tail = before + choices[:-1], choices[-1:] + after
 
@@ -93,10 +96,10 @@ class EventStream:
         self._counts[index] += len(piece.token_ids)
         if self._has_event(piece):
             if piece.prompt_logprobs:
-                write = partial(self._written, index, piece)
+                write = partial(self._encoded, index, piece)
                 data += await self._pool.run(write, count_logprobs(piece.prompt_logprobs))
             else:
-                data += self._written(index, piece)
+                data += self._encoded(index, piece)
         if data:
             await self._channel.send(data)
 
@@ -104,7 +107,7 @@ class EventStream:
         counted = self._continuous_usage and bool(piece.token_ids)
         return piece.finish_reason is not None or counted or self._layout.has_event(piece)
 
-    def _written(self, index: int, piece: OutputPiece) -> bytes:
+    def _encoded(self, index: int, piece: OutputPiece) -> bytes:
         choice = self._layout.chunk(index, piece)
         if self._continuous_usage:
             return event(self._chunk(choice))

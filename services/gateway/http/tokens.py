@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, compatible with vLLM."""
+"""Serves /tokenize and /detokenize, compatible with vLLM."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -14,7 +14,7 @@ from services.gateway.api.json_object import parse_object
 from services.gateway.api.tokens import (
     Detokenize,
     DetokenizeRequest,
-    ReadBody,
+    ParsedBody,
     Tokenize,
     TokenizeRequest,
     parse_detokenize,
@@ -23,14 +23,14 @@ from services.gateway.api.tokens import (
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.description import describe_body
-from services.gateway.http.dialect import present, send_body
+from services.gateway.http.dialect import guard_client, send_body
 from services.gateway.http.response import read_body
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 
-T = TypeVar("T", bound=ReadBody)
+T = TypeVar("T", bound=ParsedBody)
 Content = Callable[[], dict[str, Any]]
 
 
@@ -45,7 +45,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     async def tokenize(request: Request) -> Response:
         """Tokenise a prompt, or a chat with the model's template."""
 
-        async def answer(body: Tokenize) -> tuple[Content, int]:
+        async def compute(body: Tokenize) -> tuple[Content, int]:
             entry = model.tokenizer.entry
             ids = await serving.preparer.token_ids(body.body, record_of(request.scope))
             max_model_len = serving.preparer.max_model_len()
@@ -61,7 +61,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
             return content, len(ids)
 
         parse = partial(parse_tokenize, served=model.name, refuse_unknown=strict)
-        return ComputedResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, compute)
 
     @routes.post(
         "/detokenize", response_class=JSONResponse, openapi_extra=describe_body(DetokenizeRequest)
@@ -69,19 +69,22 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     async def detokenize(request: Request) -> Response:
         """Convert tokens to text, special tokens included."""
 
-        async def answer(body: Detokenize) -> tuple[Content, int]:
+        async def compute(body: Detokenize) -> tuple[Content, int]:
             record = record_of(request.scope)
             text = await serving.preparer.text_of(body.model, body.token_ids, record)
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
         parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
-        return ComputedResponse(serving, pool, request, parse, answer)
+        return ComputedResponse(serving, pool, request, parse, compute)
 
     return routes
 
 
 class ComputedResponse(Response, Generic[T]):
-    """A response without generation; it occupies a request slot until its client has read it."""
+    """A response without generation.
+
+    The request occupies a slot of the gateway's concurrency limit until its client has read it.
+    """
 
     def __init__(
         self,
@@ -89,15 +92,15 @@ class ComputedResponse(Response, Generic[T]):
         pool: TextPool,
         request: Request,
         parse: Callable[[dict[str, Any]], T],
-        answer: Callable[[T], Awaitable[tuple[Content, int]]],
+        compute: Callable[[T], Awaitable[tuple[Content, int]]],
     ) -> None:
-        """`answer` returns a builder of the response and its approximate size in tokens."""
+        """`compute` returns a function that builds the JSON, and its approximate size in tokens."""
         super().__init__()
         self._serving = serving
         self._pool = pool
         self._request = request
         self._parse = parse
-        self._answer = answer
+        self._compute = compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request. Raises GatewayError before the response begins."""
@@ -109,10 +112,10 @@ class ComputedResponse(Response, Generic[T]):
                     self._request, lease, self._pool, lambda data: self._parse(parse_object(data))
                 )
                 record.warnings += body.warnings
-                content, size = await self._answer(body)
+                content, size = await self._compute(body)
                 # In the pool: building a long response would block the event loop.
                 data = await self._pool.run(lambda: msgspec.json.encode(content()), size)
-                async with present(client, receive):
+                async with guard_client(client, receive):
                     await send_body(client, data)
         except (ClientDisconnect, ClientGone):
-            record.hang_up()
+            record.note_disconnect()

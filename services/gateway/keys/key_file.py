@@ -1,8 +1,8 @@
-"""The keys file: a JSON object per line, with the SHA-256 of a key and its permissions.
+"""Reads the keys file: a JSON object per line, with the SHA-256 of an API key and its permissions.
 
-A key is a prefix, for scanners of leaked secrets, and 32 random bytes. That much entropy cannot be
-guessed from a hash, so the file needs no slow password hash. The file grants access, so only its
-owner may have write permission. Empty lines and lines that begin with # are ignored.
+A key is a prefix, by which scanners recognise leaked secrets, and 32 random bytes, which cannot be
+guessed from their hash; so the file needs no slow password hash. The file grants access, so only
+its user may have write permission. Empty lines and lines that begin with # are ignored.
 """
 
 import hashlib
@@ -38,7 +38,10 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """A line of the file. `models` None: all models. `created` is informational."""
+    """A line of the file. `owner`: the tenant, with one or more keys. `models` None: all models.
+
+    `created` is informational.
+    """
 
     owner: str = option()
     sha256: str = option()
@@ -139,9 +142,9 @@ def parse_keys(content: bytes, source: str) -> list[KeyEntry]:
     except UnicodeDecodeError:
         raise ConfigError(f"the keys file {source} is not valid UTF-8; correct it") from None
     entries: dict[int, KeyEntry] = {}
-    for place, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            entries[place] = _parse_line(line, f"{source}, line {place}")
+            entries[line_number] = _parse_line(line, f"{source}, line {line_number}")
     _check_together(entries, source)
     return list(entries.values())
 
@@ -169,19 +172,19 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_together(entries: Mapping[int, KeyEntry], source: str) -> None:
-    """Check for duplicate keys and conflicting limits. Raises ConfigError."""
+    """Check for duplicate keys and conflicting limits; `entries` by line. Raises ConfigError."""
     seen: dict[str, int] = {}
     owners: dict[str, tuple[int, QuotaLimits]] = {}
-    for place, entry in entries.items():
+    for line_number, entry in entries.items():
         if entry.sha256 in seen:
             raise ConfigError(
-                f"{source} has the same key in line {seen[entry.sha256]} and line {place}; remove"
-                " either line"
+                f"{source} has the same key in line {seen[entry.sha256]} and line {line_number};"
+                " remove either line"
             )
-        seen[entry.sha256] = place
-        first, limits = owners.setdefault(entry.owner, (place, entry.limits))
+        seen[entry.sha256] = line_number
+        first, limits = owners.setdefault(entry.owner, (line_number, entry.limits))
         if limits != entry.limits:
             raise ConfigError(
-                f"{source} has different limits for '{entry.owner}' in line {place} and line"
+                f"{source} has different limits for '{entry.owner}' in line {line_number} and line"
                 f" {first}; the keys of an owner share their limits, so make them equal"
             )

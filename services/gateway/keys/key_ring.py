@@ -1,4 +1,4 @@
-"""Authentication: the keys of a gateway, and the principal of a request."""
+"""Authenticates requests by API key; a principal is the owner and the permissions of a key."""
 
 import asyncio
 import hashlib
@@ -22,7 +22,7 @@ Stamp = tuple[int, int, int, int]
 class KeySource:
     """The entries of a keys file, reloaded on change.
 
-    `failing`: the current content is invalid, so the previous keys stay in force.
+    `failing`: the current content is invalid or keeps changing, so the previous keys stay in force.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,28 +30,28 @@ class KeySource:
         self._path = path
         self._stamp, self.entries = _read(path)
         self.digest = _digest(self.entries)
-        self._refused: Stamp | None = None
-        # Whether the file was read twice with this stamp: two writes within a tick of the file
-        # system's clock have the same stamp, so a single read could miss the second.
-        self._settled = False
+        self._invalid_stamp: Stamp | None = None
+        # Whether the file was read twice with `_stamp`. Two writes within a tick of the file
+        # system's clock have the same stamp, so a single read could miss the second write.
+        self._confirmed = False
         self.failing = False
 
     def poll(self) -> bool:
         """Reload the file if it has changed; return whether the entries differ. May block."""
         stamp = _stamp(self._path)
-        if self._settled and stamp is not None and stamp == self._stamp:
+        if self._confirmed and stamp is not None and stamp == self._stamp:
             self.failing = False
             return False
-        if self.failing and stamp == self._refused:
+        if self.failing and stamp == self._invalid_stamp:
             return False
         try:
             stamp, entries = _read(self._path)
         except ConfigError as error:
             # Log each invalid content once.
-            self._refused, self.failing = stamp, True
+            self._invalid_stamp, self.failing = stamp, True
             log.error("the keys file is invalid, the previous keys stay in force: %s", error)
             return False
-        self._settled, self._stamp, self.failing = stamp == self._stamp, stamp, False
+        self._confirmed, self._stamp, self.failing = stamp == self._stamp, stamp, False
         if entries == self.entries:
             return False
         self.entries, self.digest = entries, _digest(entries)
@@ -82,7 +82,7 @@ def _digest(entries: Iterable[KeyEntry]) -> str:
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """Identifies the version of the file; None if the file does not exist."""
+    """A value that changes with the content of the file; None if the file is not accessible."""
     try:
         status = path.stat()
     except OSError:
@@ -91,7 +91,7 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 POLL_S = 1.0
-# 48 bits: exact in the 64-bit float of a metric.
+# 48 bits, which the 64-bit float of a metric represents exactly.
 DIGEST_DIGITS = 12
 
 
@@ -106,10 +106,11 @@ class KeyRing:
         api_key: str | None = None,
         admin_key: str | None = None,
         path: Path | None = None,
-        changed: Callable[["KeyRing"], None] = lambda ring: None,
+        on_change: Callable[["KeyRing"], None] = lambda ring: None,
     ) -> None:
-        """`api_key`: for clients, without limits. `admin_key`: for the admin port only. `changed`
-        is called on every change of the keys, and once at the start.
+        """`api_key`: for clients, without limits. `admin_key`: for the admin port only.
+
+        `on_change` is called on every change of the keys, and once at the start.
 
         Raises:
             ConfigError: if the file is invalid.
@@ -119,17 +120,17 @@ class KeyRing:
         self._admin_key = None if admin_key is None else hash_of(admin_key)
         self._clients: dict[str, Principal] = {}
         self._operators: dict[str, Principal] = {}
-        self._changed = changed
+        self._on_change = on_change
         self._apply()
 
     @property
-    def needed(self) -> bool:
+    def key_required(self) -> bool:
         """Whether clients need a key."""
         return self._api_key is not None or self._source is not None
 
     @property
     def failing(self) -> bool:
-        """Whether the current content of the file is invalid."""
+        """Whether the current content of the file is invalid or keeps changing."""
         return self._source is not None and self._source.failing
 
     @property
@@ -139,7 +140,7 @@ class KeyRing:
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a keys file; only its owners can have limits."""
+        """Whether there is a keys file; only its keys can have limits."""
         return self._source is not None
 
     def limits_by_owner(self) -> dict[tuple[str, Limit], int]:
@@ -151,12 +152,12 @@ class KeyRing:
         }
 
     def principal(self, authorization: str | None) -> Principal:
-        """Authenticate a client by its "authorization" header; ANYONE if no keys are configured.
+        """Authenticate a client by its "authorization" header; ANYONE if no key is required.
 
         Raises:
             Unauthorized: if the key is missing or unknown.
         """
-        if not self.needed:
+        if not self.key_required:
             return ANYONE
         principal = self._clients.get(_hash_of_bearer(authorization))
         if principal is None:
@@ -172,11 +173,11 @@ class KeyRing:
         """
         if self._admin_key is None and self._source is None:
             return ANYONE
-        digest = _hash_of_bearer(authorization)
-        principal = self._operators.get(digest)
+        key_hash = _hash_of_bearer(authorization)
+        principal = self._operators.get(key_hash)
         if principal is not None:
             return principal
-        if digest in self._clients:
+        if key_hash in self._clients:
             raise Forbidden("this key is not an admin key; use an admin key")
         raise Unauthorized("a valid admin key is required; send 'Authorization: Bearer <key>'")
 
@@ -196,15 +197,17 @@ class KeyRing:
         # The file overrides `api_key`, so that a key with limits keeps them.
         if self._source is not None:
             clients |= {entry.sha256: entry.principal() for entry in self._source.entries}
-        operators = {digest: client for digest, client in clients.items() if client.admin}
+        operators = {
+            key_hash: principal for key_hash, principal in clients.items() if principal.admin
+        }
         if self._admin_key is not None:
             operators[self._admin_key] = Principal(admin=True)
         self._clients, self._operators = clients, operators
-        self._changed(self)
+        self._on_change(self)
 
 
 def _hash_of_bearer(authorization: str | None) -> str:
-    """The hash of the key in the header; "" without a key."""
-    kind, _, key = (authorization or "").partition(" ")
+    """The hash of the key in an "authorization" header; "" without a key."""
+    scheme, _, key = (authorization or "").partition(" ")
     key = key.strip()
-    return hash_of(key.encode("latin-1", "replace")) if kind.lower() == "bearer" and key else ""
+    return hash_of(key.encode("latin-1", "replace")) if scheme.lower() == "bearer" and key else ""

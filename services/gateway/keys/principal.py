@@ -1,4 +1,4 @@
-"""The principal of a request: the owner and the permissions of its key."""
+"""The principal of a request: the owner (tenant) and the permissions of its API key."""
 
 from dataclasses import dataclass
 
@@ -35,4 +35,4 @@ class Principal:
 
 
 ANYONE = Principal()
-"""The principal of all clients if no keys are configured."""
+"""The principal of clients that need no key, and of the key `api_key`, which has no owner."""

@@ -1,4 +1,8 @@
-"""Gateways publish their demand in etcd, so that they share each owner's quota."""
+"""Exchanges quota demand between gateways through etcd, so that they share each owner's quota.
+
+Each gateway publishes a report of its demand per owner (tenant); from all reports it computes its
+own share of each limit.
+"""
 
 import asyncio
 import logging
@@ -17,7 +21,7 @@ from tideserve.common.v1 import record_pb2
 EXCHANGE_INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
-_WISH = Codec(OwnerDemand, record_pb2.QuotaWish)
+_DEMAND = Codec(OwnerDemand, record_pb2.QuotaWish)
 
 
 class QuotaExchange:
@@ -60,7 +64,7 @@ class QuotaExchange:
             await asyncio.sleep(EXCHANGE_INTERVAL_S)
 
     async def withdraw(self) -> None:
-        """Delete this gateway's report, which frees its shares. Call after `run` has ended."""
+        """Delete this gateway's report, so that others get its shares. Call after `run` ends."""
         lease, self._lease = self._lease, 0
         if lease:
             try:
@@ -72,11 +76,11 @@ class QuotaExchange:
                 )
 
     async def _exchange(self) -> None:
-        await self._hold_lease()
+        await self._renew_lease()
         demands = self._state.report(self._now_s())
         # In a thread: a report of many owners takes long to encode.
         value = await asyncio.to_thread(_encoded, self._incarnation, demands)
-        # An empty report is written once: it clears the previous demand.
+        # Write an empty report once, to clear the previous demand; write others every time.
         if demands or value != self._published:
             await self._store.put(self._key, value, self._lease)
             self._published = value
@@ -85,7 +89,7 @@ class QuotaExchange:
         self._peers = await asyncio.to_thread(_decoded, others, self._peers)
         self._state.receive(self._peers, self._now_s())
 
-    async def _hold_lease(self) -> None:
+    async def _renew_lease(self) -> None:
         now_s = self._now_s()
         if self._lease and now_s < self._renew_at_s:
             return
@@ -98,7 +102,7 @@ class QuotaExchange:
             log.warning("quotas are not shared; each gateway keeps its last share: %s", error)
         self.sharing = False
         self._state.hold(True, self._now_s())
-        # Publish in full next time: the lease may have expired, and the record with it.
+        # Check the lease and write the report next time: both may have expired.
         self._renew_at_s, self._published = 0.0, None
 
     def _succeed(self) -> None:
@@ -110,8 +114,8 @@ class QuotaExchange:
 
 def _encoded(incarnation: str, demands: Mapping[str, OwnerDemand]) -> bytes:
     record = record_pb2.QuotaRecord(incarnation=incarnation)
-    for owner, wish in demands.items():
-        record.owners[owner].CopyFrom(_WISH.message(wish))
+    for owner, demand in demands.items():
+        record.owners[owner].CopyFrom(_DEMAND.message(demand))
     return encode_record(record)
 
 
@@ -126,7 +130,7 @@ def _decoded(
             record = read_record(record_pb2.QuotaRecord, key, entry.value)
             if record is None:
                 continue
-            demands = {owner: _WISH.report(wish) for owner, wish in record.owners.items()}
+            demands = {owner: _DEMAND.report(wish) for owner, wish in record.owners.items()}
             last = QuotaReport(entry.mod_revision, demands)
         reports[key] = last
     return reports

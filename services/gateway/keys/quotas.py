@@ -1,4 +1,4 @@
-"""Enforces the limits of key owners before a request causes work."""
+"""Enforces the limits (quotas) of key owners before a request is tokenized or scheduled."""
 
 import contextlib
 import math
@@ -20,7 +20,7 @@ from services.gateway.vocabulary.errors import (
     ServiceUnavailable,
 )
 
-Owned = tuple[str, Limit]
+OwnerLimit = tuple[str, Limit]
 """An owner and one of its limits."""
 
 
@@ -51,12 +51,12 @@ class QuotaMetrics:
             " concurrent.",
             ["owner", "limit"],
         )
-        self._limited: set[Owned] = set()
+        self._limited: set[OwnerLimit] = set()
 
-    def limit_owners(self, limits: Mapping[Owned, int]) -> None:
+    def set_limits(self, limits: Mapping[OwnerLimit, int]) -> None:
         """Export series for exactly these owners and limits."""
-        for owned in self._limited - limits.keys():
-            self._forget(*owned)
+        for owner_limit in self._limited - limits.keys():
+            self._remove(*owner_limit)
         for (owner, limit), value in limits.items():
             self._limits.labels(owner, limit).set(value)
             self._refusals.labels(owner, limit)
@@ -66,22 +66,22 @@ class QuotaMetrics:
                 self._used.labels(owner, limit)
         self._limited = set(limits)
 
-    def refused(self, owner: str, limit: Limit) -> None:
+    def count_refusal(self, owner: str, limit: Limit) -> None:
         """Count a request refused by an owner's limit."""
         if (owner, limit) in self._limited:
             self._refusals.labels(owner, limit).inc()
 
-    def used(self, owner: str, limit: Limit, amount: int) -> None:
+    def count_usage(self, owner: str, limit: Limit, amount: int) -> None:
         """Count the usage of a completed request."""
         if (owner, limit) in self._limited:
             self._used.labels(owner, limit).inc(amount)
 
-    def running(self, owner: str, count: int) -> None:
+    def set_running(self, owner: str, count: int) -> None:
         """Set the number of an owner's running requests."""
         if (owner, Limit.CONCURRENT) in self._limited:
             self._running.labels(owner).set(count)
 
-    def _forget(self, owner: str, limit: Limit) -> None:
+    def _remove(self, owner: str, limit: Limit) -> None:
         self._limits.remove(owner, limit)
         self._refusals.remove(owner, limit)
         if limit is Limit.CONCURRENT:
@@ -92,12 +92,12 @@ class QuotaMetrics:
 
 Headers = tuple[tuple[str, str], ...]
 
-# Failures of the server: the owner is not charged. Work for a client that left is charged.
+# Failures of the server, for which the owner is not charged. A disconnect of the client is charged.
 _SERVER_FAULTS = (ServiceUnavailable, Expired, EngineFailed)
 
 
 class Quotas:
-    """Quotas of all owners with limits; `metrics` show usage and refusals."""
+    """Enforces the quotas of all owners with limits, and exports usage and refusals."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Quotas:
             return
         began_s = self._now_s()
         self._check(principal.owner, use.enter(began_s))
-        self._metrics.running(principal.owner, use.running)
+        self._metrics.set_running(principal.owner, use.running)
         lease = QuotaLease(self, principal.owner, use)
         try:
             yield lease
@@ -131,7 +131,7 @@ class Quotas:
         finally:
             lease.settle()
             use.leave(self._now_s() - began_s)
-            self._metrics.running(principal.owner, use.running)
+            self._metrics.set_running(principal.owner, use.running)
 
     def headers(self, principal: Principal) -> Headers:
         """OpenAI's rate-limit headers for an owner; empty without limits."""
@@ -162,12 +162,12 @@ class Quotas:
         if not served:
             use.refund(now_s)
             return
-        self._metrics.used(owner, Limit.REQUESTS, 1)
-        self._metrics.used(owner, Limit.TOKENS, reserved.prompt_tokens + output_tokens)
+        self._metrics.count_usage(owner, Limit.REQUESTS, 1)
+        self._metrics.count_usage(owner, Limit.TOKENS, reserved.prompt_tokens + output_tokens)
 
     def _check(self, owner: str, exceeded: Exceeded | None) -> None:
         if exceeded is not None:
-            self._metrics.refused(owner, exceeded.limit)
+            self._metrics.count_refusal(owner, exceeded.limit)
             raise OverQuota(
                 _explanation(owner, exceeded),
                 owner=owner,
@@ -197,9 +197,9 @@ class QuotaLease:
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 
     def settle(self, server_fault: bool = False) -> None:
-        """Return the unused tokens; all of them if a server fault prevented any output.
+        """Charge the actual usage and return the rest of the reservation; only the first call acts.
 
-        Further calls have no effect.
+        Charges nothing if a server fault prevented any output.
         """
         if not self._settled:
             self._settled = True
@@ -208,30 +208,30 @@ class QuotaLease:
 
 
 def _explanation(owner: str, exceeded: Exceeded) -> str:
-    most, wait_s = exceeded.maximum, exceeded.retry_after_s
+    maximum, wait_s = exceeded.maximum, exceeded.retry_after_s
     if wait_s is None:
         return (
-            f"the prompt has {exceeded.asked} tokens, more than the limit of {owner} of {most}"
+            f"the prompt has {exceeded.asked} tokens, more than the limit of {owner} of {maximum}"
             " tokens per minute; shorten it"
         )
     remedy = f"retry in {max(1, math.ceil(wait_s))} s"
     match exceeded.limit:
         case Limit.CONCURRENT:
-            return f"{owner} has reached its limit of {most} concurrent requests; {remedy}"
+            return f"{owner} has reached its limit of {maximum} concurrent requests; {remedy}"
         case Limit.TOKENS:
             return (
-                f"{owner} may use {most} tokens per minute, this request needs about"
+                f"{owner} may use {maximum} tokens per minute, this request needs about"
                 f" {exceeded.asked}, and {exceeded.remaining} are left; {remedy}"
             )
         case Limit.REQUESTS:
-            return f"{owner} has reached its limit of {most} requests per minute; {remedy}"
+            return f"{owner} has reached its limit of {maximum} requests per minute; {remedy}"
 
 
 def _headers(use: OwnerUse, now_s: float) -> Iterator[tuple[str, str]]:
-    for limit, standing in use.remaining_limits(now_s).items():
-        yield f"x-ratelimit-limit-{limit}", str(standing.maximum)
-        yield f"x-ratelimit-remaining-{limit}", str(standing.remaining)
-        yield f"x-ratelimit-reset-{limit}", duration(standing.reset_s)
+    for limit, state in use.remaining_limits(now_s).items():
+        yield f"x-ratelimit-limit-{limit}", str(state.maximum)
+        yield f"x-ratelimit-remaining-{limit}", str(state.remaining)
+        yield f"x-ratelimit-reset-{limit}", duration(state.reset_s)
 
 
 def duration(seconds: float) -> str:

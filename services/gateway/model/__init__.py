@@ -1,1 +1,1 @@
-"""The served model as the gateway sees it: names, chat template, formats, sampling defaults."""
+"""The served model without its weights: names, chat template, formats, sampling defaults."""

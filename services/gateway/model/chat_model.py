@@ -1,4 +1,4 @@
-"""Prompts and output formats of chats: the template, and the formats of calls and reasoning."""
+"""Renders prompts of chats and selects how their output is parsed and constrained."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -64,24 +64,24 @@ def describe_tools(
 def flatten_tool_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Write tool calls and tool responses as plain text; responses become messages of the user.
 
-    For templates that know neither tools nor the role "tool".
+    For templates that support neither tools nor the role "tool".
     """
     flat: list[dict[str, Any]] = []
-    after_answer = False
+    after_response = False
     for message in messages:
         content, role = message["content"], message["role"]
         if role == "tool":
-            answer = f"<tool_response>\n{content}\n</tool_response>"
+            response = f"<tool_response>\n{content}\n</tool_response>"
             # Many templates require roles to alternate, so consecutive responses share a message.
-            if after_answer:
-                flat[-1]["content"] += f"\n{answer}"
+            if after_response:
+                flat[-1]["content"] += f"\n{response}"
             else:
-                flat.append({"role": "user", "content": answer})
+                flat.append({"role": "user", "content": response})
         else:
             calls = [_call(call["function"]) for call in message.get("tool_calls", ())]
             text = "\n".join([content, *calls] if content else calls)
             flat.append({"role": role, "content": text})
-        after_answer = role == "tool"
+        after_response = role == "tool"
     return flat
 
 
@@ -94,7 +94,7 @@ PARAM = "tools"
 
 
 class ChatModel:
-    """Renders chat prompts, and selects the parsers and grammars of the answers."""
+    """The chat template of a model, and the formats of its tool calls and reasoning."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ChatModel:
         """Render the text of the prompt. Raises BadRequest if the template refuses the messages."""
         messages = template_messages(body.messages)
         tools = self._prompt_tools(body)
-        # A template that ignores tools gets them as text, in the format of Hermes.
+        # If the template ignores tools, describe them as text, in the format of Hermes.
         if not self._takes_tools:
             messages, tools = describe_tools(flatten_tool_messages(messages), tools), ()
         return self._template.render(
@@ -135,7 +135,7 @@ class ChatModel:
         )
 
     def thinking(self, prompt: str) -> Thinking:
-        """Return where the output after `prompt` begins."""
+        """Return where the output after `prompt` begins: inside, before or after reasoning."""
         return thinking(self.reasoning_format, prompt)
 
     def form(self, body: ChatRequest, thinking: Thinking) -> ChatForm | None:
@@ -157,7 +157,7 @@ class ChatModel:
     def structure(
         self, body: ChatRequest, answer: Structure | None, thinking: Thinking
     ) -> Structure | None:
-        """Build the grammar of the whole output; `answer` is the grammar of the answer alone.
+        """Build the grammar of the whole output; `answer`: the grammar of the part after reasoning.
 
         Returns None if the output is unconstrained.
 
@@ -176,8 +176,8 @@ class ChatModel:
         if answer is not None:
             either = [answer_rules(answer.grammar), self._calls(body)]
             return output_grammar(answer.param, either, thinking, self.spell_marker)
-        # With tool choice "auto", strict schemas can be enforced only if a token begins a call:
-        # the model may write any other text before it.
+        # With tool choice "auto" the model may write any text before a call, so strict schemas can
+        # be enforced only if a special token begins the call.
         if any(tool.strict for tool in body.callable_tools) and self._calls_begin_with_token():
             return output_grammar(
                 PARAM, [text_before(self._calls(body))], thinking, self.spell_marker

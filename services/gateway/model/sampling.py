@@ -1,4 +1,4 @@
-"""Sampling options of a request: the fields of the body over the model's defaults."""
+"""Determines the sampling options of a request from its body and the model's defaults."""
 
 import hashlib
 import secrets
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Defaults of fields that a client leaves out.
+    """Defaults of fields that a client omits.
 
-    `max_tokens`: most output tokens; None means as many as the context allows.
+    `max_tokens`: maximum output tokens; None means as many as the context allows.
     """
 
     temperature: float = TEMPERATURE
@@ -43,13 +43,13 @@ PLAIN_DEFAULTS = SamplingDefaults()
 
 
 def check_ids(body: GenerationRequest, vocab_size: int) -> None:
-    """Raise BadRequest if a field names a token id outside the vocabulary."""
-    named = {
+    """Raise BadRequest if a field has a token id outside the vocabulary."""
+    ids_by_field = {
         "stop_token_ids": body.stop_token_ids or (),
         "allowed_token_ids": body.allowed_token_ids or (),
         "logit_bias": [token_id for token_id, _ in body.logit_bias],
     }
-    for name, ids in named.items():
+    for name, ids in ids_by_field.items():
         if ids and max(ids) >= vocab_size:
             raise BadRequest(
                 f"'{name}' must be below the vocabulary's size {vocab_size}", param=name
@@ -84,20 +84,20 @@ def sampling_of(
 def check_choices(
     prompt_tokens: int, prompts: int, n: int, sampling: Sampling, prompt_field: str
 ) -> None:
-    """Raise BadRequest if `n` choices of each prompt name too many tokens together.
+    """Raise BadRequest if `n` choices of each prompt have too many token ids together.
 
     `prompt_tokens` is the number of tokens of all prompts, which are in the field `prompt_field`.
     """
-    named = {
+    counts = {
         "logit_bias": 2 * len(sampling.logit_bias),
         "bad_words": sum(map(len, sampling.bad_words)),
         "allowed_token_ids": len(sampling.allowed_token_ids),
     }
-    ids = n * (prompt_tokens + prompts * sum(named.values()))
+    ids = n * (prompt_tokens + prompts * sum(counts.values()))
     if ids > CHOICE_IDS_MAX:
         # The error names the field with the most tokens.
-        named[prompt_field] = prompt_tokens // prompts
-        param = max(named, key=lambda name: named[name])
+        counts[prompt_field] = prompt_tokens // prompts
+        param = max(counts, key=lambda name: counts[name])
         raise BadRequest(
             f"{n * prompts} choices name {ids} tokens in their prompts, 'logit_bias', 'bad_words'"
             f" and 'allowed_token_ids' together, but at most {CHOICE_IDS_MAX} are allowed; ask for"

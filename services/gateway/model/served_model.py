@@ -1,4 +1,4 @@
-"""The served model: names, sizes, tokenizer, chat template and defaults, from its folder."""
+"""Loads the served model's names, sizes, tokenizer, chat template and defaults from its folder."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class ServedModel:
     # Longest sequence that the model supports; a worker's KV cache may hold less.
     context_tokens: int
     eos_ids: frozenset[int]
-    # Values of sampling fields that clients leave out.
+    # Values of sampling fields that clients omit.
     defaults: SamplingDefaults = PLAIN_DEFAULTS
     aliases: tuple[str, ...] = ()
 
@@ -131,7 +131,7 @@ def _eos_ids(
     Raises:
         ConfigError: if there are too many.
     """
-    # The generation settings take precedence over the model's, these over the tokenizer's.
+    # generation_config.json takes precedence over config.json, this over tokenizer_config.json.
     for source in (read_json(model_dir / "generation_config.json"), config):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]

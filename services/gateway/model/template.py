@@ -1,4 +1,4 @@
-"""Chat templates: render messages to the text of a prompt, in a sandbox."""
+"""Renders chat templates, in a sandbox, to the text of a prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 
 
 class ChatTemplate:
-    """A compiled chat template and the special tokens that the template may name."""
+    """A compiled chat template, and the special tokens that are variables of the template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError if the template does not compile."""
@@ -57,7 +57,7 @@ class ChatTemplate:
         Raises:
             BadRequest: if the template refuses the messages.
         """
-        # As in transformers: an absent value is none, not undefined.
+        # As in transformers, pass absent values as none, not as undefined.
         own_variables = {
             "tools": list(tools) or None,
             "documents": None,
@@ -114,7 +114,7 @@ def load_template(model_dir: Path) -> ChatTemplate | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
     if isinstance(source, list):
-        # Several named templates: "default" is the template of plain chats.
+        # A list has several named templates; "default" is for chats without tools.
         named = {item.get("name"): item.get("template") for item in source}
         source = named.get("default")
     if not isinstance(source, str):

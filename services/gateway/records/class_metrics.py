@@ -1,4 +1,4 @@
-"""Gateway metrics per service class: latencies, and SLO targets met or missed."""
+"""Gateway metrics per service class: latencies, and SLO targets (TTFT, TPOT) met or missed."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -17,11 +17,11 @@ from services.core.service import Service, ServiceClass
 _BOUNDS_S = (*vllm_names.TOKEN_BUCKETS_S, float("inf"))
 
 
-class TokenGaps:
+class TokenTimeHistogram:
     """Histogram of times between tokens, in seconds, for use by a single event loop.
 
-    prometheus_client's histogram takes three locks per observation and searches its buckets
-    linearly, which was a tenth of the gateway's CPU time per token.
+    Replaces prometheus_client's histogram, which takes three locks per observation and searches
+    its buckets linearly: a tenth of the gateway's CPU time per token.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class TokenMetrics(Collector):
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
-        self._times = {service_class: TokenGaps() for service_class in ServiceClass}
+        self._times = {service_class: TokenTimeHistogram() for service_class in ServiceClass}
         self.total = 0
         """Output tokens received."""
         registry.register(self)
 
-    def times_of(self, service_class: ServiceClass) -> TokenGaps:
+    def times_of(self, service_class: ServiceClass) -> TokenTimeHistogram:
         """The histogram of a class."""
         return self._times[service_class]
 
@@ -53,7 +53,7 @@ class TokenMetrics(Collector):
         yield CounterMetricFamily(
             "tideserve_gateway_output_tokens", "Output tokens received.", value=self.total
         )
-        between = HistogramMetricFamily(
+        histogram = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
             "Time between consecutive tokens, as received by the gateway.",
             labels=["model_name", "class"],
@@ -61,8 +61,8 @@ class TokenMetrics(Collector):
         for service_class, times in self._times.items():
             buckets = zip(map(floatToGoString, _BOUNDS_S), accumulate(times.counts), strict=True)
             labels = [self._model_name, service_class.value]
-            between.add_metric(labels, list(buckets), times.sum_s)
-        yield between
+            histogram.add_metric(labels, list(buckets), times.sum_s)
+        yield histogram
 
 
 SLO_METRICS = ("ttft", "tpot")
@@ -75,16 +75,16 @@ class SloCount:
     attained: Counter
     missed: Counter
 
-    def note(self, seconds: float, target_s: float) -> None:
-        """Count a latency with a target of at most `target_s`."""
+    def observe(self, seconds: float, target_s: float) -> None:
+        """Count a latency whose target is at most `target_s`."""
         (self.attained if seconds <= target_s else self.missed).inc()
 
 
 @dataclass(slots=True)
 class TokenGroup:
-    """Counts the TPOT target of a choice, per group of tokens after the first token.
+    """Counts met and missed TPOT targets of a choice, per group of tokens after the first token.
 
-    The target `tpot_s` applies to the mean over each group of `token_group` tokens.
+    The target `service.tpot_s` applies to the mean over each group of `service.token_group` tokens.
     """
 
     service: Service
@@ -92,22 +92,22 @@ class TokenGroup:
     _tokens: int = 0
     _seconds: float = 0.0
 
-    def tokens(self, count: int, per_token_s: float) -> None:
+    def add_tokens(self, count: int, per_token_s: float) -> None:
         """Add `count` tokens with `per_token_s` seconds between them."""
         if self.service.tpot_s is None:
             return
         while count:
-            more = min(count, self.service.token_group - self._tokens)
-            self._tokens += more
-            self._seconds += more * per_token_s
-            count -= more
+            added = min(count, self.service.token_group - self._tokens)
+            self._tokens += added
+            self._seconds += added * per_token_s
+            count -= added
             if self._tokens == self.service.token_group:
                 self.end()
 
     def end(self) -> None:
-        """Count the current group even if it is not full."""
+        """Count the current group, full or not, and begin another."""
         if self._tokens and self.service.tpot_s is not None:
-            self.count.note(self._seconds / self._tokens, self.service.tpot_s)
+            self.count.observe(self._seconds / self._tokens, self.service.tpot_s)
         self._tokens, self._seconds = 0, 0.0
 
 
@@ -116,7 +116,7 @@ class ClassMetrics:
     """The labelled metrics of a class, observed for each choice."""
 
     ttft: Histogram
-    inter_token: TokenGaps
+    inter_token: TokenTimeHistogram
     per_token: Histogram
     inflight: Gauge
     slo: Mapping[str, SloCount]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a gateway: requests as clients see them, and the gateway's own state."""
+"""Prometheus metrics of a gateway: requests as its clients see them, and the gateway's state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Errors of requests that were refused for lack of capacity and may be retried.
 REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
-# Label value for the class of requests that are refused before their body is read.
+# Value of the label `class` for requests that are refused before their body is read.
 UNREAD = "unknown"
 # Upper bound of the last bucket of token counts.
 TOKENS_MAX = 1_000_000
@@ -31,7 +31,7 @@ TOKENS_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class EndpointTotals:
-    """Totals of output tokens and first tokens, and the sum of TTFT in seconds."""
+    """Numbers of output tokens and first tokens, and the sum of TTFT in seconds."""
 
     output_tokens: int
     first_tokens: int
@@ -144,17 +144,17 @@ class Metrics:
             "Bytes of responses kept for requests with an Idempotency-Key, running or finished.",
         )
 
-    def count_calls(self, lines: Mapping[str, ConcurrencyLimit]) -> None:
-        """Export the number of calls in each of `lines`, by state."""
-        for state, line in lines.items():
-            self._calls.labels(state).set_function(partial(getattr, line, "total"))
+    def export_calls(self, limits: Mapping[str, ConcurrencyLimit]) -> None:
+        """Export the number of gRPC calls that each limit counts; keys are the call states."""
+        for state, limit in limits.items():
+            self._calls.labels(state).set_function(partial(getattr, limit, "total"))
 
-    def request_done(self, endpoint: str, status: int, duration_s: float) -> None:
+    def count_request(self, endpoint: str, status: int, duration_s: float) -> None:
         """Count a finished request; `status` is its HTTP status, or the equivalent for gRPC."""
         self._http_requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(duration_s)
 
-    def refused(self, error: GatewayError, service_class: ServiceClass | None) -> None:
+    def count_refusal(self, error: GatewayError, service_class: ServiceClass | None) -> None:
         """Count a request that was refused for lack of capacity before its response began.
 
         `service_class` is None if its body was not read.
@@ -163,24 +163,24 @@ class Metrics:
             label = UNREAD if service_class is None else service_class.value
             self._rejections.labels(self._model_name, error.code, label).inc()
 
-    def prompt_in(self, tokens: int) -> None:
+    def count_prompt_tokens(self, tokens: int) -> None:
         """Count the prompt tokens of a request."""
         self._prompt_tokens.inc(tokens)
 
-    def stream_failed(self, code: str) -> None:
+    def count_failed_stream(self, code: str) -> None:
         """Count a stream that failed after it had begun."""
         self._stream_errors.labels(code).inc()
 
-    def stream_moved(self) -> None:
+    def count_moved_stream(self) -> None:
         """Count a stream that moves to another worker."""
         self._moved_streams.inc()
 
-    def stream_resumed(self) -> None:
+    def count_resumed_request(self) -> None:
         """Count a request that resumes after its worker was lost."""
         self._resumed_streams.inc()
 
-    def replayed(self) -> None:
-        """Count a request that got the response of an earlier request."""
+    def count_replay(self) -> None:
+        """Count a request that received the cached response of an earlier request."""
         self._replayed_requests.inc()
 
     def totals(self) -> EndpointTotals:

@@ -1,4 +1,4 @@
-"""The access log: a line per finished request, rate-limited for refusals."""
+"""Writes the access log: a line per finished request, rate-limited for refused requests."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class _Kind(Enum):
-    """Kinds of refusals with separate rate limits, so that a flood of a kind hides no other."""
+    """Kinds of refusals. Each has its own rate limit, so that many of one kind hide no others."""
 
     FAILED = "failed"
     NO_KEY = "no key"

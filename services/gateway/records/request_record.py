@@ -1,9 +1,9 @@
-"""The record of a request, for its log line, metrics and trace.
+"""Records the path of a request through the gateway, for its log line, metrics and trace.
 
 Ids. `client_request_id` is the id that the client sees: its own id if it sent one, else the
-response id. `response_id` is made here and unique in the cluster. Each choice runs at scheduler and
-workers under an id that is derived from `response_id` (`Request.request_id`). Engines add a suffix
-for each start, which makes a sequence id (`services/core/planner/sequence_ids.py`).
+response id. `response_id` is created here and unique in the cluster. Each choice runs at scheduler
+and workers under `Request.request_id`, which is derived from `response_id`. An engine appends a
+suffix per start, which makes a sequence id (`services/core/planner/sequence_ids.py`).
 
 Records hold counts, times and names, never texts of clients. Times are on the monotonic clock.
 """
@@ -28,7 +28,7 @@ from services.gateway.keys.quotas import Headers, QuotaLease, Quotas
 from services.gateway.vocabulary.errors import GatewayError
 from services.gateway.vocabulary.message import Moved, WorkerTimes
 
-HUNG_UP = 499
+CLIENT_DISCONNECTED = 499
 REQUEST_ID_HEADER = b"x-request-id"
 TRACEPARENT_HEADER = b"traceparent"
 SCOPE_KEY = "tideserve.record"
@@ -52,22 +52,24 @@ OPERATIONS = {
 # Prefixes of response ids, as in the APIs that clients know.
 _PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
 _DIALECT_PREFIXES = {"/v1/messages": "msg_", "/v1/responses": "resp_"}
-_MADE_ID = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}")
+_RESPONSE_ID = re.compile(
+    rf"[a-z]+[-_]([0-9a-f]{{{GATEWAY_DIGITS}}})[0-9a-f]{{{32 - GATEWAY_DIGITS}}}"
+)
 
 
 @dataclass(slots=True)
 class WorkerSegment:
-    """The part of a choice's run at a worker."""
+    """The part of a choice that ran at one worker."""
 
     worker_id: str
     group_id: str
     epoch: int
     began_s: float
     ended_s: float | None = None
-    first_token_s: float | None = None  # only if the choice's first token came from this worker
+    first_token_s: float | None = None  # set only at the worker of the choice's first token
     times: WorkerTimes | None = None  # as reported by the worker
     first_index: int = 0  # output index of the first token from this worker
-    moved: bool = False  # whether the previous worker handed the request over
+    moved: bool = False  # whether the worker adopted the request from the previous worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +125,11 @@ class RequestRecord:
     context: TraceContext | None = None  # set if this gateway traces the request
     path: str = ""  # HTTP path or full name of the gRPC method
     endpoint: str = "other"
-    status: int = HUNG_UP  # HTTP status; for gRPC its equivalent
+    status: int = CLIENT_DISCONNECTED  # HTTP status; for gRPC its equivalent
     address: str = ""  # client address without port
     principal: Principal = ANYONE  # the authenticated sender
     quotas: Quotas | None = None
-    quota: QuotaLease | None = None  # what the request has charged to its owner's quota
+    quota: QuotaLease | None = None  # the request's charge against its owner's quota
     slo_headers: Mapping[str, str] = field(default_factory=dict)  # see service_policy.SLO_HEADERS
     slot: RequestSlot | None = None  # its slot in the gateway's limit of concurrent requests
     service_class: ServiceClass | None = None  # None until the body is read
@@ -145,7 +147,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    replayed: bool = False  # answered with the kept response of an earlier request
+    replayed: bool = False  # whether the response is the cached response of an earlier request
     choices: list[ChoiceRecord] = field(default_factory=list)
 
     @property
@@ -195,7 +197,7 @@ class RequestRecord:
         return self.client_request_id != self.response_id
 
     def note_client_id(self, chosen_id: str) -> None:
-        """Note the client's id from the body; an id from a header takes precedence."""
+        """Set the client's id from the body, unless a header had an id."""
         if not self.has_client_id:
             self.client_request_id = chosen_id
 
@@ -204,16 +206,16 @@ class RequestRecord:
         return self.quotas.headers(self.principal) if self.quotas is not None else ()
 
     def fail(self, error: GatewayError) -> None:
-        """Note that the request failed, perhaps in the middle of its response."""
+        """Record that the request failed, perhaps in the middle of its response."""
         self.status, self.code = error.status, error.code or "error"
         self.retry_after_s = error.retry_after_s
 
-    def hang_up(self) -> None:
-        """Note that the client disconnected or stopped reading."""
-        self.status, self.code = HUNG_UP, "client_gone"
+    def note_disconnect(self) -> None:
+        """Record that the client disconnected or stopped reading."""
+        self.status, self.code = CLIENT_DISCONNECTED, "client_gone"
 
-    def replays(self, response_id: str) -> None:
-        """Note that the request gets the kept response `response_id` of an earlier request."""
+    def note_replay(self, response_id: str) -> None:
+        """Record that the client receives the cached response `response_id`."""
         self.response_id, self.replayed = response_id, True
 
     def add_choice(self) -> ChoiceRecord:
@@ -230,8 +232,8 @@ def new_record(
     `given_id`, the client's id from a header, becomes `client_request_id` if it has 1 to 128
     letters, digits and ``._:=@+/-``. `gateway` is this gateway's incarnation.
     """
-    # The id contains the gateway, so that any gateway can forward a cancel. It is always made here,
-    # because workers must never see an id twice.
+    # The id identifies the gateway, so that any gateway can forward a cancellation. Never use the
+    # client's id instead: workers must not see an id twice.
     digits = (gateway[:GATEWAY_DIGITS] + uuid.uuid4().hex)[:32]
     prefix = _DIALECT_PREFIXES.get(path) or _PREFIXES.get(OPERATIONS.get(path, ""), "req-")
     response_id = prefix + digits
@@ -243,8 +245,8 @@ def new_record(
 
 
 def gateway_of(response_id: str) -> str | None:
-    """The leading digits of the incarnation of the gateway that made the id, None for other ids."""
-    match = _MADE_ID.fullmatch(response_id)
+    """The gateway digits of a response id (see `GATEWAY_DIGITS`), None for ids of clients."""
+    match = _RESPONSE_ID.fullmatch(response_id)
     return match.group(1) if match is not None else None
 
 
@@ -256,22 +258,25 @@ def record_of(scope: Mapping[str, Any]) -> RequestRecord:
 
 
 ABANDONED = "abandoned"
-"""The outcome of a stream whose client left."""
+"""The outcome of a stream whose client disconnected or cancelled."""
 
 
 class StreamRecord:
-    """Writes the tokens that clients get to the event log, for audits; no-op without a log."""
+    """Writes the tokens that are sent to clients to the event log, for audits.
+
+    Does nothing without a log.
+    """
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log
 
     @contextmanager
-    def stream(
+    def log_stream(
         self, request: Request, segments: Sequence[WorkerSegment]
     ) -> Iterator[Callable[[FinishReason | None], None]]:
         """Log the start of a request and, on exit, its outcome and its `segments`.
 
-        Yields a function to call with the finish reason of each piece.
+        Yields a function to call with the finish reason, or None, of each piece of output.
         """
         if self._log is None:
             yield lambda reason: None
@@ -295,7 +300,7 @@ class StreamRecord:
             reads = [SegmentRead(request_id, s.first_index, s.worker_id, s.moved) for s in segments]
             self._log.append(FACT, [*reads, StreamEnded(monotonic_s(), request_id, outcome)])
 
-    def forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
+    def log_forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
         """Log tokens that are sent to the client now."""
         if self._log is not None and token_ids:
             fact = TokensForwarded(request_id, first_index, tuple(token_ids))

@@ -10,7 +10,7 @@ from services.gateway.records.request_trace import export_trace
 
 
 class RequestRecorder:
-    """Opens and closes request records; shared by all APIs, and so are its log rate limits."""
+    """Opens and closes request records. All APIs share it and its rate limits for log lines."""
 
     def __init__(
         self,
@@ -33,7 +33,10 @@ class RequestRecorder:
         return record
 
     def trace(self, record: RequestRecord, traceparent: bytes | None, admitted: bool) -> None:
-        """Begin the trace of a request, unless it was refused before its body was read."""
+        """Begin the trace of a request; `admitted` False: only note the id of the caller's trace.
+
+        A request is not `admitted` if it was refused before its body was read.
+        """
         caller = parse_traceparent(traceparent.decode("latin-1")) if traceparent else None
         if self._tracer is not None and admitted:
             record.context = self._tracer.begin(caller)
@@ -47,7 +50,7 @@ class RequestRecorder:
         `endpoint` must come from a fixed set, because it is a metric label.
         """
         record.endpoint, record.ended_s = endpoint, monotonic_s()
-        self._metrics.request_done(endpoint, record.status, record.ended_s - record.began_s)
+        self._metrics.count_request(endpoint, record.status, record.ended_s - record.began_s)
         self._log.write(record)
         if self._tracer is not None:
             export_trace(self._tracer, record)

@@ -1,7 +1,7 @@
 """Builds the trace of a request from its record, with a span per phase.
 
-Spans inside workers use durations that the workers report. They are laid end to end from the time
-when this gateway sent the request, so they may be off by the network delay.
+Workers report only durations. Their spans are laid end to end from the time at which this gateway
+sent the request, so they are early by the network delay.
 """
 
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
         genai.REQUEST_ID: record.client_request_id,
         genai.OWNER: record.principal.owner or None,
         genai.ERROR_TYPE: record.code,
-        **_door(record),
+        **_protocol_attributes(record),
     }
     phases = record.phases
     if record.choices:
@@ -77,7 +77,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _door(record: RequestRecord) -> dict[str, Value | None]:
+def _protocol_attributes(record: RequestRecord) -> dict[str, Value | None]:
     """HTTP or gRPC attributes of the request."""
     if record.grpc_code is None:
         return {genai.HTTP_ROUTE: record.endpoint, genai.HTTP_STATUS: record.status}
@@ -89,14 +89,14 @@ def _door(record: RequestRecord) -> dict[str, Value | None]:
 
 
 def _choice_spans(choice: ChoiceRecord, end_s: float) -> Iterable[Span]:
-    for began_s, placed_s in choice.queued_s:
-        yield Span("queue", began_s, placed_s)
+    for queued_s, assigned_s in choice.queued_s:
+        yield Span("queue", queued_s, assigned_s)
     for segment in choice.segments:
-        yield from _stay_spans(segment, end_s)
+        yield from _segment_spans(segment, end_s)
 
 
-def _stay_spans(segment: WorkerSegment, end_s: float) -> Iterable[Span]:
-    """Spans of a segment, from the worker's times, else from the gateway's observations."""
+def _segment_spans(segment: WorkerSegment, end_s: float) -> Iterable[Span]:
+    """Spans of the part at one worker, from the worker's times, else as the gateway saw it."""
     reported = segment.times is not None
     attributes: dict[str, Value] = {
         genai.WORKER: segment.worker_id,
@@ -105,12 +105,12 @@ def _stay_spans(segment: WorkerSegment, end_s: float) -> Iterable[Span]:
         genai.TIMES_FROM: "worker" if reported else "gateway",
     }
     at_s = segment.began_s
-    for name, length_s in _parts(segment, end_s):
+    for name, length_s in _phase_lengths(segment, end_s):
         yield Span(name, at_s, at_s + length_s, attributes)
         at_s += length_s
 
 
-def _parts(segment: WorkerSegment, end_s: float) -> Iterable[tuple[str, float]]:
+def _phase_lengths(segment: WorkerSegment, end_s: float) -> Iterable[tuple[str, float]]:
     ended_s = segment.ended_s if segment.ended_s is not None else end_s
     if (times := segment.times) is not None:
         yield "wait", times.wait_s

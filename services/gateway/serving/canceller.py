@@ -1,4 +1,8 @@
-"""Cancels requests by id, on whichever gateway they run."""
+"""Cancels requests of a client, on this gateway or, by a call, on other gateways.
+
+Terms: owner = the tenant, to whom the API key belongs; incarnation = random id of a gateway
+process, whose first digits are part of each response id.
+"""
 
 import asyncio
 
@@ -14,13 +18,13 @@ from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
 
 FORWARD_TIMEOUT_S = 5.0
 FORWARDS_MAX = 64
-"""Concurrent calls to other gateways per owner; further cancels of that owner are refused."""
+"""Concurrent calls to other gateways per owner; further cancellations of the owner are refused."""
 ALL_FORWARDS_MAX = 256
-"""Concurrent calls for all owners; beyond it, an owner without a call may still cancel once."""
+"""Concurrent calls for all owners; at this limit, only an owner without a running call may call."""
 
 
 class Canceller:
-    """Cancels on the gateway encoded in a response id, or on all gateways for a client's id."""
+    """Cancels a response id on the gateway whose digits it has, a client's id on all gateways."""
 
     def __init__(
         self, running: RunningRequests, view: ClusterView, dial: Dial, incarnation: str
@@ -42,30 +46,34 @@ class Canceller:
             ServiceUnavailable: if no request matched and a gateway that may run it is silent.
         """
         cancelled = self._running.cancel(owner, request_id)
-        named = gateway_of(request_id)
-        # Response ids are unique, so one match is enough; a client may reuse its own ids anywhere.
-        if named == self._incarnation[:GATEWAY_DIGITS] or (cancelled and named is not None):
+        digits = gateway_of(request_id)
+        # A response id (with gateway digits) is unique: do not ask other gateways after a match.
+        # A client may use its own id for requests at several gateways.
+        if digits == self._incarnation[:GATEWAY_DIGITS] or (cancelled and digits is not None):
             return cancelled
         others = [
             record.address
             for record in self._view.instances()
             if record.name == "gateway"
             and record.incarnation != self._incarnation
-            and (named is None or record.incarnation.startswith(named))
+            and (digits is None or record.incarnation.startswith(digits))
         ]
         if others and self._forwards.full(owner):
             raise QueueFull("too many concurrent cancellations; retry shortly")
         with self._forwards.entered(owner, len(others)):
-            answers = await asyncio.gather(
+            results = await asyncio.gather(
                 *(self._forward(address, owner, request_id) for address in others)
             )
-        cancelled = cancelled or True in answers
-        if not cancelled and None in answers:
+        cancelled = cancelled or True in results
+        if not cancelled and None in results:
             raise ServiceUnavailable("a gateway that may run the request did not respond; retry")
         return cancelled
 
     async def _forward(self, address: str, owner: str, request_id: str) -> bool | None:
-        """Whether the gateway at `address` ran the request; None if it did not respond."""
+        """Cancel at the gateway at `address`.
+
+        Returns whether the request ran there, None if the gateway did not respond.
+        """
         request = peer_pb2.EndRequestRequest(owner=owner, request_id=request_id)
         async with self._dial(address, "gateway") as channel:
             stub = peer_pb2_grpc.GatewayPeerServiceStub(channel)

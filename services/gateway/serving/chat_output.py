@@ -1,4 +1,8 @@
-"""Parses the text of a chat into reasoning, content and tool calls."""
+"""Parses the output text of a chat choice into reasoning, content and tool calls.
+
+The parsers of services.gateway.tools turn text into events; `ChatOutput` turns events into deltas,
+the increments of a message in the OpenAI chat API.
+"""
 
 import secrets
 from collections.abc import Callable, Iterable
@@ -35,25 +39,27 @@ class ChatOutput:
     def __init__(self, form: ChatForm, new_id: Callable[[ToolFormat], str] = call_id) -> None:
         self._form = form
         self._new_id = new_id
-        self._split = None if form.thinking is None else ReasoningSplit(_opened(form.thinking))
+        self._split = None
+        if form.thinking is not None:
+            self._split = ReasoningSplit(form.thinking is Thinking.OPENED)
         self._calls: Parser | None = None
         if form.names:
             self._calls = tool_parser(form.tool_format, form.names)
-        self._called = False
+        self._called = False  # whether the output has begun a tool call
 
     def push(self, piece: OutputPiece) -> list[OutputPiece]:
-        """The piece with its delta; several pieces if one delta cannot express the order.
+        """Parse a piece; returns it with its delta, split if a delta cannot express the order.
 
         Of several pieces, the first has the tokens and the last has the finish reason.
         """
         last = piece.finish_reason is not None
         events = self._read(piece.text)
-        cut = self._finish() if last else []
-        deltas = [self._delta(run) for run in self._runs([*events, *cut])]
+        flushed = self._finish() if last else []
+        deltas = [self._delta(group) for group in self._grouped([*events, *flushed])]
         reason: str | None = piece.finish_reason
         # A tool call that was cut off by the end of the output does not count as a call.
         stopped = piece.finish_reason is FinishReason.STOP
-        if stopped and self._called and not any(isinstance(event, CallEnd) for event in cut):
+        if stopped and self._called and not any(isinstance(event, CallEnd) for event in flushed):
             reason = TOOL_CALLS
         deltas[-1] = structs.replace(deltas[-1], finish_reason=reason)
         if len(deltas) == 1:
@@ -68,7 +74,7 @@ class ChatOutput:
         return self._content(self._split.push(text) if self._split else [Content(text)])
 
     def _finish(self) -> list[Event]:
-        """Events for text that was held back; tool calls that end here are incomplete."""
+        """Flush the parsers; a CallEnd among the events marks an incomplete tool call."""
         events = self._content(self._split.finish()) if self._split else []
         return events + (self._calls.finish() if self._calls is not None else [])
 
@@ -81,19 +87,19 @@ class ChatOutput:
             parsed += self._calls.push(event.text) if isinstance(event, Content) else [event]
         return parsed
 
-    def _runs(self, events: Iterable[Event]) -> list[list[Event]]:
-        """Group the events into the fewest deltas that keep their order; never empty."""
-        runs: list[list[Event]] = [[]]
+    def _grouped(self, events: Iterable[Event]) -> list[list[Event]]:
+        """The events in as few groups as deltas can express in order; at least one group."""
+        groups: list[list[Event]] = [[]]
         latest = 0
         for event in events:
             if isinstance(event, Reasoning) and not self._form.include_reasoning:
                 continue
             # Within a delta, clients read reasoning, content and calls in this order.
-            if (place := _place(event)) < latest:
-                runs.append([])
-            runs[-1].append(event)
-            latest = place
-        return runs
+            if (position := _position(event)) < latest:
+                groups.append([])
+            groups[-1].append(event)
+            latest = position
+        return groups
 
     def _delta(self, events: Iterable[Event]) -> Delta:
         texts: dict[type[Event], list[str]] = {Content: [], Reasoning: []}
@@ -114,8 +120,8 @@ class ChatOutput:
         return Delta("".join(texts[Content]), "".join(texts[Reasoning]), tuple(calls.values()))
 
 
-def _place(event: Event) -> int:
-    """The position of an event in a delta; see Delta."""
+def _position(event: Event) -> int:
+    """The position of an event among the fields of a Delta: reasoning, content, calls."""
     match event:
         case Reasoning():
             return 0
@@ -123,7 +129,3 @@ def _place(event: Event) -> int:
             return 1
         case _:
             return 2
-
-
-def _opened(thinking: Thinking) -> bool:
-    return thinking is Thinking.OPENED

@@ -1,6 +1,9 @@
-"""Runs a choice: get a worker from the scheduler, start there, detokenize the stream.
+"""Runs a choice on the cluster and yields its output.
 
-If the worker is lost, the choice resumes on another worker after the last received token.
+The scheduler assigns a worker (an `Ask` is the gateway's request for an `Assignment`), the worker
+generates tokens, and the gateway detokenizes them. If the worker is lost, the choice resumes on
+another worker after the last received token. The part of a choice that ran on one worker is a
+segment.
 """
 
 import logging
@@ -31,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OutputState:
-    """Output state of a choice, kept across workers: tokens, detokenizer and chat parser."""
+    """Output state of a choice, kept when it resumes on another worker."""
 
     journal: Journal
     output: OutputText
@@ -48,16 +51,16 @@ class ChoiceRunner:
         tokenizer: Tokenizer,
         pool: TextPool,
         metrics: Metrics,
-        record: StreamRecord,
+        stream_record: StreamRecord,
         resumes: bool,
     ) -> None:
-        """`resumes`: resume requests on another worker if theirs is lost after the first token."""
+        """`resumes`: resume requests whose worker is lost after the first token elsewhere."""
         self._admission = admission
         self._workers = workers
         self._tokenizer = tokenizer
         self._pool = pool
         self._metrics = metrics
-        self._record = record
+        self._stream_record = stream_record
         self._resumes = resumes
 
     async def run(
@@ -66,8 +69,8 @@ class ChoiceRunner:
         """Yield the output of `choice`; the last piece has a finish reason.
 
         Closing the generator early withdraws the request from the scheduler's queue or aborts it
-        at its worker. Workers and times are noted in `record`. `arrived_s` is when the client's
-        request had been read, on the monotonic clock.
+        at its worker. Writes workers and times to `record`. `arrived_s`: monotonic time at which
+        the client's request had been read.
 
         Raises:
             GatewayError: if the request fails.
@@ -78,20 +81,20 @@ class ChoiceRunner:
         state = OutputState(journal, self._output(choice), _chat(choice))
         retries = RetryState(self._resumes)
         with (
-            self._record.stream(request, record.segments) as note_finish,
+            self._stream_record.log_stream(request, record.segments) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             while True:
-                place = await self._admit(ask, began_s, record)
+                assignment = await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
                 segments = len(record.segments)
                 started = resumed(request, tuple(journal.token_ids))
                 try:
                     async with self._workers.open(
-                        started, place, record, journal, choice.coalesced
+                        started, assignment, record, journal, choice.coalesced
                     ) as stream:
                         while meter.reason is None:
-                            for piece in await self._next(stream, started, state, record, meter):
+                            for piece in await self._read(stream, started, state, record, meter):
                                 note_finish(piece.finish_reason)
                                 if piece.finish_reason is not None:
                                     meter.finish(piece.finish_reason)
@@ -102,31 +105,29 @@ class ChoiceRunner:
                     # Raises if the request must not be retried.
                     retries.fail(failure, output, request.limits.max_tokens)
                     # A moved request failed at its last worker, not at the assigned worker.
-                    last = record.segments[-1] if len(record.segments) > segments else place
-                    self._note_failure(failure, request, output, last.worker_id, record)
-                    since_s = monotonic_s() - began_s
-                    ask = retry_ask(
-                        ask, request, output, last, failure, since_s, alone=retries.alone
-                    )
+                    last = record.segments[-1] if len(record.segments) > segments else assignment
+                    self._record_failure(failure, request, output, last.worker_id, record)
+                    age_s = monotonic_s() - began_s
+                    ask = retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
-        asked_s = monotonic_s()
+        queued_from_s = monotonic_s()
         try:
             avoided, avoided_s = self._workers.avoided()
             ask = replace(ask, avoided=avoided[:AVOIDED_MAX], avoided_s=avoided_s)
-            return await self._admission.admit(ask, asked_s - began_s)
-        except GatewayError as refused:
+            return await self._admission.admit(ask, queued_from_s - began_s)
+        except GatewayError as error:
             if not ask.resumed:
                 raise
-            # The client already has part of the answer; a queueing error would make no sense to it.
+            # The client already has part of the output, so do not report a queueing error.
             raise WorkerLost(
                 f"the worker of this request was lost, and no other worker could resume it"
-                f" ({refused.message}); retry the request"
-            ) from refused
+                f" ({error.message}); retry the request"
+            ) from error
         finally:
-            record.queued_s.append((asked_s, monotonic_s()))
+            record.queued_s.append((queued_from_s, monotonic_s()))
 
-    def _note_failure(
+    def _record_failure(
         self, failure: Failure, request: Request, output: int, worker_id: str, record: ChoiceRecord
     ) -> None:
         request_id = request.request_id
@@ -137,11 +138,11 @@ class ChoiceRunner:
                 *(request_id, worker_id, output),
             )
             record.resumed += 1
-            self._metrics.stream_resumed()
+            self._metrics.count_resumed_request()
         elif isinstance(failure, (WorkerLost, KvLost)):
             log.info("request %s lost %s before its first token; restarting", request_id, worker_id)
 
-    async def _next(
+    async def _read(
         self,
         stream: TokenStream,
         request: Request,
@@ -149,22 +150,22 @@ class ChoiceRunner:
         record: ChoiceRecord,
         meter: RequestMeter,
     ) -> Sequence[OutputPiece]:
-        """The pieces for the next tokens; empty if there is nothing to send yet."""
+        """Wait for tokens; returns their pieces, none if their text is held back."""
         first_index = stream.read_index
-        fresh = await stream.next()
-        self._record.forwarded(request.request_id, first_index, fresh.token_ids)
-        if fresh.token_ids:
+        unread = await stream.next()
+        self._stream_record.log_forwarded(request.request_id, first_index, unread.token_ids)
+        if unread.token_ids:
             failpoint.hit("gateway.token")
             now_s = monotonic_s()
-            if not meter.tokens(len(fresh.token_ids), now_s):
+            if not meter.observe_tokens(len(unread.token_ids), now_s):
                 record.segments[-1].first_token_s = now_s
         output, chat = state.output, state.chat
-        if fresh.prompt_logprobs:
-            # Log probabilities of a long prompt take too long for the event loop.
-            push = partial(output.push, fresh)
-            piece = await self._pool.run(push, fresh.prompt_numbers)
+        if unread.prompt_logprobs:
+            # Converting the log probabilities of a long prompt would block the event loop.
+            push = partial(output.push, unread)
+            piece = await self._pool.run(push, unread.prompt_logprob_count)
         else:
-            piece = output.push(fresh)
+            piece = output.push(unread)
         pieces = (piece,) if chat is None else chat.push(piece)
         if piece.text or piece.token_ids or piece.finish_reason is not None:
             return pieces
@@ -175,8 +176,9 @@ class ChoiceRunner:
         prompt = None
         if choice.echo and choice.request.logprobs.prompt is not None:
             prompt = tokenizer.detokenizer(skip)
-        shown = frozenset[int]() if choice.chat is None else choice.chat.markers
-        return OutputText(choice, tokenizer.detokenizer(skip, shown), prompt)
+        # The chat parser needs the text of special tokens such as <tool_call>.
+        markers = frozenset[int]() if choice.chat is None else choice.chat.markers
+        return OutputText(choice, tokenizer.detokenizer(skip, markers), prompt)
 
 
 def _chat(choice: PreparedChoice) -> ChatOutput | None:
@@ -184,7 +186,7 @@ def _chat(choice: PreparedChoice) -> ChatOutput | None:
 
 
 def ask_for(choice: PreparedChoice) -> Ask:
-    """The scheduler ask for a choice that needs a worker."""
+    """The first request to the scheduler for a worker that runs `choice`."""
     request = choice.request
     return Ask(
         request_id=request.request_id,

@@ -1,4 +1,7 @@
-"""Turns the token ids of a choice into the text that its client sees. Pure."""
+"""Turns the output tokens of a choice into text and log probabilities for its client.
+
+No I/O. A piece is an increment of output: the text and the tokens since the previous piece.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,20 +20,20 @@ from services.gateway.vocabulary.message import Finish, UnreadTokens
 class StopText:
     """Cuts a text stream at the first stop string.
 
-    Text that may be the beginning of a stop string is held back until the next pieces decide. The
-    result does not depend on how the text is split into pieces: the stop string that is complete
-    first wins; among stop strings that end at the same position, the longest wins.
+    Text that may be the beginning of a stop string is held back until further text completes or
+    excludes the match. The result does not depend on how the text is split into pieces: the stop
+    string that is complete first wins; of stop strings that end at the same position, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`stops`: nonempty strings, may be empty. `include`: keep the stop string in the text."""
+        """`stops`: any number of nonempty strings. `include`: keep the stop string in the text."""
         self._include = include
         self._stops = tuple(stops)
         self._held = ""
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Append the next piece; returns the text to show. A match sets `hit`."""
+        """Append text; returns the text to send now. `hit` is the stop string after a match."""
         if self.hit is not None:
             return ""
         if not self._stops:
@@ -57,15 +60,15 @@ class StopText:
 # JSON has no infinity; like other servers, all APIs send this number instead.
 LOGPROB_MIN = -9999.0
 OUTPUT_LOGPROBS_MAX = 2**17
-"""Most log probabilities in a response that is not streamed, over all choices."""
+"""Maximum log probabilities in a response that is not streamed, over all choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request, summed over all choices.
 
-    Each prompt counts once. `cached_tokens` are the prompt tokens that were in a prefix cache when
-    the first choice of their prompt started.
+    A prompt counts once, however many choices it has. `cached_tokens`: prompt tokens that were in
+    a prefix cache when the first choice of their prompt started.
     """
 
     prompt_tokens: int
@@ -86,11 +89,12 @@ class TokenWithLogprobs:
     logprobs: TokenLogprobs | None
 
 
-def count_logprobs(*notes: Sequence[TokenWithLogprobs]) -> int:
+def count_logprobs(*sequences: Sequence[TokenWithLogprobs]) -> int:
     """The approximate number of log probabilities in the given token sequences."""
+    # All tokens of a sequence have about as many as its last token.
     return sum(
         len(tokens) * (1 if (last := tokens[-1].logprobs) is None else 1 + len(last.top))
-        for tokens in notes
+        for tokens in sequences
         if tokens
     )
 
@@ -101,28 +105,29 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN
 
 
-def with_top(notes: Sequence[TokenWithLogprobs], top: int | None) -> Sequence[TokenWithLogprobs]:
-    """The notes with at most `top` of the likeliest tokens each; None keeps all.
+def with_top(tokens: Sequence[TokenWithLogprobs], top: int | None) -> Sequence[TokenWithLogprobs]:
+    """The tokens with at most `top` of the likeliest alternatives each; None keeps all.
 
-    A worker reports a prompt's log probabilities once, for the larger of the two request fields.
+    A worker reports a prompt's log probabilities once, for the larger of the request fields
+    `logprobs` (with `echo`) and `prompt_logprobs`.
     """
-    if top is None or all(note.logprobs is None or len(note.logprobs.top) <= top for note in notes):
-        return notes
+    if top is None or all(t.logprobs is None or len(t.logprobs.top) <= top for t in tokens):
+        return tokens
     return [
-        note
-        if note.logprobs is None
-        else replace(note, logprobs=replace(note.logprobs, top=note.logprobs.top[:top]))
-        for note in notes
+        token
+        if token.logprobs is None
+        else replace(token, logprobs=replace(token.logprobs, top=token.logprobs.top[:top]))
+        for token in tokens
     ]
 
 
 class OutputPiece(msgspec.Struct, frozen=True):
     """New output of a choice.
 
-    `text` may be empty; it belongs to tokens of this and earlier pieces. `logprobs` has an entry
+    `text` may be empty; it may include held-back text of earlier tokens. `logprobs` has an entry
     for each of `token_ids`, or is empty; `prompt_logprobs` is set on the first piece only. The last
-    piece has a `finish_reason`, and a `stop_reason` if a stop token of the client (its id) or a
-    stop string ended the output. `delta` is set in chats whose text is parsed.
+    piece has a `finish_reason`. `stop_reason` is the stop string, or the id of the client's stop
+    token, that ended the output. `delta` is set in chats whose text is parsed.
     """
 
     text: str
@@ -171,8 +176,8 @@ class Output:
 class LogprobBudget:
     """Bounds the log probabilities that a response which is not streamed keeps in memory.
 
-    The number of output tokens is not known in advance, and most outputs end long before their
-    limit. So a request fails only once it has produced too many.
+    Most outputs end long before their token limit, so a request is not refused by its limit; it
+    fails once it has produced too many log probabilities.
     """
 
     def __init__(self, param: str) -> None:
@@ -180,13 +185,13 @@ class LogprobBudget:
         self._param = param
         self._count = 0
 
-    def add(self, notes: Sequence[TokenWithLogprobs]) -> None:
-        """Count further log probabilities.
+    def add(self, tokens: Sequence[TokenWithLogprobs]) -> None:
+        """Count the log probabilities of further tokens.
 
         Raises:
             BadRequest: if there are more than `OUTPUT_LOGPROBS_MAX`.
         """
-        self._count += count_logprobs(notes)
+        self._count += count_logprobs(tokens)
         if self._count > OUTPUT_LOGPROBS_MAX:
             raise BadRequest(
                 f"the output has more than {OUTPUT_LOGPROBS_MAX} log probabilities, the limit for a"
@@ -201,7 +206,7 @@ class Outputs:
 
     def __init__(self, choices: int) -> None:
         self.all = [Output() for _ in range(choices)]
-        self._logprob_count = LogprobBudget("logprobs")
+        self._logprob_budget = LogprobBudget("logprobs")
 
     def add(self, index: int, piece: OutputPiece) -> None:
         """Append the next piece of choice `index`.
@@ -210,12 +215,15 @@ class Outputs:
             BadRequest: if the outputs have too many log probabilities.
         """
         if piece.logprobs:
-            self._logprob_count.add(piece.logprobs)
+            self._logprob_budget.add(piece.logprobs)
         self.all[index].add(piece)
 
 
 class OutputText:
-    """Decodes token by token, so that the text never depends on how they were grouped."""
+    """Decodes the output of a choice and applies its stop strings.
+
+    Decodes token by token, so that the text does not depend on how the worker grouped the tokens.
+    """
 
     def __init__(
         self, choice: PreparedChoice, detokenizer: Detokenizer, prompt: Detokenizer | None = None
@@ -228,58 +236,58 @@ class OutputText:
         self._min_tokens = choice.request.limits.min_tokens
         self._tokens = 0
         self._begun = False
-        # Characters so far, counted only if the response has token offsets.
-        self._noted = choice.request.logprobs.output is not None
+        self._wants_logprobs = choice.request.logprobs.output is not None
+        # Offset of the next token in the text; counted only with log probabilities.
         self._chars = len(choice.echo)
 
-    def push(self, fresh: UnreadTokens) -> OutputPiece:
+    def push(self, unread: UnreadTokens) -> OutputPiece:
         """The piece for new tokens, with a finish reason if the output ends here.
 
-        `finish` STOP means that the last token is a stop token. It is counted, but shown only if
-        the client asked to include the stop string.
+        If `unread.finish` is STOP, the last token is a stop token. It counts as output, but its
+        text is sent only if the client asked to include the stop string.
         """
         if self._choice.prompt_only:
-            return self._opened(fresh, OutputPiece("", (), FinishReason.LENGTH))
-        piece = self._output(fresh)
+            return self._with_prompt(unread, OutputPiece("", (), FinishReason.LENGTH))
+        piece = self._output(unread)
         if self._begun:
             return piece
         self._begun = True
-        return self._opened(fresh, piece)
+        return self._with_prompt(unread, piece)
 
-    def _output(self, fresh: UnreadTokens) -> OutputPiece:
-        token_ids, finish = fresh.token_ids, fresh.finish
+    def _output(self, unread: UnreadTokens) -> OutputPiece:
+        token_ids, finish = unread.token_ids, unread.finish
         hidden = finish is Finish.STOP and not self._choice.include_stop
-        shown = token_ids[:-1] if hidden else token_ids
+        visible = token_ids[:-1] if hidden else token_ids
         text, offsets = "", []
-        for count, token_id in enumerate(shown, start=1):
+        for count, token_id in enumerate(visible, start=1):
             self._tokens += 1
             piece = self._detokenizer.push(token_id)
-            if self._noted:
+            if self._wants_logprobs:
                 offsets.append(self._chars)
                 self._chars += len(piece)
             # Stop strings, like stop tokens, apply only after min_tokens.
             text += self._stop.push(piece) if self._tokens > self._min_tokens else piece
             if self._stop.hit is not None:
-                return self._piece(fresh, text, offsets, count, FinishReason.STOP, self._stop.hit)
+                return self._piece(unread, text, offsets, count, FinishReason.STOP, self._stop.hit)
         # A hidden stop token has no text, but its log probability is reported.
-        if self._noted and hidden:
+        if self._wants_logprobs and hidden:
             offsets.append(self._chars)
         count = len(token_ids)
         if finish is None:
-            return self._piece(fresh, text, offsets, count)
+            return self._piece(unread, text, offsets, count)
         text += self._stop.push(self._detokenizer.flush())
         if self._stop.hit is not None:
-            return self._piece(fresh, text, offsets, count, FinishReason.STOP, self._stop.hit)
+            return self._piece(unread, text, offsets, count, FinishReason.STOP, self._stop.hit)
         text += self._stop.flush()
         if finish is not Finish.STOP:
-            return self._piece(fresh, text, offsets, count, FinishReason.LENGTH)
-        # As in vLLM, the model's own end-of-sequence token is no stop reason.
-        stopped_by = next((i for i in token_ids[-1:] if i not in self._choice.eos_ids), None)
-        return self._piece(fresh, text, offsets, count, FinishReason.STOP, stopped_by)
+            return self._piece(unread, text, offsets, count, FinishReason.LENGTH)
+        # As in vLLM, the model's own end-of-sequence token is not reported as `stop_reason`.
+        stop_token = next((i for i in token_ids[-1:] if i not in self._choice.eos_ids), None)
+        return self._piece(unread, text, offsets, count, FinishReason.STOP, stop_token)
 
     def _piece(
         self,
-        fresh: UnreadTokens,
+        unread: UnreadTokens,
         text: str,
         offsets: Sequence[int],
         count: int,
@@ -287,18 +295,18 @@ class OutputText:
         stop_reason: int | str | None = None,
     ) -> OutputPiece:
         """The piece of the first `count` tokens."""
-        token_ids = tuple(fresh.token_ids[:count])
-        notes: tuple[TokenWithLogprobs, ...] = ()
-        if self._noted:
+        token_ids = tuple(unread.token_ids[:count])
+        logprobs: tuple[TokenWithLogprobs, ...] = ()
+        if self._wants_logprobs:
             # Older workers send no logprobs.
-            rows = zip(token_ids, offsets, fresh.logprobs, strict=False)
-            notes = tuple(TokenWithLogprobs(*row) for row in rows)
-        return OutputPiece(text, token_ids, reason, stop_reason, logprobs=notes)
+            rows = zip(token_ids, offsets, unread.logprobs, strict=False)
+            logprobs = tuple(TokenWithLogprobs(*row) for row in rows)
+        return OutputPiece(text, token_ids, reason, stop_reason, logprobs=logprobs)
 
-    def _opened(self, fresh: UnreadTokens, piece: OutputPiece) -> OutputPiece:
+    def _with_prompt(self, unread: UnreadTokens, piece: OutputPiece) -> OutputPiece:
         """The first piece, with the echoed prompt and the prompt's log probabilities."""
-        echo, notes = self._choice.echo, self._prompt_notes(fresh.prompt_logprobs)
-        if not echo and not notes:
+        echo, prompt_tokens = self._choice.echo, self._prompt_tokens(unread.prompt_logprobs)
+        if not echo and not prompt_tokens:
             return piece
         return OutputPiece(
             echo + piece.text,
@@ -306,17 +314,17 @@ class OutputText:
             piece.finish_reason,
             piece.stop_reason,
             logprobs=piece.logprobs,
-            prompt_logprobs=notes,
+            prompt_logprobs=prompt_tokens,
         )
 
-    def _prompt_notes(self, logprobs: Sequence[TokenLogprobs]) -> tuple[TokenWithLogprobs, ...]:
-        """A note for every prompt token; the first token has no log probability."""
+    def _prompt_tokens(self, logprobs: Sequence[TokenLogprobs]) -> tuple[TokenWithLogprobs, ...]:
+        """The prompt tokens with their log probabilities; the first token has none."""
         request = self._choice.request
         if request.logprobs.prompt is None:
             return ()
-        notes, chars = [], 0
+        tokens, chars = [], 0
         for token_id, row in zip(request.prompt_ids, (None, *logprobs), strict=False):
-            notes.append(TokenWithLogprobs(token_id, min(chars, len(self._choice.echo)), row))
+            tokens.append(TokenWithLogprobs(token_id, min(chars, len(self._choice.echo)), row))
             if self._prompt is not None:
                 chars += len(self._prompt.push(token_id))
-        return tuple(notes)
+        return tuple(tokens)

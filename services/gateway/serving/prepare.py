@@ -1,4 +1,7 @@
-"""Prepares a validated body for the cluster: model, chat template, tokens, sampling, limits."""
+"""Turns a validated request body into choices that workers can run.
+
+Applies the chat template, tokenizes, fills in sampling defaults, and checks grammar and limits.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,11 +34,11 @@ from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
 from services.gateway.tools.format import Thinking
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
 
-# Longest prompt before truncation, as a multiple of the context length.
+# Maximum prompt before truncation, as a multiple of the context length.
 TRUNCATED_CONTEXTS = 4
-# Tokens hashed in the time that tokenizing a character takes.
-HASHED_A_STEP = 8
-# Tokens at the end of a prompt that may spell a reasoning mark such as <think>.
+# Tokens that are hashed in the time of tokenizing one character, the cost unit of `TextPool.run`.
+HASHED_PER_CHARACTER = 8
+# Tokens at the end of a prompt that are searched for a reasoning mark such as <think>.
 MARK_TOKENS = 16
 
 
@@ -51,7 +54,7 @@ class Preparer:
         prefix_block_size: Callable[[], int] = lambda: 0,
         policy: ServicePolicy | None = None,
     ) -> None:
-        """`max_model_len`: longest sequence in tokens that any worker can hold now.
+        """`max_model_len`: longest sequence, in tokens, of any worker now.
 
         `prefix_block_size`: tokens per KV block if the scheduler ranks groups by cached prefixes,
         else 0. `policy` maps requests to service classes and SLO targets.
@@ -64,24 +67,24 @@ class Preparer:
         self._prefix_block_size = prefix_block_size
 
     async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
-        """Check the body against the model and tokenize it; its settings are noted in `record`.
+        """Check the body against the model and tokenize it; writes its settings to `record`.
 
         Raises:
             GatewayError: if a field does not fit the model, or a prompt exceeds the context.
         """
-        _note(record, body, self._model.name)
+        _record_settings(record, body, self._model.name)
         self._check(body, record)
         service = self.service_of(body, record)
         record.warnings += body.warnings
         prompts = await self._prompts(body)
-        where = self._thinking(prompts[0])
+        thinking = self._thinking(prompts[0])
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
         prompt_tokens = sum(map(len, prompts))
         echoed = isinstance(body, CompletionRequest) and bool(body.echo)
         logprobs = logprob_options(body, echoed, body.choices * prompt_tokens)
         check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
-        sampling = replace(sampling, grammar=await self._grammar(body, record, where))
+        sampling = replace(sampling, grammar=await self._grammar(body, record, thinking))
         echoes = [await self._echo(body, *prompt) for prompt in enumerate(prompts)]
         record.tokenised_s = monotonic_s()
         choices = [
@@ -90,11 +93,11 @@ class Preparer:
             for choice in self._choices(body, record, prompt_ids, echo, sampling, logprobs, service)
         ]
         if (chat := self._model.chat) is not None and isinstance(body, ChatRequest):
-            form = chat.form(body, where)
+            form = chat.form(body, thinking)
             choices = [replace(choice, chat=form) for choice in choices]
         if len(choices) > 1:
-            choices = [_numbered(choice, index) for index, choice in enumerate(choices)]
-        # Prompt log probabilities need the whole prompt to run, so a cached prefix does not help.
+            choices = [_with_index(choice, index) for index, choice in enumerate(choices)]
+        # Prompt log probabilities need a prefill of the whole prompt; a cached prefix is unused.
         if (block_size := self._prefix_block_size()) and not logprobs.runs_prompt:
             choices = await self._with_prefixes(choices, block_size)
         record.prompt_tokens = prompt_tokens
@@ -213,7 +216,7 @@ class Preparer:
         return self._model.chat.thinking(end)
 
     async def _grammar(
-        self, body: GenerationRequest, record: RequestRecord, where: Thinking
+        self, body: GenerationRequest, record: RequestRecord, thinking: Thinking
     ) -> Grammar | None:
         """The checked grammar of the whole output, including reasoning and tool calls.
 
@@ -227,7 +230,7 @@ class Preparer:
             answer = replace(answer, grammar=checked.grammar)
         if not isinstance(body, ChatRequest) or self._model.chat is None:
             return None if answer is None else answer.grammar
-        whole = self._model.chat.structure(body, answer, where)
+        whole = self._model.chat.structure(body, answer, thinking)
         if whole is None or whole == answer:
             return None if whole is None else whole.grammar
         return (await self._checker.check(whole, record.limit_key)).grammar
@@ -282,7 +285,7 @@ class Preparer:
             prompt_top=body.prompt_logprobs,
             coalesced=_coalesced(body, service),
         )
-        return [_seeded(first, choice) for choice in range(body.choices)]
+        return [_with_seed(first, number) for number in range(body.choices)]
 
     async def _with_prefixes(
         self, choices: list[PreparedChoice], block_size: int
@@ -295,7 +298,7 @@ class Preparer:
             if not hashed or request.prompt_ids is not latest.request.prompt_ids:
                 ids, salt = request.prompt_ids, request.cache_salt
                 prefix = await self._pool.run(
-                    partial(prompt_prefix, ids, salt, block_size), len(ids) // HASHED_A_STEP
+                    partial(prompt_prefix, ids, salt, block_size), len(ids) // HASHED_PER_CHARACTER
                 )
             latest = replace(choice, prefix=prefix)
             hashed.append(latest)
@@ -324,14 +327,14 @@ class Preparer:
         context = self.max_model_len()
         if prompt_tokens == 0:
             raise BadRequest("the prompt is empty; send some text", param="prompt")
-        where = "messages" if isinstance(body, ChatRequest) else "prompt"
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
         wanted = body.output_limit() or 1
         if prompt_tokens + wanted > context:
             raise ContextExceeded(
                 f"this model's maximum context length is {context} tokens, but you requested "
-                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {where}, "
+                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {field}, "
                 f"{wanted} in the completion); shorten one of them",
-                param=where,
+                param=field,
             )
         max_tokens = wanted
         if body.output_limit() is None:
@@ -353,39 +356,40 @@ def _truncated(
 ) -> tuple[int, ...]:
     """The prompt, cut to `truncate_prompt_tokens`; -1 leaves room for the output."""
     keep = body.truncate_prompt_tokens
-    assert keep is not None, "the client asked for truncation"
+    assert keep is not None, "called only for requests with `truncate_prompt_tokens`"
     if keep == -1:
         room = body.output_limit()
         keep = max(1, context - (COMPLETION_TOKENS if room is None else max(1, room)))
     return prompt_ids[:keep] if body.truncation_side == "right" else prompt_ids[-keep:]
 
 
-def _seeded(first: PreparedChoice, choice: int) -> PreparedChoice:
-    """Choice number `choice` of a prompt, with its own seed; `first` is choice 0."""
-    if choice == 0:
+def _with_seed(first: PreparedChoice, number: int) -> PreparedChoice:
+    """Choice `number` of a prompt, with a seed of its own; `first` is choice 0."""
+    if number == 0:
         return first
     sampling = first.request.sampling
-    sampling = replace(sampling, seed=choice_seed(sampling.seed, choice))
+    sampling = replace(sampling, seed=choice_seed(sampling.seed, number))
     return replace(first, request=replace(first.request, sampling=sampling))
 
 
-def _numbered(choice: PreparedChoice, index: int) -> PreparedChoice:
-    """`choice` with its own request id in the cluster: the response id and `index`."""
+def _with_index(choice: PreparedChoice, index: int) -> PreparedChoice:
+    """`choice` with an id of its own for scheduler and workers: the response id and `index`."""
     request = choice.request
     request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
     return replace(choice, request=request)
 
 
 def _coalesced(body: GenerationRequest, service: Service) -> bool:
-    """Whether a worker may send many tokens at once.
+    """Whether a worker may send the tokens of several iterations in one message.
 
-    True for batch requests that neither stream nor stop at a string, which the gateway must detect.
+    True for batch requests that do not stream and have no stop strings: the gateway must see each
+    token at once to detect a stop string.
     """
     return not (service.online or body.stream or body.stop)
 
 
-def _note(record: RequestRecord, body: GenerationRequest, model: str) -> None:
-    """Note the settings of the request in its record, never its texts."""
+def _record_settings(record: RequestRecord, body: GenerationRequest, model: str) -> None:
+    """Write the settings of the request to its record, never its texts."""
     prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
     choices = prompts * body.choices
     settings = {

@@ -11,17 +11,17 @@ from services.gateway.tools.format import ChatForm
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """A choice of a response: the request for a worker, and how to render its tokens.
+    """A choice of a response: the request for a worker, and how to render its output.
 
     `eos_ids`: stop tokens of the model that the client did not list itself.
     `n`: number of choices of the prompt.
     `include_stop`: keep the stop string or stop token in the text.
     `echo`: text before the output, for echoed prompts.
-    `prompt_only`: hide the output; the client wants none, but a worker makes at least a token.
+    `prompt_only`: send no output; the client asked for none, but workers generate at least a token.
     `prompt_top`: likeliest tokens per prompt token in the response; None: as for output tokens.
     `chat`: how to parse the text of a chat; None: all text is content.
-    `prefix`: block hashes of the prompt, for the scheduler.
-    `coalesced`: the worker may send many tokens at once.
+    `prefix`: a sample of the hashes of the prompt's KV blocks; the scheduler ranks workers by it.
+    `coalesced`: the worker may send the tokens of several iterations in one message.
     """
 
     request: Request
@@ -48,8 +48,9 @@ class PreparedChoice:
 class PreparedRequest:
     """A checked and tokenized request, with all defaults filled in.
 
-    `created` is in seconds of Unix time; `model` is the name that the client used. `choices` are
-    ordered by prompt. `prompt_tokens` counts each prompt once, however many choices it has.
+    `created` is in seconds of Unix time; `model` is the name in the request, possibly an alias.
+    `choices` are ordered by prompt. `prompt_tokens` counts a prompt once, however many choices it
+    has.
     """
 
     response_id: str

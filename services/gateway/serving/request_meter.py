@@ -13,7 +13,7 @@ from services.gateway.vocabulary.errors import GatewayError
 
 
 class RequestMeter:
-    """Metrics of a choice; `measured` creates it."""
+    """Observes a choice; `measured` creates it. `reason` is set once the choice has finished."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class RequestMeter:
         self._group = TokenGroup(choice.request.service, self._of_class.slo["tpot"])
         self.reason: FinishReason | None = None
 
-    def tokens(self, count: int, now_s: float) -> bool:
-        """Observe `count` tokens that came at `now_s`; returns False for the first tokens."""
+    def observe_tokens(self, count: int, now_s: float) -> bool:
+        """Observe `count` tokens that arrived at `now_s`; returns False for the first tokens."""
         begun = self._first_s is not None
         self._histograms.by_class.tokens.total += count
         if begun:
             per_token_s = (now_s - self._last_s) / count
             self._of_class.inter_token.observe(per_token_s)
-            self._group.tokens(count, per_token_s)
+            self._group.add_tokens(count, per_token_s)
         else:
             self._first_s = now_s
             self._of_class.ttft.observe(now_s - self._arrived_s)
@@ -66,7 +66,7 @@ class RequestMeter:
         self.reason = reason
 
     def fail(self) -> None:
-        """Observe a failure."""
+        """Observe that the choice failed."""
         # A request that fails before its first token has missed its TTFT target.
         if self._first_s is None:
             self._note_ttft(math.inf)
@@ -80,7 +80,7 @@ class RequestMeter:
     def _note_ttft(self, seconds: float) -> None:
         target_s = self._choice.request.service.ttft_s
         if target_s is not None:
-            self._of_class.slo["ttft"].note(seconds, target_s)
+            self._of_class.slo["ttft"].observe(seconds, target_s)
 
     def _observe_phases(self) -> None:
         """Observe queue, prefill and decode times that the workers reported."""
@@ -102,13 +102,13 @@ def measured(
 ) -> Iterator[RequestMeter]:
     """Meter `choice` in the `with` block; on exit, count it as finished, failed or aborted."""
     meter = RequestMeter(histograms, choice, record, arrived_s)
-    ended = "abort"
+    outcome = "abort"
     try:
         with meter.counted():
             yield meter
     except GatewayError:
-        ended = "error"
+        outcome = "error"
         meter.fail()
         raise
     finally:
-        histograms.finished[str(meter.reason) if meter.reason is not None else ended].inc()
+        histograms.finished[str(meter.reason) if meter.reason is not None else outcome].inc()

@@ -1,4 +1,8 @@
-"""Decides whether a request that failed at a worker is retried, and builds the retry. Pure."""
+"""Decides whether a request that failed at a worker is retried, and builds the retry. No I/O.
+
+A retry sends a further `Ask` to the scheduler, which assigns a worker. Output that has arrived is
+kept: the next worker resumes after it. A start is an attempt to run the request at a worker.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -14,15 +18,16 @@ from services.gateway.vocabulary.errors import (
     WorkerLost,
 )
 
-# Most starts in a row without a new token. Groups change rarely, so more indicate a fault.
+# Starts in a row without a new token, after which a request fails. Worker groups change rarely, so
+# more starts indicate a fault.
 FRUITLESS_MAX = 10
-# Most workers that a request may lose in a row without a new token.
+# Lost or full workers in a row without a new token, after which a request fails.
 LOST_MAX = 3
-# Most engines that may die while they run a request; the last attempt runs alone in its group. A
-# lost worker counts as a fraction of a death: its engine or only its network may have failed.
+# Engine crashes after which a request fails, since it may cause them; the last attempt runs alone
+# in its group. A lost worker counts as a part of a crash, as perhaps only its network failed.
 DIED_MAX = 3
 LOST_SHARE = 0.25
-# After this many further tokens, the request is not blamed for earlier deaths.
+# Output tokens without a failure after which earlier crashes no longer count.
 DEATHS_FORGOTTEN_AFTER = 1000
 
 Failure = StaleEpoch | Returned | WorkerLost | QueueFull
@@ -30,7 +35,7 @@ Failure = StaleEpoch | Returned | WorkerLost | QueueFull
 
 @dataclass(slots=True)
 class RetryState:
-    """Failed starts of a request; `resumes`: retry elsewhere after the first token too."""
+    """Failed starts of a request; `resumes`: retry after the first token too, not only before."""
 
     resumes: bool
     _output: int = 0
@@ -67,7 +72,7 @@ class RetryState:
                 " retry it, and report its id to the operator"
             )
         if not output:
-            # Nothing was delivered, so the request may start over even if it cannot be resumed.
+            # No output was sent, so the request may restart even if it cannot be resumed.
             self._check_no_output(failure)
         elif not self.resumes or output >= tokens_max or self._lost >= LOST_MAX:
             raise _resume_error(failure)
@@ -75,15 +80,15 @@ class RetryState:
             raise ServiceUnavailable("the worker groups keep changing; retry shortly")
 
     def _note_loss(self, engine_died: bool, output: int) -> None:
-        # The request ran well for long since then, so it did not cause the earlier deaths.
+        # The request has run for long since the earlier deaths, so it hardly caused them.
         if output - self._died_at_token >= DEATHS_FORGOTTEN_AFTER:
             self._engine_deaths = 0.0
         self._died_at_token = output
         self._engine_deaths += 1.0 if engine_died else LOST_SHARE
 
     def _check_no_output(self, failure: Failure) -> None:
-        # A full worker means overload, which the client must learn of. But a request that has lost
-        # a worker was admitted before, so it may look for room elsewhere.
+        # A full worker means overload: report it to the client. A request that has lost a worker
+        # was admitted before, so it may try further workers.
         full = isinstance(failure, QueueFull) and not self._lost_worker
         if full or self._lost >= LOST_MAX:
             raise failure
@@ -109,24 +114,24 @@ def retry_ask(
     ask: Ask,
     request: Request,
     output: int,
-    place: Assignment | WorkerSegment,
+    failed: Assignment | WorkerSegment,
     failure: Failure,
-    since_s: float,
+    age_s: float,
     alone: bool = False,
 ) -> Ask:
-    """The scheduler ask that retries a request whose start at `place` failed after `output` tokens.
+    """The Ask that retries a request whose start at `failed` failed after `output` tokens.
 
-    It keeps the request id, so that the request keeps its position in the queue. `since_s` is the
-    request's age. Time before a worker failed is excused from the queueing deadline.
+    The request id stays, and with it the request's position in the queue. `age_s`: the request's
+    age. After the loss of a worker, the age so far does not count towards the queueing deadline.
     """
     returned = isinstance(failure, Returned)
     return replace(
         ask,
         prompt_tokens=len(request.prompt_ids) + output,
         max_tokens=request.limits.max_tokens - output,
-        failed=FailedAssignment(place.group_id, place.epoch, returned),
+        failed=FailedAssignment(failed.group_id, failed.epoch, returned),
         resumed=output > 0,
-        excused_s=since_s if _is_loss(failure) else ask.excused_s,
+        excused_s=age_s if _is_loss(failure) else ask.excused_s,
         alone=alone,
     )
 
@@ -135,6 +140,6 @@ def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
     """The request that resumes on another worker after the output `token_ids`."""
     if not token_ids:
         return request
-    # The prompt's log probabilities came with the first output token.
+    # The prompt's log probabilities arrived with the first output token: do not compute them again.
     logprobs = replace(request.logprobs, prompt=None)
     return replace(request, output_ids=token_ids, logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""Running requests of this gateway, for cancellation, and recent `request_id`s of clients."""
+"""Tracks running requests by id, to cancel them and to refuse duplicates."""
 
 import contextlib
 import os
@@ -15,7 +15,9 @@ from services.gateway.vocabulary.errors import CancelledByClient, DuplicateReque
 from tideserve.gateway.v1 import peer_pb2, peer_pb2_grpc
 
 REMEMBERED_MAX = 100_000
+"""Maximum `request_id`s of clients that are kept."""
 REMEMBER_S = 600.0
+"""Seconds after the start of a request in which another request with its id is refused."""
 
 Key = tuple[str, str]
 """Owner and id, so that an owner can neither cancel nor block requests of other owners."""
@@ -24,13 +26,13 @@ Key = tuple[str, str]
 class RunningRequests:
     """Running requests by each of their ids: response id, body field and header.
 
-    The body field `request_id` may be used once: a second request with it is refused for
-    `REMEMBER_S` from the start of the first, so that a request sent twice runs once. If the first
-    produced no token, the id may be used again at once. At most `REMEMBERED_MAX` ids are kept; the
-    oldest are dropped first. Gateways do not share them.
+    A body's `request_id` may be used once in `REMEMBER_S`, from the start of its request, so that
+    a request that a client sends twice runs once. If the request ends without a token, its id may
+    be used again at once. At most `REMEMBERED_MAX` ids are kept; the oldest are evicted first.
+    Gateways do not share them.
 
-    The header `x-request-id` may be reused, because proxies and agents send the same id with all
-    requests that they make on behalf of a request of their own.
+    The header `x-request-id` may be reused, because proxies and agents send the id of the request
+    that they serve with every request that it causes.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class RunningRequests:
             DuplicateRequest: if its owner used `chosen_id` for another request recently.
         """
         owner = record.principal.owner
-        # `record.client_request_id` is the header's id here: `chosen_id` is noted there later.
+        # `record.client_request_id` is still the header's id; `Preparer` sets the body's id later.
         ids = {record.response_id, record.client_request_id}
         if chosen_id is None:
             with self._registered([(owner, request_id) for request_id in ids], cancel_scope):
@@ -111,7 +113,7 @@ class RunningRequests:
                 self._began_s.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
-        """Drop expired ids, and the oldest ids beyond the limit."""
+        """Evict expired ids, and the oldest ids beyond the limit."""
         while self._began_s:
             key, began_s = next(iter(self._began_s.items()))
             if now_s - began_s < REMEMBER_S and len(self._began_s) < self._remembered_max:

@@ -1,4 +1,4 @@
-"""Service class and SLO targets of a request, from its body, headers and the configuration."""
+"""Determines the service class and SLO targets (TTFT, TPOT) of a request."""
 
 import math
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ OBJECTIVE_HEADER = "x-gateway-inference-objective"
 SLO_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
 """HTTP headers and gRPC metadata keys, equivalent to the fields `slo` and `slo_class`."""
 
+# Values of the OpenAI field `service_tier`.
 _TIERS = {
     "priority": ServiceClass.INTERACTIVE,
     "default": ServiceClass.STANDARD,
@@ -30,7 +31,7 @@ _TIERS = {
 
 @dataclass(frozen=True, slots=True)
 class ServicePolicy:
-    """Maps request fields and operator configuration to a `Service`: class and SLO targets."""
+    """Maps request fields, headers and the operator's configuration to a `Service`."""
 
     targets: Mapping[ServiceClass, ClassTargets] = field(default_factory=lambda: DEFAULT_TARGETS)
     default_class: ServiceClass = ServiceClass.STANDARD
@@ -48,14 +49,14 @@ class ServicePolicy:
         slo = body.slo
         ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
         tpot_ms = _target(headers, TPOT_HEADER) or (slo.tpot_ms if slo is not None else None)
-        own = ttft_ms is not None or tpot_ms is not None
+        has_targets = ttft_ms is not None or tpot_ms is not None
         named = _classes(body, headers)
         service_class = next(iter(named.values()), None)
         if service_class is None:
             # Targets imply an online request, so a default of `batch` does not apply.
             batch = self.default_class is ServiceClass.BATCH
-            service_class = ServiceClass.STANDARD if own and batch else self.default_class
-        if service_class is ServiceClass.BATCH and own:
+            service_class = ServiceClass.STANDARD if has_targets and batch else self.default_class
+        if service_class is ServiceClass.BATCH and has_targets:
             raise _targets_of_batch(next(iter(named)), headers)
         of_class = self.targets.get(service_class, NO_TARGETS)
         return Service(
@@ -72,19 +73,19 @@ def _seconds(target_ms: float | None) -> float | None:
     return None if target_ms is None else target_ms / 1000
 
 
-def _targets_of_batch(class_place: str, headers: Mapping[str, str]) -> BadRequest:
-    """The error for a batch request with SLO targets; names both fields."""
-    places = [name for name in (TTFT_HEADER, TPOT_HEADER) if name in headers]
-    target = places[0] if places else "slo"
+def _targets_of_batch(class_field: str, headers: Mapping[str, str]) -> BadRequest:
+    """The error for a batch request with SLO targets; `class_field` selects the class."""
+    fields = [name for name in (TTFT_HEADER, TPOT_HEADER) if name in headers]
+    target = fields[0] if fields else "slo"
     return BadRequest(
-        f"'{class_place}' puts the request into class 'batch', which has no SLO targets; remove"
-        f" '{target}' or '{class_place}'",
+        f"'{class_field}' puts the request into class 'batch', which has no SLO targets; remove"
+        f" '{target}' or '{class_field}'",
         param=target,
     )
 
 
 def _classes(body: GenerationRequest, headers: Mapping[str, str]) -> dict[str, ServiceClass]:
-    """The classes that the request names, by field.
+    """The service class that each field of the request selects, by field name.
 
     Raises:
         BadRequest: if two fields name different classes, or a header has an unknown class.

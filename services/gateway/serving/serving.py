@@ -42,7 +42,7 @@ class Writer(Protocol):
     """Writes a response in the format of its API."""
 
     def begin(self, prepared: PreparedRequest) -> None:
-        """Note the request; nothing is sent yet."""
+        """Store the request; sends nothing yet."""
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
         """Write new output of choice `index`; pieces of several choices may interleave."""
@@ -55,10 +55,10 @@ class Writer(Protocol):
 class RequestServing:
     """Serves requests of all APIs.
 
-    `idempotency_cache`: kept responses of requests with an idempotency key. `refuse_unknown`:
-    reject unknown fields of a body. `request_timeout_s` limits queueing plus running in seconds;
+    `idempotency_cache`: cached responses to requests with an Idempotency-Key. `refuse_unknown`:
+    reject bodies with unknown fields. `request_timeout_s` limits queueing plus running in seconds;
     for class `batch` the limit is `batch_timeout_s`. A client that reads nothing for
-    `client_stall_s` is cut off.
+    `client_stall_s` is disconnected.
     """
 
     preparer: Preparer
@@ -79,20 +79,21 @@ class RequestServing:
         return max(self.request_timeout_s, self.batch_timeout_s)
 
     @contextlib.contextmanager
-    def entered(self, record: RequestRecord, answered: bool = False) -> Iterator[BodyLease]:
+    def entered(self, record: RequestRecord, cached: bool = False) -> Iterator[BodyLease]:
         """Count a request inside the `with` block; enter it before the body is read.
 
-        `answered`: a kept response probably exists, so the owner's quota is not charged yet.
+        Yields a lease on the memory for bodies. `cached`: the idempotency cache probably has the
+        response, so the quota of the owner (the tenant of the API key) is not charged yet.
 
         Raises:
             GatewayError: if the gateway is full, or the owner's quota is used up.
         """
-        quota = contextlib.nullcontext() if answered else self.charged(record)
+        quota = contextlib.nullcontext() if cached else self.charged(record)
         with quota, self.drain.enter() as record.slot, self.bodies.lease() as lease:
             yield lease
 
     def classify(self, body: GenerationRequest, record: RequestRecord) -> ServiceClass:
-        """Note the class of a request whose body has been read, and count it for that class.
+        """Determine the class of a request whose body has been read, and count it for the class.
 
         Raises:
             GatewayError: if the class is invalid, or the gateway is full for it.
@@ -123,13 +124,13 @@ class RequestServing:
         writer: Writer,
         client: WatchedClient[Any] | None = None,
         *,
-        hang_up: Coroutine[Any, Any, None] | None = None,
+        disconnect: Coroutine[Any, Any, None] | None = None,
         timeout_s: float = math.inf,
     ) -> None:
         """Serve a request.
 
-        `client`: the receiver, if it must be cut off when it stalls. `hang_up` runs alongside and
-        raises ClientGone when the client disconnects. `timeout_s`: the client's own deadline.
+        `client`: the client, if it must be disconnected when it stalls. `disconnect`: a coroutine
+        that raises ClientGone when the client disconnects. `timeout_s`: the client's own deadline.
 
         Raises:
             GatewayError: if the request failed.
@@ -139,7 +140,7 @@ class RequestServing:
         try:
             async with asyncio.TaskGroup() as tasks:
                 # Start it first, so that the coroutine is awaited even if the request fails early.
-                guard = None if hang_up is None else tasks.create_task(hang_up)
+                guard = None if disconnect is None else tasks.create_task(disconnect)
                 with (
                     CancelScope() as cancel_scope,
                     self.running.entered(record, chosen_id, cancel_scope),
@@ -152,7 +153,7 @@ class RequestServing:
                 if guard is not None:
                     guard.cancel()
         except BaseExceptionGroup as group:
-            # Report a disconnect only if nothing but request errors happened beside it.
+            # Report a disconnect even beside errors of the request, but never hide other errors.
             gone, others = group.split(ClientGone)
             if gone is not None and (others is None or first_gateway_error(others) is not None):
                 raise ClientGone from None
@@ -163,7 +164,7 @@ class RequestServing:
     def _limit(
         self, cancel_scope: CancelScope, service_class: ServiceClass, timeout_s: float
     ) -> None:
-        """Interrupt the request at its time limit or its client's deadline."""
+        """Cancel the request at its time limit or at its client's deadline, whichever is first."""
         batch = service_class is ServiceClass.BATCH
         own_s = self.batch_timeout_s if batch else self.request_timeout_s
         message = "the request timed out; request fewer tokens"
@@ -180,13 +181,13 @@ class RequestServing:
         writer: Writer,
     ) -> None:
         prepared = await self.preparer.prepare(body.take(), record)
-        # The body is no longer referenced, and prompts that fit the context are small compared to
-        # rejected ones.
+        # The body is no longer referenced; the token ids of a prompt that fits the context are
+        # small compared to the largest body.
         lease.release()
         if record.quota is not None:
             outputs_max = [choice.request.limits.max_tokens for choice in prepared.choices]
             record.quota.reserve(prepared.prompt_tokens, outputs_max)
-        self.metrics.prompt_in(prepared.prompt_tokens)
+        self.metrics.count_prompt_tokens(prepared.prompt_tokens)
         writer.begin(prepared)
         await self._generate(prepared, record, writer)
         await writer.finish(_usage(prepared, record))
@@ -201,10 +202,10 @@ class RequestServing:
             pieces = self.choices.run(choice, record.add_choice(), arrived_s)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
-                    _note_piece(record, piece)
+                    _record_piece(record, piece)
                     await writer.piece(index, piece)
 
-        # Use a task even for a single choice: it keeps the await chain per token short.
+        # Use a task even for a single choice: a token then wakes fewer nested coroutines.
         async with asyncio.TaskGroup() as tasks:
             for index, choice in enumerate(prepared.choices):
                 tasks.create_task(run(index, choice))
@@ -225,7 +226,7 @@ def _usage(prepared: PreparedRequest, record: RequestRecord) -> Usage:
     )
 
 
-def _note_piece(record: RequestRecord, piece: OutputPiece) -> None:
+def _record_piece(record: RequestRecord, piece: OutputPiece) -> None:
     record.output_tokens += len(piece.token_ids)
     if record.quota is not None:
         record.quota.output_tokens = record.output_tokens

@@ -1,1 +1,1 @@
-"""Required forms of outputs: the fields of clients become grammars, which are checked."""
+"""Structured output: turns request fields into grammars and checks these in a process."""

@@ -1,9 +1,9 @@
 """Adds `additionalProperties: false` to the objects in clients' JSON schemas.
 
-By default, JSON Schema allows properties that a schema does not name. A model constrained by such a
-schema may invent properties until its output is cut off, and the client's function cannot accept
-them as arguments. The change only narrows a schema, so every output still validates against the
-client's own.
+JSON Schema allows properties that a schema does not name, unless `additionalProperties` is false.
+A model constrained by such a schema may add properties up to its output limit, and the client's
+function does not accept them as arguments. The change only narrows a schema, so every output still
+validates against the client's schema.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,16 +12,16 @@ from typing import Any
 _ANNOTATIONS = frozenset(
     {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
 )
-# Keywords about properties that the schema does not name: the client has decided about them.
+# Keywords by which the client itself states which unnamed properties are allowed.
 _OPEN = frozenset(
     {
         *("additionalProperties", "unevaluatedProperties", "propertyNames", "minProperties"),
         *("dependentRequired", "dependencies"),
     }
 )
-# With these keywords several schemas apply to a value, and closing a schema may forbid properties
-# that another schema requires.
-_JOINED = frozenset(
+# With these keywords several schemas apply to a value, and `additionalProperties: false` in one of
+# them may forbid properties that another requires.
+_COMBINING = frozenset(
     {
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef"),
         *("patternProperties", "dependentSchemas", "dependencies", "const", "enum"),
@@ -38,7 +38,7 @@ def forbid_additional_properties(schema: dict[str, Any]) -> None:
     reference is not changed at all.
     """
     walk = _Walk(schema)
-    nodes = list(walk.alone())
+    nodes = list(walk.sole_schemas())
     # Definitions are shared: closing a definition is safe only if every reference was visited.
     if walk.references == _count_references(schema):
         for node in filter(_closable, nodes):
@@ -46,7 +46,7 @@ def forbid_additional_properties(schema: dict[str, Any]) -> None:
 
 
 class _Walk:
-    """Visits the schemas that alone apply to their values, definitions included."""
+    """Visits the schemas that are the only schema of their values, definitions included."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.references = 0
@@ -54,19 +54,19 @@ class _Walk:
         self._todo: list[Any] = [root]
         self._followed: set[str] = set()
 
-    def alone(self) -> Iterator[dict[str, Any]]:
+    def sole_schemas(self) -> Iterator[dict[str, Any]]:
         # An explicit stack: a deep schema would exhaust the recursion limit.
         while self._todo:
             node = self._todo.pop()
             if not isinstance(node, dict):
                 continue
-            if node.keys().isdisjoint(_JOINED):
-                self._go_into(node)
+            if node.keys().isdisjoint(_COMBINING):
+                self._visit_children(node)
                 yield node
             else:
-                self._pass_on(node)
+                self._visit_wrapped(node)
 
-    def _go_into(self, node: dict[str, Any]) -> None:
+    def _visit_children(self, node: dict[str, Any]) -> None:
         properties = node.get("properties")
         if isinstance(properties, dict):
             self._todo += properties.values()
@@ -75,7 +75,7 @@ class _Walk:
         if isinstance(leading, list):
             self._todo += leading
 
-    def _pass_on(self, node: dict[str, Any]) -> None:
+    def _visit_wrapped(self, node: dict[str, Any]) -> None:
         """Visit the schemas that `node` merely refers to or wraps."""
         match [*(node.keys() - _ANNOTATIONS - _DEFINITIONS)]:
             case ["$ref"]:

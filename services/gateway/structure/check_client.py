@@ -1,4 +1,4 @@
-"""Client of the process that checks grammars."""
+"""Starts the process that checks grammars (check_process.py), and sends it grammars."""
 
 import asyncio
 import contextlib
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 _MODULE = "services.gateway.structure.check_process"
 STUCK_S = 10.0
-"""Longest wait for a cancelled check; after that, the process is stuck and is killed."""
+"""Seconds after which a process that does not end a cancelled check is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCheck:
-    """A check that the process has been asked for."""
+    """A check that was sent to the process."""
 
     number: int
-    answer: asyncio.Future[dict[str, Any]]
-    """The process's answer; ServiceUnavailable if the process ends first."""
+    result: asyncio.Future[dict[str, Any]]
+    """The process's result message; ServiceUnavailable if the process ends first."""
 
 
 class CheckClient:
@@ -38,21 +38,21 @@ class CheckClient:
         process: Child,
         written: asyncio.WriteTransport,
         read: asyncio.StreamReader,
-        greeting: bytes,
+        setup_message: bytes,
     ) -> None:
         """Use `start`."""
         self._process = process
         self._input, self._output = written, read
         self._numbers = itertools.count()
-        # Answers that the process owes, by number of the check.
+        # Results that are awaited, by number of the check.
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._send(greeting)
+        self._send(setup_message)
         self._closing = False
-        self._reading = asyncio.create_task(self._read_answers())
+        self._reading = asyncio.create_task(self._read_results())
 
     @classmethod
-    async def start(cls, greeting: bytes) -> "CheckClient":
-        """Start a process and send it `greeting`, the vocabulary. Raises ServiceUnavailable."""
+    async def start(cls, setup_message: bytes) -> "CheckClient":
+        """Start a process and send it the vocabulary. Raises ServiceUnavailable."""
         try:
             process = Child(
                 (sys.executable, "-m", _MODULE), output=True, new_session=True, quiet=True
@@ -64,7 +64,7 @@ class CheckClient:
         loop, read = asyncio.get_running_loop(), asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(read), process.output)
         written, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.input)
-        return cls(process, written, read, greeting)
+        return cls(process, written, read, setup_message)
 
     @property
     def usable(self) -> bool:
@@ -74,7 +74,7 @@ class CheckClient:
     def submit(self, grammar: Grammar) -> RunningCheck:
         """Send a grammar to the process, which starts the check at once."""
         check = RunningCheck(next(self._numbers), asyncio.get_running_loop().create_future())
-        self._pending[check.number] = check.answer
+        self._pending[check.number] = check.result
         # No flow control: the number of concurrent checks and the size of grammars are bounded.
         self._send(
             encode_message({"number": check.number, "kind": grammar.kind, "text": grammar.text})
@@ -82,14 +82,14 @@ class CheckClient:
         return check
 
     def cancel(self, check: RunningCheck) -> None:
-        """Cancel a check unless it has ended; its `answer` is still resolved."""
-        if not check.answer.done():
+        """Cancel a check unless it has ended; its `result` is still resolved."""
+        if not check.result.done():
             self._send(encode_message({"cancel": check.number}))
             stuck = asyncio.get_running_loop().call_later(STUCK_S, self._process.kill)
-            check.answer.add_done_callback(lambda _: stuck.cancel())
+            check.result.add_done_callback(lambda _: stuck.cancel())
 
     def _send(self, data: bytes) -> None:
-        """Write unless the process has ended; `_read_answers` handles its end."""
+        """Write unless the process has ended; `_read_results` handles its end."""
         # uvloop raises RuntimeError for a pipe whose other end is closed.
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._input.write(data)
@@ -100,15 +100,15 @@ class CheckClient:
         self._process.kill()
         await self._reading
 
-    async def _read_answers(self) -> None:
+    async def _read_results(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await self._output.readexactly(LENGTH.size)
                 body = await self._output.readexactly(LENGTH.unpack(head)[0])
-                answer = json.loads(body)
-                pending = self._pending.pop(answer["number"])
+                result = json.loads(body)
+                pending = self._pending.pop(result["number"])
                 if not pending.done():
-                    pending.set_result(answer)
+                    pending.set_result(result)
         self._process.kill()
         self._input.close()
         code = await self._process.wait()
@@ -118,5 +118,5 @@ class CheckClient:
         for pending in self._pending.values():
             if not pending.done():
                 pending.set_exception(ServiceUnavailable(error))
-                # If the caller has left, asyncio would log an exception that is never retrieved.
+                # Retrieve the exception: asyncio logs it if the caller was cancelled.
                 pending.exception()

@@ -1,11 +1,11 @@
-"""The process that checks grammars, each within limits of time and memory.
+"""Checks grammars in a separate process, each within limits of time and memory.
 
 A grammar may keep llguidance busy for ever in code that cannot be interrupted. So each check runs
 in a fork of this process. The kernel ends the fork after `CPU_MAX_S` of processor time, which does
-not depend on the load of the machine, or after `WALL_MAX_S`. A fork has everything loaded, so a
-malicious grammar costs its own check and nothing more. Checks run concurrently and are answered as
-they end; a cancelled check is killed at once. This process ends with its parent: its standard input
-is closed then.
+not depend on the load of the machine, or after `WALL_MAX_S`. A fork shares the loaded libraries, so
+a check costs no start-up, and a malicious grammar affects only its own check. Checks run
+concurrently, and each result is sent when its check ends; a cancelled check is killed at once. This
+process ends with its parent, which closes its standard input.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ NICENESS = 5
 LENGTH = struct.Struct("!I")
 """Prefix of each message: the length of its JSON in bytes."""
 
-# Occurs in llama.cpp's EBNF and is no part of Lark's syntax.
+# Part of llama.cpp's EBNF, but not of Lark's syntax.
 _EBNF_MARK = "::="
 _BYTES = 256
 _END = b"\xff<end of output>"
@@ -55,7 +55,7 @@ class _Check:
 def main() -> None:
     """Read the vocabulary, then numbered grammars and cancellations, until the input ends.
 
-    Each grammar is answered once, even if its check is cancelled.
+    Sends one result per grammar, even if its check is cancelled.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Unbuffered: the selector would not report messages that a buffer has read ahead.
@@ -97,7 +97,7 @@ def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
 
 
 def _start(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Check]:
-    """Fork for a check; return the pipe that the fork's answer comes from. The fork exits here."""
+    """Fork for a check; return the pipe from which to read its result. The fork exits here."""
     grammar = Grammar(GrammarKind(message["kind"]), message["text"])
     output, entry = os.pipe()
     pid = os.fork()
@@ -105,16 +105,16 @@ def _start(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Ch
         os.close(entry)
         return output, _Check(message["number"], pid)
     code = 1
-    # Whatever fails, the fork must exit: it must never continue in the caller's loop.
+    # The fork must exit after any exception, and never return into the caller's loop.
     with contextlib.suppress(BaseException):
         signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
         signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
-        answer = json.dumps(check(grammar, tokenizer)).encode()
-        # The limits apply to the check, not to writing its answer.
+        result = json.dumps(check(grammar, tokenizer)).encode()
+        # The limits apply to the check, not to the write of its result.
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with open(entry, "wb") as file:
-            file.write(answer)
+            file.write(result)
         code = 0
     os._exit(code)
 
@@ -123,14 +123,14 @@ def _cancel(number: int, selector: selectors.BaseSelector) -> None:
     """Kill the check with this number, unless it has ended."""
     for key in selector.get_map().values():
         if key.data is not None and key.data.number == number:
-            # The fork is reaped only after its pipe is closed, so the process id is still its own.
+            # The fork is reaped only after its pipe is closed, so its process id is not reused.
             os.kill(key.data.pid, signal.SIGKILL)
 
 
 def _read_output(
     output: int, running: _Check, selector: selectors.BaseSelector, sink: BinaryIO
 ) -> None:
-    """Read a fork's output; at its end, send the answer or the fork's exit code to `sink`."""
+    """Read a fork's output; at its end, send the result or the fork's exit code to `sink`."""
     if part := os.read(output, PIPE_BYTES):
         running.output += part
         return
@@ -138,8 +138,8 @@ def _read_output(
     os.close(output)
     _, status = os.waitpid(running.pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    answer: dict[str, Any] = {"ended": code} if code else json.loads(running.output)
-    sink.write(encode_message({"number": running.number, **answer}))
+    result: dict[str, Any] = {"ended": code} if code else json.loads(running.output)
+    sink.write(encode_message({"number": running.number, **result}))
     sink.flush()
 
 
@@ -204,15 +204,15 @@ class _ByteTokenizer:
 
 
 def check(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
-    """Check a grammar and return the fields of the answer.
+    """Check a grammar and return the fields of the result.
 
     `error`: why the grammar cannot be used, or None; `text`: the text to use instead of the
     grammar's own, or None; `ignored`: warnings about what will not be enforced.
     """
-    answer = _answer(grammar, tokenizer)
-    if answer["error"] and grammar.kind is GrammarKind.LARK and _EBNF_MARK in grammar.text:
+    result = _check_as_is(grammar, tokenizer)
+    if result["error"] and grammar.kind is GrammarKind.LARK and _EBNF_MARK in grammar.text:
         return _check_ebnf(grammar.text, tokenizer)
-    return answer
+    return result
 
 
 def _check_ebnf(text: str, tokenizer: LLTokenizer) -> dict[str, Any]:
@@ -223,10 +223,10 @@ def _check_ebnf(text: str, tokenizer: LLTokenizer) -> dict[str, Any]:
         return {"error": str(error)}
     if len(lark.encode()) > GRAMMAR_BYTES_MAX:
         return {"error": f"it has more than {GRAMMAR_BYTES_MAX} bytes as Lark"}
-    return _answer(Grammar(GrammarKind.LARK, lark), tokenizer) | {"text": lark}
+    return _check_as_is(Grammar(GrammarKind.LARK, lark), tokenizer) | {"text": lark}
 
 
-def _answer(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
+def _check_as_is(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
     """Check the grammar as it is, without conversion."""
     matcher = LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=parser_limits())
     # A grammar without any output is an error only once the first mask is computed.

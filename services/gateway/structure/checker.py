@@ -1,6 +1,7 @@
 """Checks grammars in a separate process, and caches the verdicts.
 
-Clients share the process fairly: a client that sends many expensive grammars delays only itself.
+Clients share the process fairly: a client that sends many expensive grammars delays only its own
+requests. A client is a `limit_key`: the owner of the API key, else an address.
 """
 
 import asyncio
@@ -32,10 +33,10 @@ class _Waiter:
 
 @dataclass(slots=True)
 class Slot:
-    """A slot of the semaphore that a client holds."""
+    """An acquired slot of the semaphore."""
 
     work: asyncio.Future[Any] | None = None
-    """If set, the slot stays taken until this is done, even if the client leaves before."""
+    """If set, the slot is held until it is done, even if the caller is cancelled first."""
 
 
 class FairSemaphore:
@@ -56,7 +57,7 @@ class FairSemaphore:
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_key: str) -> AsyncIterator[Slot]:
-        """Wait for a slot and hold it, afterwards until the slot's `work` is done, if that is set.
+        """Wait for a slot and hold it until the block ends and the slot's `work`, if set, is done.
 
         Raises:
             QueueFull: if too many callers of this client wait already.
@@ -66,14 +67,15 @@ class FairSemaphore:
         try:
             yield slot
         finally:
-            # Work goes on when its caller is cancelled, and the limit is on concurrent work.
+            # The limit is on concurrent work, which continues when its caller is cancelled.
             if slot.work is None or slot.work.done():
                 self._release(limit_key)
             else:
                 slot.work.add_done_callback(lambda _: self._release(limit_key))
 
     async def _acquire(self, limit_key: str) -> None:
-        # No waiter is overtaken: with a slot free, all waiters belong to clients at their limit.
+        # This does not overtake waiters: while a slot is free, all waiters' clients are at their
+        # limit.
         if self.taken < self._slots and self._held[limit_key] < self._client_max:
             self._held[limit_key] += 1
             return
@@ -83,7 +85,7 @@ class FairSemaphore:
         try:
             await waiter.granted
         except asyncio.CancelledError:
-            # If the slot was granted in the same iteration of the loop, pass it on.
+            # If the slot was granted in the same iteration of the event loop, release it.
             if not self._waiting.leave(limit_key, waiter):
                 self._release(limit_key)
             raise
@@ -95,21 +97,21 @@ class FairSemaphore:
         full = [client for client, count in self._held.items() if count >= self._client_max]
         if (waiter := self._waiting.next(full)) is not None:
             self._held[waiter.limit_key] += 1
-            # A waiter that is already cancelled passes the slot on when its task runs.
+            # A waiter that is already cancelled releases the slot when its task runs.
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
 
 
 CHECKS_MAX = 8
-"""Most concurrent checks; they run at low priority."""
+"""Maximum concurrent checks; they run at low priority."""
 CLIENT_CHECKS_MAX = 2
-"""Most concurrent checks of a client, so that expensive grammars cannot take all slots."""
+"""Maximum concurrent checks of a client, so that expensive grammars cannot take all slots."""
 WAITING_MAX = 256
-"""Most waiting checks of a client."""
+"""Maximum waiting checks of a client."""
 VERDICTS_MAX = 1024
-"""Most cached verdicts; the least recently used is evicted."""
+"""Maximum cached verdicts; the least recently used is evicted."""
 CHECK_TIMEOUT_S = 10.0
-"""Limit of queueing, the start of the process and the check, whose CPU time has its own limit."""
+"""Time limit for queueing, process start and check together; the CPU time has its own limit."""
 START_DELAY_S = 1.0
 """Delay of the process's start, so that it does not slow the start of the gateway."""
 STARTS_MAX = 3
@@ -122,8 +124,8 @@ _ANY_GRAMMAR, _NO_CLIENT = Grammar(GrammarKind.REGEX, "a"), ""
 class GrammarVerdict:
     """Result of a check.
 
-    `error` is why the grammar cannot be used. Else `text`, if set, replaces the grammar's text, and
-    `ignored` are warnings about what is not enforced.
+    `error`: why the grammar cannot be used. Without an error, `text`, if set, replaces the
+    grammar's text, and `ignored` are warnings about keywords that are not enforced.
     """
 
     error: str | None
@@ -133,18 +135,18 @@ class GrammarVerdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
-    """A grammar that workers can enforce; `ignored` says, in ASCII, what they do not enforce."""
+    """A grammar that workers can enforce; `ignored`: ASCII warnings about unenforced keywords."""
 
     grammar: Grammar
     ignored: tuple[str, ...] = ()
 
 
 class GrammarChecker:
-    """Owns the process, which `run` starts after a delay, or the first check if that is earlier."""
+    """Owns the check process. `run` starts it after a delay, an earlier check starts it at once."""
 
     def __init__(self, vocab_size: int, special_tokens: Mapping[int, str]) -> None:
         """`special_tokens`: the model's special tokens, which grammars may name, by id."""
-        self._greeting = encode_message({"vocab_size": vocab_size, "special": special_tokens})
+        self._setup_message = encode_message({"vocab_size": vocab_size, "special": special_tokens})
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
         self._semaphore = FairSemaphore(CHECKS_MAX, CLIENT_CHECKS_MAX, WAITING_MAX)
@@ -166,7 +168,8 @@ class GrammarChecker:
 
         Raises:
             BadRequest: if the grammar is invalid or too expensive.
-            ServiceUnavailable: if the grammar cannot be checked now.
+            QueueFull: if too many checks wait, or the check is not done within `CHECK_TIMEOUT_S`.
+            ServiceUnavailable: if the check process cannot be started or fails.
         """
         verdict = await self._verdict(structure.grammar, limit_key)
         if verdict.error is not None:
@@ -206,38 +209,37 @@ class GrammarChecker:
         return verdict
 
     async def _run_check(self, grammar: Grammar, slot: Slot) -> GrammarVerdict:
-        client = await self._started()
+        client = await self._running_client()
         check = client.submit(grammar)
-        slot.work = check.answer
+        slot.work = check.result
         try:
-            return _verdict_of(await asyncio.shield(check.answer))
+            return _verdict_of(await asyncio.shield(check.result))
         finally:
-            # A cancelled caller returns at once, but its slot stays taken until the check has
-            # ended.
+            # A cancelled caller returns at once; its slot is held until the check ends.
             client.cancel(check)
 
-    async def _started(self) -> CheckClient:
+    async def _running_client(self) -> CheckClient:
         async with self._starting:
             if self._client is None or not self._client.usable:
-                self._client = await CheckClient.start(self._greeting)
+                self._client = await CheckClient.start(self._setup_message)
             return self._client
 
 
-def _verdict_of(answer: Mapping[str, Any]) -> GrammarVerdict:
-    """Translate an answer; raises ServiceUnavailable if the check died for another reason."""
-    code = answer.get("ended")
+def _verdict_of(result: Mapping[str, Any]) -> GrammarVerdict:
+    """Convert a result; raises ServiceUnavailable if the check died at no limit."""
+    code = result.get("ended")
     if code == -signal.SIGPROF:
         return GrammarVerdict("it takes too long to compile")
     if code in (-signal.SIGABRT, -signal.SIGSEGV):
         return GrammarVerdict("it takes too much memory to compile")
     if code is not None:
         raise ServiceUnavailable(f"the check of the grammar ended with code {code}; try again")
-    if answer["error"] is not None:
-        return GrammarVerdict(_reason(answer["error"]))
-    return GrammarVerdict(None, answer["text"], tuple(map(_note, answer["ignored"])))
+    if result["error"] is not None:
+        return GrammarVerdict(_reason(result["error"]))
+    return GrammarVerdict(None, result["text"], tuple(map(_header_text, result["ignored"])))
 
 
-def _note(text: str) -> str:
+def _header_text(text: str) -> str:
     """Reduce a warning to characters that are valid in an HTTP header."""
     plain = _reason(text).replace('"', "'").replace("\\", "?")
     return plain.encode("ascii", "replace").decode()
@@ -246,5 +248,5 @@ def _note(text: str) -> str:
 def _reason(error: str) -> str:
     """First line of an error, printable, at most `REASON_CHARS_MAX` characters."""
     first = error.strip().split("\n", 1)[0].rstrip(" :.;")
-    shown = "".join(c if c.isprintable() else " " for c in first)
-    return shown if len(shown) <= REASON_CHARS_MAX else f"{shown[:REASON_CHARS_MAX]}…"
+    printable = "".join(c if c.isprintable() else " " for c in first)
+    return printable if len(printable) <= REASON_CHARS_MAX else f"{printable[:REASON_CHARS_MAX]}…"

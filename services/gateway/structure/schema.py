@@ -1,4 +1,4 @@
-"""Limits on clients' JSON schemas, and their translation into grammars."""
+"""Checks the limits of clients' JSON schemas and prepares the schemas as grammars."""
 
 import json
 from collections.abc import Mapping
@@ -9,20 +9,20 @@ from services.gateway.structure.additional_properties import forbid_additional_p
 from services.gateway.vocabulary.errors import BadRequest
 
 SCHEMA_DEPTH_MAX = 64
-"""Most nested objects and lists."""
+"""Maximum nesting of objects and lists."""
 ENUM_VALUES_MAX = 1000
-"""Most values in all `enum` lists of a schema together."""
+"""Maximum values in all `enum` lists of a schema together."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 _OPTIONS = "x-guidance"
-# At most one space where JSON allows any whitespace, which small models would write for ever.
+# Allow at most one space where JSON allows any whitespace: small models may write it endlessly.
 _COMPACT = {"whitespace_pattern": " ?"}
 # Values of these keys are data: "$ref" in them is no reference.
 _DATA_KEYS = frozenset({"const", "default", "enum", "example", "examples"})
 
 
 def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) -> str:
-    """Return the schema as JSON with llguidance's options and `additionalProperties` closed.
+    """Return the schema as JSON, with llguidance's options and `additionalProperties: false`.
 
     `lenient`: ignore keywords that cannot be enforced instead of refusing them. Options that the
     client itself sets take precedence.
@@ -40,7 +40,7 @@ def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) ->
 
 
 def _narrowed(text: str) -> str:
-    """Close the objects of a schema, unless that makes the schema too long."""
+    """Forbid additional properties, unless that makes the schema too long."""
     schema = json.loads(text)
     options = schema.pop(_OPTIONS)
     forbid_additional_properties(schema)
@@ -60,7 +60,7 @@ def _compact_json(value: Any) -> str:
 
 
 def check_size(text: str, param: str) -> None:
-    """Raises BadRequest if `text` is too long for a grammar or has no UTF-8 form."""
+    """Raise BadRequest if `text` is too long for a grammar or has no UTF-8 form."""
     try:
         size_bytes = len(text.encode())
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Structured outputs that clients request, in the fields of OpenAI's API and of vLLM."""
+"""Parses the request fields for structured output, those of OpenAI's API and of vLLM."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from services.gateway.structure.schema import ANY_OBJECT, check_size, schema_tex
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 CHOICES_MAX = 1000
-"""Most texts in a list of choices."""
+"""Maximum texts in a list of choices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""From token ids to text: tokenizer, detokenizer, stop strings."""
+"""Tokenizer, incremental detokenizer, and buffers for streamed text."""

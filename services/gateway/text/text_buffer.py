@@ -1,4 +1,4 @@
-"""Buffer of streamed text whose end may be the beginning of a marker."""
+"""Buffers streamed text whose end may be the beginning of a marker, such as <tool_call>."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ def partial_match_length(text: str, markers: Sequence[str], start: int = 0) -> i
     """Length of the longest suffix of `text[start:]` that begins a marker without completing it."""
     longest = 0
     for marker in markers:
-        # `find` skips to the candidates; an end as long as the marker would be the marker itself.
+        # Only positions of the marker's first character can match. Shorter ends than the marker
+        # suffice: an end of its length would be the complete marker.
         match = text.find(marker[0], max(start, len(text) - len(marker) + 1))
         while match >= 0 and not marker.startswith(text[match:]):
             match = text.find(marker[0], match + 1)
@@ -20,11 +21,11 @@ def partial_match_length(text: str, markers: Sequence[str], start: int = 0) -> i
 
 
 class TextBuffer:
-    """Received text from `position` on, after whitespace that has been read but not assigned.
+    """Received text, which is unread from `position` on, and whitespace kept aside.
 
-    The parser decides later whether such whitespace is part of the output. Every character is read
-    once, however the text is cut: readers advance `position`, and the rest that they leave in the
-    buffer is shorter than a marker.
+    Parsers keep whitespace aside until they know whether it is part of the output. Every character
+    is read once, however the text is split into pieces: readers advance `position`, and the unread
+    rest is shorter than a marker.
     """
 
     def __init__(self) -> None:
@@ -43,14 +44,14 @@ class TextBuffer:
         return self.position == len(self.text)
 
     def skip_whitespace(self) -> None:
-        """Read the whitespace that comes next, and keep it aside."""
+        """Read whitespace at the current position, and keep it aside."""
         end = self.position
         while end < len(self.text) and self.text[end] in WHITESPACE:
             end += 1
         self._set_aside(end)
 
     def read_marker(self, marker: str) -> bool | None:
-        """Read `marker` if it comes next; None if that depends on text that is not received."""
+        """Read `marker` if it is next; returns whether it is, None if that needs more text."""
         start = self.text[self.position : self.position + len(marker)]
         if start == marker:
             self.position += len(marker)
@@ -58,7 +59,7 @@ class TextBuffer:
         return None if marker.startswith(start) else False
 
     def read_until(self, marker: str) -> tuple[str, bool]:
-        """Read up to and including a marker, or everything that cannot be the start of a marker.
+        """Read up to and including a marker, or all text that cannot be the start of a marker.
 
         Returns the text before the marker, with the whitespace kept aside before it, and whether
         the marker was read. Whitespace at the end of the text is kept aside.
@@ -69,16 +70,16 @@ class TextBuffer:
             if start < 0
             else start
         )
-        shown = self.text[self.position : end].rstrip(WHITESPACE)
-        if shown:
-            shown_end = self.position + len(shown)
-            shown = self.take_whitespace() + shown
-            self.position = shown_end
+        text = self.text[self.position : end].rstrip(WHITESPACE)
+        if text:
+            text_end = self.position + len(text)
+            text = self.take_whitespace() + text
+            self.position = text_end
         self._set_aside(end)
         if start < 0:
-            return shown, False
+            return text, False
         self.position += len(marker)
-        return shown, True
+        return text, True
 
     def take_whitespace(self) -> str:
         """Remove and return the whitespace that was kept aside."""

@@ -1,4 +1,4 @@
-"""Exact bytes of single tokens."""
+"""Determines the exact bytes of single tokens, for log probabilities."""
 
 import json
 import re
@@ -12,9 +12,9 @@ _BLANK = "\u2581"
 
 def _byte_letters() -> dict[str, int]:
     """Return the byte for each letter of byte-level vocabularies (GPT-2's)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in shown}
-    others = (byte for byte in range(256) if byte not in set(shown))
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
     return letters | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
@@ -22,7 +22,7 @@ _LETTERS = _byte_letters()
 
 
 class TokenTexts:
-    """Spells single tokens of a vocabulary."""
+    """The bytes of single tokens of a vocabulary."""
 
     def __init__(
         self, token_of: Callable[[int], str | None], decoder: bytes, added: Collection[int]
@@ -36,7 +36,7 @@ class TokenTexts:
         kinds = _kinds(json.loads(decoder))
         self._byte_level = "ByteLevel" in kinds
         self.byte_fallback = "ByteFallback" in kinds
-        """Whether text without a token of its own is spelled with byte tokens."""
+        """Whether characters that are no token are encoded as byte tokens."""
         self.concatenates = kinds in (["ByteLevel"], ["Sequence", "ByteLevel"])
         """Whether an output is the concatenation of its tokens' bytes."""
 

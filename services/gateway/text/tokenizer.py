@@ -1,4 +1,4 @@
-"""The model's tokenizer: encoding in threads off the event loop, decoding on the event loop."""
+"""Wraps the model's tokenizer, and runs work on long texts in threads."""
 
 import asyncio
 import os
@@ -17,9 +17,9 @@ from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
 T = TypeVar("T")
 
-# Characters that take about a millisecond to tokenise.
+# Characters that take about a millisecond to tokenize; such work needs no thread.
 INLINE_SIZE = 1024
-# Longer texts are first estimated in slices.
+# Texts longer than a slice are first tokenized in slices, to estimate their number of tokens.
 SLICE_CHARS = 32 * 2**10
 ESTIMATE_MARGIN = 1.1
 SLICE_MARGIN_TOKENS = 256
@@ -50,7 +50,7 @@ class Tokenizer:
         )
         self._bytes_of: dict[int, int] = {}
         # Cached text of single tokens, by id.
-        self._alone: dict[int, str] = {}
+        self._single_texts: dict[int, str] = {}
         if self.texts.byte_fallback:
             ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
             self._bytes_of = {
@@ -72,7 +72,7 @@ class Tokenizer:
             raise ConfigError(
                 f"cannot read {path}: {error}; the model folder needs a tokenizer.json"
             ) from error
-        # Texts are encoded singly, so threads inside the tokenizer would only cost memory.
+        # Texts are encoded one at a time, so threads inside the tokenizer would only cost memory.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # The package raises plain Exception for a malformed file, so validate the file first.
         try:
@@ -110,7 +110,7 @@ class Tokenizer:
                 f"'{param}' contains a lone surrogate; send valid Unicode",
                 param=param,
             ) from None
-        # No token covers more than `_token_bytes_max` bytes: a lower bound on the tokens.
+        # A lower bound of the number of tokens: no token has more than `_token_bytes_max` bytes.
         if size_bytes > self._token_bytes_max * (tokens_max + 1):
             raise _too_long(f"{size_bytes} bytes", tokens_max, param)
         self._estimate(text, tokens_max, param)
@@ -122,7 +122,7 @@ class Tokenizer:
         The encoding of a text takes hundreds of times the text's memory.
         """
         tokens = 0
-        # Each cut between slices may add a few tokens, hence the margins.
+        # The limit has margins, since each boundary between slices may add a few tokens.
         for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
             tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
             if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
@@ -150,45 +150,45 @@ class Tokenizer:
         return {key: token.content for key, token in self._added.items()}
 
     def detokenizer(
-        self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+        self, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """Make an incremental decoder; special tokens in `shown` are never skipped."""
+        """Make an incremental decoder; special tokens in `kept` are never skipped."""
         decode, special = self._backend.decode, self._special
-        if not skip_special_tokens or not shown & special:
+        if not skip_special_tokens or not kept & special:
             hidden = special if skip_special_tokens else frozenset[int]()
             return Detokenizer(
                 lambda ids: decode(ids, skip_special_tokens=skip_special_tokens),
                 self._bytes_of,
-                self._alone_without(hidden),
+                self._single_decoder(hidden),
             )
-        hidden = special - shown
+        hidden = special - kept
         return Detokenizer(
             lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False),
             self._bytes_of,
-            self._alone_without(hidden),
+            self._single_decoder(hidden),
         )
 
-    def _alone_without(self, hidden: frozenset[int]) -> Callable[[int], str] | None:
+    def _single_decoder(self, hidden: frozenset[int]) -> Callable[[int], str] | None:
         """Return the decoder of single tokens, empty for `hidden` tokens.
 
         None if the text of a token depends on the tokens around it.
         """
         if not self.texts.concatenates:
             return None
-        known = self._alone
+        known = self._single_texts
 
-        def alone(token_id: int) -> str:
+        def decode_single(token_id: int) -> str:
             if token_id in hidden:
                 return ""
             text = known.get(token_id)
             if text is None:
                 text = self._backend.decode([token_id], skip_special_tokens=False)
-                # A worker may send ids outside the vocabulary; caching these has no bound.
+                # Do not cache ids outside the vocabulary, which workers may send without bound.
                 if token_id < self.size:
                     known[token_id] = text
             return text
 
-        return alone
+        return decode_single
 
 
 def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:
@@ -207,13 +207,13 @@ class TextPool:
         self._slots = asyncio.Semaphore(threads)
 
     async def run(self, function: Callable[[], T], size: int) -> T:
-        """Run `function`, which works on `size` characters or items, and return its result.
+        """Run `function` and return its result; `size`: its cost in characters to tokenize.
 
-        Small work runs at once on the event loop, other work in a thread. Cancelling a caller that
-        waits for a thread has no cost; a function that runs already keeps its thread to its end.
+        Small work runs at once on the event loop, other work in a thread. If the caller is
+        cancelled, a function that waits for a thread does not run; one that runs continues.
         """
-        # A hop to a thread of a busy process waits for the interpreter lock twice, which takes
-        # longer than small work.
+        # Small work takes less time than a thread: in a busy process, the switches to the thread
+        # and back both wait for the interpreter lock.
         if size <= INLINE_SIZE:
             return function()
         await self._slots.acquire()
@@ -224,9 +224,9 @@ class TextPool:
     def _done(self, future: "asyncio.Future[T]") -> None:
         self._slots.release()
         if not future.cancelled():
-            # If the caller was cancelled, asyncio would log an exception that is never retrieved.
+            # Retrieve the exception: asyncio logs it if the caller was cancelled.
             future.exception()
 
     def close(self) -> None:
-        """Stop the threads and drop work that has not begun."""
+        """Stop the threads and cancel work that has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,7 @@
-"""Incremental parser of the JSON of a tool call, or of a list of tool calls."""
+"""Parses, incrementally, the JSON of a tool call or of a list of tool calls.
+
+A `CallBody` (delimited_calls.py) parses what follows the marker of a call.
+"""
 
 from collections.abc import Container
 
@@ -14,11 +17,14 @@ class CallList:
     def __init__(
         self, names: Container[str], index: int, keys: Container[str] | None = None
     ) -> None:
-        """`names`, `keys`: see `CallObject`. With `keys`, a list is not accepted."""
+        """`names`, `keys`: see `CallObject`. With `keys`, a list is not accepted.
+
+        `index`: number of calls before this text.
+        """
         self._names = names
         self._keys = keys
         self.index = index
-        # Characters that no event covers yet; they are content if the text turns out to be no call.
+        # Characters without an event yet; they become content if the text is no call.
         self._pending: list[str] = []
         self._in_list = False
         self._call: CallObject | None = None

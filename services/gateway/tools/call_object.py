@@ -1,4 +1,4 @@
-"""Incremental parser of the JSON object in which a model writes a tool call."""
+"""Parses, incrementally, the JSON object in which a model writes a tool call."""
 
 import json
 from collections.abc import Container
@@ -81,8 +81,8 @@ class CallObject:
         if not self._known_name:
             return Step.WRONG
         if self._arguments is None:
-            # Models may leave out the arguments of a tool without parameters. With `keys` they may
-            # not: the text may as well be an answer in JSON.
+            # Models may omit the arguments of a tool without parameters. With `keys`, an object
+            # without arguments is not a call, because it may be an answer in JSON.
             if self._keys is not None:
                 return Step.WRONG
             self._arguments = [EMPTY]

@@ -1,4 +1,4 @@
-"""Parser of tool calls that a marker introduces, anywhere in the text."""
+"""Parses tool calls that follow a marker such as <tool_call>, anywhere in the text."""
 
 from collections.abc import Callable
 from enum import Enum, auto
@@ -11,7 +11,7 @@ from services.gateway.tools.json_value import Step
 class CallBody(Protocol):
     """Parser of the calls after a marker.
 
-    `index` is the index of the next call, `pending_text` the text that no event covers yet.
+    `index` is the index of the next call, `pending_text` the text without an event yet.
     """
 
     @property
@@ -28,7 +28,7 @@ class CallBody(Protocol):
         """
 
     def end(self, events: list[Event]) -> None:
-        """End a call that has begun: the text is over or invalid here."""
+        """End a call that has begun, because the text ends or becomes invalid."""
 
 
 class _DelimitedMode(Enum):
@@ -38,14 +38,16 @@ class _DelimitedMode(Enum):
 
 
 class DelimitedCalls(BufferedParser):
-    """Parses calls between markers and drops whitespace around calls. A `Parser`.
+    """Parses calls between markers and omits whitespace around calls. A `Parser`.
 
-    If the text after a marker is no call, it is content together with the marker.
+    If the text after a marker is not a call, the marker and the text are content.
     """
 
     def __init__(self, opening: str, closing: str, body: Callable[[int], CallBody]) -> None:
-        """`closing`: the marker after a body, which models may leave out, "" if the format has
-        none; `body` makes the parser of the next body from the index of the next call."""
+        """`closing`: the marker after a body, which models may omit; "" if the format has none.
+
+        `body` creates the parser of the next body from the index of the next call.
+        """
         super().__init__()
         self._opening = opening
         self._closing = closing
@@ -54,7 +56,7 @@ class DelimitedCalls(BufferedParser):
         self._body = body(0)
         # The marker and the whitespace before it, until a call has begun after it.
         self._lead = ""
-        # Only whitespace has followed the last call.
+        # Whether only whitespace has followed the last call.
         self._after_call = False
 
     def finish(self) -> list[Event]:
@@ -77,8 +79,8 @@ class DelimitedCalls(BufferedParser):
                 return self._close()
 
     def _text(self, events: list[Event]) -> bool:
-        shown, marked = self._buffer.read_until(self._opening)
-        self._content(shown, events)
+        text, marked = self._buffer.read_until(self._opening)
+        self._content(text, events)
         if not marked:
             return False
         self._lead = self._buffer.take_whitespace() + self._opening
@@ -100,7 +102,7 @@ class DelimitedCalls(BufferedParser):
         return step is not Step.MORE
 
     def _reject(self, events: list[Event]) -> None:
-        """End the body; text that no event covers becomes content."""
+        """End the body; text without an event becomes content."""
         self._body.end(events)
         self._content(self._lead + self._body.pending_text, events)
 

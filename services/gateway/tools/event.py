@@ -39,7 +39,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Call `index` is complete. Every call that begins also ends, even if the text is cut off."""
+    """Call `index` has ended, complete or because the text ended or became invalid."""
 
     index: int
 
@@ -48,13 +48,13 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 class Parser(Protocol):
-    """Turns streamed text into events, which do not depend on how the text was cut into pieces."""
+    """Turns streamed text into events, independently of how the text is split into pieces."""
 
     def push(self, text: str) -> list[Event]:
-        """Take the next piece of text; an end that may belong to a marker is held back."""
+        """Parse the next piece; text that may be the beginning of a marker is held back."""
 
     def finish(self) -> list[Event]:
-        """Return the events of text that was held back; call once, at the end of the text."""
+        """Return the events of the text held back; call once, at the end of the output."""
 
 
 class BufferedParser(ABC):
@@ -72,4 +72,4 @@ class BufferedParser(ABC):
 
     @abstractmethod
     def _advance(self, events: list[Event]) -> bool:
-        """Read from the buffer; return False if more text is needed."""
+        """Read from the buffer; return whether to call it again before more text arrives."""

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning, detected from the model's chat template and tokenizer."""
+"""Detects and selects the formats in which a model writes tool calls and reasoning."""
 
 from collections.abc import Collection, Container
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from services.gateway.tools import hermes, llama3_json, mistral, reasoning
 from services.gateway.tools.event import Parser
 
 AUTO = "auto"
-"""Value of the option: detect the format."""
-# Occurs in templates whose calls are XML with an element for each argument.
+"""Value of the options `tool_format` and `reasoning_format`: detect the format."""
+# Part of templates whose calls are XML with an element for each argument.
 _XML_ARGUMENTS = "<function="
 
 
@@ -23,8 +23,10 @@ class ToolFormat(StrEnum):
 
 
 class ReasoningFormat(StrEnum):
-    """Format of reasoning. Both formats use the same markers; with DEEPSEEK, the output begins
-    inside the reasoning unless the prompt has closed it."""
+    """Format of reasoning. Both formats have the markers <think> and </think>.
+
+    With DEEPSEEK, the output begins inside the reasoning unless the prompt has closed it.
+    """
 
     DEEPSEEK = "deepseek"
     QWEN3 = "qwen3"
@@ -36,8 +38,8 @@ def tool_format(
 ) -> ToolFormat:
     """Return the configured format, or detect the model's.
 
-    `template` is the template's source, and `takes_tools` whether it reads the request's tools. If
-    it does not, the gateway itself describes the tools, in the format of Hermes. `tokens`: tokens
+    `template` is the template's source, and `takes_tools` whether it uses the request's tools. If
+    not, the gateway describes the tools in the prompt, in the format of Hermes. `tokens`: tokens
     added to the vocabulary.
     """
     if configured != AUTO:
@@ -47,7 +49,7 @@ def tool_format(
     if not takes_tools:
         return ToolFormat.HERMES
     if hermes.OPEN in template:
-        # XML arguments between the markers of Hermes are a format that no parser here reads.
+        # XML arguments between the markers of Hermes are an unsupported format.
         return ToolFormat.NONE if _XML_ARGUMENTS in template else ToolFormat.HERMES
     if llama3_json.TAG in tokens and '"parameters"' in template:
         return ToolFormat.LLAMA3_JSON
@@ -117,7 +119,7 @@ class Thinking(StrEnum):
 
 
 def thinking(form: ReasoningFormat, prompt: str) -> Thinking:
-    """Return where the output after `prompt` begins: templates, too, open and close reasoning."""
+    """Return where the output after `prompt` begins, since prompts may open or close reasoning."""
     if form is ReasoningFormat.NONE:
         return Thinking.OVER
     end = prompt.rstrip(" \t\r\n")

@@ -1,4 +1,4 @@
-"""Incremental validator of a JSON value, character by character."""
+"""Validates a JSON value incrementally, character by character."""
 
 import re
 from enum import Enum, auto
@@ -6,14 +6,14 @@ from enum import Enum, auto
 from services.gateway.text.text_buffer import WHITESPACE
 
 DEPTH_MAX = 64
-"""Most nested objects and lists."""
+"""Maximum nesting of objects and lists."""
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_CHARS = frozenset("+-.0123456789eE")
 _LITERALS = ("true", "false", "null")
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
-# Escape sequences of control characters, which models write raw into strings.
+# Escape sequences of control characters, which models write unescaped into strings.
 _CONTROLS = {chr(code): f"\\u{code:04x}" for code in range(32)} | {
     "\n": "\\n",
     "\r": "\\r",
@@ -46,7 +46,7 @@ class _Expect(Enum):
 class JsonValue:
     """Validates a value of any type; push characters as long as `push` returns `Step.MORE`.
 
-    Raw control characters in strings, which JSON forbids and models write, are accepted; `text` is
+    Accepts unescaped control characters in strings, which JSON forbids and models write. `text` is
     the latest character, escaped where JSON requires it.
     """
 
@@ -152,6 +152,6 @@ class JsonValue:
         return Step.WRONG
 
     def _end_value(self) -> Step:
-        """Note the end of a value; return LAST if it is the outermost value."""
+        """End a value; return LAST if it is the outermost value."""
         self._expect = _Expect.COMMA_OR_END
         return Step.MORE if self._stack else Step.LAST

@@ -1,4 +1,4 @@
-"""The format of Llama 3: the whole text is `{"name": …, "parameters": {…}}`."""
+"""Parses the tool calls of Llama 3: the whole output is `{"name": …, "parameters": {…}}`."""
 
 from collections.abc import Container
 from enum import Enum, auto
@@ -9,11 +9,11 @@ from services.gateway.tools.json_value import Step
 
 TAG = "<|python_tag|>"
 SEPARATOR = ";"
-# Further keys of a call object. JSON with any other key is an answer, not a call.
+# Further keys that a call object may have. JSON with any other key is content, not a call.
 _OTHER_KEYS = frozenset({"type", "id"})
 
 
-class _ListMode(Enum):
+class _Llama3Mode(Enum):
     LEAD = auto()
     CALL = auto()
     BETWEEN = auto()
@@ -21,7 +21,7 @@ class _ListMode(Enum):
 
 
 class Llama3JsonCalls(BufferedParser):
-    """Parses output that is a call from its first character, with or without the tag.
+    """Parses output that begins with a call, after optional whitespace and an optional tag.
 
     Any other output is content. Further calls may follow after a semicolon. A `Parser`.
     """
@@ -30,29 +30,30 @@ class Llama3JsonCalls(BufferedParser):
         """`names`: names of the tools that may be called."""
         super().__init__()
         self._names = names
-        self._mode = _ListMode.LEAD
-        # Tag or separator before the call, which is content if no call follows.
+        self._mode = _Llama3Mode.LEAD
+        # Tag or separator before the call, which becomes content if no call follows.
         self._lead = ""
-        self._call = CallList(names, 0, _OTHER_KEYS)
+        # Parser of the current or last call.
+        self._calls = CallList(names, 0, _OTHER_KEYS)
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
         rest = self._buffer.take_rest()
-        if self._mode is _ListMode.CALL:
+        if self._mode is _Llama3Mode.CALL:
             self._reject(events)
-        elif self._mode is not _ListMode.BETWEEN:
+        elif self._mode is not _Llama3Mode.BETWEEN:
             _content(rest, events)
         return events
 
     def _advance(self, events: list[Event]) -> bool:
         match self._mode:
-            case _ListMode.LEAD:
+            case _Llama3Mode.LEAD:
                 return self._start()
-            case _ListMode.CALL:
-                return self._in_call(events)
-            case _ListMode.BETWEEN:
-                return self._between_calls()
-            case _ListMode.TEXT:
+            case _Llama3Mode.CALL:
+                return self._read_call(events)
+            case _Llama3Mode.BETWEEN:
+                return self._read_separator()
+            case _Llama3Mode.TEXT:
                 _content(self._buffer.take_rest(), events)
                 return False
 
@@ -64,43 +65,43 @@ class Llama3JsonCalls(BufferedParser):
             return False
         if tagged or buffer.text[buffer.position] == "{":
             self._lead = buffer.take_whitespace() + (TAG if tagged else "")
-            self._mode = _ListMode.CALL
+            self._mode = _Llama3Mode.CALL
         else:
-            self._mode = _ListMode.TEXT
+            self._mode = _Llama3Mode.TEXT
         return True
 
-    def _in_call(self, events: list[Event]) -> bool:
-        first = self._call.index
-        self._buffer.position, step = self._call.feed(
+    def _read_call(self, events: list[Event]) -> bool:
+        first = self._calls.index
+        self._buffer.position, step = self._calls.feed(
             self._buffer.text, self._buffer.position, events
         )
-        if self._call.index > first:
+        if self._calls.index > first:
             # The call has begun, so its tag or separator is not content.
             self._lead = ""
         if step is Step.WRONG:
             self._reject(events)
-            self._mode = _ListMode.TEXT
+            self._mode = _Llama3Mode.TEXT
         elif step is Step.LAST:
-            self._mode = _ListMode.BETWEEN
+            self._mode = _Llama3Mode.BETWEEN
         return step is not Step.MORE
 
     def _reject(self, events: list[Event]) -> None:
-        """End the call; text that no event covers becomes content."""
-        self._call.end(events)
-        _content(self._lead + self._call.pending_text, events)
+        """End the call; text without an event becomes content."""
+        self._calls.end(events)
+        _content(self._lead + self._calls.pending_text, events)
         self._lead = ""
 
-    def _between_calls(self) -> bool:
+    def _read_separator(self) -> bool:
         self._buffer.skip_whitespace()
         separated = self._buffer.read_marker(SEPARATOR)
         if separated is None:
             return False
         if separated:
             self._lead = self._buffer.take_whitespace() + SEPARATOR
-            self._mode = _ListMode.CALL
-            self._call = CallList(self._names, self._call.index, _OTHER_KEYS)
+            self._mode = _Llama3Mode.CALL
+            self._calls = CallList(self._names, self._calls.index, _OTHER_KEYS)
         else:
-            self._mode = _ListMode.TEXT
+            self._mode = _Llama3Mode.TEXT
         return True
 
 

@@ -1,4 +1,4 @@
-"""The formats of Mistral: `[TOOL_CALLS][{…}, {…}]`, and newer `[TOOL_CALLS]name[ARGS]{…}`."""
+"""Parses Mistral's tool calls: `[TOOL_CALLS][{…}, {…}]`, and newer `[TOOL_CALLS]name[ARGS]{…}`."""
 
 from collections.abc import Container
 
@@ -11,7 +11,7 @@ from services.gateway.tools.json_value import JsonValue, Step
 OPEN = "[TOOL_CALLS]"
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 HEADER_CHARS_MAX = 256
-"""Most characters before the arguments: the name and the markers after it."""
+"""Maximum characters before the arguments: the name and the markers after it."""
 
 
 def mistral_calls(names: Container[str]) -> DelimitedCalls:
@@ -91,7 +91,7 @@ class _NamedCall:
         for index in range(start, len(text)):
             char = text[index]
             if char == "{":
-                # Between name and arguments stand the optional call id and the [ARGS] marker.
+                # A call id and the [ARGS] marker may follow the name.
                 name = self.pending_text.removesuffix(ARGUMENTS).split(CALL_ID)[0].strip()
                 if name not in self._names:
                     return index, Step.WRONG

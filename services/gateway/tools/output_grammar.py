@@ -1,4 +1,7 @@
-"""Lark grammars of whole outputs: reasoning, then a structured answer, tool calls, or text."""
+"""Builds Lark grammars of whole outputs: reasoning, then a structured answer, tool calls or text.
+
+A model may have a marker such as <tool_call> as a single token, or write it as plain text.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -77,7 +80,7 @@ def _mistral_named(
 
 
 def _object(name: str, key: str, schema: str) -> str:
-    """Rule of the JSON object of a call, with the spaces that models saw in training."""
+    """Rule of the JSON object of a call, with the spaces that models are trained to write."""
     head = f'{{"name": {json.dumps(name)}, "{key}": '
     return f'{lark_literal(head)} {schema} "}}"'
 
@@ -145,7 +148,8 @@ def _lead(thinking: Thinking, spell: SpellMarker) -> str:
 def _thoughts(closing: str) -> list[str]:
     """Rules of any text up to the marker `closing`, and the line breaks after it."""
     gap = "gap: /\\n{0,2}/"
-    # Text cannot contain a special token, but it can contain a literal, which needs a lazy rule.
+    # `_ANY_TEXT` matches no special tokens, so it ends at a token. It would match a literal, so
+    # that needs a rule that ends at the first match (suffix).
     if is_token(closing):
         return [f"thoughts: {_ANY_TEXT} {closing} gap", gap]
     return ["thoughts: unclosed gap", f"unclosed[suffix={closing}]: {_ANY_TEXT}", gap]

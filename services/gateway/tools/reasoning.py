@@ -1,4 +1,4 @@
-"""Parser of the reasoning between `<think>` and `</think>` before the answer."""
+"""Separates the reasoning between `<think>` and `</think>` from the answer after it."""
 
 from enum import Enum, auto
 
@@ -16,7 +16,7 @@ class _Mode(Enum):
 
 
 class ReasoningSplit(BufferedParser):
-    """Splits the text at the closing marker and drops the whitespace there. A `Parser`.
+    """Splits the text at the closing marker and omits the whitespace there. A `Parser`.
 
     Text that does not begin with the opening marker is the answer, unless the prompt has already
     `opened` the reasoning.
@@ -26,7 +26,7 @@ class ReasoningSplit(BufferedParser):
         super().__init__()
         self._opened = opened
         self._mode = _Mode.START
-        # Some reasoning has been emitted; whitespace before it is dropped.
+        # Whether reasoning has been emitted; whitespace before its first text is omitted.
         self._thought = False
 
     def finish(self) -> list[Event]:
@@ -63,10 +63,10 @@ class ReasoningSplit(BufferedParser):
         if not self._thought:
             self._buffer.skip_whitespace()
             self._buffer.take_whitespace()
-        shown, closed = self._buffer.read_until(CLOSE)
-        if shown:
+        text, closed = self._buffer.read_until(CLOSE)
+        if text:
             self._thought = True
-            events.append(Reasoning(shown))
+            events.append(Reasoning(text))
         if closed:
             self._mode = _Mode.GAP
         return closed

@@ -43,7 +43,7 @@ class CallMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools the model calls: `names` limits them, None allows all.
+    """The tools that the model may or must call: `names` limits them, None allows all.
 
     `single`: exactly one call, as OpenAI's clients expect if they name a function.
     """

@@ -1,4 +1,4 @@
-"""Default latency targets of each service class, from the operator's configuration."""
+"""Default SLO targets (TTFT, TPOT) of each service class, from the operator's configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from services.core.service import ServiceClass
 from services.core.setting import number
 
 TARGET_MS_MAX = 3_600_000
-"""Longest target, an hour; the shortest is 1 ms."""
+"""Maximum target, an hour; the minimum is 1 ms."""
 TOKEN_GROUP_MAX = 4096
-"""Most tokens over which a target between tokens is averaged."""
+"""Maximum tokens over which a TPOT target is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassTargets:
-    """Targets of requests of a class that set none themselves; None means no target.
+    """Default targets of a class, for requests without targets; None means no target.
 
     TTFT and TPOT are in milliseconds; `tpot_ms` applies to the mean over `token_group` tokens.
     """

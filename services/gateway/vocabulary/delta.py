@@ -1,4 +1,4 @@
-"""Deltas of an answer: content, reasoning and tool calls; and their accumulation."""
+"""Deltas of a chat's answer: increments of its content, reasoning and tool calls."""
 
 from dataclasses import dataclass
 

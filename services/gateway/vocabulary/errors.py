@@ -1,4 +1,4 @@
-"""Errors that clients see, with their HTTP status; all are `GatewayError`s."""
+"""Errors that are sent to clients, with their HTTP status; all are `GatewayError`s."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from services.core.quota.limits import Limit
 
 
 class GatewayError(ServiceError):
-    """Base of errors that clients see; the message is a sentence with cause and remedy."""
+    """Base of errors that are sent to clients; the message states cause and remedy."""
 
     status = 500
     kind = "server_error"
@@ -60,7 +60,7 @@ class Unauthorized(BadRequest):
 
 
 class Forbidden(BadRequest):
-    """The key does not permit the request, or the admin port refuses the client's address."""
+    """The key does not permit the request, or the admin port refuses its host name or origin."""
 
     status = 403
     code = "forbidden"
@@ -198,8 +198,8 @@ class QueueFull(ServiceUnavailable):
 class WorkerLost(ServiceUnavailable):
     """The worker that ran the request is gone.
 
-    `engine_died`: its engine certainly died. Unless `reached`, the worker may never have received
-    the request.
+    `engine_died`: its engine certainly died. `reached` False: the worker never replied on the
+    connection, so it may not have received the request.
     """
 
     code = "worker_lost"

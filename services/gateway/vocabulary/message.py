@@ -1,6 +1,6 @@
-"""Messages between the gateway and the scheduler or workers, independent of protobuf.
+"""Messages between the gateway and other services, independent of protobuf.
 
-Messages of each token are msgspec Structs: constructing a frozen dataclass takes ten times as long.
+Messages that are created per token are msgspec Structs: a frozen dataclass takes ten times as long.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from services.core.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """Progress of a change of groups: "preparing", "committed", "stable" or "failed"."""
+    """Progress of a merge or split: "preparing", "committed", "stable" or "failed"."""
 
     phase: str
     epoch: int
@@ -27,7 +27,7 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The request waits in the scheduler's queue."""
+    """The scheduler has put the request into its queue."""
 
     request_id: str
 
@@ -47,8 +47,8 @@ SchedulerMessage = Ticket | Assignment | Refusal | Heartbeat
 class Finish(Enum):
     """Why a worker ended a request.
 
-    `RETURNED`: the request goes back to the scheduler; `KV_LOST`: likewise, after the group lost a
-    member.
+    `STALE_EPOCH`: the worker's group has changed since the assignment. `RETURNED`: the scheduler
+    must assign another worker. `KV_LOST`: likewise, after the group lost a member and its KV.
     """
 
     STOP = auto()
@@ -64,7 +64,7 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The worker that continues a request after a change of groups, and its address (host:port).
+    """The worker that has adopted a request in a change of groups, and its address (host:port).
 
     `traceparent` is the trace of the change, "" if the change is not traced.
     """
@@ -89,11 +89,11 @@ class WorkerTimes:
 class TokenEvent(msgspec.Struct, frozen=True):
     """New tokens of a request; `first_index` is the output index of the first.
 
-    `logprobs` has an entry per token, or is empty. `prompt_logprobs` come with the first tokens if
-    the request asks for them; they may be many, so they are decoded lazily. `moved` is set in the
-    last event of a worker that has handed over the request, `times` in the last event of a worker
-    that reports times. `cached_tokens`, set with the first output token, is the number of prompt
-    tokens from the prefix cache.
+    `logprobs` has an entry per token, or is empty. `prompt_logprobs` are set with the first tokens,
+    if requested; they may be many, so they are decoded lazily. `moved` is set in the
+    last event of a worker whose request another worker has adopted, `times` in the last event of a
+    worker that reports times. `cached_tokens`, set with the first output token, is the number of
+    prompt tokens from the prefix cache.
     """
 
     request_id: str
@@ -117,7 +117,7 @@ class UnreadTokens(msgspec.Struct, frozen=True):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     @property
-    def prompt_numbers(self) -> int:
+    def prompt_logprob_count(self) -> int:
         """Approximate number of log probabilities of the prompt."""
         logprobs = self.prompt_logprobs
         return len(logprobs) * (1 + len(logprobs[-1].top)) if logprobs else 0
@@ -135,13 +135,13 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The cluster as the memory manager sees it."""
+    """The memory manager's report of workers, groups and its decisions."""
 
     workers: tuple[MemoryReport, ...]
     groups: tuple[Group, ...]
     # Decisions of the overload monitor, with the fields of memmgr.proto; the oldest first.
     decisions: tuple[dict[str, Any], ...] = ()
-    # KV tokens that models lack beyond what all merges can free, by model.
+    # Missing KV cache in tokens, even if all groups merged, by model.
     shortfalls: dict[str, int] = field(default_factory=dict)
     # The last loss of each group, with the fields of memmgr.proto; the newest last.
     losses: tuple[dict[str, Any], ...] = ()

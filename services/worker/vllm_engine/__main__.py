@@ -1,8 +1,8 @@
 """Engine process of a worker that runs vLLM: `PYTHON -P THIS_FILE --socket ADDRESS`.
 
-The servicer process starts it in vLLM's own virtual environment and writes the configuration to
-its standard input. The engine process ends with the servicer. tideserve's packages are last on
-`sys.path`, so that none of them shadows a package of vLLM.
+The servicer process of the worker starts it in vLLM's own virtual environment and writes the
+configuration to its standard input. The engine process ends with the servicer. tideserve's packages
+are last on `sys.path`, so that none of them shadows a package of vLLM.
 
 vLLM computes in child processes. Each of them imports this file as `__mp_main__` and ends with its
 parent, so a killed engine leaves no process behind.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Load the model, report it to the servicer, serve."""
+    """Load the model, report it to the servicer, and serve requests."""
     parser = argparse.ArgumentParser(prog="tideserve-vllm-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 async def serve(config: WorkerConfig, address: str) -> None:
-    """Open vLLM and serve the servicer at `address` until vLLM dies; then end the process."""
+    """Open vLLM, and serve the frames of the servicer at `address`; exit if vLLM dies."""
     from services.worker.vllm_engine.async_llm import open_engine
 
     context = zmq.asyncio.Context.instance()

@@ -1,7 +1,9 @@
-"""Adapts vLLM's `AsyncLLM` to the frames between servicer and engine.
+"""Adapts vLLM's `AsyncLLM` to the frames between a worker's servicer and its engine process.
 
-vLLM schedules, runs and preempts requests. The adapter submits requests and sends the tokens of a
-step in a single frame. It refuses to merge, so a vLLM worker always forms a group of its own.
+vLLM schedules, runs and preempts requests. The adapter submits requests, and sends the tokens of a
+step in a single frame. It refuses group changes that merge it with other workers, so a vLLM worker
+always forms a group of its own. A resumed request has run on another worker, and its output so far
+is known.
 """
 
 import asyncio
@@ -51,14 +53,14 @@ class CannotServe(ValueError):
 
 
 def parameters_of(request: Request) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams`; a grammar as those of `StructuredOutputsParams`.
+    """Arguments of vLLM's `SamplingParams`; for a grammar, those of `StructuredOutputsParams`.
 
-    A resumed request's output is part of the prompt for vLLM. So presence and frequency penalties
-    do not count it, and random draws start over.
+    For vLLM, the output of a resumed request is part of its prompt. So presence and frequency
+    penalties do not include it, and the random number generator starts again.
 
     Raises:
         CannotServe: for `bad_words`, because vLLM tokenizes words itself; or for a resumed request
-            with a grammar, because vLLM cannot start in the middle of it.
+            with a grammar, because vLLM cannot continue a partly matched grammar.
     """
     if request.sampling.bad_words:
         raise CannotServe(
@@ -103,7 +105,7 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def _limits(limits: Limits, output: int) -> dict[str, Any]:
-    """The limits of a request that already has `output` tokens of output."""
+    """Limits of a request that has `output` tokens of output from earlier workers."""
     return {
         "max_tokens": limits.max_tokens - output,
         "min_tokens": max(0, limits.min_tokens - output),
@@ -118,12 +120,13 @@ def _logprobs(options: LogprobOptions) -> dict[str, Any]:
 LIVENESS_POLL_S = 0.5
 """Interval of liveness checks of vLLM, and of heartbeats to the servicer."""
 SILENT_AFTER_S = 3.0
-"""If vLLM has not replied for this long, no heartbeats are sent, so that the servicer notices."""
+"""Time without a reply of vLLM after which no frames are sent, so that the servicer detects it."""
 CANNOT_MERGE = "the worker runs vLLM, which cannot run a subset of the layers; leave it out"
 
 
 class AsyncEngine(Protocol):
-    """The part of vLLM's `AsyncLLM` that is used; its engine core replies to `is_paused`."""
+    """The used part of vLLM's `AsyncLLM`; `is_paused` is answered by the engine core, so its reply
+    proves that the core is alive."""
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
@@ -142,7 +145,7 @@ class OpenedEngine:
     to_params: Callable[[Mapping[str, Any]], Any]  # makes vLLM's sampling parameters
     invalid: tuple[type[Exception], ...]  # errors of requests that cannot be served
     transient: tuple[type[Exception], ...]  # errors of requests that may be retried
-    dead: tuple[type[Exception], ...]  # errors that mean that vLLM is dead
+    dead: tuple[type[Exception], ...]  # errors after which vLLM is dead
     by_priority: bool = False  # vLLM's scheduling policy is `priority`
 
 
@@ -155,7 +158,7 @@ class Socket(Protocol):
 
 
 class VllmAdapter:
-    """Serves the frames of its servicer until it is cancelled or vLLM fails."""
+    """Handles the frames of the servicer until it is cancelled or vLLM fails."""
 
     def __init__(
         self,
@@ -204,7 +207,7 @@ class VllmAdapter:
             case StartRequest(request=request):
                 self._start(request, tasks)
             case AbortRequest(request_id=request_id):
-                self._drop(self._requests.get(request_id))
+                self._abort(self._requests.get(request_id))
             case ApplyConfiguration(groups=groups):
                 own = [
                     group.epoch
@@ -227,20 +230,20 @@ class VllmAdapter:
             entry = self._requests.add(request, self._now_s())
             entry.task = tasks.create_task(self._serve(entry))
 
-    def _drop(self, entry: VllmRequest | None) -> None:
-        """Abort a request: vLLM aborts it when the task that reads its output is cancelled."""
+    def _abort(self, entry: VllmRequest | None) -> None:
+        """Abort a request by cancelling the task that reads its output from vLLM."""
         if entry is None or not self._requests.remove(entry):
             return
-        # A later start may have the same id: it must not get tokens of this start.
+        # A later start may have the same id, so discard the unsent tokens of this start.
         request_id = entry.request.request_id
         self._tokens = [token for token in self._tokens if token.request_id != request_id]
         if entry.task is not None:
             entry.task.cancel()
 
     async def _serve(self, entry: VllmRequest) -> None:
-        """Run a request in vLLM. An error ends only this request, unless vLLM is dead."""
+        """Run a request in vLLM; an error ends only this request, unless vLLM is dead."""
         request = entry.request
-        # A resumed request's output becomes part of the prompt, as `TokensInput`.
+        # The output of a resumed request becomes part of the prompt (vLLM's `TokensInput`).
         token_ids = [*request.prompt_ids, *request.output_ids]
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids}
         if request.cache_salt:
@@ -285,12 +288,12 @@ class VllmAdapter:
             self._changed.set()
 
     async def _poll_liveness(self) -> None:
-        """Check that vLLM responds, and return requests to the scheduler that it cannot start."""
+        """Check that vLLM responds, and return requests that wait too long to the scheduler."""
         while True:
             await self._engine.is_paused()
             self._answered_s = self._now_s()
             for entry in self._requests.overdue(self._answered_s):
-                self._drop(entry)
+                self._abort(entry)
                 self._refusals.append(returned(entry.request.request_id))
             self._changed.set()
             await asyncio.sleep(LIVENESS_POLL_S)
@@ -298,7 +301,7 @@ class VllmAdapter:
     async def _send_progress(self) -> None:
         while True:
             await self._changed.wait()
-            # The readers of a step's other requests have run by now: their tokens share the frame.
+            # The tasks of a step's other requests have run by now, so their tokens share the frame.
             self._changed.clear()
             if self._now_s() - self._answered_s > SILENT_AFTER_S:
                 continue
@@ -311,7 +314,7 @@ class VllmAdapter:
         await self._socket.send(encode(frame))
 
     def _progress(self) -> Progress:
-        """The frame with everything since the last frame."""
+        """The frame with all events since the last frame."""
         report = EngineReport(
             self._requests.load(), self._epoch, parameter_bytes=self._facts.parameter_bytes
         )

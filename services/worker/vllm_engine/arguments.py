@@ -1,4 +1,4 @@
-"""Maps a worker's configuration to vLLM's engine arguments (0.32). Pure: does not import vLLM."""
+"""Maps a worker's configuration to engine arguments of vLLM 0.32. Pure: does not import vLLM."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 
 RANK_MAX = 2**20
-"""Ranks are clamped to this, so that no rank moves a request past another class."""
+"""Ranks are clamped to this, so that a rank never outweighs the service class."""
 FIT_MODEL_LEN = -1
-"""vLLM's value for the longest sequence that fits its KV cache."""
+"""Value of `max_model_len` with which vLLM uses the longest sequence that fits its KV cache."""
 
 
 def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
 
 
 def priority_of(service: Service) -> int:
-    """vLLM's priority of a request, lowest first; used only with the policy `priority`."""
+    """vLLM's priority of a request, the lowest first; has no effect with vLLM's policy `fcfs`."""
     return 3 * RANK_MAX * list(ServiceClass).index(service.service_class) + max(
         -RANK_MAX, min(service.rank, RANK_MAX)
     )

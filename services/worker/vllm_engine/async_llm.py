@@ -1,6 +1,6 @@
-"""Opens vLLM (0.32) with a worker's configuration. The only module that imports vLLM.
+"""Opens vLLM 0.32 with a worker's configuration. The only module that imports vLLM.
 
-`AsyncLLM` and `SamplingParams` are public API of vLLM. Step statistics are not; only
+`AsyncLLM` and `SamplingParams` are public API of vLLM. Its step statistics are not, so only
 `StepStats.note` reads them.
 """
 
@@ -98,7 +98,7 @@ def _facts(
     room_bytes: int,
     context_tokens: int,
 ) -> EngineReady:
-    """Facts of the loaded model. They have no transfer addresses, so the worker never merges."""
+    """The loaded model and its memory; without transfer addresses, so the worker never merges."""
     cache = settings.cache_config
     blocks = (cache.num_gpu_blocks or 0) - NULL_BLOCKS
     longest = settings.model_config.max_model_len
@@ -131,4 +131,4 @@ class _StepLogger(StatLoggerBase):
         self._stats.note(scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
-        """Log nothing: `EngineReady` has these facts."""
+        """Log nothing, as `EngineReady` has the same information."""

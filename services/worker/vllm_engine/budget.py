@@ -1,4 +1,4 @@
-"""KV cache size of a worker that runs vLLM: its memory less the parameters."""
+"""Computes the KV cache size of a worker that runs vLLM: its memory less the parameters."""
 
 from math import prod
 from pathlib import Path
@@ -9,7 +9,7 @@ from services.worker.errors import BudgetTooSmall, ModelError
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes per value, by the worker's `dtype`."""
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
-"""File types that are converted to `dtype` on loading; quantized types are kept."""
+"""Types in weight files that are converted to `dtype` on loading; other types are kept."""
 _MIB = 1 << 20
 LEAST_KV_BYTES = 16 * _MIB
 

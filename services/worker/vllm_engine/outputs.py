@@ -1,4 +1,4 @@
-"""Converts vLLM's outputs of a request (0.32) to `EmitToken`s. Pure: does not import vLLM."""
+"""Converts the outputs of vLLM 0.32 for a request to `EmitToken`s. Pure: does not import vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -19,7 +19,7 @@ class Logprob(Protocol):
 
 
 class Completion(Protocol):
-    """New tokens of a request's only output; `logprobs`, if requested, has an entry for each."""
+    """New tokens of a request's only output; `logprobs`, if requested, has an entry per token."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob]] | None
@@ -36,7 +36,7 @@ class RequestMoments(Protocol):
 
 
 class VllmOutput(Protocol):
-    """A `RequestOutput` with the new tokens. All prompt log probabilities come in a single output.
+    """vLLM's `RequestOutput` with new tokens; one of them has all prompt log probabilities.
 
     `num_cached_tokens`: prompt tokens that vLLM found in its prefix cache.
     """
@@ -53,7 +53,10 @@ class RequestFailed(Exception):
 
 
 class OutputReader:
-    """Numbers the output tokens of a request, after the output that it resumes from."""
+    """Converts the outputs of a request; numbers its tokens after `request.output_ids`.
+
+    Those are output tokens of earlier workers, if the request is resumed.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -94,7 +97,7 @@ class OutputReader:
         return EmitToken(self._request.request_id, index, token_id, ended, own, rows, cached)
 
     def _prompt(self, rows: Sequence[Mapping[int, Logprob] | None]) -> LogprobRows | None:
-        """A row for each prompt token but the first, for which vLLM has no log probability."""
+        """A row for each prompt token except the first, for which vLLM has no log probability."""
         top, prompt = self._request.logprobs.prompt, self._request.prompt_ids
         if top is None:
             return None
@@ -103,7 +106,7 @@ class OutputReader:
 
 
 def _row(token_id: int, logprobs: Mapping[int, Logprob], top: int) -> TokenLogprobs:
-    # vLLM returns the token itself beside the `top` likeliest, and it may be among them.
+    # vLLM returns the `top` likeliest tokens and the token itself, which may be among them.
     best = sorted(logprobs.items(), key=lambda item: (-item[1].logprob, item[0]))[:top]
     own = logprobs[token_id]
     pairs = tuple((other, logprob.logprob) for other, logprob in best)

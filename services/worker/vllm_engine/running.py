@@ -1,7 +1,8 @@
-"""Tracks the requests in vLLM and derives the worker's load from them.
+"""Tracks the requests in vLLM, and derives from them the load that the worker reports.
 
-After each step vLLM reports its numbers of running and waiting requests and its KV usage. Requests
-submitted since that step are counted here as waiting.
+After each step vLLM reports only how many requests run and wait, and its KV usage. Requests
+submitted since that step count as waiting. A returnable request may go back to the scheduler before
+it starts. Online requests are those of all classes except batch.
 """
 
 import asyncio
@@ -14,8 +15,8 @@ from services.core.request import Request, admission_blocks, blocks_for
 from services.worker.vllm_engine.arguments import priority_of
 
 STEPS_TO_START = 3
-"""Steps that must end after a request arrived until vLLM's numbers certainly include it: vLLM may
-schedule a step while another runs."""
+"""Steps that must end after the arrival of a request before vLLM's numbers certainly include it,
+because vLLM may schedule a step while another runs."""
 
 
 class PrefixLookups(Protocol):
@@ -29,7 +30,7 @@ class PrefixLookups(Protocol):
 
 
 class SchedulerNumbers(Protocol):
-    """The fields used of vLLM's `SchedulerStats`, which come once per step."""
+    """The used fields of vLLM's `SchedulerStats`, which vLLM reports once per step."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -38,7 +39,7 @@ class SchedulerNumbers(Protocol):
 
 
 class IterationNumbers(Protocol):
-    """The fields used of vLLM's `IterationStats`, which come with outputs."""
+    """The used fields of vLLM's `IterationStats`, which vLLM reports with outputs."""
 
     num_preempted_reqs: int
 
@@ -56,7 +57,7 @@ class StepStats:
     prefix_hits_total: int = 0
 
     def note(self, scheduler: SchedulerNumbers | None, iteration: IterationNumbers | None) -> None:
-        """Update from a step's statistics; a step's outputs may come in several parts."""
+        """Update from statistics of a step; vLLM may report a step's outputs in several parts."""
         if iteration is not None:
             self.preemptions_total += iteration.num_preempted_reqs
         if scheduler is not None:
@@ -73,8 +74,8 @@ class VllmRequest:
     """A request in vLLM."""
 
     request: Request
-    since_s: float  # when it was submitted
-    steps: int  # steps that had ended then
+    since_s: float  # time of submission
+    steps: int  # number of steps that had ended by then
     emitted: int = 0  # output tokens so far
     task: "asyncio.Task[None] | None" = None  # reads its output
 
@@ -85,7 +86,7 @@ class VllmRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt that vLLM got, including output of earlier workers."""
+        """Tokens of the prompt submitted to vLLM, including output of earlier workers."""
         return len(self.request.prompt_ids) + len(self.request.output_ids)
 
     @property
@@ -117,11 +118,11 @@ class VllmRequests:
         return entry
 
     def get(self, request_id: str) -> VllmRequest | None:
-        """The request with this id."""
+        """The request with this id, or None."""
         return self._by_id.get(request_id)
 
     def emit(self, entry: VllmRequest, count: int, cached_tokens: int = 0) -> None:
-        """Note `count` output tokens of a request; the first tokens also count its prompt."""
+        """Count output tokens of a request, and its prompt tokens with the first of them."""
         processed = count
         if count and not entry.emitted and not entry.request.output_ids:
             self._prompt_tokens += len(entry.request.prompt_ids)
@@ -141,8 +142,8 @@ class VllmRequests:
         return True
 
     def waiting(self) -> list[VllmRequest]:
-        """Requests that are presumably queued in vLLM, in the order in which vLLM starts them."""
-        # vLLM reports only how many requests run: assume that the last in its order wait.
+        """The requests that probably wait in vLLM, in the order in which vLLM starts them."""
+        # vLLM does not report which requests wait: assume the last in its order.
         unstarted = [entry for entry in self._by_id.values() if not entry.emitted]
         if self.by_priority:
             unstarted.sort(key=lambda entry: priority_of(entry.request.service))
@@ -150,7 +151,7 @@ class VllmRequests:
         return unstarted[len(unstarted) - count :]
 
     def overdue(self, now_s: float) -> list[VllmRequest]:
-        """Returnable requests that have been queued in vLLM for `REQUEUE_AFTER_S` or longer."""
+        """Returnable requests that have waited in vLLM for `REQUEUE_AFTER_S` or longer."""
         queued = min(self.stats.waiting, len(self._by_id))
         return [
             entry
@@ -162,23 +163,24 @@ class VllmRequests:
         ]
 
     def load(self) -> Load:
-        """The load now.
+        """The current load.
 
-        Whole prompts count as tokens to prefill until their first token, because vLLM does not
-        report partial prefills or cache hits earlier. Recomputed tokens are not reported either: 0.
+        A whole prompt counts as tokens to prefill until its first output token, because vLLM does
+        not report partial prefills or cache hits earlier. Nor does it report recomputed tokens,
+        which are 0 here.
         """
         waiting = self.waiting()
         queued = set(waiting)
         started = [entry for entry in self._by_id.values() if entry not in queued]
         blocks = {entry: blocks_for(entry.tokens + 1, self.block_size) for entry in started}
-        # vLLM reports nothing while it is idle, so its last KV usage may belong to requests that
-        # have ended: bound it by what the present requests can hold.
+        # vLLM reports nothing while it is idle, so its last KV usage may include requests that have
+        # ended: limit it to the blocks that the present requests can use.
         reported = round(self.stats.kv_usage * self.blocks)
         return Load(
             running=len(started),
             waiting=len(waiting),
             kv_blocks_free=self.blocks - min(reported, sum(blocks.values()), self.blocks),
-            kv_blocks_wanted=sum(map(self._wanted, waiting)),
+            kv_blocks_wanted=sum(map(self._blocks_wanted, waiting)),
             preemptions_total=self.stats.preemptions_total,
             kv_blocks_total=self.blocks,
             prompt_tokens_total=self._prompt_tokens,
@@ -196,6 +198,6 @@ class VllmRequests:
             ),
         )
 
-    def _wanted(self, entry: VllmRequest) -> int:
+    def _blocks_wanted(self, entry: VllmRequest) -> int:
         longest = len(entry.request.prompt_ids) + entry.request.limits.max_tokens
         return admission_blocks(entry.tokens, longest, self.block_size)

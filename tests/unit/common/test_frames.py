@@ -37,7 +37,7 @@ def test_a_lone_frame_goes_as_ever() -> None:
 
 
 def test_large_frames_go_alone() -> None:
-    large = frames.ALONE_BYTES
+    large = frames.UNBATCHED_BYTES
     messages = list(packed(aborts([1, 1, large, 1, large, large, 1, 1])))
     assert [len(list(unpacked(message))) for message in messages] == [2, 1, 1, 1, 1, 2]
 

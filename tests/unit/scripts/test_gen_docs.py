@@ -14,7 +14,7 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from services.common.setting import settings_of
-from services.gateway.api.parameters import NAMES_SHOWN
+from services.gateway.api.parameters import NAMES_LISTED_MAX
 from services.gateway.serving.output import LOGPROB_MIN
 from services.gateway.serving.service_policy import SLO_HEADERS
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
@@ -89,7 +89,7 @@ def test_every_metric_of_the_gateway_has_its_declared_labels() -> None:
 
 def test_what_is_written_by_hand_tells_what_the_code_has() -> None:
     text = gen_docs.fields()
-    for told in (f"up to {NAMES_SHOWN} of", f"{LOGPROB_MIN:g} stands for", *SLO_HEADERS):
+    for told in (f"up to {NAMES_LISTED_MAX} of", f"{LOGPROB_MIN:g} stands for", *SLO_HEADERS):
         assert told in text, told
 
 

@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.worker.engine_participant import UNHEARD_S, EngineParticipant, can_drop
+from services.worker.engine_participant import ENGINE_SILENT_S, EngineParticipant, can_drop
 from services.worker.group_view import Place
 from services.worker.ipc import (
     ApplyConfiguration,
@@ -198,6 +198,6 @@ async def test_a_degraded_group_serves_nothing(
 
 async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
-    bench.engine.heartbeat_age_s = UNHEARD_S + 1
+    bench.engine.heartbeat_age_s = ENGINE_SILENT_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")
     assert bench.given_up == ["the engine of the worker does not respond; retry"]

@@ -240,7 +240,7 @@ async def test_a_dead_engine_ends_every_request_with_an_error(bench: Bench, call
 
 async def test_what_a_lost_group_gives_up_is_aborted(bench: Bench, call: Call) -> None:
     await bench.begin(call, start("a"))
-    bench.servicer.give_up_all("a member was lost")
+    bench.servicer.abort_all("a member was lost")
     (event,) = await read(call)
     assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
     await bench.servicer.sweep()
@@ -455,7 +455,7 @@ async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(
     elif how == "its gateway aborted it":
         await old.write(abort("a"))
     else:
-        bench.servicer.give_up_all("the group goes on without it")
+        bench.servicer.abort_all("the group goes on without it")
     await bench.told(("abort", "a"))
     await bench.begin(new, start("a", output_ids=[5]))
     # The token with index 1 went to the broken stream.

@@ -57,6 +57,6 @@ def test_others_are_sent_at_once_and_old_ones_by_age() -> None:
     assert coalescer.add(token(0, "b"), 0.5) == []
     assert coalescer.due(AGE_MAX_S - 0.1) == []
     assert [event.request_id for event in coalescer.due(AGE_MAX_S)] == ["a"]
-    coalescer.drop("b")
+    coalescer.forget("b")
     assert coalescer.due(9.0) == [] == coalescer.take("b")
     assert coalescer.add(token(1, "b"), 9.0) == [token(1, "b")]

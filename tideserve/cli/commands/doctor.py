@@ -34,13 +34,13 @@ GatewayUrl = Annotated[
 ApiKeys = Annotated[
     Path | None,
     typer.Option(
-        help="File of API keys of a cluster on other machines.",
+        help="File of API keys; needed only for a cluster on other machines.",
         show_default="the file of the cluster on this machine",
     ),
 ]
 EtcdUrl = Annotated[
     str | None,
-    _etcd(help="etcd of a cluster on other machines, as in the option etcd_url of its services."),
+    _etcd(help="URL of etcd; needed only for a cluster on other machines."),
 ]
 EtcdPrefix = Annotated[
     str | None,

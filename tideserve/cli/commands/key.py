@@ -28,7 +28,9 @@ def new(
     ],
     admin: Annotated[
         bool,
-        typer.Option("--admin", help="The key also opens the admin port, for merges and splits."),
+        typer.Option(
+            "--admin", help="The key also authorises status, merges and splits on the admin port."
+        ),
     ] = False,
     model: Annotated[
         list[str] | None,
@@ -76,7 +78,7 @@ def revoke(
     file: KeyFile,
     key_id: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="Ids of keys, from `tideserve key list`."),
+        typer.Argument(metavar="[ID]", help="Ids of keys, from `tideserve key list`."),
     ] = None,
     owner: Annotated[str | None, typer.Option(help="All keys of this owner.")] = None,
 ) -> None:

@@ -77,7 +77,7 @@ def plan(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show which groups would merge to free the memory of --demand, without merging them."""
+    """Show the merges that would free --demand of memory, without merging."""
     from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.plan import show_plan
 
@@ -122,7 +122,7 @@ def restore(
     admin_key: AdminKey = None,
     cluster_dir: ClusterDir = None,
 ) -> None:
-    """Split a merged group by hand: each worker takes its layers back.
+    """Split a merged group: each worker loads all layers again (the reverse of `drop`).
 
     Requests go on. Waits until all workers serve alone, or says why they do not.
     """

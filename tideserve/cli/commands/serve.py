@@ -64,7 +64,8 @@ def serve(
 ) -> None:
     """Serve a model on this machine: `tideserve up` with the flag names of `vllm serve`.
 
-    Runs until Ctrl-C. docs/vllm-flags.md lists the settings for vLLM's other flags.
+    Runs until Ctrl-C. Other options of `tideserve up` go into the file of --config.
+    docs/vllm-flags.md lists the settings for vLLM's other flags.
     """
     if gpu_memory_utilization is not None and context.obj["memory"] is not None:
         raise CommandError(

@@ -42,8 +42,8 @@ def simulate(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="With --against: a result whose measured iteration times scale the profile. With"
-            " the same result, other systems scale each system."
+            help="With --against: a result whose measured iteration times scale the profile. If it"
+            " is the same file, each system is scaled by the other systems."
         ),
     ] = None,
 ) -> None:

@@ -59,7 +59,7 @@ capabilities: {drop: [ALL]}
 readOnlyRootFilesystem: true
 {{- end }}
 
-{{- /* With TLS Kubernetes cannot ask, so a program in the container does. */}}
+{{- /* Kubernetes' gRPC probes do not support TLS, so with TLS a program in the container runs. */}}
 {{- define "tideserve.grpcProbes" -}}
 {{- if .root.Values.tls.enabled }}
 {{- $alive := list "python3" "-m" "services.common.probe" "--role" .service "grpc://127.0.0.1:50051/" }}
@@ -97,7 +97,7 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{- /* Everything around the container of a service: .root, .service, and .values of the service. */}}
+{{- /* Pod metadata of a service; arguments: .root, .service, and .values of the service. */}}
 {{- define "tideserve.podMetadata" -}}
 labels:
   {{- include "tideserve.labels" .service | nindent 2 }}

@@ -1,4 +1,4 @@
-// Draws a state of the feed: memory columns by group, charts, the table.
+// Draws a state of the feed: a column of memory per worker, by group; charts and tables.
 
 import { budget, changing, size, totals, wholeModel } from "./text.js";
 
@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
 const NAMES = { parameters: "parameters", used: "KV in use", free: "KV free" };
 const SAMPLES = 240;
-// Minimum share of a column for a label; KV in use has waves on top of it.
+// Minimum share of the column that a part needs for a label.
 const LABEL_SHARES = { parameters: 0.15, used: 0.15, free: 0.18 };
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -28,8 +28,8 @@ export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A worker: a column of its memory, with its layers and load below. */
-class Tank {
+/** Draws a worker: a column of its memory, with its layers and load below. */
+class WorkerColumn {
   constructor(id) {
     this.root = make("div", "tank");
     this.column = make("div", "column");
@@ -53,7 +53,7 @@ class Tank {
     this.root.append(this.column, make("p", "name", id), this.layers, this.load);
   }
 
-  update(worker, run, turning) {
+  update(worker, layerRange, isChanging) {
     const whole = budget(worker);
     const bytes = {
       parameters: worker.parameter_bytes,
@@ -62,9 +62,9 @@ class Tank {
       staging: worker.staging_bytes,
     };
     const rest = whole - bytes.parameters - bytes.used - bytes.free - bytes.staging;
-    // Outside a change, the rest is memory that is too small for another chunk.
-    bytes.changing = turning ? rest : 0;
-    if (!turning) bytes.staging += rest;
+    // Outside a change of groups, the rest is too small for another chunk of memory: count it as staging.
+    bytes.changing = isChanging ? rest : 0;
+    if (!isChanging) bytes.staging += rest;
     for (const part of PARTS) {
       const share = bytes[part] / whole;
       this.parts[part].style.height = `${100 * share}%`;
@@ -78,7 +78,7 @@ class Tank {
     this.mark.style.bottom = `${(100 * full) / whole}%`;
     write(this.mark.firstChild, `${size(full - bytes.parameters)} became KV`);
     const layers = worker.shape ? worker.shape.num_layers : 0;
-    const [first, end] = run ?? [0, layers];
+    const [first, end] = layerRange ?? [0, layers];
     this.column.style.setProperty("--held", String(Math.max(1, Math.min(48, end - first))));
     const all = end - first >= layers;
     write(this.layers, all ? `all ${layers || ""} layers` : `layers ${first}–${end - 1} of ${layers}`);
@@ -94,11 +94,11 @@ function waves() {
   return `${path} V10 H0 Z`;
 }
 
-/** All groups. The column of a worker that changes its group slides to its new position. */
+/** Draws all groups. When a worker joins another group, its column slides to the new position. */
 export class Groups {
   constructor(root) {
     this.root = root;
-    this.tanks = new Map();
+    this.columns = new Map();
     this.shape = "";
     this.chosen = new Set();
     this.onChoice = () => {};
@@ -107,46 +107,46 @@ export class Groups {
   update(state) {
     const workers = new Map(state.workers.map((worker) => [worker.id, worker]));
     const grouped = new Set(state.groups.flatMap((group) => group.members));
-    const alone = [...workers.keys()].filter((id) => !grouped.has(id));
-    const shape = JSON.stringify([state.groups.map((group) => [group.id, group.members]), alone]);
+    const ungrouped = [...workers.keys()].filter((id) => !grouped.has(id));
+    const shape = JSON.stringify([state.groups.map((group) => [group.id, group.members]), ungrouped]);
     if (shape !== this.shape) {
       this.shape = shape;
-      this.rebuild(state.groups, workers, alone);
+      this.rebuild(state.groups, workers, ungrouped);
     }
     this.root.classList.toggle("few", workers.size < 5);
     this.root.classList.toggle("many", workers.size > 10);
-    const runs = new Map();
-    const turning = new Set();
+    const layerRanges = new Map();
+    const changingIds = new Set();
     for (const group of state.groups) {
-      group.members.forEach((id, index) => runs.set(id, group.layers[index]));
+      group.members.forEach((id, index) => layerRanges.set(id, group.layers[index]));
       const note = this.notes.get(group.id);
       const change = changing(group, workers);
       note.classList.toggle("turning", change !== "");
-      if (change) for (const id of group.members) turning.add(id);
+      if (change) for (const id of group.members) changingIds.add(id);
       write(note, change || (group.members.length > 1 ? `one model across ${group.members.length} workers` : "the whole model"));
     }
-    for (const [id, worker] of workers) this.tanks.get(id).update(worker, runs.get(id), turning.has(id));
+    for (const [id, worker] of workers) this.columns.get(id).update(worker, layerRanges.get(id), changingIds.has(id));
   }
 
-  rebuild(groups, workers, alone) {
+  rebuild(groups, workers, ungrouped) {
     const before = new Map();
-    for (const [id, tank] of this.tanks) before.set(id, tank.root.getBoundingClientRect());
+    for (const [id, column] of this.columns) before.set(id, column.root.getBoundingClientRect());
     const focused = document.activeElement?.id;
     this.notes = new Map();
     this.chosen = new Set(groups.map((group) => group.id).filter((id) => this.chosen.has(id)));
     const boxes = groups.map((group) => this.box(group, workers));
-    if (alone.length) boxes.push(this.aloneBox(alone));
+    if (ungrouped.length) boxes.push(this.ungroupedBox(ungrouped));
     this.root.replaceChildren(...boxes);
-    for (const id of this.tanks.keys()) if (!workers.has(id)) this.tanks.delete(id);
+    for (const id of this.columns.keys()) if (!workers.has(id)) this.columns.delete(id);
     if (focused) document.getElementById(focused)?.focus();
     this.onChoice();
     if (calm.matches) return;
-    for (const [id, tank] of this.tanks) {
+    for (const [id, column] of this.columns) {
       const old = before.get(id);
       if (!old) continue;
-      const now = tank.root.getBoundingClientRect();
+      const now = column.root.getBoundingClientRect();
       const shift = `translate(${old.left - now.left}px, ${old.top - now.top}px)`;
-      tank.root.animate([{ transform: shift }, { transform: "none" }], { duration: 700, easing: "ease-in-out" });
+      column.root.animate([{ transform: shift }, { transform: "none" }], { duration: 700, easing: "ease-in-out" });
     }
   }
 
@@ -169,22 +169,22 @@ export class Groups {
     const note = make("p", "note");
     this.notes.set(group.id, note);
     const row = make("div", "row");
-    for (const id of group.members.filter((member) => workers.has(member))) row.append(this.tank(id).root);
+    for (const id of group.members.filter((member) => workers.has(member))) row.append(this.workerColumn(id).root);
     box.append(head, row, note);
     return box;
   }
 
-  aloneBox(ids) {
+  ungroupedBox(ids) {
     const box = make("section", "group");
     const row = make("div", "row");
-    for (const id of ids) row.append(this.tank(id).root);
+    for (const id of ids) row.append(this.workerColumn(id).root);
     box.append(make("h3", "", "without a group"), row);
     return box;
   }
 
-  tank(id) {
-    if (!this.tanks.has(id)) this.tanks.set(id, new Tank(id));
-    return this.tanks.get(id);
+  workerColumn(id) {
+    if (!this.columns.has(id)) this.columns.set(id, new WorkerColumn(id));
+    return this.columns.get(id);
   }
 }
 
@@ -224,7 +224,7 @@ export class Sparkline {
 }
 
 /** Memory of all workers over time: parameters at the bottom, then KV in use, KV free, staging. */
-export class TideChart {
+export class MemoryChart {
   constructor(svg, text) {
     this.samples = [];
     this.text = text;
@@ -285,10 +285,10 @@ export function drawServices(list, services) {
 export function drawTable(body, state) {
   const rows = state.workers.map((worker) => {
     const group = state.groups.find((candidate) => candidate.members.includes(worker.id));
-    const run = group?.layers[group.members.indexOf(worker.id)];
+    const layerRange = group?.layers[group.members.indexOf(worker.id)];
     const cells = [
       group?.id ?? "none",
-      run ? `${run[0]}–${run[1] - 1}` : "all",
+      layerRange ? `${layerRange[0]}–${layerRange[1] - 1}` : "all",
       size(worker.parameter_bytes),
       size(worker.kv_used_bytes),
       size(worker.kv_free_bytes),

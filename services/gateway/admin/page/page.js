@@ -2,11 +2,11 @@
 
 import { change, follow, rememberKey } from "./feed.js";
 import {
-  Groups, Sparkline, TideChart, drawDecisions, drawServices, drawTable, make, write,
+  Groups, Sparkline, MemoryChart, drawDecisions, drawServices, drawTable, make, write,
 } from "./draw.js";
 import { headline, seconds, totals } from "./text.js";
 
-// 240 samples of 500 ms: the charts show two minutes.
+// The charts show 240 samples, that is two minutes.
 const SAMPLE_MS = 500;
 const TABLE_MS = 1000;
 
@@ -17,7 +17,7 @@ const lines = {
   ttft: new Sparkline(element("ttft-line")),
   tokens: new Sparkline(element("tokens-line")),
 };
-const tide = new TideChart(element("tide-chart"), element("tide-text"));
+const memoryChart = new MemoryChart(element("tide-chart"), element("tide-text"));
 let newest = null;
 let live = false;
 let busy = false;
@@ -25,7 +25,7 @@ let busy = false;
 function show(state) {
   element("main").hidden = false;
   live = true;
-  link("live", "live");
+  showLink("live", "live");
   element("lost").hidden = true;
   document.body.classList.remove("stale");
   // Keep showing the last workers and groups while the memory manager does not respond.
@@ -50,9 +50,9 @@ function show(state) {
   drawControls();
 }
 
-function lost(reason) {
+function showLost(reason) {
   live = false;
-  link("lost", "feed lost");
+  showLink("lost", "feed lost");
   document.body.classList.add("stale");
   warn(`The feed is lost: ${reason}. The page is outdated; reconnecting.`);
 }
@@ -62,7 +62,7 @@ function warn(text) {
   write(element("lost"), text);
 }
 
-function link(state, text) {
+function showLink(state, text) {
   element("link").dataset.state = state;
   write(element("link"), text);
 }
@@ -71,7 +71,7 @@ const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 /** Shows the login form; resolves once the user has entered a key. */
 function askForKey(message) {
-  link("locked", "locked");
+  showLink("locked", "locked");
   const form = element("login");
   form.hidden = false;
   write(element("login-message"), message);
@@ -102,26 +102,26 @@ function drawControls() {
     const button = make("button", "", `Split ${group.id}`);
     button.type = "button";
     button.disabled = busy;
-    button.addEventListener("click", () => ask(`Split ${group.id}? Every member restores its parameters. Requests continue.`, "split", [group.id]));
+    button.addEventListener("click", () => confirmChange(`Split ${group.id}? Every member restores its parameters. Requests continue.`, "split", [group.id]));
     return button;
   });
   splits.replaceChildren(...buttons);
 }
 
 /** Asks for confirmation, then changes the groups. */
-function ask(text, path, ids) {
+function confirmChange(text, path, ids) {
   const dialog = element("ask");
   write(element("ask-text"), text);
   element("ask-yes").onclick = () => {
     dialog.close();
-    carryOut(path, ids);
+    changeGroups(path, ids);
   };
   element("ask-no").onclick = () => dialog.close();
   dialog.showModal();
   element("ask-no").focus();
 }
 
-async function carryOut(path, ids) {
+async function changeGroups(path, ids) {
   busy = true;
   drawControls();
   const progress = element("progress");
@@ -140,7 +140,7 @@ async function carryOut(path, ids) {
 element("merge").addEventListener("click", () => {
   const ids = groups.chosen.size > 1 ? [...groups.chosen] : [];
   const names = ids.length ? ids.join(", ") : "all groups";
-  ask(`Merge ${names}? Each member drops layers that other members run. Requests continue.`, "merge", ids);
+  confirmChange(`Merge ${names}? Each member drops layers that other members run. Requests continue.`, "merge", ids);
 });
 groups.onChoice = drawControls;
 
@@ -149,7 +149,7 @@ setInterval(() => {
   lines.waiting.push(totals(newest).waiting);
   lines.ttft.push(newest.ttft_s);
   lines.tokens.push(newest.tokens_per_s);
-  tide.push(newest);
+  memoryChart.push(newest);
 }, SAMPLE_MS);
 setInterval(() => {
   if (!newest) return;
@@ -157,4 +157,4 @@ setInterval(() => {
   drawServices(element("services"), newest.services);
 }, TABLE_MS);
 
-follow({ state: show, lost, key: askForKey });
+follow({ state: show, lost: showLost, key: askForKey });

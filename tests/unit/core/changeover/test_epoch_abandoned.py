@@ -97,7 +97,7 @@ def test_requests_handed_to_a_member_that_left_come_back(entered: bool) -> None:
     take_own(a, received(a, "b", EpochAbandoned()))
     a.handle(vocabulary.TurnTaken(0.0))
     assert a.settled
-    assert adopt.sequence.request.request_id in {one.request_id for one in a.planner.waiting}
+    assert adopt.sequence.request.request_id in {one.seq_id for one in a.planner.waiting}
     a.check_invariants()
 
 

@@ -77,7 +77,7 @@ def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
             load.note_report(report(rng, now_s, number, step))
             load.flaps = rng.random() < 0.2
             index.touch(load)
-        index.drop_lapsed(now_s)
+        index.remove_expired(now_s)
         prompt_tokens, max_tokens = rng.randrange(1, 300), rng.randrange(1, 150)
         found = index.pick(prompt_tokens, max_tokens, now_s)
         assert found is best_of_all(list(index.loads.values()), prompt_tokens, max_tokens, now_s)
@@ -96,7 +96,7 @@ def test_reservations_lapse_in_the_index_too() -> None:
     for step, now_s in enumerate((0.0, 3.0, 6.0), 1):
         load.note_report(load_reported(now_s, "w0", step, free=10))
         index.touch(load)
-        index.drop_lapsed(now_s)
+        index.remove_expired(now_s)
         found = index.pick(16 * 8, 1, now_s)
         if now_s == 3.0:
             assert found is None, "the blocks are still reserved"

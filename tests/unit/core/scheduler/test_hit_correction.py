@@ -5,7 +5,7 @@ import pytest
 from services.core.scheduler.prefix_ranking import (
     HALVING_PERIOD,
     LEEWAY,
-    UNANSWERED_MAX,
+    WITHOUT_LOOKUP_MAX,
     HitCorrection,
 )
 
@@ -52,7 +52,7 @@ def test_it_recovers_with_the_hits() -> None:
 
 def test_a_worker_without_a_cache_is_not_believed_in() -> None:
     trust = HitCorrection()
-    for _ in range(UNANSWERED_MAX):
+    for _ in range(WITHOUT_LOOKUP_MAX):
         assert trust.factor == 1
         trust.note_sent(1000, 500)
         trust.note_reported(0, 0)

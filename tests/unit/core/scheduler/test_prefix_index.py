@@ -60,7 +60,7 @@ def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
         elif action < 0.25:
             dropped = prefix.hashes[rng.randrange(7) :]
             plain.held[group_id] = [one for one in plain.held[group_id] if one[0] not in dropped]
-            index.drop(group_id, dropped)
+            index.remove_hashes(group_id, dropped)
         else:
             plain.insert(group_id, prefix)
             index.insert(group_id, prefix)

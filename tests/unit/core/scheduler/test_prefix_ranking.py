@@ -11,7 +11,7 @@ from services.core.prefix.block_hash import THIN_MAX, ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.reporting import LoadReporting, ReportSchedule
 from services.core.scheduler.group_index import DIRECT_MAX
-from services.core.scheduler.prefix_ranking import CANDIDATES, UNANSWERED_MAX, predicted_ttft_s
+from services.core.scheduler.prefix_ranking import CANDIDATES, WITHOUT_LOOKUP_MAX, predicted_ttft_s
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -243,7 +243,7 @@ def test_a_load_that_is_passed_on_before_the_own_one_says_nothing_about_hits(los
 
 def test_a_worker_that_looks_nothing_up_is_no_home() -> None:
     dispatch = Dispatch(3)
-    for _ in range(UNANSWERED_MAX + 3):
+    for _ in range(WITHOUT_LOOKUP_MAX + 3):
         dispatch.ask(chat(1, 10))
     cached = dispatch.state.snapshot(0.0).cached_tokens_total
     dispatch.ask(chat(1, 10))

@@ -142,12 +142,12 @@ def test_a_port_for_the_network_needs_a_key() -> None:
 def test_rates_are_those_of_the_last_moments() -> None:
     pulse = RateWindow()
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
-    pulse.note(100.0, EndpointTotals(5, 1, 9.0))
+    pulse.add(100.0, EndpointTotals(5, 1, 9.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
-    pulse.note(101.0, EndpointTotals(25, 3, 10.0))
+    pulse.add(101.0, EndpointTotals(25, 3, 10.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (20.0, 0.5)
     for second in range(102, 110):
-        pulse.note(float(second), EndpointTotals(25, 3, 10.0))
+        pulse.add(float(second), EndpointTotals(25, 3, 10.0))
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None), f"older than {WINDOW_S} s"
 
 
@@ -178,6 +178,7 @@ DECISION = {
         ({"action": "restore", "cause": "relief", "group_ids": ["g"]}, "2,048: g splits"),
         ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is draining"),
         ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "Manual split: g splits"),
+        ({"action": "call_off", "cause": "overload", "group_ids": ["g"]}, "g does not split"),
         ({"action": "exhausted"}, "need 900 more tokens of KV cache"),
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
     ],

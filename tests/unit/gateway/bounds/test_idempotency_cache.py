@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.bounds.client import ClientGone
-from services.gateway.bounds.idempotency_cache import NAME_BYTES, IdempotencyCache
+from services.gateway.bounds.idempotency_cache import ENTRY_BYTES, IdempotencyCache
 from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
 from services.gateway.vocabulary.errors import GatewayError, IdempotencyKeyReused, QueueFull
 from tests.support.clock import Clock
@@ -90,7 +90,7 @@ async def test_an_answer_is_forgotten_some_time_after_its_end() -> None:
     await answer.put(1, 100)
     answer.end(whole=True)
     clock.now_s += 59
-    assert "a" in answers and answers.bytes_held == NAME_BYTES + 100
+    assert "a" in answers and answers.bytes_held == ENTRY_BYTES + 100
     clock.now_s += 1
     assert "a" not in answers and answers.bytes_held == 0
 
@@ -115,7 +115,7 @@ async def test_the_one_that_ended_first_goes_first_and_running_ones_stay() -> No
 
 
 async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() -> None:
-    answers = kept(bytes_max=NAME_BYTES + 100)
+    answers = kept(bytes_max=ENTRY_BYTES + 100)
     answer = new(answers, "a")
     with answer.reading() as slow:
         await answer.put(60, 60)
@@ -150,7 +150,7 @@ async def test_nobody_waits_after_the_last_message() -> None:
 
 
 async def test_a_reader_that_leaves_holds_nobody_up() -> None:
-    answers = kept(bytes_max=NAME_BYTES)
+    answers = kept(bytes_max=ENTRY_BYTES)
     answer = new(answers, "a")
     async with reading(answer) as quick:
         with answer.reading():
@@ -163,14 +163,14 @@ async def test_a_reader_that_leaves_holds_nobody_up() -> None:
 
 
 async def test_others_are_forgotten_for_room() -> None:
-    answers = kept(bytes_max=2 * NAME_BYTES + 100)
+    answers = kept(bytes_max=2 * ENTRY_BYTES + 100)
     await served(answers, "old", 60)
     with answers.claim("old", b"d", "x")[0].reading() as reader:
         answer = new(answers, "new")
         await answer.put(41, 41)
         assert "old" not in answers and "new" in answers
         assert await rest(reader) == [60], "who reads it gets the rest"
-    assert answers.bytes_held == NAME_BYTES + 41
+    assert answers.bytes_held == ENTRY_BYTES + 41
 
 
 async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
@@ -234,7 +234,7 @@ def test_bytes_stay_bounded_and_come_back(ops: list[tuple[str, int, int]]) -> No
 async def walk(ops: list[tuple[str, int, int]]) -> None:
     """Whatever happens to four requests, the bytes are bounded, and nothing is left."""
     clock = Clock()
-    answers = kept(answers_max=3, bytes_max=3 * NAME_BYTES + 100, clock=clock)
+    answers = kept(answers_max=3, bytes_max=3 * ENTRY_BYTES + 100, clock=clock)
     walks = [Walk(answers, str(number)) for number in range(4)]
     for op, which, size in ops:
         if op == "wait":
@@ -243,7 +243,7 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
             getattr(walks[which], op)(size)
         await settle()
         # Beside what is kept, each of the four may hold one message more, and what it had before.
-        assert answers.bytes_held <= 3 * NAME_BYTES + 100 + 4 * 90
+        assert answers.bytes_held <= 3 * ENTRY_BYTES + 100 + 4 * 90
         assert len(answers) <= 3
     for one in walks:
         one.stop()

@@ -60,7 +60,7 @@ async def test_requests_wait_for_room_until_what_is_there_is_written() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert began == left, "what is being written still counts"
-        outbox.written(size_bytes)
+        outbox.release(size_bytes)
     await asyncio.gather(*tasks)
     assert held == [2, 2, 2]
 
@@ -73,7 +73,7 @@ async def test_a_request_that_finds_no_room_in_time_is_refused_and_blocks_nobody
             async with outbox.room():
                 pass
     _, size_bytes = await outbox.take(lambda: True)
-    outbox.written(size_bytes)
+    outbox.release(size_bytes)
     async with outbox.room():
         pass
 

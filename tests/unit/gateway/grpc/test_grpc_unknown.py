@@ -4,7 +4,7 @@ import pytest
 from google.protobuf.message import Message
 
 from services.gateway.api.parameters import UnknownFields
-from services.gateway.grpc.unknown_fields import LOOKED_AT_MAX, decoded_known
+from services.gateway.grpc.unknown_fields import SEARCHED_MAX, decoded_known
 from services.gateway.vocabulary.errors import BadRequest
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -64,7 +64,7 @@ def test_few_unknown_fields_are_named_however_many_there_are() -> None:
         odd(message)
     (told,) = warnings(request)
     assert told.count("field-111") == 8 and told.endswith(" and 12 more")
-    hidden = pb.ChatRequest(messages=[hi() for _ in range(3 * LOOKED_AT_MAX)])
+    hidden = pb.ChatRequest(messages=[hi() for _ in range(3 * SEARCHED_MAX)])
     odd(hidden.messages[-1])
     assert warnings(hidden) == ("ignored unknown fields: field-of-a-long-message",)
     with pytest.raises(BadRequest):

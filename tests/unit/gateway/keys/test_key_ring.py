@@ -38,7 +38,7 @@ def refused(ring: KeyRing, authorization: str | None) -> bool:
 def test_without_keys_anyone_may_come() -> None:
     ring = KeyRing()
     assert ring.principal(None) is ANYONE and ring.operator("Bearer x") is ANYONE
-    assert not ring.needed
+    assert not ring.key_required
 
 
 def test_the_key_of_the_settings() -> None:

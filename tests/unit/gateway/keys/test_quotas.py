@@ -19,7 +19,7 @@ class Case:
         self.quotas = Quotas(metrics, self.clock)
         self.alice = Principal("alice", limits=QuotaLimits(**limits))
         given = self.alice.limits.given().items()
-        metrics.limit_owners({("alice", limit): value for limit, value in given})
+        metrics.set_limits({("alice", limit): value for limit, value in given})
 
     def send(self, fails: type[Exception] | None = None, output_tokens: int = 0) -> None:
         """One request from its beginning to its end."""
@@ -173,17 +173,17 @@ def test_limits_that_change_hold_at_once() -> None:
 def test_owners_without_limits_are_forgotten() -> None:
     registry = CollectorRegistry()
     metrics = QuotaMetrics(registry)
-    metrics.limit_owners({("alice", Limit.TOKENS): 1000, ("alice", Limit.CONCURRENT): 3})
-    metrics.used("alice", Limit.TOKENS, 7)
+    metrics.set_limits({("alice", Limit.TOKENS): 1000, ("alice", Limit.CONCURRENT): 3})
+    metrics.count_usage("alice", Limit.TOKENS, 7)
     # No limits of theirs, so nobody asks.
-    metrics.used("alice", Limit.REQUESTS, 1)
-    metrics.running("bob", 1)
+    metrics.count_usage("alice", Limit.REQUESTS, 1)
+    metrics.set_running("bob", 1)
     found = samples(generate_latest(registry).decode())
     assert value(found, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
     assert value(found, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
     assert {dict(labels).get("owner") for _, labels in found} == {"alice"}
-    metrics.limit_owners({("bob", Limit.REQUESTS): 5})
-    metrics.refused("alice", Limit.TOKENS)
-    metrics.running("alice", 1)
+    metrics.set_limits({("bob", Limit.REQUESTS): 5})
+    metrics.count_refusal("alice", Limit.TOKENS)
+    metrics.set_running("alice", 1)
     found = samples(generate_latest(registry).decode())
     assert {dict(labels).get("owner") for _, labels in found} == {"bob"}

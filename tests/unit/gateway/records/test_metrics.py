@@ -50,7 +50,7 @@ class World:
             now_s += 4
             for number, count in enumerate(bursts):
                 now_s += 1
-                assert meter.tokens(count, now_s) == (number > 0)
+                assert meter.observe_tokens(count, now_s) == (number > 0)
             if ending is not None:
                 raise ending
             choice.segments[-1].times = self.times
@@ -201,7 +201,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
 def test_refusals_for_want_of_room(
     world: World, error: GatewayError, reason: str | None, service_class: ServiceClass | None
 ) -> None:
-    world.metrics.refused(error, service_class)
+    world.metrics.count_refusal(error, service_class)
     name = "vllm:admission_rejections_total"
     rows = {labels: count for (which, labels), count in world.told().items() if which == name}
     found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}

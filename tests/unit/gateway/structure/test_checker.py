@@ -216,7 +216,7 @@ async def test_a_process_that_does_not_cancel_a_check_is_ended(
     asked = client.submit(Grammar(GrammarKind.REGEX, "b"))
     client.cancel(asked)
     with pytest.raises(ServiceUnavailable, match="ended with code -9"):
-        await asked.answer
+        await asked.result
     assert not client.usable
 
 
@@ -359,6 +359,6 @@ async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no
     output.feed_eof()
     client = CheckClient(process, Broken(), output, b"greeting")
     with pytest.raises(ServiceUnavailable, match="ended"):
-        await client.submit(Grammar(GrammarKind.REGEX, "a")).answer
+        await client.submit(Grammar(GrammarKind.REGEX, "a")).result
     assert not client.usable
     process.input.close()

@@ -34,7 +34,10 @@ def decode(ids: Sequence[int]) -> str:
 
 def pieces_of(ids: Sequence[int]) -> list[str]:
     """One by one; the last piece is the rest. Knowing what each token shows changes nothing."""
-    by_all, by_each = Detokenizer(decode), Detokenizer(decode, alone=lambda one: decode([one]))
+    by_all, by_each = (
+        Detokenizer(decode),
+        Detokenizer(decode, decode_single=lambda one: decode([one])),
+    )
     pieces = [*(by_all.push(token_id) for token_id in ids), by_all.flush()]
     assert pieces == [*(by_each.push(token_id) for token_id in ids), by_each.flush()]
     return pieces
@@ -68,7 +71,7 @@ def test_whole_characters_are_decoded_once() -> None:
         return decode(ids)
 
     known = {one: decode([one]) for one in ids_of(b"abc")}
-    detokenizer = Detokenizer(counted, alone=known.__getitem__)
+    detokenizer = Detokenizer(counted, decode_single=known.__getitem__)
     assert "".join(detokenizer.push(one) for one in ids_of(b"abc" * 100)) == "abc" * 100
     assert calls == 0
 

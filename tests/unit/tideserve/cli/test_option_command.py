@@ -16,7 +16,7 @@ from benchmarks.faults.matrix import FAULTS, PHASES
 from benchmarks.scenarios import SUMMARIES
 from benchmarks.scenarios.scenario import find_scenario
 from benchmarks.systems.tideserve import MECHANISMS
-from services.common.setting import Setting, is_enum, settings_of
+from services.common.setting import Setting, is_str_enum, settings_of
 from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
 from tideserve.cli.commands.main import app
 from tideserve.cli.option_command import Flags, Wording, option_command
@@ -171,4 +171,4 @@ def test_an_option_that_a_service_has_is_the_services() -> None:
 
 
 def _kinds(setting: Setting) -> set[Any]:
-    return {str if is_enum(kind) else kind for kind in setting.kinds} - {types.NoneType}
+    return {str if is_str_enum(kind) else kind for kind in setting.kinds} - {types.NoneType}

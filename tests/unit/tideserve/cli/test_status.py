@@ -10,6 +10,7 @@ from rich.table import Table
 from tideserve.cli.status import (
     batch_table,
     decision_lines,
+    decision_text,
     etcd_line,
     foreign_engines,
     groups_table,
@@ -216,6 +217,11 @@ DECISION = {
 }
 
 
+def test_a_split_that_is_called_off_is_named() -> None:
+    row = DECISION | {"action": "call_off", "group_ids": ["g0"]}
+    assert decision_text(row) == "do not split g0 (overload)"
+
+
 def test_decisions_show_their_numbers() -> None:
     restore = DECISION | {"action": "restore", "cause": "relief", "group_ids": ["g0", "g1"]}
     other = DECISION | {"action": "exhausted", "outcome": ""}
@@ -229,7 +235,7 @@ def test_decisions_show_their_numbers() -> None:
         demand,
         above,
         DECISION["outcome"],
-        f"m[x]: restore g0, g1 ({restore['cause']})",
+        "m[x]: split g0, g1 (demand subsided)",
         demand,
         below,
         DECISION["outcome"],
