@@ -23,7 +23,7 @@ def service_message(service: Service) -> service_pb2.Service:
 def to_service(message: service_pb2.Service) -> Service:
     """The service level in a message, not validated (see `Service.fault`).
 
-    A missing message is `NO_PROMISE`; a class unknown to this version is read as standard.
+    A missing message is `DEFAULT_SERVICE`; a class unknown to this version is read as standard.
     """
     return Service(
         service_class=_BY_NUMBER.get(message.service_class, ServiceClass.STANDARD),

@@ -1,23 +1,27 @@
-"""Messages between a gateway and the scheduler that assign a request to a worker group."""
+"""Messages with which a gateway obtains a worker group for a request from the scheduler.
+
+The gateway sends an `Ask`; the scheduler answers with an `Assignment` or a `Refusal`. Thin hashes
+are hashes of every n-th block of a prompt, see `block_hash.py`.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 
 NO_PREFIX = ThinHashes(THIN_STRIDE, ())
-"""A prompt without known prefix hashes."""
+"""Prefix hashes of a prompt without any, such as a prompt shorter than a stride of blocks."""
 AVOIDED_MAX = 64
-"""Maximum number of worker addresses that an ask may avoid."""
+"""Maximum number of worker addresses in `Ask.avoided`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedAssignment:
-    """An assignment under which the request did not run.
+    """An assignment under which the request did not run to its end, so that it needs another.
 
-    The worker refused the epoch, was lost before the first token, or returned the request before it
-    started (`returned`).
+    `returned`: the worker returned the request to the queue. Otherwise the worker refused it,
+    could not be reached or was lost.
     """
 
     group_id: str
@@ -27,15 +31,16 @@ class FailedAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that needs a worker group; a gateway may repeat an ask at any time.
+    """Asks the scheduler for a worker group; a gateway may repeat an ask at any time.
 
     `failed` is the latest assignment if it failed. `traceparent` follows W3C Trace Context; "" if
     the request is not traced. `prefix` holds hashes of the prompt prefixes that a group may have
     cached. `resumed`: the request has run before; `prompt_tokens` then include its output so far.
     `alone`: engines crashed while they ran this request, so the scheduler prefers a group without
     other requests. The gateway cannot reach the workers at the addresses `avoided`; for `avoided_s`
-    seconds the scheduler uses them only if no other worker is available. `excused_s` seconds of
-    the wait had passed when a worker last failed under the request.
+    seconds the scheduler uses them only if no other worker is available. `excused_s` is the age of
+    the request, in seconds, at the latest loss of its worker, 0 without a loss: the scheduler does
+    not count this time towards the request's queueing deadline.
     """
 
     request_id: str
@@ -43,7 +48,7 @@ class Ask:
     prompt_tokens: int
     max_tokens: int
     failed: FailedAssignment | None = None
-    service: Service = NO_PROMISE
+    service: Service = DEFAULT_SERVICE
     traceparent: str = ""
     prefix: ThinHashes = NO_PREFIX
     resumed: bool = False
@@ -55,7 +60,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The group and epoch that run a request, and the group's leader (address: host:port).
+    """The group that runs a request, its configuration (`epoch`), and its leader (host:port).
 
     `returnable`: the worker may return the request to the scheduler before it starts.
     """

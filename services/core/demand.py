@@ -1,4 +1,8 @@
-"""Queued demand that the scheduler reports to the memory manager."""
+"""KV cache demand of queued requests, which the scheduler reports to the memory manager.
+
+The memory manager decides by it whether to merge groups, which drops duplicate parameters of a
+model to make room for KV cache (a *drop*, KunServe).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -13,9 +17,9 @@ class ModelDemand:
 
     The `queued` requests need `queued_tokens` tokens of KV cache before they can run. The `refused`
     requests of the last seconds needed `refused_tokens`. `arriving_tokens_per_s` is the KV demand
-    of new arrivals. `batch_queued` and `batch_queued_tokens` count queued batch requests
-    separately if the policy distinguishes classes: they never trigger a drop, so the other fields
-    exclude them.
+    of new arrivals. If the scheduling policy distinguishes service classes, `batch_queued` and
+    `batch_queued_tokens` count queued requests of the class `batch`, and the other fields exclude
+    them, since batch requests never trigger a drop.
     """
 
     model: str
@@ -35,13 +39,13 @@ class ModelDemand:
 
 
 def is_urgent_change(reported: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
-    """Whether `demands` differ so much from the last `reported` ones that they must go out now."""
+    """Whether `demands` differ so much from the last `reported` ones to be reported at once."""
     before, now = ({demand.model: demand for demand in report} for report in (reported, demands))
     for model in before.keys() | now.keys():
         old, new = (report.get(model) or ModelDemand(model) for report in (before, now))
         if replace(old, arriving_tokens_per_s=new.arriving_tokens_per_s) != new:
             return True
-        # The arrival rate changes with every request and decays with time: only a rise is urgent.
+        # The arrival rate changes with every request and decays with time: report only a rise.
         if new.arriving_tokens_per_s > RATE_RISE * old.arriving_tokens_per_s:
             return True
     return False

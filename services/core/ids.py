@@ -1,6 +1,6 @@
-"""Identifiers that several services derive from each other."""
+"""Ids that several services must derive in the same way."""
 
 
 def group_id_of(worker_id: str) -> str:
-    """Id of the group that a worker forms alone."""
+    """Id of the group that consists of this worker only."""
     return f"group-{worker_id}"

@@ -1,4 +1,4 @@
-"""Log probabilities of consecutive tokens, packed: they are copied often and decoded rarely."""
+"""Packs log probabilities of consecutive tokens, which are copied often and decoded rarely."""
 
 import struct
 from collections.abc import Iterable
@@ -68,8 +68,8 @@ def joined(parts: Iterable[LogprobRows]) -> LogprobRows:
     return LogprobRows(top, ids, b"".join([part.values for part in parts]))
 
 
-def newest(parts: Iterable[LogprobRows], bytes_max: int) -> LogprobRows | None:
-    """The last rows of all parts that fit into `bytes_max`; None without parts."""
+def newest_rows(parts: Iterable[LogprobRows], bytes_max: int) -> LogprobRows | None:
+    """The last rows of the concatenated `parts` that fit into `bytes_max`; None without parts."""
     parts = tuple(parts)
     if not parts:
         return None

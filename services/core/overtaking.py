@@ -1,10 +1,9 @@
-"""Choice of the next request of a waiting queue: the oldest that fits, with bounded overtaking.
+"""Choice of the next request of a waiting queue, for the scheduler and the workers' planners.
 
-The scheduler and the workers use the same rule. It avoids head-of-line blocking by a request that
-needs more KV blocks than are free, since most requests behind it are short. Each request that
-starts earlier overtakes it; after `overtaken_max` times the request blocks the queue until it fits,
-so it cannot starve. If a queue has several targets (groups), a request blocks only those that it
-could use.
+The first request in queue order that fits starts. So a request that needs more KV blocks than are
+free does not block shorter ones behind it. A later request that starts *overtakes* it; after
+`overtaken_max` times the request blocks the queue until it fits, so it cannot starve. If requests
+start in different groups, a request blocks only the groups that it could use.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from services.core.setting import number
 
 SCAN_MAX = 16
-"""Number of requests at the head of a queue that are checked for a fit."""
+"""Number of requests at the head of a queue that are checked."""
 OVERTAKEN_MAX = 8
 """Default bound on how often a request may be overtaken; 0 keeps the queue order."""
 
@@ -31,7 +30,7 @@ def overtaken_setting() -> Any:
 
 
 class Overtakeable(Protocol):
-    """A waiting request that counts how many later requests have started before it."""
+    """A waiting request; `overtaken` counts the later requests that started before it."""
 
     overtaken: int
 
@@ -39,36 +38,36 @@ class Overtakeable(Protocol):
 Waiter = TypeVar("Waiter", bound=Overtakeable)
 
 
-def _holds_all(_waiter: Overtakeable) -> bool:
+def _always(_waiter: Overtakeable) -> bool:
     return True
 
 
 def next_to_start(
-    line: Iterable[Waiter],
+    queue: Iterable[Waiter],
     fits: Callable[[Waiter], bool],
     overtaken_max: int,
-    holds_all: Callable[[Waiter], bool] = _holds_all,
+    blocks_all: Callable[[Waiter], bool] = _always,
 ) -> Waiter | None:
-    """The oldest request of `line` that may start now; None if no request may. O(`SCAN_MAX`).
+    """The first request of `queue` that may start; None if none may. O(`SCAN_MAX`).
 
-    `holds_all` is called for each request that blocks the queue, and returns whether it blocks
-    every target; if not, `fits` must exclude the blocked targets from then on. Call `start` when a
-    request starts.
+    `blocks_all` is called for each request at the overtaking bound, and returns whether it blocks
+    every group; if not, `fits` must treat the groups that it could use as full from then on. Call
+    `count_overtaken` when the request starts.
     """
-    for waiter in islice(line, SCAN_MAX):
+    for waiter in islice(queue, SCAN_MAX):
         if fits(waiter):
             return waiter
         # Starvation bound: a request that was overtaken too often blocks all requests behind it.
-        if waiter.overtaken >= overtaken_max and holds_all(waiter):
+        if waiter.overtaken >= overtaken_max and blocks_all(waiter):
             return None
     return None
 
 
-def start(
-    line: Iterable[Waiter], started: Waiter, wants: Callable[[Waiter], bool] = _holds_all
+def count_overtaken(
+    queue: Iterable[Waiter], started: Waiter, competes: Callable[[Waiter], bool] = _always
 ) -> None:
-    """Count that `started` overtakes all earlier requests of `line` that want the same target."""
-    for waiter in line:
+    """Count that `started` overtakes each request before it in `queue` that `competes`."""
+    for waiter in queue:
         if waiter is started:
             return
-        waiter.overtaken += wants(waiter)
+        waiter.overtaken += competes(waiter)

@@ -1,4 +1,9 @@
-"""Order of the waiting queue: a policy maps each request to a key; the smallest key is first."""
+"""Order of the waiting queue under each scheduling policy, for the scheduler and the workers.
+
+A policy maps each request to a sort key; the request with the smallest key is first. *Online*
+requests are those of all classes except `batch`. A *drop* is KunServe's reaction to overload: it
+merges groups to free memory of duplicate parameters for KV cache.
+"""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -9,18 +14,18 @@ from services.core.setting import choice
 
 QueueKey = tuple[float, ...]
 QueueOrder = Callable[[Service, float], QueueKey]
-"""Maps a request's service terms and its arrival time (seconds) to its queue key."""
+"""Maps a request's class, targets and rank, and its arrival time in seconds, to its sort key."""
 
 UNTARGETED_S = 10.0
-"""Implied TTFT target, in seconds, of a request without a target."""
+"""TTFT in seconds by which requests without a target are sorted among those with targets."""
 
 
 class Scheduling(StrEnum):
     """Scheduling policies, see `scheduling_setting`.
 
     The last five exist for comparisons: `round_robin`, `waiting_time` and `prefill_first` are
-    baselines of BROS, `conserve` implements ConServe's deadlines as printed (`slo.py`), and `bros`
-    the packing of BROS as printed (`bros_planner.py`).
+    baselines of BROS, `conserve` implements ConServe's deadlines as published (`slo.py`), and
+    `bros` the packing of BROS as published (`bros_planner.py`).
     """
 
     FCFS = "fcfs"
@@ -33,18 +38,18 @@ class Scheduling(StrEnum):
     PREFILL_FIRST = "prefill_first"
 
     @property
-    def knows_classes(self) -> bool:
-        """Whether the policy distinguishes service classes."""
+    def uses_classes(self) -> bool:
+        """Whether the scheduler and vLLM treat service classes differently under this policy."""
         return self not in (Scheduling.FCFS, Scheduling.PREFILL_FIRST)
 
     @property
-    def keeps_deadlines(self) -> bool:
-        """Whether deadlines bound the duration of iterations."""
+    def deadlines_bound_iterations(self) -> bool:
+        """Whether the targets of running requests bound the duration of iterations."""
         return self in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
 
 
 def scheduling_setting() -> Any:
-    """The policy setting; a scheduler and its workers must use the same value."""
+    """The setting `scheduling`; a scheduler and its workers must use the same value."""
     return choice(
         Scheduling.FCFS,
         Scheduling,
@@ -68,7 +73,7 @@ def by_arrival(_service: Service, arrival_s: float) -> QueueKey:
 def by_deadline(service: Service, arrival_s: float) -> QueueKey:
     """Online before batch requests; then by rank; then by deadline of the first token.
 
-    Batch requests sort by arrival.
+    Batch requests of the same rank sort by arrival.
     """
     if not service.online:
         return 1.0, float(service.rank), arrival_s
@@ -77,12 +82,12 @@ def by_deadline(service: Service, arrival_s: float) -> QueueKey:
     return 0.0, float(service.rank), arrival_s + ttft_s
 
 
-_PLACES = {kind: float(place) for place, kind in enumerate(ServiceClass)}
+_CLASS_POSITIONS = {kind: float(position) for position, kind in enumerate(ServiceClass)}
 
 
 def by_class(service: Service, arrival_s: float) -> QueueKey:
     """Interactive before standard before batch; within a class by rank, then by arrival."""
-    return _PLACES[service.service_class], float(service.rank), arrival_s
+    return _CLASS_POSITIONS[service.service_class], float(service.rank), arrival_s
 
 
 QUEUE_ORDERS: Mapping[Scheduling, QueueOrder] = {

@@ -1,7 +1,11 @@
-"""Reports of a worker, shared by engine, scheduler, memory manager and status pages.
+"""Reports of a worker's load and memory, shared by worker, scheduler and memory manager.
 
-An engine sends an `EngineReport` to its servicer. The servicer derives a `LoadReport` for the
+A worker consists of an engine process and a *servicer* process, which serves its gRPC API. The
+engine sends an `EngineReport` to the servicer. The servicer derives a `LoadReport` for the
 scheduler and a `MemoryReport` for the memory manager, which also shows it to operators.
+
+Terms: the *epoch* numbers the configurations (members and stages) of a group. An *incarnation* is
+a start of a worker process. Thin hashes are hashes of every n-th block of a prompt.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +17,7 @@ from services.core.cost.iteration_tokens import IterationTokens
 
 @dataclass(frozen=True, slots=True)
 class ClassTokens:
-    """Tokens computed by a planner's iterations so far; online: all classes except `batch`.
+    """Tokens computed by a worker's iterations so far; online: all classes except `batch`.
 
     Processed tokens are prompt tokens that ran for the first time, and output tokens. Recomputed
     tokens ran again because their KV was lost. Hits of the prefix cache count as neither.
@@ -27,20 +31,21 @@ class ClassTokens:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Current load and cumulative counters of a planner.
+    """Current load and cumulative counters of a worker.
 
-    `running` sequences hold blocks; `waiting` sequences need `kv_blocks_wanted` blocks before they
-    can run. `kv_blocks_total` is the capacity of the smallest stage; cached blocks count as free.
-    `preemptions_total` counts how often a sequence lost its blocks, `prompt_tokens_total` the
-    prompt tokens of sequences whose first output token was sampled here. `batch_running`,
-    `batch_waiting` and `kv_blocks_batch` are the share of the class `batch`. If `batch_yields`,
-    batch sequences yield their blocks to online requests; then `kv_blocks_wanted` excludes them,
-    and they cause no demand. `prefill_tokens` are still to be computed for sequences that do not
-    decode yet. `prefix_queries_total` counts the prompt tokens looked up in the prefix cache when
-    requests started, `prefix_hits_total` those found. `preempted_iterations_total` counts
-    batch-only iterations that were interrupted between layers, `resumed_iterations_total` how often
-    such an iteration continued at its layer. `discarded_tokens_total` counts the tokens of
-    interrupted iterations that had to run again from the first layer.
+    `running` sequences hold KV blocks; `waiting` sequences need `kv_blocks_wanted` blocks before
+    they can run. `kv_blocks_total` is the capacity of the pipeline stage with the fewest blocks;
+    blocks that only hold cached prefixes count as free. `preemptions_total` counts how often a
+    sequence lost its blocks, `prompt_tokens_total` the prompt tokens of sequences whose first
+    output token was sampled here. `batch_running`, `batch_waiting` and `kv_blocks_batch` are the
+    share of the class `batch`. `batch_yields`: batch sequences are preempted if online requests
+    need their blocks; `kv_blocks_wanted` then excludes them, and they trigger no drop.
+    `prefill_tokens` are still to be computed for sequences that do not decode yet.
+    `prefix_queries_total` counts the prompt tokens looked up in the prefix cache when requests
+    started, `prefix_hits_total` those found. `preempted_iterations_total` counts batch-only
+    iterations that were interrupted between layers, `resumed_iterations_total` how often such an
+    iteration continued at its layer. `discarded_tokens_total` counts the tokens of interrupted
+    iterations that had to run again from the first layer.
     """
 
     running: int
@@ -69,7 +74,7 @@ class Load:
 
     @property
     def waiting_demand(self) -> int:
-        """Waiting sequences that may trigger a drop."""
+        """Waiting sequences that may trigger a drop: a merge of groups that frees memory."""
         return self.waiting - self.batch_waiting if self.batch_yields else self.waiting
 
 
@@ -77,8 +82,8 @@ class Load:
 class EngineReport:
     """Report of an engine; times and counts are sums since the engine started.
 
-    `epoch` is that of its current configuration, 0 before the first. `unsettled`: the change-over
-    to this configuration is not finished, so other members may wait for this engine.
+    `epoch` is that of its current configuration, 0 before the first. `unsettled`: the engine has
+    not finished the change to this configuration, so other members may wait for it.
     `parameter_bytes` is the device memory of parameters. `stage` is the time spent as a pipeline
     stage, `iterations` that of all iterations, `iteration_tokens` their tokens;
     `slowest_iteration_s` is the duration of the slowest recent iteration, during which an engine
@@ -105,8 +110,8 @@ class LoadReport:
     Within an `incarnation`, a higher `number` is newer. `epoch` is that of the configuration under
     which the worker accepts requests. `received_request_ids` are the requests that arrived in the
     last two reporting intervals; `dropped_prefixes` are the thin hashes of blocks that its prefix
-    cache evicted in the same time. `dropped_total` counts all evictions reported up to the last of
-    them, so that a reader can skip those that it has seen.
+    cache evicted in the same time. `dropped_total` counts all evictions up to the last of these, so
+    that the scheduler can skip those that an earlier report contained.
     """
 
     worker_id: str
@@ -121,11 +126,11 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """A worker's memory, for overload handling and status; `WorkerMemory` in memmgr.proto.
+    """A worker's memory, for overload handling and status pages; `WorkerMemory` in memmgr.proto.
 
-    `budget_bytes` of device memory hold parameters, KV and `staging_bytes`; `kv_block_bytes` is the
-    KV size of a block in all layers. `pids` are the processes of servicer and engine.
-    `engine_hung`: the engine does not respond; `engine` is then its last report.
+    `budget_bytes` of device memory hold parameters, KV blocks and `staging_bytes` of buffers;
+    `kv_block_bytes` is the size of a KV block in all layers. `pids` are the processes of servicer
+    and engine. `engine_hung`: the engine does not respond; `engine` is then its last report.
     """
 
     worker_id: str

@@ -1,9 +1,9 @@
-"""Requests, sampling parameters and limits; shared by all services."""
+"""A generation request with its sampling parameters and limits; shared by all services."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 
 STOP_TOKEN_IDS_MAX = 256
 """Maximum number of stop tokens per request."""
@@ -28,14 +28,14 @@ CACHE_SALT_CHARS_MAX = 128
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the values are those of the OpenAI API where they exist."""
+    """Why a request ended; the values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class GrammarKind(StrEnum):
-    """Formats of grammars, in the dialect of llguidance."""
+    """Formats of grammars; each is parsed by llguidance."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -119,7 +119,7 @@ class LogprobOptions:
 
     @property
     def runs_prompt(self) -> bool:
-        """Whether the whole prompt must run despite cached prefixes: its logits are needed."""
+        """Whether cached prefixes cannot be used: the logits of the whole prompt are needed."""
         return self.prompt is not None
 
 
@@ -137,15 +137,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A generation request as handed to a worker.
+    """A generation request as a gateway sends it to a worker.
 
-    `request_id` identifies it between client, gateway and worker. Inside an engine a copy carries
-    the id of its sequence instead (`sequence_names.py`). `waited_s` is the time from its arrival at
-    the gateway to `arrival_s`; `choice` is its index among the choices of a client request.
-    `returnable`: a worker that cannot start it soon returns it to the scheduler. `resumable`: its
-    gateway resumes it on another worker if it is returned after output tokens. Requests share
-    cached prefixes only within the same `cache_salt`. A request that another worker has started has
-    `output_ids`: its next token has index `len(output_ids)`, and `limits` include these tokens.
+    `request_id` identifies it between gateway, scheduler and worker. Inside an engine a copy
+    carries the id of its sequence instead, see `sequence_ids.py`. `waited_s` is the time from its
+    arrival at the gateway to `arrival_s`; `choice` is its index among the choices of a client
+    request. `returnable`: a worker that cannot start it soon returns it to the scheduler's queue.
+    `resumable`: its gateway resumes it on another worker if it is returned after output tokens.
+    Requests share cached prefixes only within the same `cache_salt`. A request that another worker
+    has started has `output_ids`: its next token has index `len(output_ids)`, and `limits` include
+    these tokens.
     """
 
     request_id: str
@@ -154,7 +155,7 @@ class Request:
     limits: Limits
     arrival_s: float
     logprobs: LogprobOptions = NO_LOGPROBS
-    service: Service = NO_PROMISE
+    service: Service = DEFAULT_SERVICE
     waited_s: float = 0.0
     traceparent: str = ""
     cache_salt: str = ""
@@ -172,8 +173,9 @@ def blocks_for(tokens: int, block_size: int) -> int:
 def admission_blocks(tokens: int, tokens_max: int, block_size: int) -> int:
     """Free blocks that a sequence of `tokens` tokens needs for admission.
 
-    Never more than `tokens_max` tokens occupy, so a sequence that fits alone is always admitted
-    eventually.
+    At most those for `tokens_max` tokens, its maximum length, so a sequence that fits alone can
+    always be admitted.
     """
-    # A spare block for growth: output is admitted optimistically, and preempted if blocks run out.
+    # A spare block for growth: admission reserves no blocks for the output, and sequences are
+    # preempted if blocks run out.
     return min(blocks_for(tokens, block_size) + 1, blocks_for(tokens_max, block_size))

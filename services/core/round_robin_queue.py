@@ -1,4 +1,4 @@
-"""A round-robin queue over owners, so that a single owner cannot starve the others."""
+"""A queue that serves owners (such as tenants) round-robin, so that none can starve the others."""
 
 from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
@@ -9,8 +9,8 @@ T = TypeVar("T", bound=Hashable)
 class RoundRobinQueue(Generic[T]):
     """FIFO queue per owner, served round-robin across owners.
 
-    A new owner joins behind all waiting owners. So for each earlier entry of its own owner, an
-    entry waits for at most a single entry of every other owner.
+    A new owner joins behind all waiting owners. So an entry waits for the earlier entries of its
+    owner, and for each of these for at most a single entry of every other owner.
     """
 
     def __init__(self, owned_max: int) -> None:
@@ -58,7 +58,7 @@ class RoundRobinQueue(Generic[T]):
         entry = next(iter(queue))
         self._take(owner, queue, entry)
         if queue:
-            # Move the owner to the back: its turn is over.
+            # Move the owner behind all others, which are served before its next entry.
             self._waiting[owner] = self._waiting.pop(owner)
         return entry
 

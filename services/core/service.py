@@ -1,4 +1,4 @@
-"""Service terms of a request: class, targets, rank and tenant; shared by all services."""
+"""Class, latency targets, rank and tenant of a request (`Service`); shared by all services."""
 
 import math
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class ServiceClass(StrEnum):
 class Service:
     """A request's class, its targets in seconds from the arrival at the gateway, and its tenant.
 
-    None means no target. `tpot_s` is an average over `token_group` tokens; a smaller `rank` goes
-    first within its class. Every message about a request carries these fields. The setting
-    `scheduling` decides whether class, rank and tenant have an effect; the scheduler's `order` also
-    uses `ttft_s`; workers use `tpot_s` with `scheduling: slo`.
+    None means no target. `ttft_s` is the target of the first token, `tpot_s` that of each later
+    token, as an average over `token_group` tokens. Requests with a smaller `rank` go first within
+    their class. The setting `scheduling` decides whether the fields have an effect, see
+    `queue_order.py`; `tpot_s` has an effect only under policies with deadlines.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD
@@ -50,5 +50,5 @@ class Service:
         return None
 
 
-NO_PROMISE = Service()
-"""Standard, without targets or tenant."""
+DEFAULT_SERVICE = Service()
+"""The class `standard` without targets, rank or tenant."""

@@ -1,7 +1,7 @@
-"""Declarations of settings: dataclass fields with a default, a range and a help text.
+"""Declares settings as dataclass fields with a default, a range and a help text.
 
-`services.common.config` reads such a dataclass from files and the environment. Core declares its
-own settings with them, so that a service and the simulator share the defaults.
+`services.common.config` reads such a dataclass from files and the environment. Each function
+returns a `dataclasses.field` whose metadata describes the setting.
 """
 
 import re
@@ -15,10 +15,11 @@ _DEVICE = (re.compile(r"cpu|cuda(:\d{1,3})?"), "cpu, cuda or cuda:N")
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
     """A setting without range checks; `help` is a sentence for `--help` and the reference.
 
-    `more` is metadata. `secret`: never printed, and may also be read from a file (key
-    `<name>_file`). `expert`: omitted from the reference. `key`: name in a configuration, if it
-    differs from the field's. `default_text`: text that documents the default; `elsewhere`: the
-    default in other environments. `panel`: heading of a flag in the help.
+    `more` is metadata. `secret`: never printed, and may also be read from a file, whose path the
+    key `<name>_file` holds. `expert`: omitted from the reference. `key`: name in a configuration,
+    if it differs from the field's. `default_text`: documents the default instead of its value;
+    `elsewhere`: documents the default in other environments, such as on GPUs. `panel`: heading of
+    the flag in the help.
     """
     metadata = {"help": help, **more}
     return field(default=default, metadata=metadata, repr=not more.get("secret"))
@@ -38,7 +39,7 @@ def number(
 
 
 def seconds(default: Any, help: str = "", *, minimum: float = 0, **more: Any) -> Any:
-    """A duration."""
+    """A duration in seconds."""
     return number(default, help, minimum=minimum, maximum=10**6, **more)
 
 
@@ -63,14 +64,15 @@ def device_name(default: Any, help: str = "") -> Any:
 
 
 def mapping(help: str = "") -> Any:
-    """A mapping, empty by default."""
+    """A setting whose value is a mapping, empty by default."""
     return field(default_factory=dict, metadata={"help": help, "default_text": "none"})
 
 
 def nested(defaults: Any) -> Any:
     """A nested dataclass of settings, whose keys are flattened into those of the outer dataclass.
 
-    Nested dataclasses share a key of the same name. `defaults` is an instance.
+    If several nested dataclasses have a field of the same name, one key sets them all. `defaults`
+    is an instance of the dataclass.
     """
     return field(default=defaults, metadata={"nested": True})
 

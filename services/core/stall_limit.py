@@ -1,13 +1,13 @@
-"""Adaptive timeout that distinguishes a stalled from a slow recurring operation."""
+"""Adaptive timeout that tells a stalled from a slow recurring operation, such as an iteration."""
 
 from dataclasses import dataclass
 
 from services.core.cost.iteration_time import SLOWEST_KEPT
 
-STALLED_S = 5.0
+STALLED_S = 5.0  # seconds
 STALLED_FACTOR = 10.0
 """Multiple of the slowest recent duration after which an operation counts as stalled."""
-_ALARMS_MAX = 10
+_ALARMS_MAX = 10  # bounds the factor of the limit to 2**10
 
 
 @dataclass(slots=True)

@@ -82,25 +82,27 @@ class ReportSender:
         self._loads.note_received(request_id)
         self._load_due.note(ReportUrgency.MAJOR)
 
-    def note_dropped(self, thin_hashes: tuple[int, ...]) -> None:
+    def note_evicted(self, thin_hashes: tuple[int, ...]) -> None:
         """Report the hashes of blocks that the engine has evicted from its prefix cache."""
-        self._loads.note_dropped(thin_hashes)
+        self._loads.note_evicted(thin_hashes)
 
     def load_for_gateways(self) -> load_pb2.WorkerLoad:
         """The current load, which gateways forward to the scheduler, in addition to reports."""
-        return load_message(self._loads.out_of_band(self._epoch(), self._engine.report.load))
+        return load_message(self._loads.create_out_of_band(self._epoch(), self._engine.report.load))
 
     async def load_reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
         """Yield load reports on changes and as heartbeats, until another stream begins."""
-        self._loads.forget()
+        self._loads.force_next()
         stream = self._load_stream = object()
         while stream is self._load_stream:
             now_s = monotonic_s()
             # Send no reports for a hung engine, so that the scheduler assigns it no requests.
             if self._engine.hung or not self._engine.responsive:
-                self._loads.forget()
+                self._loads.force_next()
                 self._load_due.schedule.note_sent(now_s)
-            elif report := self._loads.due(self._epoch(), self._engine.report.load, now_s):
+            elif report := self._loads.create_if_due(
+                self._epoch(), self._engine.report.load, now_s
+            ):
                 yield scheduler_pb2.ReportLoadRequest(load=load_message(report))
             await self._load_due.wait()
 

@@ -203,7 +203,7 @@ class EngineServing:
     def _deliver(self, progress: Progress) -> None:
         # Report the load before delivering results, so that a client's next request, at any
         # gateway, can use the capacity that its last request has freed.
-        self._reporter.note_dropped(progress.dropped_prefixes)
+        self._reporter.note_evicted(progress.dropped_prefixes)
         self._stranded_watch.note(progress.report)
         self._reporter.note_change()
         self._requests.deliver(progress)

@@ -10,7 +10,7 @@ from services.core.changeover.vocabulary import NoteAdopted, NoteMoved
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.planner.sequence_ids import request_id_of
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 from tests.support.fake_stage import require
 
 VOCABULARY = 997
@@ -85,7 +85,7 @@ class Clients:
         max_tokens: int,
         owner: str,
         salt: str = "",
-        service: Service = NO_PROMISE,
+        service: Service = DEFAULT_SERVICE,
     ) -> Stream:
         """A client asks a worker for the first time."""
         greedy, limits = Sampling(temperature=0.0), Limits(max_tokens)

@@ -20,7 +20,7 @@ from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, MoveBlocks, RequestArrived
 from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 from tests.support.fake_stage import FakeMemory
 
 LAYERS = 4
@@ -121,7 +121,7 @@ class Script:
         name: str,
         tokens: int,
         most: int = 4,
-        service: Service = NO_PROMISE,
+        service: Service = DEFAULT_SERVICE,
         *,
         resumable: bool = False,
     ) -> list[vocabulary.Command]:

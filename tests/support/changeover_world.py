@@ -20,7 +20,7 @@ from services.core.changeover.transfer_outcome import TransferOutcome, TransferS
 from services.core.groups.layer_map import Stage
 from services.core.planner.config import IterationConfig
 from services.core.queue_order import Scheduling
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.support.changeover_clients import Clients, Stream
 from tests.support.changeover_member import Packet, Sending, WorldMember
 from tests.support.fake_stage import BLOCK_SIZE, FakeMemory, Violated, require
@@ -122,7 +122,7 @@ class World:
             salt = self._prompts.choice(("", "", "tenant"))
             prompt = self._go_on_from_another(self._prompts, prompt)
         batch = self._classes is not None and self._classes.random() < 0.5
-        service = Service(ServiceClass.BATCH) if batch else NO_PROMISE
+        service = Service(ServiceClass.BATCH) if batch else DEFAULT_SERVICE
         stream = self.clients.start(name, prompt, most, leader, salt, service)
         self.members[leader].start(stream.request)
 

@@ -12,13 +12,13 @@ from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.victims import VictimRule
 from services.core.queue_order import Scheduling
 from services.core.request import Request
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_networks import QueueNetwork
 from tests.support.group_scenario import LAYERS, Scenario
 
 SERVICES = (
-    NO_PROMISE,
+    DEFAULT_SERVICE,
     Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1),
     Service(ServiceClass.INTERACTIVE, ttft_s=2.0, tpot_s=2.0),
     *(Service(ServiceClass.BATCH),) * 3,

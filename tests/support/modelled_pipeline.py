@@ -9,7 +9,7 @@ from services.core.planner.batch import Microbatch
 from services.core.planner.events import Command, EmitToken, IterationFinished, RequestArrived
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 
 A100 = CostModel(
     5.2513e-09, 1.4115e-04, 1.9174e-02, 1.9154e-02, Coefficients(1.2e-07, 0.0, 1.9174e-02), 1.2e-7
@@ -25,7 +25,7 @@ def arrive(
     prompt: int,
     output: int,
     at_s: float = 0.0,
-    service: Service = NO_PROMISE,
+    service: Service = DEFAULT_SERVICE,
 ) -> None:
     """Hand a request to the planner, which takes it."""
     request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s, service=service)
@@ -67,7 +67,7 @@ class ModelledPipeline:
         while self.now_s < until_s:
             while waiting and waiting[0][0] <= self.now_s:
                 at_s, name, prompt, output = waiting.popleft()
-                service = self.services.get(name, NO_PROMISE)
+                service = self.services.get(name, DEFAULT_SERVICE)
                 arrive(self.state, name, prompt, output, at_s, service)
             microbatch = self._plan()
             if microbatch is not None:
@@ -99,18 +99,18 @@ class ModelledPipeline:
         """Every stage runs it; returns when the leader has the result."""
         chunks = [(chunk.start, len(chunk.token_ids)) for chunk in microbatch.batch.chunks]
         there_s = self.now_s
-        vacant_s = self.meters[0].launched(microbatch.number, self.now_s) if chunks else 0.0
+        vacant_s = self.meters[0].note_launch(microbatch.number, self.now_s) if chunks else 0.0
         for stage, share in enumerate(self.shares):
             if chunks:
                 start_s = max(there_s, self._free_s(stage))
                 there_s = start_s + share * self.model.batch_s(chunks)
                 self.times[stage].append((start_s, there_s))
-                self.meters[stage].ran(start_s, there_s, vacant_s if stage else 0.0)
+                self.meters[stage].note_run(start_s, there_s, vacant_s if stage else 0.0)
             there_s += self.hop_s
         return there_s
 
     def _take_result(self, microbatch: Microbatch) -> None:
-        self.meters[0].finished(microbatch.number, self.now_s)
+        self.meters[0].note_result(microbatch.number, self.now_s)
         for command in finish(self.state, microbatch, self.now_s):
             assert isinstance(command, EmitToken)
             self.token_times_s.setdefault(command.request_id, []).append(self.now_s)

@@ -396,7 +396,7 @@ class Instance:
     def publish(self) -> None:
         """Pass the load to the reporter, with the requests and dropped prefixes that are new."""
         drained, self._drained = self._drained, []
-        dropped = self.state.pool.cache.dropped
+        dropped = self.state.pool.cache.evictions
         newly_dropped = dropped.since(self._dropped_total)
         self._dropped_total = dropped.total
         self.reporter.publish(self.state.load(), drained, newly_dropped)

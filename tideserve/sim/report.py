@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from services.core.report import ClassTokens
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tideserve.sim.pipeline import ChangeLog, ChangeRecord
 from tideserve.sim.token_times import (
     NO_TARGETS_MET,
@@ -46,7 +46,7 @@ class Record:
     outcome: Outcome = Outcome.RUNNING
     reason: str = ""
     worker_id: str = ""
-    service: Service = NO_PROMISE
+    service: Service = DEFAULT_SERVICE
     groups: TokenGroups | None = None
     """Groups of tokens with a deadline: only with a TPOT target, beside batch work."""
 

@@ -37,7 +37,7 @@ class LoadSender:
         """
         self.load = load
         self._reporting.note_received(*received)
-        self._reporting.note_dropped(dropped)
+        self._reporting.note_evicted(dropped)
         if self._schedule.note_change(self._reporting.urgency(self.epoch, load)):
             self._simulation.at(
                 max(self._schedule.due_s, self._simulation.now_s), self._send_if_due
@@ -45,7 +45,7 @@ class LoadSender:
 
     def snapshot(self) -> LoadReport:
         """Return a report of the current load outside the stream of reports."""
-        return self._reporting.out_of_band(self.epoch, self.load)
+        return self._reporting.create_out_of_band(self.epoch, self.load)
 
     def _heartbeat(self) -> None:
         self._send_if_due()
@@ -55,5 +55,5 @@ class LoadSender:
         now_s = self._simulation.now_s
         if self._schedule.due_s > now_s:
             return
-        if report := self._reporting.due(self.epoch, self.load, now_s):
+        if report := self._reporting.create_if_due(self.epoch, self.load, now_s):
             self._report(report)

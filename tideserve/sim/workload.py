@@ -7,7 +7,7 @@ from itertools import count, cycle, repeat
 from random import Random
 from typing import NamedTuple
 
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 
 PREFIX_BLOCK_TOKENS = 512
 """Tokens of a block that an id of `prefix_ids` stands for, as in Mooncake's traces."""
@@ -26,7 +26,7 @@ class Arrival(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
-    service: Service = NO_PROMISE
+    service: Service = DEFAULT_SERVICE
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
         """Return the tokens of the prompt; `number` must be unique among requests."""

@@ -73,7 +73,7 @@ class MemberContext:
         for command in self.planner.handle(event):
             if isinstance(command, BlocksFreed):
                 raise AssertionError("ids of released requests would be lost")
-            if self.answering.keeps(command):
+            if self.answering.filter_command(command):
                 self.commands.append(command)
 
     def take_freed(self, event: Event) -> tuple[str, ...]:

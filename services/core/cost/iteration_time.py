@@ -1,7 +1,7 @@
-"""Measured iteration times beside the cost model's predictions, to expose drift.
+"""Sums up a worker's iteration times, measured and predicted, for its metrics.
 
-A device profile is measured once on an idle host. It does not include the worker's work around
-iterations, nor other load on the host.
+The cost model is fitted to a device profile, measured once on an idle host. It includes neither the
+worker's work around iterations nor other load on the host, so the two sums may drift apart.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.core.cost.model import CostModel
 
 SLOWEST_KEPT = 0.99
-"""Decay factor of the slowest time per iteration: an outlier counts for some hundred iterations."""
+"""Factor by which `slowest_s` decays in each iteration: an outlier lasts for some hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class IterationTime:
 
 @dataclass(slots=True)
 class IterationMeter:
-    """Accumulates the iterations of a worker; without a cost model only `slowest_s`.
+    """Accumulates the iteration times of a worker; without a cost model, `total` stays 0.
 
-    `slowest_s` is the time of the slowest recent iteration.
+    `slowest_s` is the decaying time of the slowest recent iteration.
     """
 
     cost_model: CostModel | None
     total: IterationTime = IterationTime()
     slowest_s: float = 0.0
 
-    def ran(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
-        """Add an iteration of (prefix, new) chunks; `share` is the worker's fraction of layers."""
+    def add(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
+        """Add an iteration of (cached, new) tokens per chunk; `share`: of layers that run here."""
         self.slowest_s = max(SLOWEST_KEPT * self.slowest_s, measured_s)
         if self.cost_model is None:
             return

@@ -1,15 +1,15 @@
-"""Tokens per iteration of a worker, as a cumulative histogram."""
+"""Histogram of the tokens per iteration of a worker, for its metrics."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
 UPPER_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bound in tokens of each bucket; a last bucket is unbounded."""
+"""Inclusive upper bounds of the buckets, in tokens; one more bucket has no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationTokens:
-    """Iterations per bucket (empty: none ran), and the tokens of all."""
+    """Number of iterations per bucket (empty if none ran), and the sum of their tokens."""
 
     counts: tuple[int, ...] = ()
     tokens: int = 0
@@ -17,7 +17,7 @@ class IterationTokens:
 
 @dataclass(slots=True)
 class IterationTokenMeter:
-    """Counts the iterations that the leader plans; later stages run the same tokens again."""
+    """Counts iterations; only a leader counts them, since later stages run the same tokens."""
 
     _counts: list[int] = field(default_factory=lambda: [0] * (len(UPPER_BOUNDS) + 1))
     _tokens: int = 0
@@ -27,7 +27,7 @@ class IterationTokenMeter:
         """The histogram of all iterations so far."""
         return IterationTokens(tuple(self._counts), self._tokens)
 
-    def ran(self, tokens: int) -> None:
+    def add(self, tokens: int) -> None:
         """Count an iteration of `tokens` tokens."""
         self._counts[bisect_left(UPPER_BOUNDS, tokens)] += 1
         self._tokens += tokens

@@ -1,15 +1,17 @@
-"""Cost model of an iteration: a chunk, a batch, and the fit to measurements.
+"""Predicts the duration of an iteration from its chunks, with coefficients fitted to measurements.
 
-A chunk of `c` new tokens after `p` tokens in the KV cache costs
+A chunk is a run of consecutive tokens of a sequence that an iteration computes. A chunk of `c` new
+tokens after `p` tokens in the KV cache costs
 
     α · (p·c + (c² + c)/2) + β · c + γ + κ · p
 
 and a batch costs the sum of its n chunks minus (n − 1) · λ, the work that chunks share, such as
 loading parameters. This is KunServe §4.3, eq. 1-3, with κ added: a chunk reads its prefix from
 memory once, however few tokens it has. Without κ, short chunks after a long prefix were predicted
-at half of their time on a CPU. Decode steps (c = 1) may have their own coefficients (BROS §4.1),
-where κ is part of α. Up to a number of new tokens per batch, the *knee*, reading the parameters
-hides part of the computation (roofline); each token beyond it costs μ more.
+at half of their time on a CPU. Decode steps (c = 1) may have their own coefficients (BROS §4.1);
+their α includes κ, since a decode has one pair per prefix token. Up to a number of new tokens per
+batch, the *knee*, reading the parameters hides part of the computation (roofline); each token
+beyond it costs μ more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,23 +20,23 @@ from functools import partial
 from math import inf, sqrt
 
 TOLERANCE = 1e-12
-"""Slopes of the residual along a unit column below this fraction of the target's norm are 0."""
+"""A slope of the error along a unit column counts as 0 below this fraction of the target's norm."""
 
 
 def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
     """x ≥ 0 that minimises |rows · x − target|², by the active-set method (NNLS).
 
-    Columns are first scaled to unit length, so that their scales do not matter. A column of zeros,
-    or a linear combination of others, gets 0.
+    Columns are first scaled to unit length, so that the units of the coefficients do not matter. A
+    column of zeros gets x = 0, and so does a linear combination of columns already in use.
     """
     norms = [sqrt(sum(value * value for value in column)) for column in zip(*rows, strict=True)]
     unit = [[v / n if n else 0.0 for v, n in zip(row, norms, strict=True)] for row in rows]
     size = len(norms)
     solution = [0.0] * size
-    passive: list[int] = []
-    rejected: set[int] = set()
+    passive: list[int] = []  # columns in use: their coefficients are above 0
+    rejected: set[int] = set()  # columns that cannot reduce the error further
     threshold = TOLERANCE * sqrt(sum(value * value for value in target))
-    # Lawson-Hanson: repeatedly free the column with the steepest descent, until none descends.
+    # Lawson-Hanson: add the column along which the error falls most steeply, until none is left.
     while True:
         slopes = _slopes(unit, target, solution)
         idle = [i for i in range(size) if i not in passive and i not in rejected]
@@ -43,7 +45,7 @@ def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) 
             return [x / n if n else 0.0 for x, n in zip(solution, norms, strict=True)]
         candidate = _restricted(unit, target, [*passive, entering])
         if candidate is None or candidate[-1] <= 0:
-            # Rounding, or a column that depends on those in use: it cannot reduce the error.
+            # The column depends on those in use, or its slope is a rounding error.
             rejected.add(entering)
             continue
         rejected.clear()
@@ -57,13 +59,13 @@ def _descend(
     solution: list[float],
     passive: list[int],
 ) -> None:
-    """Move `solution` to the optimum over `passive`, dropping columns that would turn negative."""
+    """Move `solution` to the optimum over `passive`; removes columns that would be negative."""
     while passive:
         candidate = _restricted(unit, target, passive)
         if candidate is None:
             return
         negative = [(i, x) for i, x in zip(passive, candidate, strict=True) if x <= 0]
-        # Go only as far as no coefficient turns negative.
+        # Go towards the optimum only until the first coefficient reaches 0.
         step = min((solution[i] / (solution[i] - x) for i, x in negative), default=1.0)
         for index, wanted in zip(passive, candidate, strict=True):
             solution[index] += step * (wanted - solution[index])
@@ -78,7 +80,7 @@ def _descend(
 def _slopes(
     unit: Sequence[Sequence[float]], target: Sequence[float], solution: Sequence[float]
 ) -> list[float]:
-    """Descent of the error along each column."""
+    """Half of the descent of the squared error along each column (the negative gradient)."""
     residuals = [
         wanted - sum(a * x for a, x in zip(row, solution, strict=True))
         for row, wanted in zip(unit, target, strict=True)
@@ -92,7 +94,7 @@ def _slopes(
 def _restricted(
     unit: Sequence[Sequence[float]], target: Sequence[float], columns: Sequence[int]
 ) -> list[float] | None:
-    """Least squares over `columns` by modified Gram-Schmidt; None if they are dependent."""
+    """Least-squares solution over `columns`, by modified Gram-Schmidt; None if dependent."""
     basis: list[list[float]] = []
     upper: list[list[float]] = []
     for index in columns:
@@ -130,19 +132,20 @@ FOLDS = 5
 """Folds of the cross-validation that chooses between fits."""
 
 KNEES = (8, 16, 32, 64, 128, 256)
+"""Candidates for the knee, in new tokens per batch."""
 KNEE_GAIN = 0.1
-"""Fraction by which a knee must reduce the error to be used."""
+"""Fraction by which a knee must reduce the cross-validated error to be used."""
 
 REWEIGHTINGS = 8
-"""Reweighting steps; more hardly reduce the error."""
+"""Steps of the reweighted least squares; further steps hardly reduce the error."""
 
 ERROR_FLOOR = 0.01
-"""Relative errors below this are weighted equally: they are timer noise."""
+"""Relative errors below this have the same weight: they are noise of the timer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Cost of a chunk in s: `alpha` per attended pair, `beta` per new token, `gamma` constant."""
+    """Seconds of a chunk: `alpha` per query-key pair, `beta` per new token, `gamma` constant."""
 
     alpha: float
     beta: float
@@ -159,7 +162,7 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Coefficients in seconds; see the module's docstring.
+    """Coefficients in seconds; see the module's docstring. `lam` is its λ.
 
     `lam` ≤ `gamma` is saved by every chunk of a batch but the first. `decode` applies to chunks of
     one token; None: the same coefficients. New tokens beyond the first `knee` of a batch cost `mu`
@@ -176,7 +179,7 @@ class CostModel:
     mu: float = 0.0
 
     def chunk_s(self, prefix: int, new: int) -> float:
-        """Seconds of a chunk of `new` ≥ 1 tokens after `prefix`, on its own and before the knee."""
+        """Seconds of a chunk of `new` ≥ 1 tokens after `prefix`, alone and without the knee's μ."""
         if new == 1 and self.decode is not None:
             return self.decode.chunk_s(prefix, new)
         attention_s = self.alpha * pairs(prefix, new) + self.kappa * prefix
@@ -192,29 +195,29 @@ class CostModel:
         return total_s - max(0, count - 1) * self.lam + self.excess_s(tokens)
 
     def decodes_s(self, decodes: int, prefix_tokens: int, count: int = 1) -> float:
-        """Seconds of `count` iterations of the same decodes, which grow by a token in each.
+        """Seconds of `count` iterations of the same decodes, whose prefixes grow in each.
 
         `prefix_tokens` is the sum of their prefixes in the first iteration. O(1).
         """
-        # Each decode gains a token per iteration: an arithmetic series.
+        # The prefixes grow by a token per iteration: their sum is an arithmetic series.
         prefix_sum = count * prefix_tokens + decodes * (count * (count - 1) // 2)
         shared = count * (decodes - 1)
         seconds = self.decodes_alone_s(count * decodes, prefix_sum)
         return seconds + (count * self.excess_s(decodes) - shared * self.lam)
 
     def decodes_alone_s(self, decodes: int, prefix_tokens: int) -> float:
-        """Cost of decodes without the shared part: linear in their number and prefixes."""
+        """Seconds of decodes if each ran alone: linear in their number and prefix tokens."""
         alone_s = self.chunk_s(0, 1)
         return decodes * alone_s + prefix_tokens * (self.chunk_s(1, 1) - alone_s)
 
     def excess_s(self, tokens: int) -> float:
-        """Extra cost of a batch's new tokens beyond the knee."""
+        """Extra seconds of a batch of `tokens` new tokens, for those beyond the knee."""
         return self.mu * max(0, tokens - self.knee)
 
     def tokens_within(self, prefix: int, seconds: float, most: int) -> int:
-        """The most tokens of a chunk, up to `most`, that add at most `seconds` to a batch.
+        """The largest chunk, up to `most` tokens, that adds at most `seconds` to a batch.
 
-        The batch runs anyway, so λ is not paid again; the tokens count as before the knee.
+        The batch is not empty, so the chunk saves λ. The knee is ignored, see `beyond_knee`.
         """
         seconds -= self.gamma - self.lam + self.kappa * prefix
         if seconds <= 0:
@@ -230,7 +233,7 @@ class CostModel:
 
     @property
     def beyond_knee(self) -> "CostModel":
-        """The cost of further chunks in batches that exceed the knee anyway."""
+        """The model in which each new token costs μ more, for chunks beyond the knee."""
         return replace(self, beta=self.beta + self.mu, knee=0, mu=0.0)
 
     def slowed(self, factor: float) -> "CostModel":
@@ -248,13 +251,13 @@ class CostModel:
         )
 
 
-TOKENS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
-"""The cost of a token before anything has been measured: 1 unit."""
+TOKEN_COSTS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
+"""Stands in for a missing cost model: the cost of a batch is its number of new tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured iteration: the (prefix, new) of its chunks, and its duration in seconds."""
+    """A measured iteration: the (prefix, new) tokens of its chunks, and its duration in seconds."""
 
     chunks: Chunks
     measured_s: float
@@ -269,10 +272,11 @@ def pairs(prefix: int, new: int) -> float:
 
 
 def fit(samples: Sequence[Sample]) -> CostModel:
-    """The model with the least mean relative error: shared or separate coefficients, with a knee?
+    """Fit a cost model to measurements.
 
-    Cross-validation decides both; the knee's position has the least error on all samples. Separate
-    coefficients need chunks of both phases.
+    Cross-validation decides whether decodes have their own coefficients, and whether there is a
+    knee, whose position then has the least error on all samples. Without both prefill and decode
+    chunks, or with few samples, there is neither.
 
     Raises:
         ValueError: without samples, or if a sample has no chunk or no positive duration.
@@ -285,10 +289,10 @@ def fit(samples: Sequence[Sample]) -> CostModel:
     errors = {method: _cross_validated(method, samples) for method in (fit_together, fit_apart)}
     best = min(errors, key=lambda method: errors[method])
     knees = [partial(best, knee=knee) for knee in KNEES]
-    bent = min(knees, key=lambda method: mean_relative_error(method(samples), samples))
+    with_knee = min(knees, key=lambda method: mean_relative_error(method(samples), samples))
     # A knee is an additional parameter: accept it only for a clear gain on unseen samples.
-    if _cross_validated(bent, samples) < errors[best] * (1 - KNEE_GAIN):
-        return bent(samples)
+    if _cross_validated(with_knee, samples) < errors[best] * (1 - KNEE_GAIN):
+        return with_knee(samples)
     return best(samples)
 
 
@@ -314,7 +318,7 @@ def fit_together(samples: Sequence[Sample], knee: int | None = None) -> CostMode
 
 
 def fit_apart(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
-    """Fit prefill and decode separately, with common λ and μ. A decode's β is also its γ − λ."""
+    """Fit prefill and decode separately, with common λ and μ; a decode's β includes γ − λ."""
     rows = []
     for sample in samples:
         prefills = [(p, c) for p, c in sample.chunks if c > 1]
@@ -350,8 +354,8 @@ def _excess(sample: Sample, knee: int | None) -> float:
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
     """Coefficients ≥ 0 that minimise the mean of |row · coefficients / measured - 1|.
 
-    Iteratively reweighted least squares. Plain squares would follow the few batches that fit no
-    line, such as the longest.
+    Iteratively reweighted least squares. Plain least squares would fit outliers, such as the
+    longest batches, at the cost of all others.
     """
     # Divide by the measured time: relative errors, so that short iterations count as much.
     relative = [
@@ -375,7 +379,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def _cross_validated(method: Fit, samples: Sequence[Sample]) -> float:
-    """Mean relative error on held-out samples."""
+    """Mean relative error of `method` on the samples of each fold, fitted to the others."""
     total = 0.0
     for fold in range(FOLDS):
         seen = [sample for index, sample in enumerate(samples) if index % FOLDS != fold]

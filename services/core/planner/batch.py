@@ -1,4 +1,4 @@
-"""The unit of work that a planner passes to a model runner.
+"""The unit of work that a planner passes to the model runner of each pipeline stage.
 
 Chunks are named tuples because a planner creates hundreds per iteration: creation is three times as
 fast as that of frozen dataclasses; the hot paths use `new_tuple`, which is faster still.
@@ -13,7 +13,7 @@ from services.core.prefix.cache_update import PrefixCacheUpdate
 from services.core.request import Sampling
 
 new_tuple = tuple.__new__
-"""`new_tuple(Chunk, fields)` with all fields takes less than half the time of `Chunk(*fields)`."""
+"""`new_tuple(Chunk, fields)`, with all fields, takes less than half the time of `Chunk(...)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class SampleSpec(NamedTuple):
 
     `index` is the output index of that token (0 for the first). `terms` replace the sampler's state
     of the sequence. Without `terms`, the sampler keeps its state, and `output_ids` are the output
-    tokens since the last spec, if the sampling needs them. So the specs of a sequence, in order,
-    contain its whole output, and a restarted sampler makes the same choices.
+    tokens since the last spec, if the sampling needs them. So the specs of a sequence, in
+    order, contain its whole output, and another sampler makes the same choices from them.
     """
 
     terms: SampleTerms | None
@@ -47,9 +47,9 @@ class SampleSpec(NamedTuple):
 
 
 class PromptScore(NamedTuple):
-    """Request for prompt log probabilities: `token_ids` follow the chunk's rows from `row` on.
+    """Request for the log probabilities of prompt tokens that a chunk's logits predict.
 
-    `top` is the number of most likely alternatives per token.
+    Row `row` + i of the chunk predicts `token_ids[i]`. `top`: most likely alternatives per token.
     """
 
     row: int
@@ -66,7 +66,7 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampleNotes:
-    """Results of a microbatch in addition to its tokens, by sequence; empty in most microbatches.
+    """Results of a microbatch in addition to its tokens, by sequence id; empty in most cases.
 
     `logprobs` holds the row of the sampled token. `failed` holds an error text for the client if no
     token could be sampled.
@@ -111,9 +111,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A batch as sent to every stage of a group; a single worker has at most one in flight.
+    """A batch that a leader sends to every stage of its group; the iteration of a single worker.
 
-    `number` counts a leader's microbatches from 1. Before it runs, each stage frees the blocks of
+    `number` counts the leader's microbatches from 1. Before it runs, each stage frees the blocks of
     the sequences `released` (ended or preempted since the last microbatch; this microbatch may run
     a preempted sequence again) and allocates up to `len(block_ids)` blocks per chunk; the block ids
     are local to the leader. An empty batch only carries `released`. Stages ignore unknown ids in
@@ -134,7 +134,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class IterationShape:
-    """The sizes that determine the duration of a batch, for time models.
+    """The sizes that determine the duration of an iteration, for the simulator's time model.
 
     `decodes` sequences run a token each, with `decode_prefix_tokens` cached tokens in total;
     `prefills` holds (prefix tokens, new tokens) of each other chunk.

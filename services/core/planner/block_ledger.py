@@ -1,7 +1,8 @@
 """A leader's count of the KV blocks at every pipeline stage of its group.
 
-The leader's own stage is its pool. For each other stage it tracks the capacity and the blocks in
-use after the last planned microbatch; this is exact because stages apply microbatches in order.
+The *leader* runs stage 0 and plans for all stages; the other stages are *followers*. Stage 0 is
+counted by its block pool. For each follower the ledger tracks the capacity and the blocks in use
+after the last planned microbatch; this is exact because stages apply microbatches in order.
 """
 
 from collections.abc import Iterable
@@ -14,9 +15,9 @@ from services.core.planner.block_pool import BlockPool
 class Follower:
     """A stage after the first, at the start of a configuration.
 
-    `used_blocks` are those in its block table after all messages of its last configuration.
-    `previous_stage` is its stage number in the leader's previous configuration; None if it was not
-    part of that and thus has no blocks of the leader's sequences yet.
+    `used_blocks` are those in its block table after the last microbatch of its old configuration.
+    `previous_stage` is its stage number in the leader's old configuration; None if it was not part
+    of that and thus has no blocks of the leader's sequences yet.
     """
 
     capacity_blocks: int
@@ -45,7 +46,7 @@ class BlockLedger:
     def configure(self, followers: Iterable[Follower]) -> None:
         """Reset to these stages after the leader's, without reservations.
 
-        Each stage has reported its current use, which includes any `credit` still in flight.
+        `used_blocks` includes blocks for which a `credit` follows.
         """
         followers = tuple(followers)
         self.capacity = [follower.capacity_blocks for follower in followers]
@@ -63,7 +64,7 @@ class BlockLedger:
         self.capacity[stage - 1] = blocks
 
     def credit(self, stage: int, blocks: int) -> None:
-        """Stage `stage` ≥ 1 freed `blocks` blocks of sequences that this leader does not own."""
+        """Note that stage `stage` ≥ 1 freed `blocks` blocks of sequences of other leaders."""
         self.used[stage - 1] -= blocks
 
     def room(self, stage: int) -> int:
@@ -83,14 +84,14 @@ class BlockLedger:
 
     @property
     def least_room(self) -> int:
-        """Free blocks at the fullest stage, reserved ones included: for the growth of sequences."""
+        """Free blocks at the fullest stage, including reserved ones, for growing sequences."""
         if not self.capacity:
             return self.pool.free_count
         return min(self.room(stage) for stage in range(self.stages))
 
     @property
     def free(self) -> int:
-        """Free, unreserved blocks at the fullest stage: for the admission of requests."""
+        """Free, unreserved blocks at the fullest stage, for the admission of requests."""
         if not self.capacity:
             return self.pool.free_count - self.reserved[0]
         return min([self.room(stage) - blocks for stage, blocks in enumerate(self.reserved)])
@@ -105,7 +106,7 @@ class BlockLedger:
             self.used[index] += blocks
 
     def release(self, blocks: int, absent: frozenset[int] = frozenset()) -> None:
-        """Undo `take`, or `reserve` at the stages in `absent`."""
+        """Undo `take` for a sequence, and `reserve` at the stages in `absent`."""
         if not (self.capacity or absent):
             return  # a single worker: its pool is the only count
         for stage in range(self.stages):
@@ -115,7 +116,7 @@ class BlockLedger:
                 self.used[stage - 1] -= blocks
 
     def reserve(self, blocks: int, absent: frozenset[int]) -> None:
-        """Reserve blocks that a sequence will need at the stages in `absent`."""
+        """Reserve (or, if negative, stop reserving) blocks at the stages in `absent`."""
         for stage in absent:
             self.reserved[stage] += blocks
 

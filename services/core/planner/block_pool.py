@@ -1,4 +1,4 @@
-"""The KV blocks of a worker, or of a stage in a pipeline."""
+"""Allocates the KV blocks of a worker (a stage, if it is part of a pipeline)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ class BlockPool:
     A block is *taken* (by a sequence, or by several that share it), *empty*, or *cached*: free, but
     holding a known prefix.
 
-    Allocation prefers empty blocks over cached ones, and the lowest id. So the highest ids fall
-    free by themselves and their memory can be reclaimed: `limit` excludes them from allocation, and
+    Allocation prefers empty blocks over cached ones, and the lowest id. So the highest ids become
+    free over time and their memory can be reclaimed: `limit` excludes them from allocation, and
     `shrink` removes them once none is taken.
     """
 
@@ -74,7 +74,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take a reference to blocks that hold a known prefix, whether in use or cached."""
+        """Take a reference to each of these registered blocks, whether taken or cached."""
         for block in blocks:
             users = self._taken.get(block, 0)
             if not users:
@@ -82,7 +82,7 @@ class BlockPool:
             self._taken[block] = users + 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference to each block; unreferenced blocks are free. The first is evicted first.
+        """Remove a reference to each block; blocks without any become free, in LRU order.
 
         Raises:
             KeyError: if a block was not taken (a double free).
@@ -95,7 +95,7 @@ class BlockPool:
                 continue
             del taken[block]
             if block >= self._limit:
-                # Above the limit a block is withheld, neither empty nor cached.
+                # A block above the limit must not be allocated: neither empty nor cached.
                 self.cache.forget(block)
             elif not self.cache.make_idle(block):
                 heappush(self._empty, block)
@@ -124,7 +124,7 @@ class BlockPool:
         return block_hash
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Register a block in use; any other block registered under the hash loses it."""
+        """Register a taken block under a hash, instead of any other block."""
         self.forget(block_hash)
         self.cache.register(block, block_hash)
 
@@ -138,8 +138,8 @@ class BlockPool:
         if idle:
             heappush(self._empty, block)
 
-    def drop_cache(self) -> None:
-        """Unregister every block: cached ones become empty, those in use are not shared again."""
+    def clear_cache(self) -> None:
+        """Unregister every block: cached ones become empty, taken ones are not shared again."""
         for block in self.cache.clear():
             heappush(self._empty, block)
 
@@ -155,7 +155,7 @@ class BlockPool:
         self.limit(num_blocks)
 
     def limit(self, num_blocks: int) -> None:
-        """Stop allocating blocks with ids of `num_blocks` or above; current users keep theirs.
+        """Stop allocating blocks with ids of `num_blocks` or above; taken ones stay in use.
 
         Raises:
             ValueError: if the pool has fewer blocks.
@@ -165,13 +165,13 @@ class BlockPool:
         self._limit = num_blocks
         cache, taken = self.cache, self._taken
         cache.forget_from(num_blocks)
-        # Ascending, hence a valid heap.
+        # An ascending list is a valid heap.
         self._empty = [
             block for block in range(num_blocks) if block not in taken and not cache.is_idle(block)
         ]
 
     def shrink(self, num_blocks: int) -> None:
-        """Shrink to `num_blocks` blocks; a lower limit stays.
+        """Remove the blocks with ids of `num_blocks` or above; a lower limit stays.
 
         Raises:
             ValueError: if a block to remove is taken, or the pool is smaller already.

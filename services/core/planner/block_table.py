@@ -1,8 +1,9 @@
-"""Block tables of the sequences at a stage, as in PagedAttention.
+"""Block tables of the sequences at a pipeline stage, as in PagedAttention.
 
-Block ids are local to a stage; the stages of a group agree on counts only. Stages apply
-microbatches in order, so their counts equal those that the leader had when it planned them. A table
-outlives configurations: after a split, the new leader reads the blocks of a sequence from it.
+A single worker is the only stage of its group; otherwise the *leader* plans for all stages. Block
+ids are local to a stage; the stages of a group agree on numbers of blocks only. Stages apply
+microbatches in order, so their numbers equal those that the leader had when it planned them. The
+tables outlive configurations: a worker that leads after a change of the group uses them further.
 
 Sequences may share full blocks at the beginning of their tables. Leaders count a block at another
 stage once per sequence that uses it.
@@ -47,7 +48,7 @@ class StageTable:
         """Blocks as leaders count them: a shared block counts once per sequence."""
         return sum(map(len, self.tables.values()))
 
-    def count_only(self, seq_ids: Iterable[str]) -> int:
+    def count_exclusive(self, seq_ids: Iterable[str]) -> int:
         """Number of distinct blocks that only these sequences use."""
         tables, users = self.tables, self.pool.users
         rows = [tables[seq_id] for seq_id in seq_ids if seq_id in tables]
@@ -71,14 +72,13 @@ class StageTable:
         """Apply a microbatch before it runs: release blocks, then allocate for each chunk.
 
         Raises:
-            IndexError: if the pool has too few blocks, which the leader's ledger rules out.
-            ValueError: if a prefix to share is not cached here, which the order of microbatches
-                rules out.
+            IndexError: if the pool has too few blocks, contrary to the leader's ledger.
+            ValueError: if a prefix to share is not cached here, contrary to the leader's cache.
         """
         # Register before the release, so that blocks released here stay cached. Evict before the
-        # allocation, so that it takes the blocks that the leader evicted and no others.
+        # allocation, so that the allocation evicts no blocks that the leader keeps cached.
         if prefixes.forget:
-            self.pool.drop_cache()
+            self.pool.clear_cache()
         for seq_id, place, block_hash in prefixes.named:
             table = self.tables.get(seq_id, ())
             if place < len(table):
@@ -124,7 +124,7 @@ class StageTable:
         self.pool.release(reversed(self.tables.pop(seq_id, ())))
 
     def relocate(self, limit: int, most: int | None = None) -> list[Move]:
-        """Move at most `most` blocks with ids ≥ `limit` to free blocks below, highest first.
+        """Move at most `most` blocks with ids ≥ `limit` to free lower ones, highest first.
 
         The tables refer to the new blocks at once: the caller must copy the K/V after all
         microbatches planned earlier have run, and before any planned later runs. Returns fewer

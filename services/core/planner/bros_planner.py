@@ -1,15 +1,17 @@
-"""Planner of `scheduling: bros`: the packing of BROS as printed (BROS §4.2, Algorithm 1).
+"""Planner of `scheduling: bros`: the packing of BROS as published (BROS §4.2, Algorithm 1).
 
-Online requests, running and waiting, are packed by residual time while the iteration ends within
-the least residual time. Batch requests follow, oldest first (BROS sorts them by swapped KV, which
-does not exist here). A batch request that does not fit replaces the online request with the most
-residual time. Prompts are not chunked to fit in time, only at `max_batch_tokens`.
+*Residual time* is the time until the deadline of a request's next token. Online requests, running
+and waiting, are packed by residual time while the iteration ends within the least residual time.
+Batch requests follow, oldest first (BROS sorts them by swapped KV, which does not exist here). A
+batch request that does not fit replaces the online request with the most residual time. Prompts are
+not chunked to fit in time, only at `max_batch_tokens`.
 
-Additions, where the printed algorithm starves requests: residual times that cannot be met bound
-nothing; the most urgent request runs even if its cost exceeds the bound; a request that finds no KV
-does not end the search; an otherwise empty iteration takes what it can; and the later tokens of a
-token group count with their target if iterations take longer. Two requests never share a KV block;
-batch requests yield their blocks to online ones. Merged groups run as with `conserve`.
+Deviations, since the published algorithm starves some requests: residual times that cannot be met
+do not bound an iteration; the most urgent request runs even if its cost exceeds the bound; a
+waiting request without free KV blocks does not end the packing; the first batch request of an
+otherwise empty iteration always fits; and residual time reserves at most `tpot_s` for each later
+token of a token group. Two requests never write to the same KV block; batch requests yield theirs
+to online ones. Pipelines of merged workers are planned as with `conserve`.
 """
 
 from collections import deque
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
@@ -39,10 +41,10 @@ class _Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class _Packed:
-    """The iteration being packed: online and batch sequences with their tokens."""
+    """The iteration that is being packed: its online and batch sequences, and their cost."""
 
-    spent: Spent  # cost so far
-    limit_s: float  # bound on the cost, model seconds
+    spent: Spent  # cost and tokens so far
+    limit_s: float  # bound on the cost, in seconds
     slots: int  # maximum number of sequences
     online: list[_Chosen] = field(default_factory=list)
     batch: list[_Chosen] = field(default_factory=list)
@@ -56,7 +58,7 @@ class _Packed:
         return len(self.online) + len(self.batch) >= self.slots
 
     def tokens_of(self, sequence: Sequence) -> int:
-        """Remaining tokens of the sequence, capped by the token budget."""
+        """Tokens of the sequence that would run: all remaining, up to the token budget."""
         return min(sequence.remaining, self.spent.tokens_left)
 
     def fits(self, sequence: Sequence) -> bool:
@@ -82,10 +84,10 @@ class _Packed:
         for row in (self.online, self.batch):
             for lost in [entry for entry in row if entry.sequence.phase is not Phase.RUNNING]:
                 row.remove(lost)
-                self.spent.drop(lost.prefix, lost.tokens)
+                self.spent.remove(lost.prefix, lost.tokens)
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Whether a batch sequence can join, if necessary by replacing an online sequence."""
+        """Make room for a batch sequence, if need be by replacing an online one; False if none."""
         if self.empty or self.fits(sequence):
             return True
         # Algorithm 1, lines 22 to 32: replace the online request with the most residual time.
@@ -100,13 +102,13 @@ class _Packed:
         if not self.online:
             return None
         chosen = self.online.pop()
-        self.spent.drop(chosen.prefix, chosen.tokens)
+        self.spent.remove(chosen.prefix, chosen.tokens)
         return chosen.sequence
 
 
 @dataclass(slots=True)
 class BrosPlanner:
-    """Plans iterations of a single worker as BROS prints it; `SloPlanner` is our own policy."""
+    """Plans iterations of a single worker as published by BROS; for comparisons."""
 
     config: IterationConfig
     sequence_table: SequenceTable
@@ -123,8 +125,8 @@ class BrosPlanner:
         config = self.config
         ready = self.harvester.scan(plan.planned_s)
         limit_s = self._least_residual_s(ready, plan.planned_s)
-        spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
-        packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.now)
+        spent = Spent(config.cost_model or TOKEN_COSTS, config.max_batch_tokens)
+        packed = _Packed(spent, limit_s if config.cost_model else inf, self.slots.limit)
         self.slots.observe(self._add_online(packed, ready, plan.planned_s))
         self._add_batch(packed, ready)
         for sequence, _, tokens in packed.online + packed.batch:
@@ -136,20 +138,20 @@ class BrosPlanner:
             plan.cost_s = plan.predicted_s = spent.seconds
 
     def _least_residual_s(self, ready: Ready, now_s: float) -> float:
-        """The least residual time that can be met, of decodes and of first tokens."""
-        model, scale = self.config.cost_model or TOKENS, self.feedback.budget.mixed_scale
-        least_s = ready.least_slack_s
+        """The least residual time of online requests that can be met, waiting ones included."""
+        model, scale = self.config.cost_model or TOKEN_COSTS, self.feedback.budget.mixed_scale
+        least_s = ready.least_residual_s
         waiting = (sequence for sequence in self.sequence_table.waiting if sequence.online)
         for sequence in (*ready.prefills, *waiting):
-            slack_s = sequence.due_s - now_s
+            residual_s = sequence.due_s - now_s
             cost_s = scale * model.chunk_s(sequence.computed, sequence.remaining)
             # A deadline that is missed in any case must not shorten iterations.
-            if cost_s <= slack_s < least_s:
-                least_s = slack_s
+            if cost_s <= residual_s < least_s:
+                least_s = residual_s
         return least_s
 
     def _add_online(self, packed: _Packed, ready: Ready, now_s: float) -> bool:
-        """Pack online sequences by residual time; returns whether the time bound ended it."""
+        """Pack online sequences by residual time; returns whether the time bound excluded one."""
         pending = deque(
             sorted(ready.decodes + ready.prefills, key=lambda seq: self._residual_s(seq, now_s))
         )
@@ -164,7 +166,7 @@ class BrosPlanner:
                 sequence = self._next_that_fits()
                 has_room = sequence is not None
                 if sequence is None:
-                    continue  # no KV for a start: go on with the running sequences
+                    continue  # no waiting request finds blocks: pack only running ones
             if not (packed.fits(sequence) or packed.empty):
                 return packed.is_late_with(sequence)
             if pending and pending[0] is sequence:
@@ -179,7 +181,7 @@ class BrosPlanner:
         return first if first is not None and first.online else None
 
     def _start(self, packed: _Packed, sequence: Sequence) -> None:
-        """Add an online sequence, unless it is preempted while it takes a block."""
+        """Allocate the blocks of an online sequence, and add it unless it was preempted itself."""
         if sequence.phase is Phase.RUNNING:
             self._take_block(packed, sequence)
         else:
@@ -201,7 +203,7 @@ class BrosPlanner:
         )
 
     def _residual_s(self, sequence: Sequence, now_s: float) -> float:
-        return deadline.residual_s(sequence, now_s, self.feedback.budget.iteration_s)
+        return deadline.residual_or_implied_s(sequence, now_s, self.feedback.budget.iteration_s)
 
     def _add_batch(self, packed: _Packed, ready: Ready) -> None:
         """Pack batch sequences, oldest first; they may replace online ones."""

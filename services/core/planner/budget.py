@@ -1,9 +1,10 @@
-"""Time budget of an iteration, and the predicted cost of its chunks so far.
+"""Time budget of an iteration (`Budget`), and the predicted cost of its chunks so far (`Spent`).
 
-The least residual time of a decode bounds an iteration (BROS §4.2). The cost model is never exact,
-so measured iteration times correct it: by a scale per kind of iteration, and by a safety margin
-that shrinks when an iteration overruns. Both depend only on the planner's events, so a replay of
-the log reproduces them.
+The *residual time* of a decode is the time until the deadline of its next token. The
+least residual time of the online decodes bounds an iteration (BROS §4.2). *Model seconds* are
+seconds as predicted by the cost model. Measured iteration times correct them: by a scale per kind
+of iteration, and by a safety margin that shrinks when an iteration takes longer than the residual
+time. Both depend only on the planner's events, so a replay of the log reproduces them.
 """
 
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from services.core.cost.model import CostModel
 
 MARGIN_MIN, MARGIN_MAX = 0.7, 0.98
 MARGIN_CUT = 0.95
-"""Factor of the margin after an overrun; after any other iteration it is `MARGIN_RISE`."""
+"""Factor of the margin after an iteration that exceeded the residual time."""
 MARGIN_RISE = 1.001
+"""Factor of the margin after any other iteration."""
 WEIGHT = 0.1
 """Weight of the newest iteration in an exponential moving average."""
 RATIO_MIN, RATIO_MAX = 0.25, 4.0
-"""Clamp of measured over predicted time: a pause of the process is no error of the model."""
+"""Bounds of measured over predicted time, so that a pause of the process has little effect."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Corrections of the cost model, and the mean measured iteration time `iteration_s`.
+    """Corrections of the cost model by measured times, and the mean iteration time.
 
     A *mixed* iteration has a chunk of more than one token; mixed and decode-only iterations have
     separate scales.
@@ -34,14 +36,14 @@ class Budget:
     mixed_scale: float = 1.0  # measured over predicted time, mixed iterations
     iteration_s: float = 0.0  # moving average of measured times; 0 before the first
 
-    def limit_s(self, least_slack_s: float, mixed: bool) -> float:
+    def limit_s(self, least_residual_s: float, mixed: bool) -> float:
         """Model seconds that an iteration may cost; `inf` without a deadline."""
-        if least_slack_s == inf:
+        if least_residual_s == inf:
             return inf
-        return self.margin * least_slack_s / self.scale(mixed)
+        return self.margin * least_residual_s / self.scale(mixed)
 
     def scale(self, mixed: bool) -> float:
-        """Ratio of measured to predicted time."""
+        """Moving average of measured over predicted time."""
         return self.mixed_scale if mixed else self.decode_scale
 
     def note_time(self, measured_s: float) -> None:
@@ -53,8 +55,8 @@ class Budget:
     def observe(self, predicted_s: float, measured_s: float, allowed_s: float, mixed: bool) -> None:
         """Update all corrections after an iteration of `predicted_s` model seconds.
 
-        `allowed_s` is the residual time that it was planned to meet, `inf` without a deadline.
-        Times ≤ 0 are ignored.
+        `allowed_s` is the least residual time if the iteration was planned to end within it,
+        else `inf`. Times ≤ 0 are ignored.
         """
         if measured_s <= 0 or predicted_s <= 0:
             return
@@ -64,7 +66,7 @@ class Budget:
             self.mixed_scale += WEIGHT * (ratio - self.mixed_scale)
         else:
             self.decode_scale += WEIGHT * (ratio - self.decode_scale)
-        # Cut the margin at once on an overrun, and recover it slowly.
+        # Overruns reduce the margin at once; it recovers slowly.
         if measured_s > allowed_s:
             self.margin = max(MARGIN_MIN, self.margin * MARGIN_CUT)
         else:
@@ -72,12 +74,12 @@ class Budget:
 
 
 class Spent:
-    """Cost in model seconds and token count of the chunks chosen so far. All methods are O(1)."""
+    """Model seconds and tokens of the chunks chosen for an iteration so far. Methods are O(1)."""
 
     def __init__(self, model: CostModel, tokens_max: int) -> None:
         self.tokens = 0
         self._model = model
-        self._further = model.beyond_knee
+        self._beyond_knee = model.beyond_knee
         self._tokens_max = tokens_max
         self._chunks_s = 0.0
         first_s = model.chunk_s(0, 1)
@@ -114,7 +116,7 @@ class Spent:
         self.tokens += tokens
         self._chunks_s += self._model.chunk_s(prefix, tokens) - self._model.lam
 
-    def drop(self, prefix: int, tokens: int) -> None:
+    def remove(self, prefix: int, tokens: int) -> None:
         """Remove a chunk that was added."""
         self.tokens -= tokens
         self._chunks_s -= self._model.chunk_s(prefix, tokens) - self._model.lam
@@ -131,11 +133,11 @@ class Spent:
         return self._model.lam + chunks_s + self._model.excess_s(self.tokens + count)
 
     def tokens_within(self, prefix: int, limit_s: float, most: int) -> int:
-        """Number of tokens of a chunk, at most `most`, that fit within `limit_s`."""
+        """Largest chunk, up to `most` tokens, with which the iteration costs at most `limit_s`."""
         most = min(most, self.tokens_left)
         if limit_s == inf or most <= 0:
             return max(0, most)
         spent_s = self.seconds or self._model.lam
-        tokens = self._further.tokens_within(prefix, limit_s - spent_s, most)
-        # A chunk of a single token (a decode) may have its own coefficients in the model.
+        tokens = self._beyond_knee.tokens_within(prefix, limit_s - spent_s, most)
+        # `tokens_within` ignores that a chunk of one token may have its own coefficients.
         return tokens if tokens > 1 or self.with_chunk_s(prefix, 1) <= limit_s else 0

@@ -1,4 +1,4 @@
-"""Settings and limits of a planner."""
+"""Settings of a worker's planner (continuous batching), and limits measured at start-up."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from services.core.queue_order import Scheduling, scheduling_setting
 from services.core.setting import choice, computed, number, option
 
 GPU_LIMITS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}
-"""Defaults on a GPU: the CPU defaults would leave it mostly idle."""
+"""Defaults on a GPU, which small iterations (the defaults on CPUs) would leave mostly idle."""
 
 
 class BatchFormation(StrEnum):
-    """Methods of forming the microbatches of a pipeline; unused by a single worker."""
+    """How the leader of a pipeline divides prefills into microbatches."""
 
     LOOKAHEAD = "lookahead"
     TOKEN_COUNT = "token_count"
@@ -27,14 +27,15 @@ class BatchFormation(StrEnum):
 class IterationConfig:
     """Settings of a worker's planner, and the limits that the worker measures at start-up.
 
-    `num_blocks` is the capacity of the worker alone. Requests that need more are refused even in a
-    larger group, since the group may split again. In a pipeline each microbatch has at most
-    `max_batch_tokens`; the parts of a round have on average at least half of
-    `min_microbatch_tokens`. `cost_model` predicts their cost; without it each token costs the same.
+    `num_blocks` is the number of KV blocks of the worker alone. Requests that need more are refused
+    even in a pipeline of several workers, since it may split again. A microbatch, like the
+    iteration of a single worker, has at most `max_batch_tokens`. `cost_model` predicts durations of
+    iterations; without it each token costs the same.
 
-    Details: `overtaking.py`, `prefix_cache.py`, `victims.py` (`scheduling`, `victims`), `slo.py`
-    (`harvest` to `online_chunk_tokens`), `packing.py`, `preemption.py`, `requeue` (`shelf_max_s`)
-    and `excess_lost_sequences` (`spread_after_loss`).
+    Details: `overtaking.py`, `prefix_cache.py`, `lookahead.py` (`batch_formation`,
+    `min_microbatch_tokens`), `victims.py` (`scheduling`, `victims`), `slo.py` (`harvest` to
+    `online_chunk_tokens`), `packing.py`, `preemption.py`, `requeue.py` (`shelf_max_s`) and
+    `excess_lost_sequences` (`spread_after_loss`).
     """
 
     block_size: int = number(

@@ -1,7 +1,11 @@
 """Planner events of change-overs: effects of group changes on sequences, stages and blocks.
 
-Anyone may read planner state. Only events mutate it, so replaying the log reproduces it. Ids are
-sequence ids, see `sequence_names.py`.
+A *change-over* replaces the configuration of a group of workers: its pipeline *stages* (numbered
+from 0), their layers, and the *leader*, which runs stage 0 and plans. Sequences are handed over to
+the new leader, and their KV moves to the new stages. A *held* sequence is not planned.
+
+The code of the change-over reads planner state, but mutates it only by these events, so replaying
+the log reproduces it. Ids are sequence ids, see `sequence_ids.py`.
 """
 
 from dataclasses import dataclass
@@ -16,18 +20,18 @@ class ConfigurationEnded:
     """The current configuration ends; no microbatch is in flight. Answered by `BlocksFreed`.
 
     Frees the blocks of sequences that have not run yet, since only this leader knows of them, and
-    of sequences that grew for a discarded microbatch. Drops all cached prefixes, since the layers
-    change. From here on the stage table counts the used blocks of this stage, which the next leader
-    may receive.
+    of sequences that grew for a discarded microbatch. Evicts all cached prefixes, since the layers
+    change. From here on the stage's block table is the count of its used blocks, which the next
+    leader receives.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class StagesConfigured:
-    """The worker leads these follower stages from now on; no microbatch is in flight.
+    """The worker leads these follower stages (none: alone) from now on; nothing is in flight.
 
     The stages of the old configuration have received the ids that `ConfigurationEnded` released. A
-    sequence without blocks at any new stage is held until it is placed there and resumed.
+    sequence that lacks blocks at a new stage is held until `SequencePlaced` and `SequenceResumed`.
     """
 
     followers: tuple[Follower, ...] = ()
@@ -37,9 +41,9 @@ class StagesConfigured:
 class GroupDivided:
     """The loss of a worker ended the group that this worker led, or an unfinished split of it.
 
-    `members` workers that can serve its requests survive, including this worker. `seq_ids` are
+    `members` workers survive that can serve its requests, including this worker. `seq_ids` are
     the sequences that lost their KV; None: all that have no KV now. Answered by a refusal for each
-    sequence that is returned to the scheduler; see `excess_lost_sequences`.
+    sequence that returns to the scheduler; see `excess_lost_sequences`.
     """
 
     members: int
@@ -48,7 +52,7 @@ class GroupDivided:
 
 @dataclass(frozen=True, slots=True)
 class CapacityReported:
-    """Stage `stage` ≥ 1 has `blocks` blocks for all microbatches planned from now on."""
+    """Stage `stage` ≥ 1 has a capacity of `blocks` blocks for microbatches planned from now on."""
 
     stage: int
     blocks: int
@@ -74,11 +78,11 @@ class FlightDiscarded:
 
 @dataclass(frozen=True, slots=True)
 class SequenceAdopted:
-    """Adopt a sequence of another leader, ordered by its age. Idempotent.
+    """Adopt a sequence of another leader; its age decides its order here. Idempotent.
 
     At the stages in `absent` it has no blocks yet: they are reserved for it, see `SequencePlaced`.
-    At the other stages it has blocks, and the stage table or the stage's count of used blocks
-    includes them. A sequence without any blocks waits for admission.
+    At the other stages it has blocks, which the count of used blocks includes already. A sequence
+    without any blocks waits for admission.
     """
 
     state: SequenceState
@@ -102,7 +106,7 @@ class SequenceHeld:
 
 @dataclass(frozen=True, slots=True)
 class SequenceResumed:
-    """Resume a held sequence; no effect otherwise, since a preemption has resumed it."""
+    """Resume a held sequence; no effect if it is not held, since a preemption ends the hold."""
 
     seq_id: str
 
@@ -129,9 +133,9 @@ class SequenceReset:
 class SequencePlaced:
     """Turn the blocks reserved for the sequence at `stage`, which has room, into used blocks.
 
-    At the leader's own stage the table then has them; they may be written once earlier
-    microbatches have run. A follower must allocate as many blocks in order: after the earlier
-    microbatches and the releases of `ReleasedTaken`.
+    The leader's own stage allocates them at once; their K/V may be written after the microbatches
+    planned before have run. A follower must allocate as many blocks, after those microbatches and
+    the releases of `ReleasedTaken`.
     """
 
     seq_id: str
@@ -140,7 +144,10 @@ class SequencePlaced:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchFollowed:
-    """A follower applies a microbatch: free `released`, allocate each (sequence, blocks)."""
+    """Apply a microbatch of the leader to this stage's block tables, before it runs.
+
+    `chunks` holds the number of blocks that each sequence needs.
+    """
 
     released: tuple[str, ...]
     chunks: tuple[tuple[str, int], ...] = ()
@@ -149,7 +156,7 @@ class MicrobatchFollowed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksAdopted:
-    """Extend the table of a sequence to `blocks` blocks, for KV that will arrive."""
+    """Extend the table of a sequence at this stage to `blocks` blocks, for KV that will arrive."""
 
     seq_id: str
     blocks: int
@@ -157,14 +164,14 @@ class BlocksAdopted:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReleased:
-    """Free the blocks of a sequence."""
+    """Free the blocks of a sequence at this stage."""
 
     seq_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRelocated:
-    """Move blocks below `limit`, at most `most` of them; answered by `MoveBlocks`."""
+    """Move at most `most` blocks with ids ≥ `limit` to lower ids; answered by `MoveBlocks`."""
 
     limit: int
     most: int | None = None
@@ -179,14 +186,14 @@ class PoolGrown:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimited:
-    """Block ids of `blocks` and above are not allocated any more."""
+    """Block ids from `blocks` on are not allocated any more; their memory will be reclaimed."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShrunk:
-    """The pool has only `blocks` blocks now."""
+    """The pool has only `blocks` blocks now; none above is in use."""
 
     blocks: int
 

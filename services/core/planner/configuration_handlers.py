@@ -1,4 +1,9 @@
-"""Handlers of change-over events, by event in `_HANDLERS`."""
+"""Handlers of the planner's change-over events, by event in `_HANDLERS`.
+
+A *change-over* replaces the configuration of a group: which workers are its stages, with which
+layers, and which of them is the *leader* that plans. Sequences and their KV move to the stages of
+the new configuration; meanwhile a sequence is *held* (not planned).
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -22,19 +27,20 @@ def excess_lost_sequences(
 ) -> list[Sequence]:
     """The youngest sequences without KV, beyond 1/`members` of all tokens to recompute.
 
-    A leader returns them to the scheduler after a loss has divided its group of `members` surviving
-    workers. It keeps the oldest sequences, including the sequence that completes the share.
+    After the loss of a worker has ended a group, with `members` surviving workers, its leader
+    returns these sequences to the scheduler. It keeps the oldest sequences, including the last
+    that its share does not cover completely.
     """
-    # Yielding batch work stays here: it is recomputed while no online request waits.
+    # Batch work that yields stays: it is recomputed here while no online request waits.
     lost = [seq for seq in sequences if not seq.blocks and (seq.online or not batch_yields)]
     tokens = sum(len(seq.token_ids) for seq in lost)
-    # Requests that their gateways would not resume elsewhere count first towards the own share.
+    # Sequences that cannot resume on another worker stay, so count them first.
     kept = sum(len(seq.token_ids) for seq in lost if not seq.request.resumable)
     excess = []
     for sequence in sorted(lost, key=lambda seq: seq.age):
         if not sequence.request.resumable:
             continue
-        # The other members are idle after the loss: balance the recomputation among all.
+        # The other workers are idle after the loss: each shall recompute the same number of tokens.
         if kept * members >= tokens:
             excess.append(sequence)
         else:
@@ -50,7 +56,7 @@ class ConfigurationHandlers:
     sequence_table: SequenceTable
     flight: Flight
     feedback: Feedback | None
-    _discarded: bool = False  # whether microbatches of this configuration were discarded
+    _discarded: bool = False  # microbatches of this configuration were discarded
 
     def handle(self, event: changes.ConfigurationEvent) -> list[Command]:
         """Apply an event; see `PlannerState.handle`."""
@@ -60,10 +66,10 @@ class ConfigurationHandlers:
         """Discard all microbatches in flight."""
         self.flight.discard(self.sequence_table)
         if self._stages > 1:
-            # Some stages may have applied the cache updates of discarded microbatches, others not.
+            # Only some stages may have applied the cache updates of the discarded microbatches.
             self._discarded = True
             self.sequence_table.prefixes.resend_hits(self._sequences.values())
-            self.sequence_table.drop_prefixes()
+            self.sequence_table.clear_prefixes()
 
     def export(self, seq_id: str) -> SequenceState:
         """See `PlannerState.export`."""
@@ -91,15 +97,15 @@ class ConfigurationHandlers:
         for sequence in tuple(self._sequences.values()):
             if sequence.blocks and (not sequence.computed or self._may_lack_a_block(sequence)):
                 self.sequence_table.preempt(sequence)
-        # The KV of yielding batch sequences is not worth moving.
+        # Batch work that yields to online requests is recomputed: do not move its KV.
         self.sequence_table.yield_batch(0, 0)
-        self.sequence_table.drop_prefixes()
+        self.sequence_table.clear_prefixes()
         return [BlocksFreed(self.sequence_table.take_released())]
 
     def _may_lack_a_block(self, sequence: Sequence) -> bool:
-        """Whether a stage may lack the newest block of the sequence.
+        """Whether only some stages may have the newest block of the sequence.
 
-        The sequence grew for a microbatch that was discarded: the stages that it reached have the
+        The sequence grew for a microbatch that was discarded: the stages that received it have the
         block, the others do not. The next leader could not know which, so the KV is recomputed.
         """
         decodes = sequence.remaining == 1
@@ -141,7 +147,7 @@ class ConfigurationHandlers:
                 self.sequence_table.yield_batch(event.stage, event.blocks)
             case changes.ReleasedTaken():
                 if self._stages > 1:
-                    self.sequence_table.drop_prefixes()
+                    self.sequence_table.clear_prefixes()
                 return [BlocksFreed(self.sequence_table.take_released())]
             case changes.FlightDiscarded():
                 self.discard_flight()
@@ -156,7 +162,7 @@ class ConfigurationHandlers:
         if refusal := too_large(sequence, self.config):
             return [refusal]
         if self.feedback is not None:
-            self.feedback.adopted(sequence)
+            self.feedback.note_adoption(sequence)
         if sequence.blocks:
             self.sequence_table.adopt(sequence, event.absent, event.held)
         else:
@@ -166,11 +172,11 @@ class ConfigurationHandlers:
     def _reset(self, event: changes.SequenceReset) -> list[Command]:
         state = self.export(event.seq_id)
         before = self._sequences[event.seq_id]
-        # Leave the blocks to their stages, and adopt the sequence again without KV.
+        # The stages free the blocks by themselves: adopt the sequence again without KV.
         self.sequence_table.forget(before)
         self._adopt(changes.SequenceAdopted(replace(state, computed=0, blocks=0)))
         after = self._sequences[event.seq_id]
-        # Adoption starts new deadlines; the sequence keeps those that it had.
+        # Adoption sets new deadlines: restore the old ones.
         after.due_s, after.group_left = before.due_s, before.group_left
         after.implied_due_s, after.token_s = before.implied_due_s, before.token_s
         self.sequence_table.hold(after)
@@ -200,9 +206,9 @@ class ConfigurationHandlers:
 
     def _change_blocks(self, event: changes.BlockEvent) -> list[Command]:
         table = self._table
-        # Prefix sharing assumes stable blocks at all stages.
+        # Only microbatches carry cache updates: a stage that moves blocks outside of them diverges.
         if self._stages > 1 and isinstance(event, changes.MovingBlockEvent):
-            self.sequence_table.drop_prefixes()
+            self.sequence_table.clear_prefixes()
         match event:
             case changes.MicrobatchFollowed():
                 table.apply(event.released, event.chunks, event.prefixes or NO_PREFIX_UPDATE)

@@ -2,11 +2,12 @@
 
 The first token is due `ttft_s` after the request arrived. Later tokens are due in groups (BROS):
 the last of `token_group` tokens is due `token_group` × `tpot_s` after the end of the previous
-group.
+group. The *residual time* of a sequence is the time that the next iteration may take so that the
+sequence meets its deadline.
 
-Without a target, a prompt sorts as if its token were due `UNTARGETED_S` after the request arrived,
-and a decode as if it were due `UNTARGETED_S` after the previous token. This implied deadline
-prevents starvation by requests with targets, and lets long outputs without targets wait.
+Without a target, a sequence has an *implied* deadline, which only orders it among others: the first
+token is due `UNTARGETED_S` after the request arrived, a later token `UNTARGETED_S` after the
+previous one. So requests with targets cannot starve it.
 """
 
 from math import inf
@@ -16,7 +17,7 @@ from services.core.queue_order import UNTARGETED_S
 
 
 def begin(sequence: Sequence, began_s: float) -> None:
-    """Set the first deadline of a sequence.
+    """Set the first deadline of a sequence that arrived or was adopted from another leader.
 
     `began_s` is the time of its arrival at the gateway, on the clock of this worker.
     """
@@ -28,8 +29,8 @@ def begin(sequence: Sequence, began_s: float) -> None:
         if service.ttft_s is not None:
             sequence.due_s = began_s + service.ttft_s
     elif service.tpot_s is not None:
-        # A resumed sequence: the time of its previous token is unknown here, so it gets no
-        # deadline. It is probably late, so it sorts before requests that start now.
+        # A resumed sequence: the time of its previous token is unknown here, so its next token gets
+        # no deadline. It is probably late, so sort it before requests that start now.
         sequence.implied_due_s = began_s
 
 
@@ -49,35 +50,36 @@ def note_token(sequence: Sequence, now_s: float) -> bool:
     return missed
 
 
-def slack_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     """Residual time (BROS §4.2): how long the next iteration may take; negative if late.
 
-    The tokens of the group after the next token take `iteration_s` seconds each, at most `tpot_s`.
+    For each token of its group after the next one, it subtracts `iteration_s` (the mean iteration
+    time), but at most `tpot_s`.
     """
     if sequence.group_left == 1:
         return sequence.due_s - now_s
-    # Without the cap, long iterations would make residual times negative, and thus unbounded: the
-    # iterations would stay long.
+    # Without the cap, long iterations would make residual times negative. Deadlines that cannot be
+    # met do not bound iterations, so these would stay long.
     tpot_s = sequence.request.service.tpot_s
     later_s = iteration_s if tpot_s is None else min(iteration_s, tpot_s)
     return sequence.due_s - now_s - (sequence.group_left - 1) * later_s
 
 
-def slack_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
-    """Residual time of the token after next, for a sequence whose next token is in flight."""
+def residual_in_flight_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+    """Residual time of the token after next, if the microbatch of the next token is in flight."""
     service = sequence.request.service
     if sequence.group_left > 1:
-        return slack_s(sequence, now_s, iteration_s)
+        return residual_s(sequence, now_s, iteration_s)
     return inf if service.tpot_s is None else service.token_group * service.tpot_s
 
 
 def order_s(sequence: Sequence) -> float:
-    """Deadline of a prompt's first token, explicit or implied; the sort key of prompts."""
+    """Deadline of the first token, explicit or implied, by which prefills are sorted."""
     return sequence.due_s if sequence.due_s < inf else sequence.implied_due_s
 
 
-def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
-    """As `slack_s`, but with the implied deadline of sequences without a target."""
+def residual_or_implied_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
+    """As `residual_s`, but with the implied deadline of sequences without a target."""
     if sequence.due_s < inf:
-        return slack_s(sequence, now_s, iteration_s)
+        return residual_s(sequence, now_s, iteration_s)
     return sequence.token_s + UNTARGETED_S - now_s

@@ -1,8 +1,7 @@
-"""Events and commands of a worker's planner.
+"""Events that the engine passes to its planner, and commands that the planner returns.
 
-Tokens are named tuples for speed, like the chunks of `batch.py`. Ids are sequence ids: the engine
-translates those of requests and aborts on arrival, and those of client commands on the way out, see
-`sequence_names.py`.
+Ids are sequence ids, even in the fields `request_id`: the engine replaces the request ids of
+arriving requests and aborts, and those of client commands on the way out, see `sequence_ids.py`.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ class RequestAborted:
 
 @dataclass(frozen=True, slots=True)
 class IterationFinished:
-    """A microbatch has run; `sampled` maps sequence id to the sampled token.
+    """A microbatch has run at all stages; `sampled` maps sequence id to the sampled token.
 
     `number` is that of the microbatch; None means the oldest in flight. Results arrive in order;
     those of discarded microbatches are ignored. `notes` is None if empty; a sequence that `failed`
@@ -49,7 +48,7 @@ class IterationFinished:
 
 @dataclass(frozen=True, slots=True)
 class IterationDropped:
-    """The running iteration of a single worker was dropped midway; its tokens run again."""
+    """The running iteration of a single worker was interrupted for good; its tokens run again."""
 
     now_s: float
 
@@ -63,9 +62,9 @@ class IterationSuspended:
 
 @dataclass(frozen=True, slots=True)
 class RequeueChecked:
-    """The driver checks which queued requests must return to the scheduler, see `returns.py`.
+    """Return the requests to the scheduler that have waited here too long, see `requeue.py`.
 
-    `may_start` is False while this worker does not plan because it leads no group.
+    `may_start` is False while this worker plans nothing because it leads no group.
     """
 
     now_s: float
@@ -78,11 +77,11 @@ Event = RequestEvent | ConfigurationEvent
 
 
 class EmitToken(NamedTuple):
-    """Send an output token to the client; `finish_reason` is set on the last token.
+    """Send an output token to the client; a named tuple for speed, see `batch.py`.
 
-    `logprobs` is the token's row, if requested. The first output token carries `prompt_logprobs`,
-    if requested: a row for each prompt token except the first; and `cached_tokens`, the prefix
-    cache hits of the prompt.
+    `finish_reason` is set on the last token. `logprobs` is the token's row, if requested. The first
+    output token carries `prompt_logprobs`, if requested: a row for each prompt token except the
+    first; and `cached_tokens`, the prefix cache hits of the prompt.
     """
 
     request_id: str
@@ -99,8 +98,8 @@ class RefuseRequest:
     """Refuse a request, or end it while it runs; `message` names cause and remedy.
 
     `retryable`: a later attempt may succeed. `returned`: the request has not started here, or lost
-    its KV; the gateway requeues it under the same id. `kv_lost`: the worker's group lost a member,
-    and with it the KV of the request.
+    its KV; the gateway asks the scheduler again under the same id. `kv_lost`: the worker's group
+    lost a member, and with it the KV of the request.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""Fast-forward for a simulator: decisions of `PlannerState` without token ids and commands.
+"""Shortcuts for the simulator: plan and finish iterations without token ids and most commands.
 
-The functions access private parts of `PlannerState` and leave it in the same state as the events
-that they replace.
+The functions access private parts of `PlannerState` and leave it in the same state as the calls of
+`plan` and `handle` that they replace.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _ALL_DECODE = (Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.PREFILL_FIRST)
 
 
 def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
-    """Like `plan` of a single worker, but returns only sizes; end it with `finish_filled`."""
+    """Like `PlannerState.plan` of a single worker, but returns only sizes; see `finish_filled`."""
     assert state.stages == 1, "a pipeline is planned with plan()"
     plan = state._decide(now_s)
     if not plan:
@@ -32,12 +32,12 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
 def finish_filled(
     state: PlannerState, token_id: int, now_s: float, number: int | None = None
 ) -> list[EmitToken]:
-    """End an iteration as if every sample were `token_id`, which is not a stop token.
+    """Finish an iteration as if every sample were `token_id`, which is not a stop token.
 
     `now_s` and `number` are those of `IterationFinished`. Returns only the first and the last token
     of each request.
     """
-    plan = state._next_result(number, now_s)
+    plan = state._take_result(number, now_s)
     if plan is None:
         return []
     commands: list[EmitToken] = []
@@ -62,7 +62,7 @@ def finish_filled(
 def decodes_ahead(state: PlannerState) -> int:
     """Number of coming iterations that run exactly the current decodes if no request arrives.
 
-    In these no sequence starts, ends, is preempted or has its first token. 0 while an iteration is
+    No sequence starts, ends, is preempted or gets its first token in these. 0 while an iteration is
     in flight, and for policies that choose among the decodes in each iteration.
     """
     table, config = state.sequence_table, state.config
@@ -129,5 +129,5 @@ def block_growth(running: Iterable[Sequence], count: int, block_size: int) -> li
 
 
 def _blocks_taken(slots: Iterable[int], count: int, block_size: int) -> int:
-    """Blocks taken in `count` iterations; `slots`: free slots of each sequence's last block."""
+    """Blocks allocated in `count` iterations; `slots`: iterations before each sequence grows."""
     return sum([-(-(count - left) // block_size) for left in slots if left < count])

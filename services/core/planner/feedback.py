@@ -1,7 +1,8 @@
-"""Online feedback for planners with deadlines, learned from events; outlives configurations.
+"""What planners with deadlines learn from measured iterations and arrivals.
 
-It reads no clock: the duration of an iteration is the difference between the times passed to `plan`
-and to `IterationFinished`, so a replay of the log learns the same values.
+The state outlives changes of the worker's group. It reads no clock: the duration of an iteration is
+the difference between the times passed to `plan` and to `IterationFinished`, so a replay of the
+event log learns the same values.
 """
 
 from dataclasses import dataclass, field
@@ -18,39 +19,40 @@ from services.core.queue_order import Scheduling
 class Feedback:
     """Corrections of the cost model, the harvest share and statistics of online arrivals.
 
-    With `corrects` False, the cost model is used as it is, the harvest share is constant, and each
-    iteration runs all online decodes: this is ConServe as printed; the first two apply to BROS.
+    The harvest share is the share of the time before online deadlines that batch work may use.
+    With `corrects` False (ConServe and BROS as published) the cost model is not corrected, the
+    harvest share is constant, and `SloPlanner` runs all online decodes in each iteration.
     """
 
     harvest: HarvestShare
     corrects: bool = True
-    budget: Budget = field(init=False)
+    budget: Budget = field(init=False)  # corrections for the current number of stages
     arrivals: OnlineArrivals = field(default_factory=OnlineArrivals)
     # By number of stages: pipelines deviate from the cost model differently than single workers.
     _budgets: dict[int, Budget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.configured(1)
+        self.set_stages(1)
 
-    def configured(self, stages: int) -> None:
+    def set_stages(self, stages: int) -> None:
         """Switch to the corrections for groups of `stages` stages."""
         self.budget = self._budgets.setdefault(
             stages, Budget() if self.corrects else Budget(margin=1.0)
         )
 
-    def arrived(self, sequence: Sequence, now_s: float) -> None:
+    def note_arrival(self, sequence: Sequence, now_s: float) -> None:
         """Note the arrival of a request and set its first deadline."""
         deadline.begin(sequence, now_s - sequence.request.waited_s)
         service = sequence.request.service
         if service.online:
             self.arrivals.note(now_s, service.ttft_s)
 
-    def adopted(self, sequence: Sequence) -> None:
+    def note_adoption(self, sequence: Sequence) -> None:
         """Set the first deadline of a sequence adopted from another leader."""
         deadline.begin(sequence, sequence.arrival_s - sequence.request.waited_s)
 
-    def finished(self, plan: Plan, now_s: float) -> None:
-        """Learn from a finished microbatch, before its tokens are appended."""
+    def note_result(self, plan: Plan, now_s: float) -> None:
+        """Learn from a finished microbatch, and advance deadlines; call before tokens are added."""
         sampled = plan.decodes + [chunk.sequence for chunk in plan.prefills if chunk.samples]
         missed = False
         for sequence in sampled:
@@ -68,7 +70,7 @@ class Feedback:
 
 
 def feedback_of(scheduling: Scheduling, harvest: float) -> Feedback | None:
-    """Feedback for a policy with deadlines; None for a policy without."""
+    """Create the feedback of a policy; None for a policy without deadlines."""
     match scheduling:
         case Scheduling.SLO:
             return Feedback(HarvestShare(harvest))

@@ -1,4 +1,4 @@
-"""The microbatches in flight; stages run them in launch order."""
+"""The microbatches in flight (launched, without a result); stages run them in launch order."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class Flight:
-    """Queue of microbatches in flight, and the releases that their stages have not confirmed.
+    """Queue of microbatches in flight, and the released ids that they carry.
 
-    A microbatch carries the ids of released sequences. Until its result arrives, some stages may
-    not have received them.
+    The stages free the blocks of these sequences. Until the result of the microbatch arrives, some
+    stages may not have received the ids.
     """
 
     plans: deque[Plan] = field(default_factory=deque)  # oldest first
@@ -31,7 +31,7 @@ class Flight:
         """Note that the launched microbatch carries these released ids."""
         self._unacknowledged[plan.number] = released
 
-    def next_result(self, number: int | None) -> Plan | None:
+    def take_result(self, number: int | None) -> Plan | None:
         """Remove and return the plan whose result arrived; None if it was discarded."""
         plans = self.plans
         if number is not None and (not plans or number < plans[0].number):
@@ -46,7 +46,7 @@ class Flight:
     def suspend(self, table: SequenceTable, now_s: float) -> None:
         """Suspend the iteration of a single worker that was interrupted at `now_s`."""
         (plan,) = self.plans
-        assert plan.made is not None, "this iteration cannot be suspended"
+        assert plan.kept_batch is not None, "this iteration cannot be suspended"
         plan.ran_s += now_s - plan.planned_s
         plan.suspended_s = now_s
         self.plans.clear()
@@ -62,7 +62,7 @@ class Flight:
             table.release_again(self._unacknowledged.pop(plan.number, ()))
 
     def check_invariants(self, stages: int) -> None:
-        """At most as many microbatches as stages; no sequence runs or decodes twice."""
+        """Microbatches do not exceed the stages and are consecutive; no sequence decodes twice."""
         assert len(self.plans) <= stages
         numbers = [plan.number for plan in self.plans]
         assert numbers == list(range(self.number - len(numbers) + 1, self.number + 1))

@@ -1,9 +1,9 @@
-"""Share of the slack that batch work harvests, and the length of batch-only iterations.
+"""Adapts the share of the slack that batch work gets, and limits batch-only iterations.
 
-Filling iterations up to the deadline would lengthen the stay of online requests, so that they hold
-more KV and more slots. Batch work therefore gets only a share of the slack between the cost of
-online work and its deadline: the share is cut at once when online requests suffer, and grows slowly
-otherwise.
+The *slack* of an iteration is the time between the predicted end of its online work and the first
+online deadline. If batch work used all of it, each iteration would take longer, and online requests
+would hold their KV blocks and slots longer. The share is reduced at once when online requests lack
+either or miss deadlines, and grows slowly otherwise. A *lone* decode is an iteration of one decode.
 """
 
 from collections import deque
@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from math import inf
 
 SHARE_MIN = 0.02
+"""Lower bound of the share after cuts, unless its maximum is lower."""
 SHARE_CUT = 0.9
 """Factor of the share after an iteration with contention."""
 SHARE_RISE = 0.01
 """Increment of the share after an iteration without contention."""
 CROWDED = 0.6
-"""Online work contends for memory or slots if it holds more than this share of either."""
+"""Online sequences that hold more than this share of all blocks or slots count as contention."""
 TARGET_KEPT_S = 120.0
-"""Seconds for which a TTFT target of a past request is expected to recur."""
+"""Seconds for which the TTFT target of an online request is expected of further arrivals."""
 GAP_WEIGHT = 0.1
 """Weight of the newest inter-arrival gap in the moving average."""
 LONE_DECODES = 4
-"""Lower bound of a batch-only iteration, in lone decodes: batch work must make progress."""
+"""Least limit of a batch-only iteration, in lone decodes, so that batch work makes progress."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class HarvestShare:
 
 @dataclass(slots=True)
 class OnlineArrivals:
-    """Expectations of online arrivals, which may find a batch-only iteration running."""
+    """Predicts online arrivals, which may arrive during a batch-only iteration."""
 
     # (arrival, TTFT target) of recent requests, ascending in both: a sliding-window minimum.
     _targets: deque[tuple[float, float]] = field(default_factory=deque)
@@ -72,12 +73,12 @@ class OnlineArrivals:
             self._targets.append((now_s, ttft_s))
 
     def least_target_s(self, now_s: float) -> float:
-        """The least recent TTFT target; `inf` without targets."""
+        """The smallest TTFT target of recent requests; `inf` without targets."""
         self._forget(now_s)
         return self._targets[0][1] if self._targets else inf
 
     def _forget(self, now_s: float) -> None:
-        """Drop targets older than `TARGET_KEPT_S`."""
+        """Forget targets older than `TARGET_KEPT_S`."""
         while self._targets and self._targets[0][0] < now_s - TARGET_KEPT_S:
             self._targets.popleft()
 
@@ -88,9 +89,10 @@ class OnlineArrivals:
         return max(self._gap_s, now_s - self._last_s)
 
 
-def offline_limit_s(lone_decode_s: float, most_s: float, waits_s: float) -> float:
-    """Maximum duration of a batch-only iteration: half of `waits_s`, and at most `most_s`.
+def batch_only_bound_s(lone_decode_s: float, most_s: float, waits_s: float) -> float:
+    """Maximum seconds of a batch-only iteration: half of `waits_s`, and at most `most_s`.
 
-    `waits_s` is the delay that an arrival, or the interrupted iteration, would suffer.
+    `waits_s` is the tolerated time between an arrival and the end of the iteration, see
+    `Harvester`. The limit is never below `LONE_DECODES` lone decodes of `lone_decode_s` seconds.
     """
     return max(LONE_DECODES * lone_decode_s, min(most_s, waits_s / 2))

@@ -1,7 +1,10 @@
 """Harvesting of slack by batch work (ConServe), for `slo.py` and `slo_pipeline.py`.
 
-Batch work joins an iteration within a share of the slack that online deadlines leave. Without a
-cost model there is no time bound: batch work uses the token budget that online work leaves.
+*Batch work* is requests of the class `batch`; all others are *online*. The least *residual
+time* of online decodes, the time until the first deadline, bounds an iteration; the *slack* is what
+online work leaves of it. Batch work may use a share of the slack, the *harvest share*. Times are
+model seconds: seconds as predicted by the cost model. Without a cost model there is no time bound,
+and batch work uses the token budget that online work leaves.
 """
 
 from bisect import bisect_left, bisect_right
@@ -9,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.feedback import Feedback
-from services.core.planner.harvest import CROWDED, offline_limit_s
+from services.core.planner.harvest import CROWDED, batch_only_bound_s
 from services.core.planner.packing import UNBOUNDED, AdaptiveSlots, Replaceable
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
@@ -22,23 +25,23 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 BATCH_CHUNK_MIN_TOKENS = 16
-"""Least tokens of a chunk of a batch prompt, except its last: smaller chunks do not pay off."""
+"""Least tokens of a chunk of a batch prompt, except its last, since each chunk has a fixed cost."""
 STARVED_EVERY = 16
 """Interval, in iterations, at which the oldest batch prompt may exceed the harvest share."""
 GROWTH_RESERVE = 0.04
-"""Share of the blocks that starts of batch sequences leave free for growing online sequences."""
+"""Share of the blocks that admission of batch sequences leaves free for growing online ones."""
 
 
 @dataclass(slots=True)
 class Ready:
-    """Running sequences that can be planned, oldest first, and the urgency of online decodes."""
+    """Result of a scan: running sequences that can be planned, oldest first, by kind."""
 
     decodes: list[Sequence] = field(default_factory=list)  # online
     prefills: list[Sequence] = field(default_factory=list)  # online
     batch_decodes: list[Sequence] = field(default_factory=list)
     batch_prefills: list[Sequence] = field(default_factory=list)
     prefix_tokens: int = 0  # cached tokens of `decodes`
-    least_slack_s: float = inf  # least residual time that can still be met
+    least_residual_s: float = inf  # least residual time of online decodes that can still be met
     online: int = 0  # running online sequences, including those in flight
 
     def drop_preempted(self) -> None:
@@ -66,8 +69,8 @@ class Harvester:
 
     def scan(self, now_s: float) -> Ready:
         """Classify the running sequences, and find the least residual time that can be met."""
-        ready, model = Ready(), self.config.cost_model or TOKENS
-        # A deadline that even a lone decode would miss must not bound the iteration.
+        ready, model = Ready(), self.config.cost_model or TOKEN_COSTS
+        # A deadline that is missed even if the decode runs alone must not bound the iteration.
         iteration_s = self.feedback.budget.iteration_s
         scale = self.feedback.budget.decode_scale if self.config.cost_model else 0.0
         lone_s = scale * model.chunk_s(0, 1)
@@ -86,37 +89,39 @@ class Harvester:
                 ready.decodes.append(sequence)
                 ready.prefix_tokens += computed
                 if sequence.due_s < inf:
-                    slack_s = deadline.slack_s(sequence, now_s, iteration_s)
-                    if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
-                        ready.least_slack_s = slack_s
+                    residual_s = deadline.residual_s(sequence, now_s, iteration_s)
+                    if lone_s + computed * per_token_s <= residual_s < ready.least_residual_s:
+                        ready.least_residual_s = residual_s
             elif remaining:
                 ready.prefills.append(sequence)
             else:  # in flight in a pipeline: this microbatch may delay the token after next
-                slack_s = deadline.slack_in_flight_s(sequence, now_s, iteration_s)
-                if lone_s + computed * per_token_s <= slack_s < ready.least_slack_s:
-                    ready.least_slack_s = slack_s
+                residual_s = deadline.residual_in_flight_s(sequence, now_s, iteration_s)
+                if lone_s + computed * per_token_s <= residual_s < ready.least_residual_s:
+                    ready.least_residual_s = residual_s
         return ready
 
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
-        """Select online decodes by urgency; returns them in the order given.
+        """Select online decodes by residual time within `limit_s`; returns them in the order given.
 
-        The selection is stable among equally urgent decodes.
+        At least one, and all that would miss their deadline in the next iteration.
         """
         if not decodes:
             return []
         iteration_s = self.feedback.budget.iteration_s
-        residuals_s = [deadline.residual_s(decode, now_s, iteration_s) for decode in decodes]
+        residuals_s = [
+            deadline.residual_or_implied_s(decode, now_s, iteration_s) for decode in decodes
+        ]
         order = sorted(range(len(decodes)), key=residuals_s.__getitem__)
-        # The cost of a prefix of `order` grows with its length: bisect for the longest that fits.
+        # Bisect for the most urgent decodes that fit: their cost grows with their number.
         prefixes = list(accumulate([decodes[place].computed for place in order]))
         fitting = bisect_right(
             range(len(order)), limit_s, key=lambda last: spent.decodes_s(last + 1, prefixes[last])
         )
-        # Decodes that would miss their deadline in the next iteration run regardless of the bound.
+        # Count the decodes that would miss their deadline in the next iteration: they run anyway.
         cannot_wait = bisect_left(order, iteration_s, key=residuals_s.__getitem__)
-        slots = min(self.slots.now, spent.tokens_left)
+        slots = min(self.slots.limit, spent.tokens_left)
         count = min(spent.tokens_left, max(1, cannot_wait, min(slots, fitting)))
         taken = set(order[:count])
         prefix_tokens = prefixes[count - 1]
@@ -163,7 +168,7 @@ class Harvester:
             ready.batch_prefills.remove(oldest)
 
     def target_s(self, spent_s: float, limit_s: float) -> float:
-        """Cost bound, in model seconds, for batch work beside online work that costs `spent_s`."""
+        """Cost bound of an iteration whose online work costs `spent_s`, in model seconds."""
         config, model = self.config, self.config.cost_model
         if model is None:
             return inf if self.feedback.harvest.share else 0.0
@@ -187,19 +192,20 @@ class Harvester:
         scale = self.feedback.budget.mixed_scale
         lone_s = scale * config.cost_model.chunk_s(0, 1)
         return (
-            offline_limit_s(lone_s, config.offline_iteration_s, self._tolerated_wait_s(now_s))
+            batch_only_bound_s(lone_s, config.offline_iteration_s, self._tolerated_wait_s(now_s))
             / scale
         )
 
     def _tolerated_wait_s(self, now_s: float) -> float:
-        """Twice the limit of a batch-only iteration: a delay that an arrival may suffer or cause.
+        """Twice the limit of a batch-only iteration, in seconds.
 
         If arrivals cannot interrupt the iteration, they wait for its end: the least TTFT target.
-        If they interrupt and discard it, its work is lost: the expected gap between arrivals.
+        If they interrupt and discard it, its work is lost: the expected time until an arrival.
+        If it is suspended instead, there is no limit.
         """
         config, arrivals = self.config, self.feedback.arrivals
         stays = config.preempt is Preempt.OFF or self.sequence_table.ledger.stages > 1
-        # Only a single iteration can be suspended: with one suspended, this one stays to its end.
+        # At most one iteration is suspended: while there is one, the next cannot be interrupted.
         if stays or self.sequence_table.suspended is not None:
             return arrivals.least_target_s(now_s)
         if config.preempted_work is PreemptedWork.DISCARD:
@@ -211,8 +217,8 @@ class Harvester:
     ) -> None:
         """Add batch sequences, oldest first, while the iteration costs at most `target_s`.
 
-        `reserve`: blocks that starts leave free; None without online work: batch sequences may
-        then preempt each other.
+        `reserve`: blocks that admissions leave free; None without online work, where batch
+        sequences may preempt each other and the iteration is never empty.
         """
         config, table = self.config, self.sequence_table
         preemptions = table.preemptions_total
@@ -223,7 +229,7 @@ class Harvester:
             if sequence.phase is Phase.RUNNING:
                 self._add_chunk(plan, sequence, spent, target_s, alone)
         if table.preemptions_total != preemptions:
-            return  # blocks are scarce: a started sequence would be preempted again
+            return  # blocks are scarce: an admitted sequence would be preempted soon
         enough = 1 if alone and not spent.tokens else BATCH_CHUNK_MIN_TOKENS
         while spent.tokens_within(0, target_s, enough) == enough or (alone and not plan):
             if not self._free_slots(plan, spent, alone):
@@ -245,7 +251,7 @@ class Harvester:
         table, block_size = self.sequence_table, self.config.block_size
         decodes = ready.batch_decodes
         prefix_tokens = sum([decode.computed for decode in decodes])
-        # Fast path: skip the check per decode if all fit together.
+        # Fast path: if all fit together, skip the check of each decode.
         all_fit = spent.with_decodes_s(len(decodes), prefix_tokens) <= target_s
         all_fit = all_fit and len(decodes) <= self._free_slots(plan, spent, alone)
         replaceable = None if all_fit or alone else self._replaceable(plan, target_s)
@@ -255,7 +261,7 @@ class Harvester:
             if not all_fit and (plan or not alone):
                 fits = self._decode_fits(plan, sequence, spent, target_s, alone)
                 if not fits and replaceable is not None:
-                    fits = self._replaces_online(plan, sequence, spent, target_s, replaceable)
+                    fits = self._replace_online(plan, sequence, spent, target_s, replaceable)
                 if not fits:
                     return
             if len(sequence.token_ids) > sequence.blocks * block_size:
@@ -269,7 +275,7 @@ class Harvester:
             plan.decodes.append(sequence)
 
     def _free_slots(self, plan: Plan, spent: Spent, alone: bool) -> int:
-        """How many more sequences may join; the adaptive slots apply beside online work only."""
+        """Number of sequences that may still join; without online work only tokens limit it."""
         return spent.tokens_left if alone else min(spent.tokens_left, self.slots.left(plan))
 
     def _decode_fits(
@@ -285,10 +291,10 @@ class Harvester:
             return None
         return Replaceable.of(plan, budget.mixed_scale * target_s, budget.iteration_s)
 
-    def _replaces_online(
+    def _replace_online(
         self, plan: Plan, decode: Sequence, spent: Spent, target_s: float, replaceable: Replaceable
     ) -> bool:
-        """Whether a batch decode joins by replacing an online decode (BROS Algorithm 1)."""
+        """Remove an online decode so that a batch decode fits (BROS Algorithm 1); False if none."""
         replaced = replaceable.take_next(spent)
         if replaced is None:
             return False

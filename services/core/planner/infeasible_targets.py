@@ -1,4 +1,4 @@
-"""Infeasible targets: below the duration of a decode iteration with a single request."""
+"""Finds latency targets shorter than an iteration with a single decode, to warn operators."""
 
 from dataclasses import dataclass, field
 
@@ -6,12 +6,12 @@ from services.core.cost.model import CostModel
 from services.core.service import Service
 
 REPORTED_MAX = 64
-"""Maximum number of distinct targets reported: each request may have its own."""
+"""Maximum number of distinct targets reported, since each request may have its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class InfeasibleTarget:
-    """A target of `target_s` seconds below the lone decode time `lone_s`; `name` as in the API."""
+    """A target shorter than `lone_s`, the time of a lone decode; `name` is its API field."""
 
     name: str
     service_class: str
@@ -29,7 +29,7 @@ class InfeasibleTarget:
 
 @dataclass(slots=True)
 class InfeasibleTargets:
-    """Detects infeasible targets by the cost model; reports each class and value once."""
+    """Detects infeasible targets by the cost model; returns each class and value once."""
 
     cost_model: CostModel | None = None
     _reported: set[tuple[str, str, float]] = field(default_factory=set)  # (name, class, target)

@@ -1,11 +1,13 @@
 """Lookahead batch formation: balanced microbatches of a pipeline round (KunServe §4.3).
 
-The work of a round is cut into consecutive parts such that the largest cost of a part is minimal. A
-request may be cut into chunks; an earlier chunk is then part of the prefix of a later one (KunServe
-Figures 10-11). KunServe halves recursively until a part has few tokens. This module also tries
-numbers of parts other than powers of two, and balances within the token budget. On modelled
-pipelines this left three quarters of the bubbles of halving; with a small token budget, halving the
-parts that exceeded it left three times the bubbles of microbatches formed by token count.
+A *round* is the prefill work that the leader of a pipeline of several stages plans at once; each
+part becomes a microbatch. It is cut into consecutive parts such that the largest cost of a part is
+minimal. A prompt may be cut into chunks; an earlier chunk is then part of the prefix of a later one
+(KunServe Figures 10-11). KunServe halves recursively until a part has few tokens. This module also
+tries numbers of parts other than powers of two, and balances within the token budget. On modelled
+pipelines its bubbles (idle time of stages) were three quarters of those of halving; with a small
+token budget, halving the parts that exceeded it left three times the bubbles of microbatches formed
+by token count. Costs are seconds predicted by the cost model.
 """
 
 from bisect import bisect_right
@@ -22,8 +24,8 @@ COST_TOLERANCE = 1e-6
 """Relative tolerance within which costs count as equal: sums depend on the order of addition."""
 
 ROUND_TOLERANCE = 0.02
-"""A round with more parts may exceed the shortest round by this share, since it has fewer bubbles.
-Modelled: a sixth fewer bubbles, first tokens up to a sixth later."""
+"""A round of more parts is preferred if it costs at most this share more than the cheapest, since
+it has fewer bubbles. Modelled: a sixth fewer bubbles, first tokens up to a sixth later."""
 
 BALANCE_TOLERANCE = 2e-3
 """Relative tolerance of the bisection for the minimal largest cost of a part."""
@@ -31,11 +33,11 @@ BALANCE_TOLERANCE = 2e-3
 Key = TypeVar("Key")
 
 _Place = tuple[int, int]
-"""A cut between two batches: (whole pieces before it, tokens of the next piece before it)."""
+"""A cut between two parts: (whole pieces before it, tokens of the next piece before it)."""
 
 
 class Piece(NamedTuple, Generic[Key]):
-    """The next `tokens` tokens of `key`, after `prefix` tokens in the KV cache."""
+    """The next `tokens` tokens of the sequence `key`, after `prefix` tokens in the KV cache."""
 
     key: Key
     prefix: int
@@ -53,7 +55,7 @@ def batch_cost(model: CostModel, pieces: Iterable[Piece[Key]]) -> float:
 
 
 def round_cost(costs: Row[float], stages: int = 2) -> float:
-    """Cost of a round whose microbatches pass `stages` stages in lockstep.
+    """Cost of a round whose m microbatches of these costs pass `stages` stages in lockstep.
 
     In each step the stages run neighbouring microbatches and all wait for the longest. For two
     stages: cost(b₁) + Σ max(cost(b_k), cost(b_{k+1})) + cost(b_m).
@@ -73,10 +75,11 @@ def form_round(
 ) -> list[list[Piece[Key]]]:
     """Partition `pieces`, in order, into microbatches of similar cost that make a short round.
 
-    Each part has at most `tokens_max` tokens; several parts have on average more than half of
-    `tokens_min` tokens. A piece that is cut appears in consecutive parts. `base` is the cost of the
-    decodes that join each microbatch of the round, in at least `stages` microbatches; 0 without
-    decodes. A part plus `base` costs at most `cost_max`, as far as its tokens can be cut.
+    Each part has at most `tokens_max` tokens. More parts than that requires are made only while
+    they have on average more than half of `tokens_min` tokens. A piece that is cut appears in
+    consecutive parts. `base` is the cost of the decodes that join each microbatch of the round, of
+    which there are at least `stages` then; 0 without decodes. A part plus `base` costs at most
+    `cost_max`, unless a single token exceeds it.
     """
     if not pieces:
         return []
@@ -94,21 +97,22 @@ def form_round(
         cost = _round_cost_of(formed, stages, model, base)
         tried.append((cost, formed))
         least = min(least, cost)
-        # Each part reads the parameters again: from some number on, rounds only get longer.
+        # Each part reads the parameters again: beyond some number of parts, rounds only get longer.
         if cost > least * (1 + ROUND_TOLERANCE):
             break
         parts += max(1, parts // 4)
-    # The largest number of parts within the tolerance.
+    # Choose the largest number of parts within the tolerance.
     return next(formed for cost, formed in reversed(tried) if cost <= least * (1 + ROUND_TOLERANCE))
 
 
 def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -> int:
-    """How many of the `ready` decodes, given by cost, the next of `stages` microbatches runs.
+    """Number of the `ready` decodes (given by cost) that the next microbatch runs, to balance
+    costs.
 
-    `in_flight` is the cost of the decodes of each microbatch in flight when they run next.
+    `in_flight` holds the cost of the next decodes of the sequences of each microbatch in flight.
     """
-    # Leave a decode to the cheapest other microbatch only if that stays cheaper than this one with
-    # it: the first microbatches share the ready decodes, and a balanced distribution stays so.
+    # Leave a decode to the cheapest other microbatch only if that stays cheaper with it than this
+    # one. So the first microbatches share the ready decodes, and a balanced distribution persists.
     others = list(in_flight)
     others += [0.0] * (stages - 1 - len(others))
     heapify(others)
@@ -121,7 +125,7 @@ def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -
 
 
 class _Partitioner(Generic[Key]):
-    """Cuts pieces into consecutive batches of at most `tokens_max` tokens."""
+    """Cuts pieces into consecutive parts (batches) of at most `tokens_max` tokens."""
 
     def __init__(self, pieces: Row[Piece[Key]], model: CostModel, tokens_max: int) -> None:
         self._pieces = pieces
@@ -133,7 +137,7 @@ class _Partitioner(Generic[Key]):
         self.tokens = list(accumulate((piece.tokens for piece in pieces), initial=0))
 
     def partition(self, parts: int) -> list[list[Piece[Key]]]:
-        """At most `parts` batches whose largest cost is minimal within `BALANCE_TOLERANCE`."""
+        """Cut into at most `parts` parts; their largest cost is minimal (`BALANCE_TOLERANCE`)."""
         cuts = self._cut(inf, parts)
         assert cuts is not None, f"{parts} parts of {self._tokens_max} tokens are too few"
         # Bisect the cost limit of a part. The mean is a lower bound: a chunk also reads the K/V of
@@ -151,7 +155,7 @@ class _Partitioner(Generic[Key]):
         return self._batches(cuts)
 
     def parts_within(self, limit: float) -> int:
-        """Number of parts if each costs at most `limit`, raised until a part holds a token."""
+        """Number of parts that cost at most `limit` each; raises `limit` if a token costs more."""
         tokens = self.tokens[-1]
         limit = max(limit, self._costs[-1] / tokens)
         while (cuts := self._cut(limit, tokens)) is None:
@@ -159,7 +163,7 @@ class _Partitioner(Generic[Key]):
         return len(cuts) + 1
 
     def _cut(self, limit: float, parts: int) -> list[_Place] | None:
-        """Greedy cuts into batches that cost at most `limit`; None if `parts` do not suffice."""
+        """Greedy cuts into parts that cost at most `limit`; None if `parts` do not suffice."""
         place: _Place = (0, 0)
         cuts: list[_Place] = []
         while True:
@@ -172,10 +176,10 @@ class _Partitioner(Generic[Key]):
             place = end
 
     def _end_of_batch(self, start: _Place, limit: float) -> _Place:
-        """End of the longest batch from `start` within `limit` and the token budget."""
+        """End of the longest part from `start` within `limit` and the token budget."""
         index, offset = start
         left, room = limit, self._tokens_max
-        # First the rest of a piece that the previous batch has cut.
+        # First the rest of a piece that the previous part has cut.
         if offset:
             _, prefix, tokens = self._pieces[index]
             rest = tokens - offset

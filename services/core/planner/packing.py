@@ -1,10 +1,11 @@
-"""Adaptive batch size and replacement of online decodes (BROS §4.2).
+"""Adaptive batch size, and replacement of online decodes by batch requests (BROS §4.2).
 
-The number of sequences in an iteration is limited to a number of *slots*. It doubles while no
-deadline bounds iterations, and falls back to its base when a deadline does, like a TCP congestion
-window. A batch request that finds no time or slot may replace an online decode (Algorithm 1, lines
-24 to 33). BROS replaces the request with the most residual time. This module also requires that the
-replaced decode meets its deadline without this iteration, if the next one has average length.
+The number of sequences in an iteration is limited to a number of *slots*. Like a TCP congestion
+window, it doubles after each iteration, but falls to its base if deadlines exclude online work from
+an iteration. A batch request that finds no time or slot may replace an online decode (Algorithm 1,
+lines 24 to 33). BROS replaces the request with the most *residual time*, the time until its
+deadline. This module also requires that the replaced decode meets its deadline without this
+iteration, if the next one has average length.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from services.core.planner.plan import Plan
 from services.core.planner.sequence import Sequence
 
 BASE_PART = 2
-"""Divisor of the maximum number of slots that yields the base."""
+"""The base is the maximum number of slots divided by this."""
 UNBOUNDED = 2**31
-"""Number of slots that never limits an iteration."""
+"""A number of slots that never limits an iteration."""
 
 
 @dataclass(slots=True)
@@ -26,23 +27,23 @@ class AdaptiveSlots:
     """Adaptive limit of the sequences per iteration (BROS §4.2, adaptive batch sizing)."""
 
     most: int  # upper limit
-    now: int = field(init=False)  # current limit
+    limit: int = field(init=False)  # current limit
 
     def __post_init__(self) -> None:
-        self.now = self.base
+        self.limit = self.base
 
     @property
     def base(self) -> int:
-        """Initial number of slots, and the number after a deadline has bound an iteration."""
+        """Initial number of slots, and the number after deadlines excluded online work."""
         return max(1, self.most // BASE_PART)
 
     def observe(self, bound: bool) -> None:
-        """Adapt after planning an iteration; `bound`: a deadline excluded online work from it."""
-        self.now = self.base if bound else min(self.most, 2 * self.now)
+        """Adapt to a planned iteration; `bound`: deadlines exclude online work from it."""
+        self.limit = self.base if bound else min(self.most, 2 * self.limit)
 
     def left(self, plan: Plan) -> int:
-        """Free slots of `plan`; 0 if urgent online decodes exceed the limit."""
-        return max(0, self.now - len(plan.decodes) - len(plan.prefills))
+        """Free slots of `plan`; 0 if more sequences than slots are planned already."""
+        return max(0, self.limit - len(plan.decodes) - len(plan.prefills))
 
 
 @dataclass(slots=True)
@@ -62,10 +63,12 @@ class Replaceable:
         needed_s = most_s + iteration_s
         # Sequences without a target are exempt: they could be replaced forever.
         candidates = [
-            (slack_s, decode)
+            (residual_s, decode)
             for decode in plan.decodes
             if decode.online
-            and needed_s <= (slack_s := deadline.slack_s(decode, plan.planned_s, iteration_s)) < inf
+            and needed_s
+            <= (residual_s := deadline.residual_s(decode, plan.planned_s, iteration_s))
+            < inf
         ]
         candidates.sort(key=lambda entry: entry[0])
         return cls(plan, candidates)
@@ -80,7 +83,7 @@ class Replaceable:
         return sequence
 
     def restore(self, sequence: Sequence, spent: Spent) -> None:
-        """Undo `take_next`, and stop replacing: the batch decode does not fit in any case."""
+        """Undo `take_next`, after which it returns None: the batch decode fits in no case."""
         self._plan.decodes.append(sequence)
         spent.add_decodes(1, sequence.computed)
         self._candidates.clear()

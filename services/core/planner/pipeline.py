@@ -1,11 +1,15 @@
-"""The pipeline planner: distributes decodes evenly, and forms prefills into rounds."""
+"""Plans the microbatches of a pipeline: distributes decodes evenly, and prefills in rounds.
+
+A *round* is the prefill work that is partitioned at once into microbatches of similar cost
+(`lookahead.py`). Workers that merged into a group are the stages of the pipeline; the leader plans.
+"""
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.lookahead import Piece, decodes_to_run, form_round, marginal
 from services.core.planner.plan import Plan
@@ -14,8 +18,8 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.request import blocks_for
 
 ROUND_BATCHES = 2
-"""Lookahead of a round, in full microbatches per stage. With more than one, parts can have equal
-costs without leaving much of the token budgets unused."""
+"""Tokens of a round, in full microbatches per stage. With more than one, microbatches can have
+similar costs while most use their token budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class RoundLimits:
     """Limits for the microbatches of a round.
 
     `cost_max` bounds the cost of a microbatch, but prompts may always add `prompts_cost` to the
-    decodes. `online_alone`: only online requests start in the round.
+    decodes. `online_alone`: no requests of the class `batch` are admitted.
     """
 
     cost_max: float = inf
@@ -31,16 +35,16 @@ class RoundLimits:
     online_alone: bool = False
 
 
-NO_LIMITS = RoundLimits()
+NO_ROUND_LIMITS = RoundLimits()
 
 
 @dataclass(slots=True)
 class PipelinePlanner:
     """Plans the microbatches of a group of `stages` > 1 stages.
 
-    A decoding sequence runs in every `stages`-th microbatch. Running and waiting prefills are
-    partitioned together into the microbatches of a round, which are then launched in order. A
-    request that arrives meanwhile waits for the next round.
+    A decode runs in every `stages`-th microbatch. Running and waiting prefills are partitioned
+    together into the microbatches of a round, which are then launched in order. A request that
+    arrives meanwhile waits for the next round.
     """
 
     config: IterationConfig
@@ -66,9 +70,10 @@ class PipelinePlanner:
         )
 
     def _share_decodes(self, ready: list[Sequence], in_flight: list[float]) -> list[Sequence]:
-        """A microbatch's share of the `ready` decodes, least recently run first.
+        """The part of the `ready` decodes that the next microbatch runs, least recently run first.
 
-        `in_flight` is the decode cost after each microbatch in flight.
+        `in_flight` holds the cost of the next decodes of the sequences of each microbatch in
+        flight.
         """
         ready.sort(key=lambda seq: (seq.last_microbatch, seq.age))
         costs = [self._decode_cost(seq) for seq in ready]
@@ -77,7 +82,7 @@ class PipelinePlanner:
 
     def _add_decodes(self, plan: Plan, chosen: list[Sequence]) -> bool:
         """Add decodes and allocate their blocks; returns whether a sequence was preempted."""
-        # Oldest first, so that `victims.newest` never preempts a sequence that was added already.
+        # Oldest first: the victim policy `newest` then never preempts a sequence added before.
         chosen.sort(key=lambda seq: seq.age)
         preempted = False
         block_size = self.config.block_size
@@ -100,7 +105,7 @@ class PipelinePlanner:
         begun: list[Sequence],
         decodes: list[Sequence],
         admit: bool,
-        limits: RoundLimits = NO_LIMITS,
+        limits: RoundLimits = NO_ROUND_LIMITS,
     ) -> None:
         """Form the next round beside `decodes`; admit waiting sequences if `admit`."""
         config = self.config
@@ -124,8 +129,8 @@ class PipelinePlanner:
         if not ahead:
             self.formed.append(pieces)
             return
-        # Decodes join every microbatch of the round: their mean cost is part of each.
-        model, base = config.cost_model or TOKENS, 0.0
+        # Decodes join every microbatch of the round: add their mean cost to each part.
+        model, base = config.cost_model or TOKEN_COSTS, 0.0
         if decodes:
             base = model.lam + sum(map(self._decode_cost, decodes)) / self.stages
         share = blocks_for(len(decodes), self.stages)
@@ -144,7 +149,7 @@ class PipelinePlanner:
     def _to_prefill(
         self, begun: list[Sequence], admit: bool, online_alone: bool
     ) -> Iterator[Sequence]:
-        """Sequences with a running prefill, then waiting ones, which are admitted when consumed."""
+        """Yield running prefills, then waiting sequences, which are admitted one by one."""
         yield from begun
         config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages
@@ -154,9 +159,9 @@ class PipelinePlanner:
             yield sequence_table.admit(first, running_max)
 
     def _add_prefills(self, plan: Plan, budget: int) -> None:
-        """Add the next microbatch of the round, without sequences that no longer run.
+        """Add the prefills of the round's next microbatch, except those of preempted sequences.
 
-        Tokens that do not fit run in the next round.
+        Tokens that do not fit beside the decodes run in the next round.
         """
         while self.formed and budget > 0 and not plan.prefills:
             for sequence, _, formed in self.formed.popleft():
@@ -171,7 +176,7 @@ class PipelinePlanner:
                     budget -= tokens
 
     def _decode_cost(self, sequence: Sequence) -> float:
-        """Cost that the next decode of a sequence adds to a microbatch."""
+        """Cost that the next decode of a sequence adds to a microbatch; 1 without lookahead."""
         model = self.config.cost_model
         if model is None or self.config.batch_formation is not BatchFormation.LOOKAHEAD:
             return 1.0

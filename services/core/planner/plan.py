@@ -1,4 +1,4 @@
-"""Decisions of a planner as sequences and token counts, before token ids are filled in."""
+"""A planned microbatch as sequences and token counts, from which its batch is created."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -10,7 +10,7 @@ from services.core.planner.sequence import Phase, Sequence
 
 
 class Prefill(NamedTuple):
-    """`tokens` tokens of `sequence` from position `start`; `samples` if they are the last ones."""
+    """A chunk: `tokens` tokens of `sequence` from position `start`; `samples` if its last."""
 
     sequence: Sequence
     start: int
@@ -20,26 +20,28 @@ class Prefill(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """A microbatch: each of `decodes` runs a token, `prefills` run chunks.
+    """A microbatch of a planner: each of `decodes` runs a token, `prefills` run chunks.
 
-    The times and flags are used by planners with deadlines only. A plan that resumes after a
-    suspension gets a new `number` and `planned_s`.
+    A batch-only microbatch may be *suspended* between layers and resume later, with a new `number`
+    and `planned_s`. Planners with deadlines set the costs and flags. Model seconds are seconds
+    predicted by the cost model, before corrections. *Residual time* is the time that a deadline
+    leaves for an iteration.
     """
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     resumes: int | None = None  # number of the suspended microbatch that this plan resumes
-    made: Batch | None = None  # its batch since the launch, if it may be suspended
-    decode_cost: float = 0.0  # of the sequences that decode after it; under `slo` online ones only
-    batch_decode_cost: float = 0.0  # under `slo`: of the batch sequences that decode after it
+    kept_batch: Batch | None = None  # its batch, set at the launch if it may be suspended
+    decode_cost: float = 0.0  # cost of the next decodes of its sequences; under `slo`: online only
+    batch_decode_cost: float = 0.0  # under `slo`: the same of its batch sequences
     planned_s: float = 0.0  # time of the launch, or of the resumption
     predicted_s: float = 0.0  # predicted time from launch to result, model seconds
     cost_s: float = 0.0  # predicted cost at a stage, model seconds
-    allowed_s: float = inf  # residual time that it was planned to meet
-    harvested: bool = False  # batch work could join online work
-    contended: bool = False  # online work lacked memory or slots
-    deadline_bound: bool = False  # its online decodes alone exceeded the time bound
+    allowed_s: float = inf  # least residual time, if it was planned to end within it
+    harvested: bool = False  # batch work was allowed beside online work: adapt the harvest share
+    contended: bool = False  # online work lacked blocks or slots: lower the harvest share
+    deadline_bound: bool = False  # online decodes did not all fit: lower the adaptive slots
     ran_s: float = 0.0  # run time before the latest suspension
     suspended_s: float = 0.0  # time of the latest suspension
 
@@ -68,7 +70,7 @@ class Plan:
         self.prefills = [chunk for chunk in self.prefills if chunk.sequence.phase is Phase.RUNNING]
 
     def batch(self, table: StageTable) -> Batch:
-        """The chunks for a model runner; call before `launch`."""
+        """Create the batch for the model runner; call before `launch`."""
         tables = table.tables
         chunks = [seq.next_decode(tables[seq.request.request_id]) for seq in self.decodes]
         chunks += [
@@ -78,7 +80,7 @@ class Plan:
         return Batch(tuple(chunks))
 
     def shape(self) -> IterationShape:
-        """The sizes for a time model; call before `launch`."""
+        """The sizes that determine its duration; call before `launch`."""
         return IterationShape(
             decodes=len(self.decodes),
             decode_prefix_tokens=sum([sequence.computed for sequence in self.decodes]),
@@ -93,7 +95,7 @@ class Plan:
             sequence.computed += tokens
 
     def discard(self) -> None:
-        """Rewind the sequences: the tokens run again. Later plans must be discarded before."""
+        """Undo `launch`, so that the tokens run again. Discard later plans before."""
         for sequence in self.decodes:
             _rewind(sequence, len(sequence.token_ids) - 1)
         for sequence, start, _, _ in self.prefills:
@@ -113,9 +115,9 @@ class Plan:
 
 
 def _rewind(sequence: Sequence, start: int) -> None:
-    """Rewind a sequence to position `start`, or less if it was preempted since."""
+    """Rewind a sequence to position `start`."""
     if sequence.phase is not Phase.ENDED:
-        # The minimum: a sequence preempted meanwhile starts from 0 in any case.
+        # A sequence that was preempted since has `computed` 0 already.
         sequence.computed = min(sequence.computed, start)
         sequence.sample_due = False
         sequence.reset_sampler()

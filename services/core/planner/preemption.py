@@ -1,7 +1,8 @@
-"""Preemption of batch-only iterations by online requests (ConServe Algorithm 2).
+"""Decides whether arriving online requests interrupt a batch-only iteration (ConServe Algorithm 2).
 
-The check runs between layers. The paper's early-exit condition is inverted; here an iteration
-continues if it and all waiting prompts end within the least slack.
+The engine checks between layers. The early-exit condition is published inverted; here an iteration
+continues if its rest and then all waiting prompts are predicted to end within the least slack, the
+time until the first of their deadlines. Online requests are those of all classes except `batch`.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from services.core.request import Request
 
 
 class Preempt(StrEnum):
-    """When an online request interrupts a batch-only iteration."""
+    """When online requests interrupt a batch-only iteration; `DEADLINE`: if one would be late."""
 
     OFF = "off"
     DEADLINE = "deadline"
@@ -24,41 +25,41 @@ class Preempt(StrEnum):
 
 
 class PreemptedWork(StrEnum):
-    """What happens to an interrupted iteration: it resumes at its layer, or runs again."""
+    """Whether an interrupted iteration is suspended and resumes at its layer, or runs again."""
 
     RESUME = "resume"
     DISCARD = "discard"
 
 
 SUSPENDED_WAIT_FACTOR = 4.0
-"""A suspended microbatch is discarded after it has waited this many times its run time. So at most
-a fifth of the time of batch work is lost to recomputation."""
+"""A suspended iteration is discarded once it has waited this many times its run time. So the lost
+run time is at most a fifth of the run and waiting time."""
 REMAINING_SHARE_MIN = 0.1
-"""Lower bound of the remaining share of a suspended microbatch: predictions are not exact."""
+"""Lower bound of the remaining share of an iteration, whose predicted time is not exact."""
 
 
-def is_abandoned(ran_s: float, waited_s: float) -> bool:
-    """Whether to discard a microbatch that ran for `ran_s`, then waited for `waited_s`."""
-    # Under steady online load it might never resume. Its sequences then progress faster as part of
-    # other iterations than by keeping its partial results.
+def should_discard(ran_s: float, waited_s: float) -> bool:
+    """Whether to discard a suspended iteration that ran for `ran_s` and waited for `waited_s`."""
+    # Under steady online load it might never resume, and its sequences cannot join other iterations
+    # while it is suspended.
     return waited_s > SUSPENDED_WAIT_FACTOR * ran_s
 
 
 def remaining_s(predicted_s: float, ran_s: float) -> float:
-    """Estimated remaining seconds of a suspended microbatch of `predicted_s` seconds in total."""
+    """Estimated remaining seconds of an iteration that was predicted to take `predicted_s`."""
     return max(REMAINING_SHARE_MIN * predicted_s, predicted_s - ran_s)
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineRequest:
-    """A waiting online request: prompt tokens, and seconds until its first-token deadline."""
+    """A waiting online request: prompt tokens, and seconds until its first token is due."""
 
     prompt_tokens: int
     slack_s: float
 
     @classmethod
     def of(cls, request: Request, now_s: float) -> "OnlineRequest":
-        """The request at `now_s`, on the clock of its `arrival_s`."""
+        """Create it from `request`; `now_s` is on the clock of `request.arrival_s`."""
         target_s = request.service.ttft_s
         waited_s = request.waited_s + now_s - request.arrival_s
         return cls(len(request.prompt_ids), inf if target_s is None else target_s - waited_s)
@@ -72,22 +73,22 @@ def should_preempt(
     cost_model: CostModel | None,
     budget: Budget | None = None,
 ) -> bool:
-    """Whether the preemptible iteration `batch`, running for `elapsed_s`, must end at this layer.
+    """Whether the batch-only iteration `batch`, which has run for `elapsed_s`, must stop now.
 
-    `budget` corrects the predictions of `cost_model`.
+    `budget` corrects the predictions of `cost_model`; None: no corrections.
     """
     requests = tuple(waiting)
     if policy is Preempt.OFF or not requests:
         return False
     least_s = min(request.slack_s for request in requests)
-    # Without a cost model the remaining time is unknown: any deadline interrupts.
+    # Without a cost model the remaining time is unknown: stop for any request with a deadline.
     if policy is Preempt.ALWAYS or cost_model is None:
         return policy is Preempt.ALWAYS or least_s < inf
-    scales = budget or Budget()
+    corrections = budget or Budget()
     mixed = any(len(chunk.token_ids) > 1 for chunk in batch.chunks)
     whole_s = cost_model.batch_s((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
-    theirs_s = cost_model.batch_s((0, request.prompt_tokens) for request in requests)
-    # While the predictions hold, the answer is the same at each layer: the remaining time shrinks
-    # like the slack. The lower bound of `remaining_s` lets an overrunning iteration yield in time.
-    left = remaining_s(scales.scale(mixed) * whole_s, elapsed_s)
-    return left + scales.mixed_scale * theirs_s > least_s
+    prompts_s = cost_model.batch_s((0, request.prompt_tokens) for request in requests)
+    # If the predictions are exact, the result is the same at each layer, since remaining time and
+    # slack shrink alike. The lower bound of `remaining_s` stops iterations that take longer.
+    left = remaining_s(corrections.scale(mixed) * whole_s, elapsed_s)
+    return left + corrections.mixed_scale * prompts_s > least_s

@@ -1,5 +1,7 @@
 """Automatic prefix caching: sequences with a common prefix share full KV blocks.
 
+A planner uses it; in a pipeline of several workers (*stages*) that of the first, the *leader*.
+
 A block is registered under its hash when the iteration that filled it has finished. A sequence that
 starts, or restarts after a preemption, takes the blocks of its longest cached prefix and runs from
 there. Its last token always runs, since the next token is sampled from its logits. Shared blocks
@@ -7,11 +9,10 @@ are full, so they are never written.
 
 In a pipeline the leader decides for all stages which blocks are registered, evicted and shared.
 Stages apply these updates (`PrefixCacheUpdate`) in the order of microbatches, so all of them cache
-the same prefixes, each in its own blocks. The leader counts a block at another stage once per
-sequence that uses it, plus the cached blocks, so a stage always has room for its plans, whatever it
-shares. The cache is off while KV moves between stages or a stage shrinks, since the stage then
-drops the cached prefixes of the affected blocks by itself. A change of layers drops the whole
-cache.
+the same prefixes, each in its own blocks. For another stage the leader counts a block once per
+sequence that uses it, plus the cached blocks: never fewer than the stage really uses, so its plans
+always fit. The cache is off while KV moves between stages or a stage shrinks, since the stage then
+evicts the cached prefixes of the affected blocks by itself. A change of layers evicts all prefixes.
 """
 
 from collections.abc import Iterable
@@ -46,7 +47,7 @@ class PrefixCache:
     hits_total: int = 0  # of these, tokens with cached KV
     shrinking: set[int] = field(default_factory=set)  # stages ≥ 1 that announced fewer blocks
     # Updates for the stages, sent with the next microbatch.
-    _draft: PendingPrefixUpdate = field(default_factory=PendingPrefixUpdate)
+    _pending: PendingPrefixUpdate = field(default_factory=PendingPrefixUpdate)
 
     @property
     def on(self) -> bool:
@@ -68,8 +69,8 @@ class PrefixCache:
         return self.table.pool.cache
 
     def configure(self) -> None:
-        """Reset for new stages, which have dropped their caches by themselves."""
-        self._draft = PendingPrefixUpdate()
+        """Reset for new stages, which have cleared their caches by themselves."""
+        self._pending = PendingPrefixUpdate()
         self.shrinking.clear()
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
@@ -83,8 +84,8 @@ class PrefixCache:
         """Whether the first `blocks` blocks of a sequence are cached and in use by others."""
         if not (self._single and self._looks_up(sequence)) or blocks > self._blocks_max(sequence):
             return False
-        # Runs in every iteration while the sequence waits, so test the last block and the block
-        # that missed last time first: a negative answer usually takes these two lookups.
+        # Called in every iteration while the sequence waits: test the last block, and the block
+        # that was not in use last time, first. A negative result then takes two lookups.
         hashes, in_use = self._hashes(sequence, blocks), self._cache.in_use
         if not in_use(hashes[blocks - 1]):
             return False
@@ -112,8 +113,8 @@ class PrefixCache:
             self.hits_total += sequence.computed
 
     def make_room(self, blocks: int, have: int = 0) -> None:
-        """Evict prefixes until every stage has `blocks` empty blocks, less `have` at this stage."""
-        # A single worker's pool evicts on allocation. In a pipeline all stages must evict alike.
+        """Evict prefixes until each stage has `blocks` empty blocks (this stage: `have` fewer)."""
+        # The pool of a single worker evicts on allocation; stages must all evict the same prefixes.
         if self._single:
             return
         pool, cache, ledger = self.table.pool, self._cache, self.ledger
@@ -121,7 +122,7 @@ class PrefixCache:
         while cache.idle_count and (
             pool.empty_count < blocks - have or others - cache.idle_count < blocks
         ):
-            self._draft.evicted.add(pool.evict())
+            self._pending.evicted.add(pool.evict())
 
     def publish(self, sequences: Iterable[Sequence]) -> None:
         """Register the full blocks of sequences in a microbatch that has finished."""
@@ -133,12 +134,12 @@ class PrefixCache:
         for sequence in sequences:
             blocks = sequence.computed // block_size
             if blocks > sequence.registered and sequence.blocks:
-                self._name(sequence, blocks)
+                self._register(sequence, blocks)
 
-    def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Drop the cache at every stage; `sequences` are all sequences."""
-        self.table.pool.drop_cache()
-        self._draft = PendingPrefixUpdate(forget=not self._single)
+    def clear(self, sequences: Iterable[Sequence]) -> None:
+        """Clear the cache at every stage; `sequences` are all sequences."""
+        self.table.pool.clear_cache()
+        self._pending = PendingPrefixUpdate(forget=not self._single)
         for sequence in sequences:
             sequence.registered = 0
 
@@ -149,13 +150,13 @@ class PrefixCache:
                 sequence.hits_sent = False
 
     def take_update(self, sequences: Iterable[Sequence]) -> PrefixCacheUpdate | None:
-        """Cache updates that the stages need before they run a microbatch of these sequences."""
+        """Return and clear the updates for stages, including shared prefixes of these sequences."""
         for sequence in sequences:
             if sequence.has_unsent_hits:
                 hashes = tuple(sequence.block_hashes[: sequence.hit_blocks])
-                self._draft.shared.append(SharedPrefix(sequence.seq_id, hashes))
+                self._pending.shared.append(SharedPrefix(sequence.seq_id, hashes))
                 sequence.hits_sent = True
-        return self._draft.take()
+        return self._pending.take()
 
     def _looks_up(self, sequence: Sequence) -> bool:
         """Whether a starting sequence looks up its prefix (not if its whole prompt must run)."""
@@ -165,7 +166,7 @@ class PrefixCache:
         """Maximum number of shared blocks: the last token must run."""
         return (len(sequence.token_ids) - 1) // self.block_size
 
-    def _name(self, sequence: Sequence, blocks: int) -> None:
+    def _register(self, sequence: Sequence, blocks: int) -> None:
         hashes, table = self._hashes(sequence, blocks), self.table
         ids = table.block_ids(sequence.seq_id)
         for place in range(sequence.registered, blocks):
@@ -173,19 +174,21 @@ class PrefixCache:
             if self._single:
                 self._cache.register(ids[place], hashes[place], reported)
             else:
-                self._name_everywhere(sequence.seq_id, place, ids[place], hashes[place], reported)
+                self._register_everywhere(
+                    sequence.seq_id, place, ids[place], hashes[place], reported
+                )
         sequence.registered = blocks
 
-    def _name_everywhere(
+    def _register_everywhere(
         self, seq_id: str, place: int, block: int, block_hash: bytes, reported: bool
     ) -> None:
         """Register a block at every stage."""
-        # A block shared here may be several blocks at another stage; and an eviction in the same
-        # update would be applied after the registration.
-        if self.table.pool.users[block] > 1 or block_hash in self._draft.evicted:
+        # A block shared here may be several blocks at another stage. And stages apply evictions
+        # after registrations: a hash evicted in the same update would be lost there.
+        if self.table.pool.users[block] > 1 or block_hash in self._pending.evicted:
             return
         if self._cache.register(block, block_hash, reported):
-            self._draft.named.append(NamedBlock(seq_id, place, block_hash))
+            self._pending.named.append(NamedBlock(seq_id, place, block_hash))
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Hashes of at least the first `blocks` blocks of a sequence, computed incrementally."""

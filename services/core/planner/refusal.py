@@ -1,4 +1,4 @@
-"""Refusals of requests by a worker."""
+"""Creates the planner's refusals; ids are sequence ids, see `sequence_ids.py`."""
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import RefuseRequest
@@ -6,23 +6,23 @@ from services.core.planner.sequence import Sequence
 
 
 def duplicate_id(request_id: str) -> RefuseRequest:
-    """A request with this id exists already."""
+    """Refuse a request whose id exists already."""
     return RefuseRequest(request_id, "a request with this id is running already")
 
 
 def queue_full(request_id: str) -> RefuseRequest:
-    """The waiting queue is full."""
+    """Refuse a request because the waiting queue is full."""
     return RefuseRequest(request_id, "the worker's queue is full; retry later", retryable=True)
 
 
 def returned(request_id: str) -> RefuseRequest:
-    """The request could not start here and is requeued by the scheduler."""
+    """Return a request that could not start here to the scheduler, which queues it again."""
     message = "the worker had no capacity for this request; retry under the same id"
     return RefuseRequest(request_id, message, retryable=True, returned=True)
 
 
 def returned_after_loss(request_id: str) -> RefuseRequest:
-    """The request lost its KV here, and another worker shall resume it."""
+    """Return a request that lost its KV here to the scheduler; another worker shall resume it."""
     message = "the worker's group lost a member; resume the request on another worker"
     return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
 

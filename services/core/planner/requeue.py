@@ -1,14 +1,14 @@
-"""Return of queued requests from a worker to the scheduler, which requeues them.
+"""Decides when requests that wait at a worker return to the scheduler, which requeues them.
 
-The capacity that the scheduler saw may be gone when a request arrives, since running requests grow.
-The request would then wait for them, even if another group has capacity. So a `returnable` request
-that has not started within `REQUEUE_AFTER_S` returns to the scheduler, keeps its place in the queue
-by its arrival time, and runs wherever capacity is free first. The same holds for requests parked at
-a worker that no longer leads a group and thus plans nothing (`ParkedBatch`).
+The free blocks that the scheduler saw may be gone when a request arrives, since running requests
+grow. The request would then wait for them, even if another group has free blocks. So a `returnable`
+request that has not started within `REQUEUE_AFTER_S` returns to the scheduler, keeps its position
+in the queue by its arrival time, and starts wherever blocks are free first. The same holds for
+requests that are *parked*: kept at a worker that follows another leader and plans nothing.
 
-While the first request could start, none returns: it only waits for the end of an iteration or for
-its turn. Batch requests are an exception: blocks may be free while deadlines leave no slack, for an
-unknown time. They return after the time for which they may stay parked (`shelf_max_s`).
+While some request could start, none returns: requests then wait only for the end of an iteration.
+Batch requests are an exception: blocks may be free while online deadlines leave no time for batch
+work, as long as online load lasts. They return after `shelf_max_s`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,13 +44,13 @@ REQUEUE_SOON = RequeueDelays(REQUEUE_AFTER_S, REQUEUE_AFTER_S)
 
 @dataclass(slots=True)
 class RequeueTimers:
-    """Returnable requests that have not started, with their arrival times at this worker."""
+    """Tracks returnable requests that have not started, with their arrival times at this worker."""
 
     _since_s: dict[str, float] = field(default_factory=dict)  # sequence id → arrival, oldest first
 
     def note(self, sequence: Sequence, now_s: float, sequences: Mapping[str, Sequence]) -> None:
         """Track a new queued request."""
-        # Amortised clean-up: drop the oldest entries that have started or ended.
+        # Amortised clean-up: forget the oldest entries that have started or ended.
         while self._since_s and not _may_wait(sequences.get(first := next(iter(self._since_s)))):
             del self._since_s[first]
         if sequence.request.returnable:
@@ -61,21 +61,21 @@ class RequeueTimers:
         """Whether any tracked request waits."""
         return next(self._waiting(sequences), None) is not None
 
-    def due_s(self, sequences: Mapping[str, Sequence], patience: RequeueDelays) -> float | None:
-        """When the first tracked request must return; None if never."""
+    def due_s(self, sequences: Mapping[str, Sequence], delays: RequeueDelays) -> float | None:
+        """Time at which the first tracked request must return; None if never."""
         due_s = inf
         for sequence, since_s in self._waiting(sequences):
-            due_s = min(due_s, since_s + patience.of(sequence))
-            if patience.is_uniform:
+            due_s = min(due_s, since_s + delays.of(sequence))
+            if delays.is_uniform:
                 break
         return due_s if due_s < inf else None
 
     def take(
-        self, sequences: Mapping[str, Sequence], now_s: float, patience: RequeueDelays
+        self, sequences: Mapping[str, Sequence], now_s: float, delays: RequeueDelays
     ) -> list[Sequence]:
-        """Remove and return the requests that must return now."""
+        """Stop tracking the requests that must return now; returns them."""
         waiting = self._waiting(sequences)
-        due = [seq for seq, since_s in waiting if since_s + patience.of(seq) <= now_s]
+        due = [seq for seq, since_s in waiting if since_s + delays.of(seq) <= now_s]
         for sequence in due:
             del self._since_s[sequence.seq_id]
         return due
@@ -88,7 +88,7 @@ class RequeueTimers:
 
 
 def _may_wait(sequence: Sequence | None) -> bool:
-    """Whether the sequence may still wait for its start; a held sequence may wait again later."""
+    """Whether the sequence has not started or ended; a held sequence may wait again later."""
     return sequence is not None and not sequence.begun
 
 

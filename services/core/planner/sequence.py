@@ -1,10 +1,15 @@
-"""A sequence: a request inside a worker, its tokens and its KV."""
+"""A sequence: a request inside a planner, with its tokens, its KV blocks and its deadlines.
+
+A pipeline of several workers has *stages*, each with its own blocks of the sequence; the *leader*
+is the worker that plans for all stages. A sequence may move to another leader (*hand-over*), and
+its KV then moves to other stages.
+"""
 
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from math import inf
 
-from services.core.logprobs import LogprobRows, newest
+from services.core.logprobs import LogprobRows, newest_rows
 from services.core.planner.batch import (
     Chunk,
     PromptRows,
@@ -22,9 +27,9 @@ LOGPROBS_CARRIED_BYTES = 4 << 20
 class Phase(IntEnum):
     """Life-cycle phase of a sequence. An IntEnum, because its hash is cheap."""
 
-    WAITING = auto()  # for blocks
+    WAITING = auto()  # without blocks, in the waiting queue
     RUNNING = auto()  # has blocks and is planned
-    HELD = auto()  # keeps its blocks and is not planned
+    HELD = auto()  # not planned, keeps its blocks: during a hand-over or while its KV moves
     ENDED = auto()
 
 
@@ -52,10 +57,10 @@ class SequenceState:
     """State, except the K/V, that another leader needs to continue a sequence.
 
     K/V of the first `computed` tokens of prompt + `output_ids` is in `blocks` blocks at every
-    stage. Requested log probabilities: `prompt_logprobs` of the prompt tokens so far, from the
-    second on, and `logprobs` of the newest outputs, at most `LOGPROBS_CARRIED_BYTES`, for clients
-    that lag behind. `cached_tokens` of the prompt were cache hits at its first leader. Tokens
-    before position `reached` have run at least once.
+    stage. `arrival_s` and `ordinal` order it by age. Requested log probabilities: `prompt_logprobs`
+    of the prompt tokens so far, from the second on, and `logprobs` of the newest outputs, at most
+    `LOGPROBS_CARRIED_BYTES`, for clients that lag behind. `cached_tokens` of the prompt were cache
+    hits at its first leader. Tokens before position `reached` have run at least once.
     """
 
     request: Request
@@ -76,7 +81,8 @@ class Sequence:
 
     The first `computed` tokens have been planned: their K/V is in its `blocks` blocks, or will be
     once the microbatches in flight have run. So `remaining` is 0 while its next token is being
-    sampled. `deadline` maintains `due_s` to `group_left`.
+    sampled. Targets apply to groups of `token_group` output tokens; `deadline.py` maintains
+    `due_s`, `implied_due_s`, `token_s` and `group_left`.
     """
 
     request: Request
@@ -85,24 +91,24 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     phase: Phase = Phase.WAITING
     computed: int = 0  # tokens planned so far
-    blocks: int = 0  # per stage
+    blocks: int = 0  # KV blocks, the same number at every stage
     absent: frozenset[int] = _NO_STAGES  # stages without blocks for it, while its K/V moves
     sample_due: bool = False  # preempted while its next token is being sampled
     last_microbatch: int = 0  # number of the microbatch that ran it last
-    begun: bool = field(init=False)  # it has had blocks, here or at another leader
-    overtaken: int = 0  # how often, while it waited at this leader
+    begun: bool = field(init=False)  # it has started before, here or at another leader
+    overtaken: int = 0  # later requests that started before it here, see `overtaking.py`
     sampler_outputs: int | None = None  # output tokens that the sampler has; None: no state there
     logprobs: list[LogprobRows] = field(default_factory=list)  # of its output, if requested
     prompt_logprobs: LogprobRows | None = None  # so far, if requested
     cached_tokens: int = 0  # prefix cache hits of its prompt
     block_hashes: list[bytes] = field(default_factory=list)  # of its first blocks, on demand
-    registered: int = 0  # blocks registered in the prefix cache
-    hit_blocks: int = 0  # shared blocks that other stages must receive before it runs
-    hits_sent: bool = False  # whether the stages have received `hit_blocks`
-    first_unshared: int = 0  # block of its prefix that the last lookup found unused
+    registered: int = 0  # its first blocks that are in the prefix cache
+    hit_blocks: int = 0  # shared blocks that the other stages must learn of before it runs
+    hits_sent: bool = False  # whether `hit_blocks` were sent to the other stages
+    first_unshared: int = 0  # index of the first block that the last lookup did not find in use
     due_s: float = inf  # deadline of the last token of its token group
-    implied_due_s: float = inf  # sort key of its prompt without a deadline
-    token_s: float = inf  # time of its last token
+    implied_due_s: float = inf  # sort key of its first token if it has no target
+    token_s: float = inf  # time of its last token, or of its arrival
     group_left: int = 1  # tokens until the end of its token group
     reached: int = 0  # tokens that have run at least once, at any leader; never decreases
     online: bool = field(init=False)  # copied from its service: read in each iteration
@@ -145,7 +151,7 @@ class Sequence:
             blocks=self.blocks,
             arrival_s=self.arrival_s,
             ordinal=self.ordinal,
-            logprobs=newest(self.logprobs, LOGPROBS_CARRIED_BYTES),
+            logprobs=newest_rows(self.logprobs, LOGPROBS_CARRIED_BYTES),
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
             reached=self.reached,
@@ -153,7 +159,7 @@ class Sequence:
 
     @property
     def seq_id(self) -> str:
-        """Id of the sequence: its copy of the request carries it (`sequence_names.py`)."""
+        """Id of the sequence, which its copy of the request carries (`sequence_ids.py`)."""
         return self.request.request_id
 
     @property
@@ -168,7 +174,7 @@ class Sequence:
 
     @property
     def has_unsent_hits(self) -> bool:
-        """Whether it starts with shared blocks that the other stages have not received."""
+        """Whether the other stages do not know yet which cached blocks it starts with."""
         return self.hit_blocks > 0 and not self.hits_sent
 
     @property
@@ -178,7 +184,7 @@ class Sequence:
 
     @property
     def computed_before(self) -> int:
-        """Number of its first tokens whose KV was computed at least once, by the results so far."""
+        """Number of its first tokens that have run at least once, by the results so far."""
         return max(self.reached, len(self.token_ids) - 1) if self.output_count else self.reached
 
     def move(self, phase: Phase) -> None:
@@ -204,7 +210,7 @@ class Sequence:
     def next_chunk(self, tokens: int, block_ids: tuple[int, ...]) -> Chunk:
         """Chunk of the next `tokens` tokens; samples if no tokens remain after it.
 
-        Assumes that the sampler receives the chunk and updates its state.
+        Also notes that the sampler knows all tokens so far, as it will once the chunk runs.
         """
         start, end = self.computed, self.computed + tokens
         sample = self._next_sample() if end == len(self.token_ids) else None
@@ -228,7 +234,7 @@ class Sequence:
         )
 
     def reset_sampler(self) -> None:
-        """Send the full sampler state with the next sample.
+        """Send the full sampler state with the next chunk that samples.
 
         Call it whenever the sampler may have missed a token or may have been replaced.
         """
@@ -239,7 +245,7 @@ class Sequence:
         have = self.prompt_logprobs
         if have is None:
             return
-        # Positions that ran again after a preemption are known already: skip their rows.
+        # Positions that ran again after a preemption have their rows already: skip them.
         known = 1 + len(have) - computed.start
         if known < 0:
             raise ValueError(f"{self.seq_id}: no log probabilities before {computed.start}")
@@ -265,7 +271,7 @@ class Sequence:
         return SampleSpec(terms, count)
 
     def _next_score(self, start: int, end: int) -> PromptScore | None:
-        """Request the missing prompt logprobs of the tokens after positions `start` to `end`."""
+        """Request the missing prompt logprobs that positions `start` to `end` (exclusive) yield."""
         assert self.prompt_logprobs is not None
         first = max(start + 1, 1 + len(self.prompt_logprobs))
         token_ids = self.request.prompt_ids[first : end + 1]

@@ -1,16 +1,16 @@
 """Sequence ids: each start of a request gets an id of its own.
 
-A request id identifies a request between client, gateway and worker. When a worker is lost before a
-request has its first token, the gateway starts it again under the same request id, at any leader.
-Members may still hold KV of the first sequence then, and messages about it may be in flight. Block
-tables, transfers and messages between engines therefore use sequence ids, so that late messages
-have no effect on the sequence that runs now.
+A request id identifies a request between gateway, scheduler and worker. When a worker is lost, the
+gateway may start the request again under the same request id, at any worker. Members of the group
+may still hold KV of the first sequence then, and messages about it may be in flight. Block tables,
+KV transfers and messages between engines therefore use sequence ids, so that late messages have no
+effect on the sequence that runs now. During a change of a group, another engine may *adopt* a
+sequence and continue it under its sequence id.
 
-The rule: `request_id` is the request id, `seq_id` the id of a sequence. An engine gives each
-arriving request a new sequence id, and translates back when tokens and refusals leave it. So inside
-an engine the `request_id` of its copy of a `Request`, of `EmitToken`, `RefuseRequest` and
-`RequestAborted` is a sequence id; and so it is in frames between engines, whose field names are
-fixed by their wire format.
+An engine creates a sequence id for each arriving request, and translates back when tokens and
+refusals leave it. So inside an engine the field `request_id` of its copy of a `Request`, of
+`EmitToken`, `RefuseRequest` and `RequestAborted` is a sequence id; and so it is in frames between
+engines, whose field names are fixed by their wire format.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from services.core.planner.events import Command, EmitToken, RefuseRequest
 
-MARK = "#"
+MARK = "#"  # separates the request id from the rest of a sequence id
 
 
 def request_id_of(seq_id: str) -> str:
@@ -67,7 +67,7 @@ class AnsweringSequences:
         self._set(_Current(seq_id, adopted=True))
 
     def seq_id_of(self, request_id: str) -> str:
-        """Sequence that answers a request here, or did before it moved away; "" if none."""
+        """Id of the sequence that answers a request here; "" if none."""
         current = self._current.get(request_id)
         return current.seq_id if current is not None else ""
 
@@ -76,20 +76,20 @@ class AnsweringSequences:
         return self._current.get(request_id_of(seq_id)) == _Current(seq_id, adopted=True)
 
     def end(self, seq_id: str) -> None:
-        """Stop output of a sequence that has ended or was replaced. Idempotent."""
+        """Stop the output of a sequence that has ended or moved away. Idempotent."""
         if seq_id in self._answering:
             self._answering.remove(seq_id)
             del self._current[request_id_of(seq_id)]
 
     def keep_only(self, seq_ids: Iterable[str]) -> None:
-        """Forget all other sequences, at the start of a change-over: they have moved away."""
+        """Stop the output of all other sequences, which moved away before this change-over."""
         for seq_id in self._answering.difference(seq_ids):
             self.end(seq_id)
 
-    def keeps(self, command: Command) -> bool:
-        """Whether to pass on a command: drops client commands of sequences that no longer answer.
+    def filter_command(self, command: Command) -> bool:
+        """Whether to pass on a command; False for client commands of sequences that do not answer.
 
-        The final client command of a sequence ends it.
+        Ends the sequence with its last client command.
         """
         if not isinstance(command, (EmitToken, RefuseRequest)):
             return True

@@ -1,4 +1,8 @@
-"""The sequence table of a leader: its sequences by phase, and their blocks.
+"""The sequence table of a planner: its sequences by phase, and the allocation of their KV blocks.
+
+The planner of a single worker, or of the *leader* (first stage) of a pipeline, uses it to admit,
+preempt and end sequences. While KV moves between workers during a change of the pipeline, a
+sequence may be *absent* from stages: they do not have its blocks yet, only reservations.
 
 Later plans can reuse the blocks of a finished or preempted sequence at once, even while a
 microbatch in flight still writes to them, because every stage runs microbatches in order.
@@ -10,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from services.core.overtaking import next_to_start, start
+from services.core.overtaking import count_overtaken, next_to_start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
 from services.core.planner.plan import Plan
@@ -24,29 +28,29 @@ from services.core.request import blocks_for
 
 @dataclass(slots=True)
 class SequenceTable:
-    """All sequences of a leader, with admission, preemption, suspension and hand-over.
+    """All sequences of a planner, with admission, preemption, suspension and hand-over.
 
-    The sequences of a suspended microbatch are in the phase `RUNNING`, but not in `running`, so
-    that they are not planned.
+    Online sequences are those of all classes except `batch`. The sequences of a suspended
+    microbatch are in the phase `RUNNING`, but not in `running`, so that they are not planned.
     """
 
     block_size: int
-    table: StageTable  # blocks of the leader's own stage
+    table: StageTable  # block tables of the leader's own stage
     prefix_caching: bool = False
     precedence: Precedence = PRECEDENCES[Scheduling.FCFS]  # queue order and choice of victims
-    ledger: BlockLedger = field(init=False)
-    prefixes: PrefixCache = field(init=False)
+    ledger: BlockLedger = field(init=False)  # counts of blocks at all stages
+    prefixes: PrefixCache = field(init=False)  # cached prefixes at all stages
     sequences: dict[str, Sequence] = field(default_factory=dict)  # all, by sequence id
     batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
-    waiting: deque[Sequence] = field(default_factory=deque)  # in the order of the policy
+    waiting: deque[Sequence] = field(default_factory=deque)  # for admission, in queue order
     running: list[Sequence] = field(default_factory=list)  # oldest first
-    held: list[Sequence] = field(default_factory=list)  # oldest first
+    held: list[Sequence] = field(default_factory=list)  # not planned, oldest first
     suspended: Plan | None = None  # at most one interrupted batch-only microbatch
     released: list[str] = field(default_factory=list)  # freed since the last microbatch
-    preemptions_total: int = 0
-    prompt_tokens_total: int = 0  # of sequences with a first output token
-    discarded_tokens_total: int = 0  # of interrupted iterations that ran again
-    tokens: TokenMeter = field(default_factory=TokenMeter)
+    preemptions_total: int = 0  # by recomputation
+    prompt_tokens_total: int = 0  # of sequences whose first output token was sampled here
+    discarded_tokens_total: int = 0  # of interrupted iterations that run again
+    tokens: TokenMeter = field(default_factory=TokenMeter)  # processed and recomputed tokens
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
@@ -54,9 +58,10 @@ class SequenceTable:
 
     @property
     def prefill_tokens(self) -> int:
-        """Remaining tokens of all prefills; a decode has at most one remaining token."""
+        """Tokens that prefills still have to compute."""
         sequences = chain(self.waiting, self.running, self._suspended)
         left = [len(sequence.token_ids) - sequence.computed for sequence in sequences]
+        # A sequence with a single token to compute decodes.
         return sum([tokens for tokens in left if tokens > 1])
 
     @property
@@ -76,10 +81,11 @@ class SequenceTable:
         self._queue(sequence)
 
     def adopt(self, sequence: Sequence, absent: frozenset[int], held: bool) -> None:
-        """Add a sequence with blocks; reserve them at the stages in `absent`.
+        """Add a sequence of another leader with blocks; reserve them at the stages in `absent`.
 
         Raises:
-            ValueError: if the sequence lacks blocks that it should have, or has unexpected ones.
+            ValueError: if the blocks at this stage contradict `absent`, or if a sequence that is
+                not held has absent stages.
         """
         if 0 not in absent:
             have = len(self.table.block_ids(sequence.seq_id))
@@ -90,7 +96,7 @@ class SequenceTable:
         if absent and not held:
             raise ValueError(f"{sequence.seq_id} cannot run without blocks at {sorted(absent)}")
         if absent:
-            self._forget_prefixes_of_stages()
+            self._clear_pipeline_prefixes()
         sequence.absent = absent
         self.ledger.reserve(sequence.blocks, absent)
         self._enter(sequence)
@@ -98,8 +104,8 @@ class SequenceTable:
         _insert(self.held if held else self.running, sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Remove a sequence that another leader adopted; its blocks stay in use."""
-        self._forget_prefixes_of_stages()
+        """Remove a sequence that another leader adopted; its blocks stay until the KV has moved."""
+        self._clear_pipeline_prefixes()
         self.ledger.reserve(-sequence.blocks, sequence.absent)
         self._leave(sequence)
         self._remove(sequence)
@@ -116,10 +122,10 @@ class SequenceTable:
     def next_to_admit(
         self, running_max: int, overtaken_max: int, online: bool | None = None
     ) -> Sequence | None:
-        """The waiting sequence that can start now by the rule of `overtaking.py`, or None.
+        """The waiting sequence that may start now by the rule of `overtaking.py`; None if none may.
 
-        Counts the blocks and slots of batch sequences as available to online ones if the policy
-        lets batch work yield. `online` restricts the choice to online or to batch sequences.
+        If the policy lets batch work yield, blocks and slots of batch sequences count as free for
+        online ones. `online` restricts the choice to online (True) or batch sequences (False).
         """
         if not self.waiting:
             return None
@@ -128,14 +134,14 @@ class SequenceTable:
             return None
         free = self.ledger.free
         first = self.waiting[0].request.service
-        # Head-of-line rule: no batch sequence starts while an online sequence waits.
+        # Batch work that yields does not start while an online sequence waits.
         online_waits = self.precedence.batch_yields and first.online
         yielding: int | None = None  # blocks that batch work can yield, computed on demand
 
         def fits(sequence: Sequence) -> bool:
             nonlocal yielding
             if sequence.sample_due:
-                return False  # its sampled token is still in flight
+                return False  # it may restart once the token in flight has been appended
             if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
@@ -159,7 +165,7 @@ class SequenceTable:
         """
         if self._may_preempt_batch:
             self._preempt_batch_for(sequence, running_max)
-        start(self.waiting, sequence)
+        count_overtaken(self.waiting, sequence)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
         self.prefixes.begin(sequence)
@@ -194,7 +200,7 @@ class SequenceTable:
         self.ledger.take(1)
 
     def yield_batch(self, stage: int, blocks: int) -> None:
-        """Preempt batch sequences until `stage` uses at most `blocks`, if the policy allows."""
+        """Preempt batch sequences, if the policy allows, until `stage` uses at most `blocks`."""
         if self.precedence.batch_yields:
             while self.ledger.used_at(stage) > blocks and (victim := newest_batch(self.running)):
                 self.preempt(victim)
@@ -203,8 +209,7 @@ class SequenceTable:
         """Preempt a sequence by recomputation: free its blocks and queue it again."""
         self._leave(sequence)
         sequence.move(Phase.WAITING)
-        # All tokens are planned: a microbatch in flight samples the next one, which must arrive
-        # before the sequence can run again.
+        # A microbatch in flight samples its next token: the sequence may run again after that.
         sequence.sample_due = sequence.remaining == 0
         self._free(sequence)
         sequence.computed = 0
@@ -242,7 +247,7 @@ class SequenceTable:
         plan.discard()
         self.discarded_tokens_total += plan.tokens
 
-    # --- hand-over
+    # --- hand-over to another leader, and changes of stages
 
     def hold(self, sequence: Sequence) -> None:
         """Hold a sequence: it keeps its blocks and is not planned."""
@@ -263,7 +268,7 @@ class SequenceTable:
             self._queue(sequence)
 
     def place(self, sequence: Sequence, stage: int) -> bool:
-        """Turn its reserved blocks at `stage` into used ones; False if there is no room yet."""
+        """Turn the blocks reserved for a sequence at `stage` into used ones; False without room."""
         if stage not in sequence.absent:
             return True
         if self.ledger.room(stage) < sequence.blocks:
@@ -275,9 +280,10 @@ class SequenceTable:
         return True
 
     def configure(self, followers: tuple[Follower, ...]) -> None:
-        """Reset the block counts for new stages.
+        """Reset the block counts for the stages of a new configuration.
 
-        A sequence without blocks at any stage is held, with blocks reserved for it there.
+        Stages without the blocks of a sequence become its absent stages: they reserve blocks, and
+        the sequence is held.
         """
         self.ledger.configure(followers)
         self.prefixes.configure()
@@ -297,24 +303,24 @@ class SequenceTable:
                 self.hold(sequence)
 
     def set_capacity(self, stage: int, blocks: int) -> None:
-        """Set the capacity of stage ≥ 1. A stage that shrinks drops cached prefixes by itself."""
+        """Set the capacity of stage ≥ 1; clears the prefix cache everywhere if it shrinks."""
         had = self.ledger.capacity_of(stage)
         self.ledger.set_capacity(stage, blocks)
         if blocks < had:
-            self.drop_prefixes()
+            self.clear_prefixes()
             self.prefixes.shrinking.add(stage)
         elif blocks > had:
             self.prefixes.shrinking.discard(stage)
 
-    def drop_prefixes(self) -> None:
-        """Drop the prefix cache at all stages."""
-        # The stages have not received the shared blocks of these sequences: start them again.
+    def clear_prefixes(self) -> None:
+        """Clear the prefix cache at all stages."""
+        # The other stages cannot share the prefix of these sequences any more: start them again.
         for sequence in [seq for seq in self.sequences.values() if seq.has_unsent_hits]:
             self.preempt(sequence)
-        self.prefixes.drop(self.sequences.values())
+        self.prefixes.clear(self.sequences.values())
 
     def take_released(self) -> tuple[str, ...]:
-        """Ids of sequences freed since the last call; every stage must receive them."""
+        """Remove and return the ids of sequences freed so far; every stage must receive them."""
         if not self.released:
             return ()
         ids = tuple(self.released)
@@ -322,7 +328,7 @@ class SequenceTable:
         return ids
 
     def release_again(self, ids: Iterable[str]) -> None:
-        """Send these released ids again: some stages may not have received them."""
+        """Put released ids back: some stages may not have received them."""
         self.released[:0] = ids
 
     def check_invariants(self) -> None:
@@ -348,7 +354,8 @@ class SequenceTable:
         reserved = [0] * self.ledger.stages
         for seq in known:
             own = len(self.table.block_ids(seq.seq_id))
-            if seq.blocks or seq.phase is not Phase.HELD:  # after a reset, some blocks may remain
+            # After `SequenceReset`, a held sequence without blocks may still be in the table.
+            if seq.blocks or seq.phase is not Phase.HELD:
                 assert own == (0 if 0 in seq.absent else seq.blocks)
             assert blocks_for(seq.computed, self.block_size) <= seq.blocks
             for stage in seq.absent:
@@ -367,15 +374,15 @@ class SequenceTable:
 
     @property
     def _online_running(self) -> int:
-        """Number of running online sequences, which never yield their slots."""
+        """Number of running online sequences, including suspended ones."""
         return sum(seq.online for seq in (*self.running, *self._suspended))
 
     @property
     def _blocks_to_yield(self) -> int:
-        """Lower bound of the blocks gained by preempting all running batch sequences."""
+        """Lower bound of the blocks that preempting all running batch sequences would free."""
         pool, tables = self.table.pool, self.table.tables
         users, usable = pool.users, pool.usable
-        # Shared blocks stay in use, and blocks beyond the limit of the pool are not reused.
+        # Shared blocks may stay in use, and ids above the limit of a shrinking pool are withheld.
         return sum(
             sum([users[block] == 1 and block < usable for block in tables[seq.seq_id]])
             for seq in (*self.running, *self._suspended)
@@ -406,13 +413,13 @@ class SequenceTable:
             sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
 
-    def _forget_prefixes_of_stages(self) -> None:
-        """Drop the prefix cache of a pipeline, since blocks change outside microbatches.
+    def _clear_pipeline_prefixes(self) -> None:
+        """Clear the prefix cache of a pipeline, because blocks change outside of microbatches.
 
-        Only microbatches carry cache updates, so the stages' caches would diverge.
+        Cache updates travel with microbatches only, so the caches of the stages would diverge.
         """
         if self.ledger.stages > 1:
-            self.drop_prefixes()
+            self.clear_prefixes()
 
     def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.seq_id] = sequence
@@ -436,7 +443,7 @@ class SequenceTable:
 
     def _queue(self, sequence: Sequence) -> None:
         """Insert into the waiting queue in order."""
-        # Nearly all sequences belong at the end (arrivals) or near the front (preempted ones).
+        # Not bisected: nearly all belong at the end (arrivals) or near the front (preempted ones).
         waiting = self.waiting
         if not waiting:
             waiting.append(sequence)
@@ -459,7 +466,7 @@ class SequenceTable:
 
 
 def _insert(row: list[Sequence], sequence: Sequence) -> None:
-    """Insert by age: nearly always at the end."""
+    """Insert by age."""
     if not row or row[-1].age < sequence.age:
         row.append(sequence)
     else:

@@ -1,11 +1,12 @@
-"""Planners of single workers without deadlines.
+"""Planners of workers that are not part of a pipeline, for policies without deadlines.
 
 Decodes go first, then running prefills, then waiting requests (`overtaking.py`) while blocks and
-token budget last. When a decode finds no free block, the newest running request is preempted and
-recomputed later (policy `recompute`), so the oldest request always advances.
+token budget last. When a decode finds no free block, a request is preempted and recomputed later:
+by default the newest, so that the oldest always advances (`victims.py`).
 
-Under policies in which batch work yields (`Precedence`), prefills and starts of online requests
-come before those of the class `batch`, which use the rest of the token budget.
+*Online* requests are those of all classes except `batch`. If batch work yields under the policy
+(`Precedence`), running and waiting prompts of online requests come before those of batch requests,
+which use the rest of the token budget.
 """
 
 from collections import deque
@@ -17,6 +18,7 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 
 _ONLINE, _BATCH = frozenset({True}), frozenset({False})
+"""Values of `Sequence.online` that a step of a plan admits."""
 ALL_CLASSES = _ONLINE | _BATCH
 _BY_KIND, _TOGETHER = (_ONLINE, _BATCH), (ALL_CLASSES,)
 
@@ -34,7 +36,7 @@ class SinglePlanner:
         budget = self.config.max_batch_tokens - len(plan.decodes)
         table = self.sequence_table
         for kind in _BY_KIND if table.precedence.batch_yields else _TOGETHER:
-            # Batch work was interrupted for this prompt: other batch work must not delay it either.
+            # A suspended batch iteration was interrupted for this prompt: let no other delay it.
             if kind is _BATCH and plan.prefills and table.suspended:
                 break
             if len(plan.decodes) < len(table.running):
@@ -46,7 +48,7 @@ class SinglePlanner:
         """Add every decode of `running`, oldest first; returns whether a sequence was preempted."""
         preempted = False
         block_size = self.config.block_size
-        # More sequences than a batch holds can only remain from a larger group.
+        # More sequences than `max_batch_tokens` can only remain from a pipeline before a split.
         for sequence in running[: self.config.max_batch_tokens]:
             tokens = len(sequence.token_ids)
             if tokens - sequence.computed != 1:
@@ -94,7 +96,7 @@ class SinglePlanner:
 class RoundRobinPlanner(SinglePlanner):
     """Alternates iterations of online and of batch work; a baseline of BROS, for comparisons.
 
-    A class without work leaves its turn to the other.
+    If one has no work, the other runs instead.
     """
 
     online_next: bool = True
@@ -124,7 +126,7 @@ class RoundRobinPlanner(SinglePlanner):
             budget -= tokens
 
     def _online_is_next(self) -> bool:
-        """Whether an online sequence at the overtaking bound blocks starts of batch work."""
+        """Whether a waiting online sequence at the overtaking bound blocks batch admissions."""
         queue, most = self.sequence_table.waiting, self.config.overtaken_max
         return any(waiting.online and waiting.overtaken >= most for waiting in queue)
 

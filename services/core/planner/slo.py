@@ -1,15 +1,17 @@
-"""The planner of a single worker that meets deadlines and harvests the slack for batch work.
+"""Plans the iterations of a single worker by deadlines, and harvests the slack for batch work.
 
-The least residual time of an online decode bounds an iteration (BROS §4.2; with token groups of
-size 1 this is the bound of ConServe §4.2). Online decodes go first: all if they fit, else the most
-urgent. Online prefills follow by deadline; they get `online_chunk_tokens` regardless of the bound,
-so the bound never delays online prompts. Batch work uses a share of the remaining slack
-(`harvest.py`). Without online work, the delay of a possible arrival bounds an iteration; if
-arrivals can interrupt it, `offline_iteration_s` does. A suspended microbatch resumes beside online
-decodes if its remaining time fits into the share of batch work.
+*Online* requests are those of all classes except `batch`. *Residual time* is the time until the
+deadline of a decode's next token; *slack* is what online work leaves of the least residual time,
+which bounds an iteration (BROS §4.2; with token groups of size 1 this is the bound of ConServe
+§4.2). Online decodes go first: all if they fit, else the most urgent. Online prefills follow by
+deadline: up to `online_chunk_tokens` tokens of the iteration regardless of the bound, more within
+it. Batch work uses a share of the slack (`harvest.py`). Without online work, the wait that a
+request may suffer if it arrives meanwhile bounds an iteration; if arrivals can interrupt it,
+`offline_iteration_s` does. A suspended microbatch resumes beside online decodes if its remaining
+time fits into the share of batch work.
 
 With `scheduling: conserve` predictions are not corrected, batch work gets all of the slack, and all
-online decodes run (ConServe §4.2 as printed; its Algorithm 2 with `preempt: deadline` and
+online decodes run (ConServe §4.2 as published; its Algorithm 2 with `preempt: deadline` and
 `preempted_work: discard`).
 
 A batch sequence that does not fit skips the iteration and keeps its blocks. Without a cost model
@@ -20,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
@@ -34,7 +36,7 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class SloPlanner:
-    """Plans iterations of a single worker with deadlines; `SinglePlanner` is without deadlines."""
+    """Plans iterations of a single worker by deadlines; `SinglePlanner` ignores deadlines."""
 
     config: IterationConfig
     sequence_table: SequenceTable
@@ -47,12 +49,12 @@ class SloPlanner:
     def schedule(self, plan: Plan, _in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         config, table = self.config, self.sequence_table
-        model = config.cost_model or TOKENS
+        model = config.cost_model or TOKEN_COSTS
         spent = Spent(model, config.max_batch_tokens)
         ready = self.harvester.scan(plan.planned_s)
         queue = table.waiting
         online_waits = bool(queue) and queue[0].online
-        # Mixed iterations have their own correction: predict the kind before planning.
+        # Mixed iterations (with prefills) have their own correction: predict the kind of this one.
         limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or online_waits)
         none_lost = self._add_decodes(plan, ready, spent, limit_s)
         self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
@@ -65,13 +67,13 @@ class SloPlanner:
         if config.cost_model is not None:
             plan.cost_s = plan.predicted_s = spent.seconds
             if spent.seconds <= self._limit_s(ready, plan.mixed):
-                plan.allowed_s = ready.least_slack_s
+                plan.allowed_s = ready.least_residual_s
 
     def _limit_s(self, ready: Ready, mixed: bool) -> float:
-        """Cost bound of an iteration in model seconds, corrected for its kind."""
+        """Cost bound of an iteration in seconds of the cost model; `mixed` if it has prefills."""
         if self.config.cost_model is None:
             return inf
-        return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
+        return self.feedback.budget.limit_s(ready.least_residual_s, mixed)
 
     # --- online work
 
@@ -79,9 +81,9 @@ class SloPlanner:
         """Add online decodes; returns whether no online sequence was preempted."""
         decodes = ready.decodes
         late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
-        places = min(spent.tokens_left, self.harvester.slots.now)
+        places = min(spent.tokens_left, self.harvester.slots.limit)
         plan.deadline_bound = late
-        # Not all decodes fit into the bound, the slots or the token budget: run the urgent ones.
+        # If not all decodes fit, run the most urgent; ConServe runs all despite the time bound.
         if (late and self.feedback.corrects) or len(decodes) > places:
             decodes = self.harvester.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
@@ -100,7 +102,7 @@ class SloPlanner:
         if not preempted:
             return True
         ready.drop_preempted()
-        # If an online sequence lost its blocks, a start would only cause the next preemption.
+        # After an online sequence lost its blocks, an admission would cause the next preemption.
         left = sum(sequence.online for sequence in table.running)
         plan.contended, lost = plan.contended or left < ready.online, left < ready.online
         ready.online = left
@@ -112,7 +114,7 @@ class SloPlanner:
         """Add prefills of online requests, running or waiting, by deadline."""
         config, table = self.config, self.sequence_table
         chunk = config.online_chunk_tokens
-        # Prompts get this many tokens even beyond the bound, so that it never delays them.
+        # Up to this many tokens, decodes included, prompts run regardless of the time bound.
         floor = config.max_batch_tokens if chunk is None else chunk
         begun = deque(sorted(ready.prefills, key=deadline.order_s))
         preemptions = table.preemptions_total
@@ -146,8 +148,8 @@ class SloPlanner:
     def _harvest_slack(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> None:
         """Add batch work beside online work, up to the harvest share.
 
-        No batch work joins beside a prompt for which batch work was interrupted, or while an online
-        request waits for blocks or a slot, unless the iteration is otherwise empty.
+        No batch work joins while an online request waits for blocks or a slot, or beside an online
+        prompt while a microbatch is suspended, unless the iteration is otherwise empty.
         """
         table = self.sequence_table
         online_waits = bool(table.waiting) and table.waiting[0].online
@@ -157,10 +159,11 @@ class SloPlanner:
             self.harvester.harvest_slack(plan, ready, spent, limit_s)
 
     def has_time_for(self, suspended: Plan, now_s: float) -> bool:
-        """Whether the remaining time of `suspended` fits into the share of batch work at `now_s`.
+        """Whether the rest of the suspended microbatch fits into the share of batch work at
+        `now_s`.
 
-        Online decodes wait for its end as they would for batch work in their own iteration. Online
-        prompts, running or waiting, never wait for it.
+        Online decodes wait for it as they would for batch work in their own iteration. Always False
+        if there is an online prompt, running or waiting.
         """
         model, budget = self.config.cost_model, self.feedback.budget
         queue = self.sequence_table.waiting
@@ -171,6 +174,6 @@ class SloPlanner:
             return False
         spent = Spent(model, self.config.max_batch_tokens)
         spent_s = spent.decodes_s(len(ready.decodes), ready.prefix_tokens)
-        limit_s = budget.limit_s(ready.least_slack_s, suspended.mixed)
+        limit_s = budget.limit_s(ready.least_residual_s, suspended.mixed)
         rest_s = remaining_s(suspended.predicted_s, suspended.ran_s / budget.scale(suspended.mixed))
         return spent_s + rest_s <= self.harvester.target_s(spent_s, limit_s)

@@ -1,21 +1,21 @@
-"""The planner of a pipeline that meets deadlines and harvests the slack for batch work.
+"""Plans the microbatches of a pipeline by deadlines, and harvests the slack for batch work.
 
-The time between two tokens of a sequence is the time of S microbatches at a stage, where S is the
-number of stages: about the cost of a microbatch summed over all stages. So the least residual time
-of an online decode bounds each microbatch. Online decodes are distributed evenly and online prompts
-form rounds; decodes that do not fit wait, most urgent first.
+A microbatch costs about as much over all S stages as S microbatches at one stage, which is the time
+between two tokens of a sequence. So the least residual time of an online decode (the time until its
+deadline) bounds each microbatch. Online decodes are distributed evenly, and online prompts are
+partitioned together into a *round* of microbatches. If not all decodes fit, the most urgent run.
 
-Batch work joins each microbatch at its launch, up to the harvest share, and thus levels differences
-that online work leaves. It is never part of a round, so an arriving online request finds the next
-microbatch free of batch work. Arrivals cannot interrupt a pipeline, so the least TTFT target bounds
-batch-only microbatches.
+Batch work joins each microbatch at its launch, up to the harvest share (the share of the slack
+before online deadlines that it may use), and evens out the costs of online work. It is never part
+of a round, so an arriving online request finds the next microbatch free of batch work. Arrivals
+cannot interrupt a pipeline, so the least TTFT target bounds batch-only microbatches.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.feedback import Feedback
@@ -27,7 +27,7 @@ from services.core.planner.plan import Plan
 
 @dataclass(slots=True)
 class SloPipelinePlanner(PipelinePlanner):
-    """Plans the microbatches of a pipeline with deadlines; `PipelinePlanner` is without."""
+    """Plans the microbatches of a pipeline by deadlines; `PipelinePlanner` ignores deadlines."""
 
     feedback: Feedback = field(kw_only=True)
     harvester: Harvester = field(init=False)
@@ -38,7 +38,7 @@ class SloPipelinePlanner(PipelinePlanner):
     def schedule(self, plan: Plan, in_flight: deque[Plan]) -> None:
         """Choose what `plan` runs beside `in_flight`, and allocate its blocks."""
         config, queue = self.config, self.sequence_table.waiting
-        spent = Spent(config.cost_model or TOKENS, config.max_batch_tokens)
+        spent = Spent(config.cost_model or TOKEN_COSTS, config.max_batch_tokens)
         ready = self.harvester.scan(plan.planned_s)
         mixed = bool(ready.prefills or self.formed or (queue and queue[0].online))
         ahead_s = max((other.cost_s for other in in_flight), default=0.0)
@@ -48,17 +48,17 @@ class SloPipelinePlanner(PipelinePlanner):
         self._note_costs(plan)
         if config.cost_model is not None:
             plan.cost_s = spent.seconds
-            # At the later stages it waits for the costliest microbatch ahead.
+            # At later stages it waits for the costliest microbatch ahead, so it takes longer.
             behind_s = (ahead_s * (self.stages - 1) + plan.cost_s) / self.stages
             plan.predicted_s = max(plan.cost_s, behind_s)
             if plan.predicted_s <= self._limit_s(ready, plan.mixed):
-                plan.allowed_s = ready.least_slack_s
+                plan.allowed_s = ready.least_residual_s
 
     def _limit_s(self, ready: Ready, mixed: bool) -> float:
-        """Cost bound of a microbatch in model seconds, corrected for its kind."""
+        """Cost bound of a microbatch in seconds of the cost model; `mixed` if it has prefills."""
         if self.config.cost_model is None:
             return inf
-        return self.feedback.budget.limit_s(ready.least_slack_s, mixed)
+        return self.feedback.budget.limit_s(ready.least_residual_s, mixed)
 
     def _add_online(
         self, plan: Plan, ready: Ready, spent: Spent, limit_s: float, in_flight: deque[Plan]
@@ -67,7 +67,7 @@ class SloPipelinePlanner(PipelinePlanner):
         chosen = self._share_decodes(ready.decodes, [other.decode_cost for other in in_flight])
         late = spent.decodes_s(len(chosen), sum([decode.computed for decode in chosen])) > limit_s
         self.harvester.slots.observe(late)
-        if (late and self.feedback.corrects) or len(chosen) > self.harvester.slots.now:
+        if (late and self.feedback.corrects) or len(chosen) > self.harvester.slots.limit:
             chosen = self.harvester.most_urgent(chosen, spent, limit_s, plan.planned_s)
         if self._add_decodes(plan, chosen):
             ready.drop_preempted()
@@ -75,7 +75,7 @@ class SloPipelinePlanner(PipelinePlanner):
         lost = ready.online < online
         plan.contended = lost
         spent.add_decodes(len(plan.decodes), sum([decode.computed for decode in plan.decodes]))
-        # A new round starts once all microbatches of the previous round are launched.
+        # Form a round once all microbatches of the previous round are launched.
         if not self.formed:
             begun = sorted(ready.prefills, key=deadline.order_s)
             decodes = [seq for seq in table.running if seq.online and seq.remaining <= 1]
@@ -86,7 +86,7 @@ class SloPipelinePlanner(PipelinePlanner):
             spent.add(prefill.start, prefill.tokens)
 
     def _round_limits(self, limit_s: float) -> RoundLimits:
-        """Limits of online prompts per microbatch; `online_chunk_tokens` may exceed the bound."""
+        """Limits of the microbatches of a round; `online_chunk_tokens` may exceed `limit_s`."""
         model, chunk = self.config.cost_model, self.config.online_chunk_tokens
         if model is None or chunk is None:
             return RoundLimits(online_alone=True)
@@ -94,8 +94,9 @@ class SloPipelinePlanner(PipelinePlanner):
 
     def _level_s(self, limit_s: float, ahead_s: float) -> float:
         """Cost bound of a microbatch with batch work behind a microbatch that costs `ahead_s`."""
-        # It waits for the microbatch ahead at the later stages. If it costs more, the sequences of
-        # the microbatch ahead wait at the first stage when they run next. So the costs converge.
+        # At later stages it waits for the microbatch ahead if that costs more. If it costs more
+        # itself, the sequences of the microbatch ahead wait at the first stage when they run next.
+        # Both bounds make the costs of consecutive microbatches converge.
         stages = self.stages
         passes_s = stages * limit_s - (stages - 1) * ahead_s
         return min(limit_s, passes_s, (stages * limit_s + ahead_s) / (stages + 1))
@@ -112,7 +113,7 @@ class SloPipelinePlanner(PipelinePlanner):
         ready.batch_decodes = sorted(dealt, key=lambda decode: decode.age)
         queue = table.waiting
         running_max = config.max_running * self.stages
-        # An online request that lacks memory or a slot has priority over all batch work.
+        # No batch work joins online work while an online request lacks blocks or a slot.
         online_waits = bool(queue) and queue[0].online
         if online_waits and table.next_to_admit(running_max, config.overtaken_max) is None:
             plan.contended = True
@@ -126,7 +127,7 @@ class SloPipelinePlanner(PipelinePlanner):
             sequence.last_microbatch = plan.number
 
     def _note_costs(self, plan: Plan) -> None:
-        """Set the costs of the sequences that decode after `plan`, by class."""
+        """Set the cost of the next decodes of the sequences of `plan`, by class."""
         decodes = plan.decodes + [chunk.sequence for chunk in plan.prefills if chunk.samples]
         for sequence in decodes:
             cost = self._decode_cost(sequence)

@@ -1,13 +1,19 @@
 """The planner of a worker: continuous batching (Orca) with chunked prefill (Sarathi).
 
-`single.py`, `slo.py` and others plan the iterations of a single worker. The leader of a group of
-S > 1 stages keeps S microbatches in flight, one per stage; `pipeline.py` and `slo_pipeline.py` plan
-them. Stages run microbatches in order, so the next chunk of a prompt may be launched while the
-previous chunk is in flight. A sequence whose next token is being sampled waits for that token.
+It holds the worker's sequences and decides which tokens the engine runs next. `single.py`, `slo.py`
+and others plan the iterations of a single worker. Merged workers form a *group*, a pipeline of
+S > 1 *stages*. The worker with the first stage is the *leader* and plans for all: it keeps up to S
+*microbatches* in flight, one per stage; `pipeline.py` and `slo_pipeline.py` plan them. An iteration
+is the only microbatch of a single worker. Stages run microbatches in order, so the next chunk of a
+prompt may be launched while the previous chunk is in flight. A sequence whose next token is being
+sampled waits for that token.
 
-Anyone may read the state. Only `handle` and `plan` mutate it, so replaying their calls in order
-reproduces it. `configuration_handlers.py` handles change-overs, `fast_forward.py` holds shortcuts
-for a simulator. Ids are sequence ids, see `sequence_names.py`.
+A *change-over* replaces the configuration (stages and layers) of a group, see
+`configuration_handlers.py`. A *held* sequence keeps its blocks meanwhile and is not planned.
+
+Drivers read the state, but only `handle` and `plan` mutate it, so replaying their calls in order
+reproduces it. `fast_forward.py` has shortcuts for the simulator. Ids are sequence ids, see
+`sequence_ids.py`.
 """
 
 from collections import deque
@@ -43,7 +49,7 @@ from services.core.planner.preemption import (
     OnlineRequest,
     Preempt,
     PreemptedWork,
-    is_abandoned,
+    should_discard,
     should_preempt,
 )
 from services.core.planner.refusal import duplicate_id, queue_full, returned, too_large
@@ -77,17 +83,17 @@ class PlannerState:
     """State machine of a worker's scheduler: sequences, their blocks and microbatches in flight."""
 
     config: IterationConfig
-    table: StageTable = field(init=False)  # this worker's blocks; outlives configurations
+    table: StageTable = field(init=False)  # block tables of this stage; outlives configurations
     sequence_table: SequenceTable = field(init=False)
     _planner: Planner = field(init=False)  # depends on policy and number of stages
-    _feedback: Feedback | None = field(init=False)  # of policies with deadlines
+    _feedback: Feedback | None = field(init=False)  # None under policies without deadlines
     _flight: Flight = field(default_factory=Flight)  # microbatches in flight
-    _changes: ConfigurationHandlers = field(init=False)  # of change-over events
+    _changes: ConfigurationHandlers = field(init=False)  # handles change-over events
     _arrivals: int = 0  # requests accepted so far: the ordinal of the newest
     _newest_s: float = float("-inf")  # latest arrival time so far
-    _requeue: RequeueTimers = field(default_factory=RequeueTimers)
+    _requeue: RequeueTimers = field(default_factory=RequeueTimers)  # of requests not yet started
     preempted_iterations_total: int = 0  # interrupted batch-only iterations
-    resumed_iterations_total: int = 0
+    resumed_iterations_total: int = 0  # of these, continued at their layer
 
     def __post_init__(self) -> None:
         self.table = StageTable(BlockPool(self.config.num_blocks))
@@ -126,7 +132,7 @@ class PlannerState:
 
     @property
     def held(self) -> list[Sequence]:
-        """Sequences that have blocks and are not planned, oldest first."""
+        """Held sequences (not planned, for example while their KV moves), oldest first."""
         return self.sequence_table.held
 
     @property
@@ -136,7 +142,7 @@ class PlannerState:
 
     @property
     def preemptions_total(self) -> int:
-        """How often a sequence lost its blocks."""
+        """Number of preemptions by recomputation so far."""
         return self.sequence_table.preemptions_total
 
     @property
@@ -152,7 +158,7 @@ class PlannerState:
     # --- events
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply an event; returns commands for the driver.
+        """Apply an event; returns commands, which the driver carries out in order.
 
         Raises:
             ValueError: if the event contradicts the state, such as a sequence resumed at a stage
@@ -166,7 +172,7 @@ class PlannerState:
     def _invalidates(self, event: Event, plan: Plan) -> bool:
         """Whether the suspended `plan` cannot resume after the event.
 
-        A change-over, or the end of one of its sequences, may give its blocks to other sequences.
+        It also needs the blocks of its sequences, which an abort or a change-over may free.
         """
         if isinstance(event, _HARMLESS_EVENTS):
             return False
@@ -180,7 +186,7 @@ class PlannerState:
         block_size, batch = self.config.block_size, self.sequence_table.batch.values()
         prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
-        # Yielding batch work never triggers a drop, so it does not count as demand.
+        # Batch work that yields waits for free blocks: the memory manager makes no room for it.
         yields = self.sequence_table.precedence.batch_yields
         return Load(
             running=self.sequence_table.running_count + len(self.held),
@@ -196,7 +202,7 @@ class PlannerState:
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
-            kv_blocks_batch=self.table.count_only(self.sequence_table.batch),
+            kv_blocks_batch=self.table.count_exclusive(self.sequence_table.batch),
             batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
@@ -208,7 +214,7 @@ class PlannerState:
         )
 
     def check_invariants(self) -> None:
-        """Blocks, phases and queues are consistent; tests call this after every event."""
+        """Blocks, phases and queues are consistent."""
         self.sequence_table.check_invariants()
         self._flight.check_invariants(self.stages)
         for seq in self.running:
@@ -219,15 +225,15 @@ class PlannerState:
     def plan(self, now_s: float) -> Microbatch | None:
         """Launch the next microbatch at `now_s`; None if there is nothing to run."""
         table = self.sequence_table
-        alone = table.ledger.stages == 1
+        alone = table.ledger.stages == 1  # a single worker
         if alone and not (table.running or table.waiting or table.suspended):
             return None
-        # A suspended microbatch has priority over a new one, unless online work needs the time.
+        # Resume a suspended microbatch before planning another, unless online work needs the time.
         plan = None if table.suspended is None else self._resume(table.suspended, now_s)
         if plan is None:
             plan = self._decide(now_s)
-        if plan.made is not None:
-            batch = plan.made
+        if plan.kept_batch is not None:
+            batch = plan.kept_batch
         elif plan:
             batch = plan.batch(self.table)
         elif not alone and table.released and not self.in_flight:
@@ -236,7 +242,7 @@ class PlannerState:
             return None
         preemptible = self._may_be_preempted(plan)
         if preemptible and self.config.preempted_work is PreemptedWork.RESUME:
-            plan.made = batch
+            plan.kept_batch = batch
         self._flight.launch(plan)
         # Releases travel with the microbatch, so that stages free blocks in planning order.
         released = table.take_released()
@@ -250,7 +256,7 @@ class PlannerState:
         return Microbatch(plan.number, batch, released, prefixes)
 
     def _may_be_preempted(self, plan: Plan) -> bool:
-        """Whether `plan` is a batch-only iteration of a single worker that could be suspended."""
+        """Whether `plan` is a batch-only iteration of a single worker that may be suspended."""
         if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
             return False
         return not any(sequence.online for sequence in plan.sequences())
@@ -258,13 +264,13 @@ class PlannerState:
     def _resume(self, plan: Plan, now_s: float) -> Plan | None:
         """Resume the suspended `plan`; None if runnable online work leaves no time for it.
 
-        Discards it if it has waited for too long.
+        Discards it then if it has waited for too long.
         """
         table = self.sequence_table
         if self.online_can_run and not self._has_time_for(plan, now_s):
-            # Worth discarding only if its sequences can join iterations with online work.
+            # Discard it only if its sequences can run beside online work instead.
             joins_others = self._feedback is None or self._feedback.harvest.maximum > 0
-            if joins_others and is_abandoned(plan.ran_s, now_s - plan.suspended_s):
+            if joins_others and should_discard(plan.ran_s, now_s - plan.suspended_s):
                 table.discard_suspended()
             return None
         table.take_suspended()
@@ -290,7 +296,7 @@ class PlannerState:
     def should_preempt(self, batch: Batch, ran_s: float, waiting: Iterable[OnlineRequest]) -> bool:
         """Whether the preemptible `batch` in flight must yield to the `waiting` online requests.
 
-        It has run for `ran_s` since its launch or resumption.
+        The batch has run for `ran_s` since its launch or resumption.
         """
         config, feedback = self.config, self._feedback
         elapsed_s = sum((plan.ran_s for plan in self.in_flight), ran_s)
@@ -298,9 +304,9 @@ class PlannerState:
         return should_preempt(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
 
     def export(self, seq_id: str) -> SequenceState:
-        """State with which another leader continues a sequence. Read-only.
+        """State with which another leader can continue a sequence; changes nothing here.
 
-        Hold the sequence before, and forget it after its adoption.
+        The driver holds the sequence before, and forgets it once the other leader has adopted it.
 
         Raises:
             ValueError: if the sequence is in a microbatch in flight.
@@ -315,7 +321,7 @@ class PlannerState:
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
         commands = self._changes.handle(event)
         if self._feedback is not None:
-            self._feedback.configured(self.stages)
+            self._feedback.set_stages(self.stages)
         self._planner = self._new_planner()
         return commands
 
@@ -334,7 +340,7 @@ class PlannerState:
 
     @property
     def requeue_due_s(self) -> float | None:
-        """`requeue_due` of a worker that plans."""
+        """`requeue_due` of a worker that leads its group."""
         return self.requeue_due()
 
     def requeue_due(self, *, may_start: bool = True) -> float | None:
@@ -347,7 +353,7 @@ class PlannerState:
         return self._requeue.due_s(self.sequences, self._requeue_delays(may_start))
 
     def _requeue_delays(self, may_start: bool) -> RequeueDelays:
-        """How long requests may wait here before they return to the scheduler."""
+        """How long requests may wait here unstarted before they return to the scheduler."""
         table, config = self.sequence_table, self.config
         running_max = config.max_running * self.stages
         # No request can start: another group may have capacity sooner.
@@ -355,11 +361,11 @@ class PlannerState:
             return REQUEUE_SOON
         if not table.precedence.batch_yields:
             return KEEP_QUEUED
-        # Batch work may lack time although blocks are free, for as long as online load lasts.
+        # Under online load, batch requests may find no time although blocks are free.
         return RequeueDelays(batch_s=max(REQUEUE_AFTER_S, config.shelf_max_s))
 
     def _requeue_waiting(self, event: RequeueChecked) -> list[Command]:
-        """Return requests that have waited too long without a start to the scheduler."""
+        """Return requests to the scheduler that have waited here too long without a start."""
         delays = self._requeue_delays(event.may_start)
         due = self._requeue.take(self.sequences, event.now_s, delays)
         for sequence in due:
@@ -368,7 +374,7 @@ class PlannerState:
 
     def _arrive(self, event: RequestArrived) -> list[Command]:
         request = event.request
-        # Arrival times of several gateways may be out of order: keep the order of arrival here.
+        # Arrival times may be out of order here: raise them, so that ages follow the order here.
         arrival_s = max(request.arrival_s, self._newest_s)
         sequence = Sequence(request, self._arrivals + 1, arrival_s)
         if request.request_id in self.sequences:
@@ -380,7 +386,7 @@ class PlannerState:
         self._arrivals += 1
         self._newest_s = arrival_s
         if self._feedback is not None:
-            self._feedback.arrived(sequence, event.now_s)
+            self._feedback.note_arrival(sequence, event.now_s)
         self.sequence_table.add(sequence)
         self._requeue.note(sequence, event.now_s, self.sequences)
         return []
@@ -406,21 +412,21 @@ class PlannerState:
         self.preempted_iterations_total += 1
         return []
 
-    def _next_result(self, number: int | None, now_s: float) -> Plan | None:
-        """Take the plan whose result arrived, and learn from it; None if it was discarded."""
-        plan = self._flight.next_result(number)
+    def _take_result(self, number: int | None, now_s: float) -> Plan | None:
+        """Remove the plan whose result arrived, and count it; None if it was discarded."""
+        plan = self._flight.take_result(number)
         if plan is None:
             return None
         if self.config.prefix_caching:
             self.sequence_table.prefixes.publish(plan.sequences())
         if self._feedback is not None:
-            self._feedback.finished(plan, now_s)
+            self._feedback.note_result(plan, now_s)
         if plan.prefills:
             self.sequence_table.tokens.note_prefills(plan.prefills)
         return plan
 
     def _finish_iteration(self, event: IterationFinished) -> list[Command]:
-        plan = self._next_result(event.number, event.now_s)
+        plan = self._take_result(event.number, event.now_s)
         if plan is None:
             return []
         samplers = plan.decodes
@@ -470,14 +476,14 @@ class PlannerState:
         seq_id = sequence.request.request_id
         if index:
             return new_tuple(EmitToken, (seq_id, index, token_id, reason, logprobs, None, 0))
-        # The first output token carries the facts about the prompt.
+        # The first output token carries prompt logprobs and cache hits of the prompt.
         self.sequence_table.prompt_tokens_total += sequence.prompt_tokens
         self.sequence_table.tokens.note_first_output(sequence)
         first, cached = sequence.prompt_logprobs, sequence.cached_tokens
         return EmitToken(seq_id, index, token_id, reason, logprobs, first, cached)
 
     def _decide(self, now_s: float) -> Plan:
-        """Choose what runs next, and allocate its blocks."""
+        """Choose what the next microbatch runs, and allocate its blocks."""
         flight = self._flight
         assert not flight.plans or self.has_slot, "no microbatch has finished"
         plan = Plan(flight.number + 1, planned_s=now_s)
@@ -485,6 +491,7 @@ class PlannerState:
         return plan
 
 
+# Events that do not free blocks of a suspended microbatch.
 _HARMLESS_EVENTS = (
     RequestArrived,
     IterationFinished,

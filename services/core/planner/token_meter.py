@@ -1,4 +1,4 @@
-"""Counts processed and recomputed tokens of a planner's iterations, by class."""
+"""Counts processed and recomputed tokens of a planner's iterations by class, for load reports."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

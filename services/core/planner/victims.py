@@ -1,7 +1,9 @@
 """Victim policies: which sequence is preempted when a running sequence finds no free block.
 
-A policy receives the running and the held sequences, oldest first, and a function that returns the
-stages without a free block. It returns a sequence that has blocks at each of these stages.
+A *stage* is a worker of a pipeline; all have blocks of each running sequence. A *held* sequence is
+not planned and may be *absent* from stages, without blocks there, while its KV moves. A policy
+receives the running and the held sequences, oldest first, and a function that returns the stages
+without a free block. It returns a sequence that has blocks at each of these stages.
 """
 
 from collections.abc import Callable
@@ -12,8 +14,8 @@ from enum import StrEnum
 from services.core.planner.sequence import Sequence
 from services.core.queue_order import QUEUE_ORDERS, QueueOrder, Scheduling
 
-Victims = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
-"""Takes running sequences (not empty), held sequences, and a function for the full stages."""
+VictimPolicy = Callable[[Row[Sequence], Row[Sequence], Callable[[], frozenset[int]]], Sequence]
+"""Takes running (not empty) and held sequences, and a function that returns the full stages."""
 
 
 class VictimRule(StrEnum):
@@ -26,7 +28,7 @@ class VictimRule(StrEnum):
 def newest(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
-    """The newest sequence, so that the oldest always advances (PagedAttention's `recompute`)."""
+    """The newest sequence, running or held, so that the oldest always advances."""
     last = running[-1]
     if held and held[-1].age > last.age:
         full = full_stages()
@@ -42,7 +44,7 @@ def batch_first(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
     """The newest batch sequence; without batch sequences the newest of all."""
-    # Held batch sequences are exempt: their blocks are moving to another leader.
+    # Held batch sequences are exempt: their KV is moving between workers.
     victim = newest_batch(running)
     return victim if victim is not None else newest(running, held, full_stages)
 
@@ -52,7 +54,7 @@ def most_slack(
 ) -> Sequence:
     """The newest batch sequence; else the sequence with the latest deadline (BROS §5.2).
 
-    Sequences without a target go first, the newest of them before all.
+    Sequences without a target are preempted first, the newest before the others.
     """
     victim = newest_batch(running)
     if victim is not None or len(running) == 1:
@@ -72,10 +74,11 @@ class Precedence:
     """Queue order and victim policy of a scheduling policy."""
 
     queue_order: QueueOrder
-    victims: Victims
-    # Batch sequences yield blocks and slots to online requests.
+    victims: VictimPolicy
+    # Batch sequences are preempted if online requests need their blocks or slots.
     batch_yields: bool
-    # They do so for starts in pipelines, too. Other planners' rounds may contain batch sequences.
+    # An online request that starts may preempt batch sequences in pipelines, too. Only
+    # `SloPipelinePlanner` allows that: the rounds of `PipelinePlanner` may contain these sequences.
     yields_in_pipelines: bool = False
     # The queue order uses arrival times at the gateway instead of at this worker.
     by_gateway_arrival: bool = False

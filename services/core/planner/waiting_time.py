@@ -1,8 +1,8 @@
 """The planner of `scheduling: waiting_time`: the longest wait since the last iteration runs first.
 
-A baseline (BROS §2.2) that ignores classes. An iteration runs at most `max_running` sequences. More
-sequences may hold KV while blocks last, and take turns; when blocks run out, the newest is
-preempted and recomputed later. Merged groups run as with `fcfs`.
+A baseline (BROS §2.2) that ignores service classes. An iteration runs at most `max_running`
+sequences. While blocks last, more sequences may hold KV, and run in turn; when blocks run out, the
+newest is preempted and recomputed later. Pipelines of merged workers are planned as with `fcfs`.
 """
 
 from collections import deque
@@ -28,15 +28,16 @@ class WaitingTimePlanner:
         """Choose what `plan` runs and allocate its blocks; no other iteration is in flight."""
         self._note_end(plan.planned_s)
         table, config = self.sequence_table, self.config
+        # More sequences than `max_running` may hold KV: they run in turn.
         holding = config.max_running + config.max_waiting
         budget, preemptions = config.max_batch_tokens, table.preemptions_total
-        # Sequences with KV and waiting ones compete by the start of their wait.
+        # Merge running and waiting sequences by the time since which they wait.
         queue = deque(sorted(table.running, key=self._since))
         while budget and len(plan.decodes) + len(plan.prefills) < config.max_running:
             started = False
             first = table.waiting[0] if table.waiting else None
             if table.preemptions_total != preemptions:
-                first = None  # blocks are scarce: a started sequence would be preempted again
+                first = None  # blocks are scarce: an admitted sequence would be preempted soon
             if first is not None and (not queue or self._since(first) < self._since(queue[0])):
                 fitting = table.next_to_admit(holding, config.overtaken_max)
                 if fitting is not None:
@@ -45,7 +46,7 @@ class WaitingTimePlanner:
             if not queue:
                 break
             sequence = queue.popleft()
-            if sequence.phase is Phase.RUNNING and (started or self._has_block(sequence)):
+            if sequence.phase is Phase.RUNNING and (started or self._ensure_block(sequence)):
                 tokens = min(sequence.remaining, budget)
                 budget -= tokens
                 if sequence.remaining == 1:
@@ -55,8 +56,8 @@ class WaitingTimePlanner:
         plan.drop_preempted()
         self._ran = tuple(plan.sequences())
 
-    def _has_block(self, sequence: Sequence) -> bool:
-        """Allocate a block if needed; False if the sequence was preempted instead."""
+    def _ensure_block(self, sequence: Sequence) -> bool:
+        """Allocate a block if needed; False if the sequence itself was preempted."""
         if len(sequence.token_ids) > sequence.blocks * self.config.block_size:
             self.sequence_table.grow(sequence)
         return sequence.phase is Phase.RUNNING
@@ -66,7 +67,7 @@ class WaitingTimePlanner:
         return self._ended.get(sequence.seq_id, (sequence.arrival_s, 0))
 
     def _note_end(self, now_s: float) -> None:
-        """Note the end of the previous iteration, at `now_s` at the latest."""
+        """Note the end of the previous iteration; `now_s` is the time of the next plan."""
         for sequence in self._ran:
             self._ended[sequence.seq_id] = now_s, self._since(sequence)[1] + 1
         # Amortised clean-up of ended sequences.

@@ -1,8 +1,10 @@
-"""Chained hashes of KV blocks: prompts with a common prefix have the same hashes for its blocks.
+"""Chained hashes of KV blocks, by which workers and scheduler find common prefixes of prompts.
 
 The hash of a block covers its tokens and the hash of its predecessor, so it identifies the whole
-prefix up to its end. The predecessor of the first block is the *root* hash, which covers all other
-inputs of the KV and the sharing domain: model, data type of the KV, and the salt of the tenant.
+prefix up to its end. The predecessor of the first block is the *root* hash, which covers model and
+data type of the KV, and a *salt*: only prompts with the same salt share cached prefixes. *Thin*
+hashes are a sample for the scheduler: those of every n-th block of a prompt, shortened to 64 bits.
+An *owner* is the holder of an API key.
 """
 
 from collections.abc import Iterator
@@ -13,9 +15,9 @@ from struct import Struct
 from typing import NamedTuple
 
 HASH_BYTES = 16
-"""128 bits: collisions cannot be constructed in practice."""
+"""128 bits: constructing a collision takes about 2**64 hashes."""
 THIN_STRIDE = 8
-"""Interval of thin hashes in blocks; it doubles for long prompts."""
+"""Least interval of thin hashes in blocks; it doubles for long prompts."""
 THIN_MAX = 64
 """Maximum number of thin hashes per prompt."""
 _THIN_BYTES = 8
@@ -34,10 +36,10 @@ def root_hash(model: str, kv_dtype: str, salt: str) -> bytes:
 
 
 def tenant_salt(owner: str, cache_salt: str) -> str:
-    """Salt that isolates the cached prefixes of owners; "" is an owner without a key.
+    """Salt that isolates the cached prefixes of owners; the `owner` "" stands for no API key.
 
-    `cache_salt` comes from the client and subdivides the owner's prompts. No `cache_salt` yields
-    the salt of another owner.
+    `cache_salt` comes from the client and subdivides the owner's prompts. A client cannot choose a
+    `cache_salt` that produces the salt of another owner.
     """
     if not owner and not cache_salt:
         return ""
@@ -53,8 +55,8 @@ def block_hashes(parent: bytes, token_ids: Row[int], block_size: int) -> Iterato
         yield parent
 
 
-def thin(hashes: Row[bytes]) -> ThinHashes:
-    """A sparse sample of short hashes of a prompt, given the hashes of all its full blocks.
+def sample_thin_hashes(hashes: Row[bytes]) -> ThinHashes:
+    """Thin hashes of a prompt, given the hashes of all its full blocks.
 
     The stride doubles until at most `THIN_MAX` hashes remain. Strides are powers of two times
     `THIN_STRIDE`, so prompts of different lengths with a common prefix still share thin hashes.
@@ -67,7 +69,7 @@ def thin(hashes: Row[bytes]) -> ThinHashes:
 
 
 def thin_hash(block_hash: bytes) -> int:
-    """The thin hash of a block, 0 to 2**64 - 1."""
+    """The first 64 bits of a block's hash, as an integer."""
     return int.from_bytes(block_hash[:_THIN_BYTES], "little")
 
 
@@ -86,11 +88,11 @@ def _packing(block_size: int) -> Struct:
 
 
 def prompt_root(cache_salt: str) -> bytes:
-    """Root hash within a worker, whose KV all has the same model and data type."""
+    """Root hash within a worker, which stores KV of a single model and data type only."""
     return root_hash("", "", cache_salt)
 
 
 def prompt_prefix(prompt_ids: Row[int], cache_salt: str, block_size: int) -> ThinHashes:
     """Thin hashes of a prompt; `block_size` must be that of the workers' caches."""
     hashes = tuple(block_hashes(prompt_root(cache_salt), prompt_ids, block_size))
-    return thin(hashes)
+    return sample_thin_hashes(hashes)

@@ -1,11 +1,15 @@
-"""Updates of the prefix cache that a leader sends to its pipeline stages."""
+"""Updates of the prefix cache that the leader of a pipeline sends to its other stages.
+
+All stages cache the same prefixes, each in its own blocks. Block ids differ between stages, so an
+update names a block by its index in the block table of a sequence, or by its hash.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class NamedBlock(NamedTuple):
-    """Register block `place` of a sequence's block table under `block_hash`."""
+    """Register the block at index `place` of a sequence's block table under `block_hash`."""
 
     seq_id: str
     place: int
@@ -23,8 +27,8 @@ class SharedPrefix(NamedTuple):
 class PrefixCacheUpdate:
     """Changes that every stage applies before it runs a microbatch, in the order of the fields.
 
-    `forget`: drop the whole cache first. Blocks that the microbatch releases are released after
-    `named` blocks are registered.
+    `forget`: clear the whole cache first. Blocks of sequences that ended are released after the
+    blocks `named` are registered, so that these stay cached.
     """
 
     forget: bool = False
@@ -38,7 +42,7 @@ NO_PREFIX_UPDATE = PrefixCacheUpdate()
 
 @dataclass(slots=True)
 class PendingPrefixUpdate:
-    """Accumulates the changes since the last microbatch."""
+    """Accumulates, at the leader, the changes since the last microbatch."""
 
     forget: bool = False
     named: list[NamedBlock] = field(default_factory=list)

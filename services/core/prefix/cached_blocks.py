@@ -1,4 +1,4 @@
-"""Index of a worker's blocks that hold the KV of a known prefix, by block hash.
+"""Index of a worker's KV blocks by block hash, for the reuse of cached prefixes.
 
 A block is registered under its hash once its KV is computed, and stays registered until it is
 evicted. A registered block that no request uses is *idle*: it counts as free, and idle blocks are
@@ -12,16 +12,16 @@ from itertools import islice
 
 from services.core.prefix.block_hash import thin_hash
 
-DROPPED_MAX = 256
-"""Maximum number of evicted hashes kept and reported; readers keep believing in older ones."""
+EVICTED_MAX = 256
+"""Maximum number of evicted hashes kept; earlier evictions are never reported."""
 
 
 @dataclass(slots=True)
-class DroppedPrefixes:
+class EvictedPrefixes:
     """The newest thin hashes evicted from a cache, and their number since the start."""
 
     total: int = 0
-    _newest: deque[int] = field(default_factory=lambda: deque(maxlen=DROPPED_MAX))
+    _newest: deque[int] = field(default_factory=lambda: deque(maxlen=EVICTED_MAX))
 
     def note(self, thin_hash: int) -> None:
         """Note the eviction of the block with this thin hash."""
@@ -29,7 +29,7 @@ class DroppedPrefixes:
         self._newest.append(thin_hash)
 
     def since(self, total: int) -> tuple[int, ...]:
-        """The kept hashes evicted after the first `total` ones."""
+        """The kept ones of the hashes evicted after the first `total` evictions."""
         count = min(self.total - total, len(self._newest))
         return tuple(islice(self._newest, len(self._newest) - count, None)) if count else ()
 
@@ -38,12 +38,12 @@ class DroppedPrefixes:
 class CachedBlocks:
     """Hashes of registered blocks, and the idle ones among these blocks.
 
-    `dropped` tracks evictions of blocks registered as `reported`: the scheduler may know their
-    hashes from thin prompt hashes.
+    `evictions` lists those of blocks registered as `reported`: the scheduler may count on these
+    blocks, since their hashes are among the thin hashes of prompts.
     """
 
-    dropped: DroppedPrefixes = field(default_factory=DroppedPrefixes)
-    _reported: set[int] = field(default_factory=set)  # blocks whose eviction is reported
+    evictions: EvictedPrefixes = field(default_factory=EvictedPrefixes)
+    _reported: set[int] = field(default_factory=set)  # blocks whose eviction is listed
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)  # the inverse of `_hash_of`
     _idle: dict[int, None] = field(default_factory=dict)  # LRU order, least recently used first
@@ -104,7 +104,7 @@ class CachedBlocks:
                 self._reported.add(target)
 
     def make_idle(self, block: int) -> bool:
-        """The last user released the block; returns whether it is registered and thus idle now."""
+        """Mark a block without users as idle; False if it is not registered."""
         if block not in self._hash_of:
             return False
         self._idle[block] = None
@@ -129,7 +129,7 @@ class CachedBlocks:
             del self._block_of[block_hash]
             if block in self._reported:
                 self._reported.remove(block)
-                self.dropped.note(thin_hash(block_hash))
+                self.evictions.note(thin_hash(block_hash))
 
     def forget_from(self, limit: int) -> None:
         """Unregister the idle blocks with ids of at least `limit`."""

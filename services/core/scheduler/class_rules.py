@@ -77,7 +77,7 @@ class ClassRules:
     @property
     def enabled(self) -> bool:
         """Whether the scheduling policy uses classes."""
-        return self.scheduling.knows_classes
+        return self.scheduling.uses_classes
 
     @property
     def queue_order(self) -> QueueOrder:

@@ -329,7 +329,7 @@ class GroupTable:
     def suspend(self, lost: LoadLost) -> None:
         """Stop dispatch to a worker whose report stream has ended."""
         # If this process was suspended, streams end although the workers are healthy.
-        if self._pause_detector.awake(lost.now_s):
+        if self._pause_detector.trusts_silence(lost.now_s):
             self._flap_damping.note_departure(lost.worker_id, lost.now_s)
         load = self._of_worker(lost.worker_id, lost.incarnation)
         if load is not None:
@@ -337,10 +337,10 @@ class GroupTable:
 
     def check_liveness(self, now_s: float) -> None:
         """Record silent workers, update which workers flap, and remove expired reservations."""
-        awake = self._pause_detector.tick(now_s)
+        trusts_silence = self._pause_detector.tick(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
-            if awake and load.is_silent(now_s):
+            if trusts_silence and load.is_silent(now_s):
                 self._flap_damping.note_departure(worker_id, now_s)
             flaps = self._flap_damping.is_flapping(worker_id, now_s)
             if flaps is not load.flaps:

@@ -21,7 +21,7 @@ from math import inf
 
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
-from services.core.overtaking import OVERTAKEN_MAX, next_to_start, start
+from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
@@ -379,7 +379,7 @@ class SchedulerState:
             first = next_to_start(queue, pick_group, self.overtaken_max, hold_groups)
             if first is None or picked is None:
                 return commands
-            start(self._queue.in_order(name), first, could_use)
+            count_overtaken(self._queue.in_order(name), first, could_use)
             commands.append(self._assign(first, picked, model, now_s))
 
     def _waiting_online(self, name: str) -> int:

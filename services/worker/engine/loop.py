@@ -272,7 +272,7 @@ class EngineLoop:
         for answer in news.prepared:
             send(self._socket, answer)
         received, self._received = self._received, []
-        dropped = self._member.state.pool.cache.dropped
+        dropped = self._member.state.pool.cache.evictions
         dropped_prefixes = dropped.since(self._dropped_total)
         self._dropped_total = dropped.total
         report = EngineReport(

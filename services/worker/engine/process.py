@@ -158,7 +158,7 @@ def cost_model_of(
     if known is not None:
         return known.model
     planner = config.planner
-    if not planner.scheduling.keeps_deadlines:
+    if not planner.scheduling.deadlines_bound_iterations:
         return None
     log.info(
         "scheduling: %s, and no profile is stored: measuring a rough cost model", planner.scheduling

@@ -24,7 +24,7 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         "max_num_batched_tokens": planner.max_batch_tokens,
         # Never force prefix caching on: vLLM knows which models do not support it.
         "enable_prefix_caching": None if planner.prefix_caching else False,
-        "scheduling_policy": "priority" if planner.scheduling.knows_classes else "fcfs",
+        "scheduling_policy": "priority" if planner.scheduling.uses_classes else "fcfs",
     }
 
 

@@ -104,7 +104,7 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     told = {one.name for one in load_pb2.WorkerLoad.DESCRIPTOR.fields}
     loads, known = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(3, 3, 9, 3, 3, 10)
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
-    loads.next(7, known, 0.0)
+    loads.create_next(7, known, 0.0)
     assert (loads.urgency(7, known), loads.urgency(8, known)) == (
         ReportUrgency.NONE,
         ReportUrgency.MAJOR,
@@ -121,7 +121,7 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     scarce = replace(known, kv_blocks_free=2)
     assert loads.urgency(7, scarce) is ReportUrgency.MAJOR, "one more request may not fit"
     assert loads.urgency(7, replace(known, kv_blocks_free=10)) is ReportUrgency.MAJOR
-    loads.note_dropped([1])
+    loads.note_evicted([1])
     assert loads.urgency(7, known) is ReportUrgency.MINOR
     loads.note_received("a")
     assert loads.urgency(7, known) is ReportUrgency.MAJOR

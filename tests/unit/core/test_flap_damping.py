@@ -50,7 +50,7 @@ def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
         seen.note_departure(f"w{number}", 0.0)
     seen.check_invariants()
     seen.note_departure("last", 2 * WINDOW_S)
-    assert list(seen._leaves) == ["last"]
+    assert list(seen._departures) == ["last"]
 
 
 @pytest.mark.parametrize("seed", range(20))

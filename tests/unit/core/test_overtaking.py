@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.core.overtaking import SCAN_MAX, next_to_start, start
+from services.core.overtaking import SCAN_MAX, count_overtaken, next_to_start
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ def test_the_oldest_that_fits_starts_and_those_before_it_remember() -> None:
     line = [Waiter(9), Waiter(8), Waiter(1), Waiter(1)]
     first = next_to_start(line, lambda one: one.size <= 5, 2)
     assert first is line[2]
-    start(line, first)
+    count_overtaken(line, first)
     assert [one.overtaken for one in line] == [1, 1, 0, 0]
 
 
@@ -55,7 +55,7 @@ def test_nobody_is_overtaken_more_often_and_everybody_starts(seed: int, overtake
             for older in line[:place]:
                 before[older] = before.get(older, 0) + 1
                 overtook += 1
-            start(line, first)
+            count_overtaken(line, first)
             line.remove(first)
             room -= first.size
             started += 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.cost.iteration_tokens import IterationTokens
-from services.core.prefix.cached_blocks import DROPPED_MAX
+from services.core.prefix.cached_blocks import EVICTED_MAX
 from services.core.report import EngineReport, Load, MemoryReport
 from services.core.reporting import (
     RECEIVED_IDS_MAX,
@@ -75,9 +75,17 @@ def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> No
 def test_a_report_told_beside_the_stream_makes_up_for_the_last_of_it() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received("a")
-    told = [loads.out_of_band(7, IDLE), loads.next(7, IDLE, 0.0), loads.out_of_band(7, IDLE)]
+    told = [
+        loads.create_out_of_band(7, IDLE),
+        loads.create_next(7, IDLE, 0.0),
+        loads.create_out_of_band(7, IDLE),
+    ]
     loads.note_received("b")
-    told += [loads.out_of_band(7, IDLE), loads.next(7, IDLE, 1.0), loads.next(8, IDLE, 2.0)]
+    told += [
+        loads.create_out_of_band(7, IDLE),
+        loads.create_next(7, IDLE, 1.0),
+        loads.create_next(8, IDLE, 2.0),
+    ]
     assert [report.received_request_ids for report in told] == [
         *(("a",), ("a",), ("a",)),
         *(("a", "b"), ("a", "b"), ("b",)),
@@ -91,33 +99,37 @@ def test_what_was_received_is_bounded() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received(*map(str, range(RECEIVED_IDS_MAX)))
     loads.note_received("one more")
-    assert len(loads.next(1, IDLE, 0.0).received_request_ids) == RECEIVED_IDS_MAX
+    assert len(loads.create_next(1, IDLE, 0.0).received_request_ids) == RECEIVED_IDS_MAX
 
 
 def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
-    loads.note_dropped((1, 2))
-    assert loads.out_of_band(1, IDLE).dropped_prefixes == (1, 2)
-    assert loads.next(1, IDLE, 0.0).dropped_prefixes == (1, 2)
-    loads.note_dropped((3,))
-    assert loads.next(1, IDLE, 1.0).dropped_prefixes == (1, 2, 3)
-    loads.note_dropped(range(2 * DROPPED_MAX))
-    newest = tuple(range(DROPPED_MAX, 2 * DROPPED_MAX))
-    assert loads.next(1, IDLE, 2.0).dropped_prefixes == newest
-    assert loads.next(1, IDLE, 3.0).dropped_prefixes == newest
-    assert loads.next(1, IDLE, 4.0).dropped_prefixes == ()
+    loads.note_evicted((1, 2))
+    assert loads.create_out_of_band(1, IDLE).dropped_prefixes == (1, 2)
+    assert loads.create_next(1, IDLE, 0.0).dropped_prefixes == (1, 2)
+    loads.note_evicted((3,))
+    assert loads.create_next(1, IDLE, 1.0).dropped_prefixes == (1, 2, 3)
+    loads.note_evicted(range(2 * EVICTED_MAX))
+    newest = tuple(range(EVICTED_MAX, 2 * EVICTED_MAX))
+    assert loads.create_next(1, IDLE, 2.0).dropped_prefixes == newest
+    assert loads.create_next(1, IDLE, 3.0).dropped_prefixes == newest
+    assert loads.create_next(1, IDLE, 4.0).dropped_prefixes == ()
 
 
 def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
-    assert loads.next(1, IDLE, 0.0).dropped_total == 0
-    loads.note_dropped((1, 2))
-    reports = [loads.out_of_band(1, IDLE), loads.next(1, IDLE, 1.0), loads.next(1, IDLE, 2.0)]
+    assert loads.create_next(1, IDLE, 0.0).dropped_total == 0
+    loads.note_evicted((1, 2))
+    reports = [
+        loads.create_out_of_band(1, IDLE),
+        loads.create_next(1, IDLE, 1.0),
+        loads.create_next(1, IDLE, 2.0),
+    ]
     assert [report.dropped_total for report in reports] == [2, 2, 2]
-    loads.note_dropped(iter(range(2 * DROPPED_MAX)))
-    report = loads.next(1, IDLE, 3.0)
-    assert report.dropped_total == 2 + 2 * DROPPED_MAX
-    assert loads.next(1, IDLE, 4.0).dropped_total == report.dropped_total
+    loads.note_evicted(iter(range(2 * EVICTED_MAX)))
+    report = loads.create_next(1, IDLE, 3.0)
+    assert report.dropped_total == 2 + 2 * EVICTED_MAX
+    assert loads.create_next(1, IDLE, 4.0).dropped_total == report.dropped_total
 
 
 def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
@@ -125,7 +137,7 @@ def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
 
     def told(epoch: int, load: Load, now_s: float) -> bool:
         loads.schedule.note_change()
-        return loads.due(epoch, load, now_s) is not None
+        return loads.create_if_due(epoch, load, now_s) is not None
 
     assert told(7, IDLE, 0.0)
     assert not told(7, IDLE, 1.0) and loads.schedule.due_s == 4.0
@@ -133,19 +145,19 @@ def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
     assert told(8, busy, 6.0), "the heartbeat"
     loads.note_received("a")
     assert told(8, busy, 7.0) and not told(8, busy, 7.5)
-    loads.note_dropped([1])
+    loads.note_evicted([1])
     assert told(8, busy, 8.0)
-    loads.forget()
+    loads.force_next()
     assert told(8, busy, 8.5)
 
 
 def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
     loads, busy = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(1, 0, 8, 0)
-    loads.next(7, IDLE, 0.0)
-    loads.out_of_band(7, IDLE)
-    assert loads.due(7, IDLE, 1.0) is None
-    loads.out_of_band(7, busy)
-    assert loads.due(7, IDLE, 2.0) is not None, "the reader may have the other one"
+    loads.create_next(7, IDLE, 0.0)
+    loads.create_out_of_band(7, IDLE)
+    assert loads.create_if_due(7, IDLE, 1.0) is None
+    loads.create_out_of_band(7, busy)
+    assert loads.create_if_due(7, IDLE, 2.0) is not None, "the reader may have the other one"
 
 
 def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.report import InvalidReport
 from services.core.ask import NO_PREFIX, Ask, FailedAssignment, RefusalReason
-from services.core.cost.model import TOKENS, CostModel
+from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.scheduler.state import SchedulerState
@@ -125,7 +125,7 @@ def test_an_ask_arrives_as_the_gateway_made_it(prefix: ThinHashes) -> None:
     assert event == Asked(**told, now_s=2.0, stream_id=4, waited_s=1.5)
 
 
-@pytest.mark.parametrize("ttft", [None, TOKENS])
+@pytest.mark.parametrize("ttft", [None, TOKEN_COSTS])
 def test_a_heartbeat_says_whether_prefixes_are_wanted(ttft: CostModel | None) -> None:
     snapshot = SchedulerState(8, 120.0, ttft=ttft).snapshot(0.0)
     beat = scheduler_message(to_heartbeat(snapshot))

@@ -21,7 +21,7 @@ OWN = {"model_name": "m", "worker": "w0"}
 def engine(**reported: Any) -> Any:
     meter = IterationTokenMeter()
     for tokens in (1, 200):
-        meter.ran(tokens)
+        meter.add(tokens)
     report = EngineReport(
         Load(3, 2, 10, 7, 5, 40, 99, 1, 1, 6, tokens=ClassTokens(300, 30, 900, 90)),
         4,

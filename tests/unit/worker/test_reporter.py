@@ -99,7 +99,7 @@ async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_bef
 
 async def test_dropped_prefixes_are_told_to_the_scheduler() -> None:
     busy = make_reporter()
-    busy.note_dropped((7, 2**64 - 1))
+    busy.note_evicted((7, 2**64 - 1))
     assert list((await anext(busy.load_reports())).load.dropped_prefixes) == [7, 2**64 - 1]
 
 

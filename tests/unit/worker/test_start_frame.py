@@ -8,7 +8,7 @@ from services.core.request import (
     LogprobOptions,
     Sampling,
 )
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from services.worker.start_frame import InvalidStart, to_request
 from tideserve.common.v1 import service_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
@@ -43,7 +43,7 @@ def test_the_models_stop_tokens_come_on_top_of_the_clients() -> None:
 def test_a_gateway_of_the_last_release_asks_for_nothing_else() -> None:
     request = to_request(make_start(), vocab_size=10, max_model_len=10, now_s=0.0)
     assert request.sampling == Sampling(1.0, 1.0, 0, 2**63)
-    assert (request.logprobs, request.service) == (NO_LOGPROBS, NO_PROMISE)
+    assert (request.logprobs, request.service) == (NO_LOGPROBS, DEFAULT_SERVICE)
     assert (request.waited_s, request.traceparent) == (0.0, "")
     assert (request.cache_salt, request.choice) == ("", 0)
 
@@ -106,7 +106,7 @@ def test_a_grammar_keeps_its_form(kind: GrammarKind) -> None:
 def test_a_service_without_targets_promises_nothing() -> None:
     start = make_start(service=service_pb2.Service())
     request = to_request(start, vocab_size=10, max_model_len=10, now_s=0.0)
-    assert request.service == NO_PROMISE
+    assert request.service == DEFAULT_SERVICE
 
 
 NAN, INFINITY = float("nan"), float("inf")

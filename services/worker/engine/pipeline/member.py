@@ -281,7 +281,7 @@ class Member:
             self._restoring.note_transfer(frame.transfer_id, intact=False)
         else:
             if isinstance(frame, Samples):
-                self._serving.meter.finished(frame.number, self._now_s())
+                self._serving.meter.note_result(frame.number, self._now_s())
                 self._health.finished(self._now_s())
             self._payload = received.payload
             self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
@@ -374,7 +374,7 @@ class Member:
         self._connections.enter(members_of(self._plans[new.epoch]).values())
         self._lost = frozenset()
         self._health.enter(self._now_s())
-        self._serving.meter.enter()
+        self._serving.meter.start_configuration()
         self._facts.switch(new)
         self._failpoints.changing("mapped")
         return vocabulary.StageSwitched(memory.num_blocks, bool(memory.departed_layers))

@@ -248,10 +248,10 @@ class Serving:
         vacant_s = 0.0
         if microbatch.batch.chunks:
             started_s = self._now_s()
-            vacant_s = self.meter.launched(microbatch.number, started_s)
+            vacant_s = self.meter.note_launch(microbatch.number, started_s)
             output = self._stage.run_first(microbatch)
             ended_s = self._now_s()
-            self.meter.ran(started_s, ended_s)
+            self.meter.note_run(started_s, ended_s)
             self._compare(microbatch.batch, ended_s - started_s)
             assert output is not None
             payload = hidden_bytes(output)
@@ -268,9 +268,9 @@ class Serving:
         output = self._stage.run_next(frame, payload)
         if frame.chunks:
             ended_s = self._now_s()
-            self.meter.ran(started_s, ended_s, frame.vacant_s)
+            self.meter.note_run(started_s, ended_s, frame.vacant_s)
             ran = ((chunk.start, chunk.tokens) for chunk in frame.chunks)
-            self.iterations.ran(ran, ended_s - started_s, self._stage.share)
+            self.iterations.add(ran, ended_s - started_s, self._stage.share)
         if configuration.is_last:
             assert output.sampled is not None
             samples = Samples(frame.number, output.sampled, output.notes)
@@ -290,12 +290,12 @@ class Serving:
         if microbatch.resumes is None:
             self._compare(microbatch.batch, now_s - started_s)
         else:  # resumed: its time is only a part of the iteration's, so do not compare it
-            self.iteration_tokens.ran(microbatch.batch.tokens)
+            self.iteration_tokens.add(microbatch.batch.tokens)
         assert output.sampled is not None
         return IterationFinished(now_s, output.sampled, microbatch.number, output.notes)
 
     def _compare(self, batch: Batch, measured_s: float) -> None:
         if batch.chunks:
-            self.iteration_tokens.ran(batch.tokens)
+            self.iteration_tokens.add(batch.tokens)
             chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
-            self.iterations.ran(chunks, measured_s, self._stage.share)
+            self.iterations.add(chunks, measured_s, self._stage.share)

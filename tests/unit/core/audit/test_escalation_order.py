@@ -17,7 +17,7 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.victims import PRECEDENCES, Precedence, batch_first, newest
 from services.core.queue_order import QUEUE_ORDERS, Scheduling
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tideserve.sim.replay import replay
 
 BATCH_WORK = Service(ServiceClass.BATCH)
@@ -48,7 +48,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
         if left and rng.random() < 0.5:
             left -= 1
             prompt = tuple(rng.randrange(50) for _ in range(rng.randint(1, 24)))
-            service = BATCH_WORK if rng.random() < 0.5 else NO_PROMISE
+            service = BATCH_WORK if rng.random() < 0.5 else DEFAULT_SERVICE
             limits = Limits(rng.randint(1, 30))
             request = Request(f"r{left}", prompt, Sampling(0.0), limits, now_s, service=service)
             handle(RequestArrived(now_s, request))

@@ -28,16 +28,16 @@ def test_a_pause_with_nothing_to_run_is_no_bubble() -> None:
 def test_stages_measure_a_pause_as_no_bubble() -> None:
     """Two microbatches 99 s apart; each stage has its own clock."""
     leader, follower, ahead_s = BubbleMeter(), BubbleMeter(), 1234.5
-    assert leader.launched(1, 0.0) == 0.0
-    leader.ran(0.0, 1.0)
-    follower.ran(ahead_s + 1.0, ahead_s + 2.0)
-    leader.finished(1, 2.0)
+    assert leader.note_launch(1, 0.0) == 0.0
+    leader.note_run(0.0, 1.0)
+    follower.note_run(ahead_s + 1.0, ahead_s + 2.0)
+    leader.note_result(1, 2.0)
     assert leader.total == StageTime(pipeline_busy_s=1.0, pipeline_bubble_s=1.0)
-    vacant_s = leader.launched(2, 101.0)
+    vacant_s = leader.note_launch(2, 101.0)
     assert vacant_s == 99.0
-    leader.ran(101.0, 104.0)
-    follower.ran(ahead_s + 104.0, ahead_s + 107.0, vacant_s)
-    leader.finished(2, 107.0)
+    leader.note_run(101.0, 104.0)
+    follower.note_run(ahead_s + 104.0, ahead_s + 107.0, vacant_s)
+    leader.note_result(2, 107.0)
     assert leader.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=4.0)
     # It knows nothing of its first wait; 3 s of the other one were the leader's stage.
     assert follower.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=3.0)
@@ -45,11 +45,11 @@ def test_stages_measure_a_pause_as_no_bubble() -> None:
 
 def test_a_configuration_that_begins_forgets_what_was_in_flight() -> None:
     meter = BubbleMeter()
-    meter.launched(1, 0.0)
-    meter.ran(0.0, 1.0)
-    meter.enter()
-    meter.finished(1, 50.0)
-    assert meter.launched(2, 60.0) == 0.0
-    meter.ran(60.0, 61.0)
-    meter.finished(2, 61.5)
+    meter.note_launch(1, 0.0)
+    meter.note_run(0.0, 1.0)
+    meter.start_configuration()
+    meter.note_result(1, 50.0)
+    assert meter.note_launch(2, 60.0) == 0.0
+    meter.note_run(60.0, 61.0)
+    meter.note_result(2, 61.5)
     assert meter.total == StageTime(pipeline_busy_s=2.0, pipeline_bubble_s=0.5)

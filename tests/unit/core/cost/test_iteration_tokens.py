@@ -10,7 +10,7 @@ from services.core.cost.iteration_tokens import (
 def test_iterations_are_counted_by_their_tokens() -> None:
     meter = IterationTokenMeter()
     for tokens in (1, 2, 8, 9, 16384, 16385):
-        meter.ran(tokens)
+        meter.add(tokens)
     total = meter.total
     assert total.tokens == 1 + 2 + 8 + 9 + 16384 + 16385
     assert len(total.counts) == len(UPPER_BOUNDS) + 1

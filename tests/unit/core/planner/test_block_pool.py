@@ -130,7 +130,7 @@ def test_cached_blocks_above_a_limit_go_and_used_ones_move_with_their_names() ->
     pool.release((target,))
     pool.grow(4)
     assert pool.free_count == 4
-    pool.drop_cache()
+    pool.clear_cache()
     assert pool.free_count == 4 and pool.cache.idle_count == 0
     assert pool.allocate(4) == (0, 1, 2, 3)
     pool.check_invariants()
@@ -158,7 +158,7 @@ def test_random_use_with_shared_prefixes_keeps_the_invariants(seed: int) -> None
         if rng.random() < 0.1:
             pool.limit(rng.randint(10, pool.num_blocks))
         if number % 100 == 99:
-            pool.drop_cache()
+            pool.clear_cache()
         pool.check_invariants()
         assert pool.taken_count == len({block for table in tables for block in table})
     for table in tables:

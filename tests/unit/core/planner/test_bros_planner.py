@@ -37,10 +37,10 @@ def test_the_bound_keeps_prompts_out_and_resets_the_slots() -> None:
     clock = _clock(max_running=8)
     clock.begin("tight", promised(tpot_s=0.02), output=60)
     planned = clock.state._planner
-    assert planned.slots.now == 8  # type: ignore[union-attr]
+    assert planned.slots.limit == 8  # type: ignore[union-attr]
     clock.arrive("new", promised(ttft_s=9.0), prompt=200)
     assert clock.run() == {"tight": 1}, "it would be too late with a whole prompt beside it"
-    assert planned.slots.now == 4  # type: ignore[union-attr]
+    assert planned.slots.limit == 4  # type: ignore[union-attr]
 
 
 def test_an_urgent_prompt_goes_before_decodes_that_can_wait() -> None:

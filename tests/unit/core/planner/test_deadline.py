@@ -6,7 +6,7 @@ from itertools import pairwise
 from services.core.planner import configuration_events as changes
 from services.core.planner.events import RequestArrived
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service
+from services.core.service import DEFAULT_SERVICE, Service
 from tests.unit.core.planner.test_slo import Clock, planner, promised
 
 
@@ -31,7 +31,7 @@ def test_a_group_whose_tokens_need_all_of_its_time_is_not_left_out() -> None:
 
 def test_long_answers_without_targets_take_no_turn_of_those_that_have_some() -> None:
     clock = Clock(planner(max_running=200, num_blocks=4000))
-    _crowd(clock, 24, NO_PROMISE)
+    _crowd(clock, 24, DEFAULT_SERVICE)
     clock.arrive("online", promised(ttft_s=0.5, tpot_s=0.025), output=3000)
     while clock.now_s < 14.0:
         clock.run()

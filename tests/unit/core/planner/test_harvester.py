@@ -62,12 +62,12 @@ def one_by_one(
     chosen: list[Sequence] = []
 
     def residual_s(one: Sequence) -> float:
-        return deadline.residual_s(one, NOW_S, iteration_s)
+        return deadline.residual_or_implied_s(one, NOW_S, iteration_s)
 
     for one in sorted(decodes, key=residual_s):
         prefix_tokens = sum(other.computed for other in [*chosen, one])
         in_time = spent.decodes_s(len(chosen) + 1, prefix_tokens) <= limit_s
-        fits = in_time and len(chosen) < harvester.slots.now
+        fits = in_time and len(chosen) < harvester.slots.limit
         if len(chosen) < spent.tokens_left and (
             fits or not chosen or residual_s(one) < iteration_s
         ):
@@ -91,6 +91,8 @@ def test_the_most_urgent_that_fit_and_those_that_cannot_wait_run() -> None:
         found = harvester.most_urgent(decodes, spent, limit_s, NOW_S)
         assert found == one_by_one(decodes, harvester, spent, limit_s, iteration_s), seed
         left_out += len(found) < len(decodes)
-        order = sorted(decodes, key=lambda one: deadline.residual_s(one, NOW_S, iteration_s))
+        order = sorted(
+            decodes, key=lambda one: deadline.residual_or_implied_s(one, NOW_S, iteration_s)
+        )
         skipped += found != [one for one in decodes if one in order[: len(found)]]
     assert left_out > SEEDS / 2 and skipped > 3, "the cases are not those that this is for"

@@ -2,7 +2,7 @@
 
 from services.core.cost.model import CostModel
 from services.core.planner.infeasible_targets import REPORTED_MAX, InfeasibleTargets
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 
 MODEL = CostModel(alpha=0.0, beta=1e-3, gamma=0.011, lam=0.01)
 """A lone decode takes 12 ms."""
@@ -25,7 +25,7 @@ def test_each_class_and_value_is_told_once_with_both_numbers() -> None:
 
 def test_what_can_be_kept_is_not_told() -> None:
     targets = InfeasibleTargets(MODEL)
-    assert targets.unreported(NO_PROMISE) == []
+    assert targets.unreported(DEFAULT_SERVICE) == []
     assert targets.unreported(promise(0.012, 0.012)) == []
     assert InfeasibleTargets().unreported(promise(0.001, 0.001)) == []
 

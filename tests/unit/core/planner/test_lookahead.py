@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from services.core.cost.model import TOKENS, Coefficients, CostModel
+from services.core.cost.model import TOKEN_COSTS, Coefficients, CostModel
 from services.core.planner.lookahead import (
     Piece,
     batch_cost,
@@ -80,7 +80,7 @@ def test_close_to_the_best_round(name: str) -> None:
 def test_everything_runs_once_in_order_within_bounds(seed: int) -> None:
     rng = random.Random(seed)
     pieces = random_pieces(rng, rng.randint(0, 12), 300)
-    model = rng.choice([*MODELS.values(), TOKENS, A100, CostModel(0.0, 0.0, 0.0, 0.0)])
+    model = rng.choice([*MODELS.values(), TOKEN_COSTS, A100, CostModel(0.0, 0.0, 0.0, 0.0)])
     stages, tokens_max = rng.randint(2, 4), rng.choice([1, 20, 100, 5000])
     tokens_min = rng.choice([1, 16, 128])
     formed = form_round(pieces, stages, model, tokens_min, tokens_max)
@@ -92,7 +92,7 @@ def test_everything_runs_once_in_order_within_bounds(seed: int) -> None:
             assert piece.prefix == seen[piece.key] and piece.tokens > 0
             seen[piece.key] += piece.tokens
     assert seen == {piece.key: piece.prefix + piece.tokens for piece in pieces}
-    if model is TOKENS and sum(piece.tokens for piece in pieces) > stages * tokens_min:
+    if model is TOKEN_COSTS and sum(piece.tokens for piece in pieces) > stages * tokens_min:
         assert len(formed) >= stages, "a pipeline wants something in every stage"
 
 
@@ -121,11 +121,11 @@ def test_a_part_is_full_or_costs_as_much_as_the_largest() -> None:
 
 def test_few_tokens_stay_together_and_many_parts_are_no_end_in_themselves() -> None:
     pieces = [Piece("a", 0, 40), Piece("b", 0, 60)]
-    assert form_round(pieces, 2, TOKENS, tokens_min=100, tokens_max=4096) == [pieces]
-    assert len(form_round(pieces, 2, TOKENS, tokens_min=99, tokens_max=4096)) == 2
-    assert len(form_round(pieces, 2, TOKENS, tokens_min=1, tokens_max=4096)) > 16
+    assert form_round(pieces, 2, TOKEN_COSTS, tokens_min=100, tokens_max=4096) == [pieces]
+    assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=99, tokens_max=4096)) == 2
+    assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=1, tokens_max=4096)) > 16
     assert len(form_round(pieces, 2, LAUNCH_BOUND, tokens_min=1, tokens_max=4096)) == 4
-    assert form_round([], 2, TOKENS, 1, 1) == []
+    assert form_round([], 2, TOKEN_COSTS, 1, 1) == []
 
 
 def test_a_round_in_lockstep() -> None:

@@ -55,12 +55,12 @@ def test_a_request_that_is_promised_nothing_keeps_its_turn() -> None:
 
 def test_slots_double_until_a_deadline_binds_and_fall_back_to_their_base() -> None:
     slots = AdaptiveSlots(100)
-    assert slots.now == 50
+    assert slots.limit == 50
     slots.observe(bound=False)
-    assert slots.now == 100, "no more than may run"
+    assert slots.limit == 100, "no more than may run"
     slots.observe(bound=True)
-    assert slots.now == slots.base == 50
-    assert AdaptiveSlots(1).now == 1
+    assert slots.limit == slots.base == 50
+    assert AdaptiveSlots(1).limit == 1
     assert slots.left(Plan(1)) == 50
 
 

@@ -43,7 +43,7 @@ from services.core.planner.state import PlannerState
 from services.core.prefix.cache_update import NO_PREFIX_UPDATE
 from services.core.queue_order import Scheduling
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.support.microbatches import block_counts
 from tests.support.told_sampler import ToldSampler, row_of, rows_of
 
@@ -54,7 +54,7 @@ STOP = 0
 SAMPLINGS = (Sampling(), Sampling(repetition_penalty=1.1), Sampling(presence_penalty=1.0))
 LOGPROBS = (NO_LOGPROBS, LogprobOptions(1, 2), LogprobOptions(None, 0), NO_LOGPROBS)
 SERVICES = (
-    *(NO_PROMISE, Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, 20.0, 8.0)),
+    *(DEFAULT_SERVICE, Service(ServiceClass.BATCH), Service(ServiceClass.INTERACTIVE, 20.0, 8.0)),
     *(Service(ServiceClass.BATCH), Service(ServiceClass.STANDARD, None, 4.0, 3)),
 )
 MODEL = CostModel(0.01, 1.0, 1.5, 1.0, Coefficients(0.02, 0.5, 1.0), 0.01)
@@ -225,7 +225,7 @@ class Group:
         for index in range(stages - 1):
             if kept and index < len(old):
                 stage, was = old[index], index + 1
-                stage.table.pool.drop_cache()  # as its own planner does
+                stage.table.pool.clear_cache()  # as its own planner does
             else:
                 stage, was = new_stage(blocks[index]), None
                 name = f"foreign-{self.world.next_number()}"
@@ -377,7 +377,7 @@ class World:
             **changes,
         )
         self.now_s = 0.0
-        self.services = SERVICES if config.scheduling is Scheduling.SLO else (NO_PROMISE,)
+        self.services = SERVICES if config.scheduling is Scheduling.SLO else (DEFAULT_SERVICE,)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.aborted: set[str] = set()

@@ -18,7 +18,7 @@ from services.core.planner.sequence import Phase, SequenceState
 from services.core.planner.state import PlannerState
 from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 
 BATCH = Service(ServiceClass.BATCH)
 INTERACTIVE = Service(ServiceClass.INTERACTIVE)
@@ -75,11 +75,11 @@ def test_requests_wait_by_arrival_or_by_class_and_rank(
 ) -> None:
     state = planner(64, 1, scheduling)
     arrive(state, "b1", BATCH)
-    arrive(state, "s2", NO_PROMISE)
+    arrive(state, "s2", DEFAULT_SERVICE)
     arrive(state, "i3", INTERACTIVE)
     arrive(state, "b4", BATCH)
     arrive(state, "i5", Service(ServiceClass.INTERACTIVE, rank=-1))
-    arrive(state, "s6", NO_PROMISE)
+    arrive(state, "s6", DEFAULT_SERVICE)
     assert names(state) == order
     assert run(state) == order[:1]
 
@@ -92,7 +92,7 @@ def test_batch_gives_its_blocks_before_a_newer_online_sequence(
 ) -> None:
     state = planner(5, 4, scheduling)
     arrive(state, "batch", BATCH, prompt=7)
-    arrive(state, "online", NO_PROMISE, prompt=7)
+    arrive(state, "online", DEFAULT_SERVICE, prompt=7)
     while not state.preemptions_total:
         run(state)
     (waiting,) = state.waiting
@@ -116,7 +116,7 @@ def test_an_online_request_takes_the_place_of_a_batch_sequence() -> None:
     run(state)
     arrive(state, "online", INTERACTIVE)
     assert run(state) == ["b1", "online"]
-    arrive(state, "standard", NO_PROMISE)
+    arrive(state, "standard", DEFAULT_SERVICE)
     assert run(state) == ["online", "standard"]
     arrive(state, "late", INTERACTIVE)
     assert run(state) == ["online", "standard"], "online sequences yield nothing to one another"
@@ -171,7 +171,7 @@ def test_batch_that_yields_is_no_demand() -> None:
 def test_batch_makes_room_for_a_restore_and_moves_to_no_other_group() -> None:
     state = planner(10, 8)
     arrive(state, "b1", BATCH, prompt=8)
-    arrive(state, "online", NO_PROMISE, prompt=8)
+    arrive(state, "online", DEFAULT_SERVICE, prompt=8)
     arrive(state, "b2", BATCH, prompt=8)
     run(state)
     state.handle(BatchYielded(0, 5))
@@ -187,7 +187,7 @@ def test_batch_makes_room_for_a_restore_and_moves_to_no_other_group() -> None:
 def test_no_online_sequence_loses_blocks_while_a_batch_sequence_has_some(seed: int) -> None:
     rng = random.Random(seed)
     state = planner(rng.choice((8, 14, 30)), rng.choice((2, 5)), prefix_caching=rng.random() < 0.5)
-    services = (BATCH, NO_PROMISE, INTERACTIVE)
+    services = (BATCH, DEFAULT_SERVICE, INTERACTIVE)
     number = 0
     for _ in range(120):
         if len(state.sequences) < 12 and rng.random() < 0.5:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from services.core.queue_order import Scheduling
-from services.core.service import NO_PROMISE
+from services.core.service import DEFAULT_SERVICE
 from tests.unit.core.planner.test_slo import BATCH, Clock, planner, run_to_the_end
 
 
@@ -17,7 +17,7 @@ def test_decodes_wait_while_prompts_run() -> None:
     clock = _clock(max_batch_tokens=100)
     clock.begin("old", BATCH, output=9)
     for name in ("a", "b", "c"):
-        clock.arrive(name, NO_PROMISE, prompt=45, output=3)
+        clock.arrive(name, DEFAULT_SERVICE, prompt=45, output=3)
     assert clock.run() == {"a": 45, "b": 45}, "the third one is not cut to fit"
     assert clock.run() == {"c": 45}
     assert clock.run() == {"old": 1, "a": 1, "b": 1, "c": 1}
@@ -27,15 +27,15 @@ def test_decodes_wait_while_prompts_run() -> None:
 def test_first_come_first_served_whatever_the_class() -> None:
     clock = _clock(max_running=1)
     clock.arrive("batch", BATCH, output=3)
-    clock.arrive("online", NO_PROMISE, output=3)
+    clock.arrive("online", DEFAULT_SERVICE, output=3)
     assert [next(iter(clock.run())) for _ in range(6)] == ["batch"] * 3 + ["online"] * 3
 
 
 def test_a_prompt_longer_than_an_iteration_runs_in_pieces_without_decodes() -> None:
     clock = _clock(max_batch_tokens=64)
-    clock.begin("old", NO_PROMISE, output=9)
-    clock.arrive("long", NO_PROMISE, prompt=150, output=3)
-    clock.arrive("short", NO_PROMISE, prompt=40, output=3)
+    clock.begin("old", DEFAULT_SERVICE, output=9)
+    clock.arrive("long", DEFAULT_SERVICE, prompt=150, output=3)
+    clock.arrive("short", DEFAULT_SERVICE, prompt=40, output=3)
     ran = [clock.run() for _ in range(4)]
     assert ran[:3] == [{"long": 64}, {"long": 64}, {"long": 22, "short": 40}]
     assert ran[3] == {"old": 1, "long": 1, "short": 1}
@@ -43,8 +43,8 @@ def test_a_prompt_longer_than_an_iteration_runs_in_pieces_without_decodes() -> N
 
 def test_one_that_lost_its_blocks_is_a_prompt_again() -> None:
     clock = _clock(num_blocks=8)
-    clock.arrive("first", NO_PROMISE, prompt=12, output=20)
-    clock.begin("second", NO_PROMISE, prompt=12, output=20)
+    clock.arrive("first", DEFAULT_SERVICE, prompt=12, output=20)
+    clock.begin("second", DEFAULT_SERVICE, prompt=12, output=20)
     while clock.state.preemptions_total == 0:
         ran = clock.run()
     assert ran == {"first": 1}

@@ -23,7 +23,7 @@ class Engine(AnsweringSequences):
 
 
 def told(names: AnsweringSequences, *commands: Command) -> list[Command]:
-    return [command for command in commands if names.keeps(command)]
+    return [command for command in commands if names.filter_command(command)]
 
 
 @pytest.mark.parametrize("request_id", ["r", "a#b", "#", "r#w0.1"])

@@ -18,7 +18,7 @@ from services.core.planner.state import PlannerState
 from services.core.planner.victims import VictimRule
 from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 
 BATCH = Service(ServiceClass.BATCH)
 MODEL = CostModel(alpha=1e-7, beta=1e-4, gamma=0.011, lam=0.01)
@@ -102,7 +102,7 @@ class Clock:
         budget = feedback.budget
         scale = min(budget.decode_scale, budget.mixed_scale)
         for one in plan.decodes:
-            remaining_s = deadline.slack_s(one, self.now_s, budget.iteration_s)
+            remaining_s = deadline.residual_s(one, self.now_s, budget.iteration_s)
             late = remaining_s < budget.decode_scale * model.chunk_s(one.computed, 1)
             if one.request.service.online and not late:
                 assert plan.predicted_s <= budget.margin * remaining_s / scale * (1 + 1e-9)
@@ -124,7 +124,7 @@ def test_a_deadline_bounds_what_batch_work_adds() -> None:
 def test_a_target_that_iterations_exceed_still_bounds_them() -> None:
     clock = Clock(planner(harvest=1.0, num_blocks=4000))
     clock.arrive("online", promised(tpot_s=0.02, group=4), output=200)
-    clock.arrive("prompt", NO_PROMISE, prompt=1400, output=1)
+    clock.arrive("prompt", DEFAULT_SERVICE, prompt=1400, output=1)
     while "prompt" not in clock.tokens:
         clock.run()
     mean_s = clock.state._feedback.budget.iteration_s  # type: ignore[union-attr]
@@ -160,10 +160,10 @@ def test_online_prompts_do_not_lose_by_the_bound() -> None:
 
 def test_the_prompt_that_is_due_first_starts_first() -> None:
     clock = Clock(planner(max_running=1))
-    clock.begin("runs", NO_PROMISE, output=3)
+    clock.begin("runs", DEFAULT_SERVICE, output=3)
     for name, service in (
         ("batch", BATCH),
-        ("untargeted", NO_PROMISE),
+        ("untargeted", DEFAULT_SERVICE),
         ("later", promised(ttft_s=5.0)),
         ("sooner", promised(ttft_s=1.0)),
     ):

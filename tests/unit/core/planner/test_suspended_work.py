@@ -21,7 +21,7 @@ from services.core.planner.preemption import SUSPENDED_WAIT_FACTOR, Preempt, Pre
 from services.core.planner.state import PlannerState
 from services.core.queue_order import Scheduling
 from services.core.request import Request
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.unit.core.planner.test_preemption import LayeredModel
 from tests.unit.core.planner.test_state import expected, make_request, make_state
 
@@ -296,7 +296,7 @@ def _arrive(device: Device) -> None:
         device.arrive(BATCH, rng.randint(1, 40), rng.randint(1, 20))
         return
     target = rng.choice((None, 0.013, 0.03, 0.2))
-    service = rng.choice((NO_PROMISE, online(rng.choice((None, 0.1)), target)))
+    service = rng.choice((DEFAULT_SERVICE, online(rng.choice((None, 0.1)), target)))
     device.arrive(service, rng.randint(1, 30), rng.randint(1, 20))
 
 

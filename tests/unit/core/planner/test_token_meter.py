@@ -20,7 +20,7 @@ from services.core.planner.fast_forward import (
 from services.core.planner.state import PlannerState
 from services.core.report import ClassTokens
 from services.core.request import Request
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.unit.core.planner.test_state import FakeModel, make_request, make_state
 
 BATCH = Service(ServiceClass.BATCH)
@@ -69,7 +69,7 @@ def mixed_requests(rng: random.Random, count: int, longest: int) -> list[Request
         made = make_request(f"r{number}", rng.randint(1, longest), rng.randint(1, longest), rng)
         begin = rng.choice(requests).prompt_ids[: longest // 2] if requests else ()
         prompt = (*begin, *made.prompt_ids) if rng.random() < 0.5 else made.prompt_ids
-        service = rng.choice([NO_PROMISE, BATCH])
+        service = rng.choice([DEFAULT_SERVICE, BATCH])
         requests.append(replace(made, prompt_ids=prompt[:longest], service=service))
     return requests
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from services.core.queue_order import Scheduling
-from services.core.service import NO_PROMISE
+from services.core.service import DEFAULT_SERVICE
 from tests.unit.core.planner.test_slo import BATCH, Clock, planner, run_to_the_end
 
 
@@ -16,7 +16,7 @@ def _clock(**changes: object) -> Clock:
 def test_requests_take_turns_and_keep_their_kv() -> None:
     clock = _clock(max_running=2)
     for name in ("a", "b", "c"):
-        clock.arrive(name, NO_PROMISE, output=9)
+        clock.arrive(name, DEFAULT_SERVICE, output=9)
     ran = [set(clock.run()) for _ in range(7)]
     assert ran[0] == {"a", "b"}
     assert all(len(one) == 2 for one in ran)
@@ -27,7 +27,7 @@ def test_requests_take_turns_and_keep_their_kv() -> None:
 
 def test_one_that_arrives_goes_before_those_that_ran_just_now() -> None:
     clock = _clock(max_running=1)
-    clock.begin("old", NO_PROMISE, output=9)
+    clock.begin("old", DEFAULT_SERVICE, output=9)
     clock.arrive("new", BATCH, output=9)
     clock.now_s += 1e-3
     assert [*clock.run(), *clock.run(), *clock.run()] == ["new", "old", "new"]

@@ -6,8 +6,8 @@ from services.core.prefix.block_hash import (
     THIN_STRIDE,
     block_hashes,
     root_hash,
+    sample_thin_hashes,
     tenant_salt,
-    thin,
     thin_hash,
 )
 
@@ -63,15 +63,15 @@ def test_an_owner_has_a_salt_that_no_other_and_no_anonymous_client_has() -> None
 
 def test_thin_hashes_are_of_every_eighth_block() -> None:
     hashes = _hashes(list(range(4 * 21)))
-    thinned = thin(hashes)
+    thinned = sample_thin_hashes(hashes)
     assert thinned.stride == THIN_STRIDE
     assert thinned.hashes == (thin_hash(hashes[7]), thin_hash(hashes[15]))
-    assert thin(hashes[:7]).hashes == ()
+    assert sample_thin_hashes(hashes[:7]).hashes == ()
 
 
 def test_long_prompts_have_a_bounded_number_of_thin_hashes_and_share_them_with_short_ones() -> None:
     hashes = _hashes(list(range(4 * 8 * THIN_MAX * 5)))
-    long, short = thin(hashes), thin(hashes[: 8 * THIN_MAX])
+    long, short = sample_thin_hashes(hashes), sample_thin_hashes(hashes[: 8 * THIN_MAX])
     assert len(short.hashes) == THIN_MAX
     assert THIN_MAX // 2 < len(long.hashes) <= THIN_MAX
     assert long.stride % short.stride == 0

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.queue_order import UNTARGETED_S, Scheduling
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
 from services.core.scheduler.state import SchedulerState
@@ -22,7 +22,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.support.reports import load_reported
 from tests.unit.core.scheduler.test_state import ask, group
 
@@ -49,7 +49,7 @@ def random_events(seed: int, services: bool) -> list[Event]:
             now_s=now_s,
             stream_id=rng.randrange(2),
             prompt_tokens=prompt_tokens,
-            service=service if services else NO_PROMISE,
+            service=service if services else DEFAULT_SERVICE,
             resumed=rng.random() < 0.1,
         )
         free, running = rng.randrange(BLOCKS), rng.randrange(6)
@@ -74,7 +74,7 @@ def decide(rules: ClassRules, events: list[Event], **settings: object) -> list[l
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"ttft": TOKENS}, {"overtaken_max": 0}])
+@pytest.mark.parametrize("settings", [{}, {"ttft": TOKEN_COSTS}, {"overtaken_max": 0}])
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PREFILL_FIRST])
 @pytest.mark.parametrize("seed", range(8))
 def test_under_fcfs_a_class_decides_nothing(

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from services.core.ask import RefusalReason
-from services.core.cost.model import TOKENS
+from services.core.cost.model import TOKEN_COSTS
 from services.core.demand import ModelDemand
 from services.core.queue_order import Scheduling, by_deadline
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
@@ -22,7 +22,7 @@ from services.core.scheduler.vocabulary import (
     ShortfallsReported,
     Ticked,
 )
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.unit.core.scheduler.test_state import Scheduler, assigned, refusal
 
 BATCH = Service(ServiceClass.BATCH)
@@ -178,7 +178,7 @@ def test_batch_work_goes_to_the_group_with_the_fewest_online_sequences() -> None
     assert groups(scheduler.ask("b", service=BATCH)) == ["w1"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"score": least_loaded}, {"ttft": TOKENS}])
+@pytest.mark.parametrize("settings", [{}, {"score": least_loaded}, {"ttft": TOKEN_COSTS}])
 def test_online_load_decides_before_batch_load_for_online_requests(
     settings: dict[str, Any],
 ) -> None:
@@ -232,7 +232,7 @@ def test_a_full_queue_refuses_batch_then_standard_and_the_newest_first() -> None
     assert scheduler.state.snapshot(9.0).queued == 3
 
 
-def of(tenant: str, service: Service = NO_PROMISE) -> Service:
+def of(tenant: str, service: Service = DEFAULT_SERVICE) -> Service:
     return replace(service, tenant=tenant)
 
 

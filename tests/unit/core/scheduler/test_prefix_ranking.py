@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.core.cost.model import TOKENS, CostModel
+from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.prefix.block_hash import THIN_MAX, ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.reporting import LoadReporting, ReportSchedule
@@ -36,7 +36,7 @@ HASHED = STRIDE * 16
 class Dispatch:
     """Groups w0, w1, … of 1,000 blocks and a scheduler that looks at what they have cached."""
 
-    def __init__(self, groups: int, cost: CostModel = TOKENS) -> None:
+    def __init__(self, groups: int, cost: CostModel = TOKEN_COSTS) -> None:
         self.state = SchedulerState(10_000, 1000.0, ttft=cost)
         self.now_s = 0.0
         self._numbers = itertools.count(1)
@@ -195,7 +195,7 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
     dispatch, idle = Dispatch(1), Load(0, 0, 1000, 0)
     loads = LoadReporting("w0", "w0-a", ReportSchedule(0.005, 0.5))
     for _ in range(50):  # newer than what Dispatch reports
-        loads.next(1, idle, 0.0)
+        loads.create_next(1, idle, 0.0)
 
     def hit_tokens(report: LoadReport, passed_on: bool = False) -> int:
         dispatch(LoadReported(0.0, report, passed_on))
@@ -204,17 +204,21 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
         return dispatch.state.snapshot(0.0).cached_tokens_total - before
 
     dispatch.ask(chat(1, 3))
-    loads.note_dropped(chat(1, 3)[1:])
-    late = loads.out_of_band(1, idle)
-    dropped = loads.next(1, idle, 0.0)
+    loads.note_evicted(chat(1, 3)[1:])
+    late = loads.create_out_of_band(1, idle)
+    dropped = loads.create_next(1, idle, 0.0)
     assert hit_tokens(dropped) == HASHED
-    beside = loads.out_of_band(1, idle)
+    beside = loads.create_out_of_band(1, idle)
     assert beside.dropped_prefixes == dropped.dropped_prefixes
-    for report, passed_on in ((beside, True), (late, True), (loads.next(1, idle, 0.0), False)):
+    for report, passed_on in (
+        (beside, True),
+        (late, True),
+        (loads.create_next(1, idle, 0.0), False),
+    ):
         assert hit_tokens(report, passed_on) == 3 * HASHED
-    loads.note_dropped(chat(1, 3)[2:])
-    assert hit_tokens(loads.out_of_band(1, idle), passed_on=True) == 2 * HASHED
-    assert hit_tokens(loads.next(1, idle, 0.0)) == 3 * HASHED
+    loads.note_evicted(chat(1, 3)[2:])
+    assert hit_tokens(loads.create_out_of_band(1, idle), passed_on=True) == 2 * HASHED
+    assert hit_tokens(loads.create_next(1, idle, 0.0)) == 3 * HASHED
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["a new group", "reports that ended"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.core.ask import FailedAssignment, RefusalReason
-from services.core.cost.model import TOKENS, CostModel
+from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.queue_order import Scheduling
 from services.core.scheduler.assignments import REMEMBERED_MAX
@@ -1126,7 +1126,7 @@ def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Schedule
 # --- workers that a gateway cannot reach
 
 
-@pytest.mark.parametrize("ttft", [None, TOKENS])
+@pytest.mark.parametrize("ttft", [None, TOKEN_COSTS])
 def test_a_worker_that_the_gateway_cannot_reach_is_avoided_for_a_while(
     ttft: CostModel | None,
 ) -> None:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from services.core.cost.model import TOKENS, CostModel
+from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.prefix.block_hash import ThinHashes
 from services.core.request import admission_blocks
 from services.core.scheduler.group_load import GROWTH_BLOCKS, REPORT_FRESH_S
@@ -314,7 +314,7 @@ class World:
 @pytest.mark.parametrize("seed", range(150))
 def test_every_ask_ends_exactly_once(seed: int) -> None:
     overtaken_max = (0, 1, 8)[seed % 3]
-    world = World(seed, overtaken_max, (None, TOKENS)[seed % 2])
+    world = World(seed, overtaken_max, (None, TOKEN_COSTS)[seed % 2])
     for _ in range(400):
         world.step()
     world.now_s += DEADLINE_S
@@ -326,9 +326,9 @@ def test_every_ask_ends_exactly_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_replay_by_what_is_cached_decides_the_same_again(seed: int) -> None:
-    world = World(seed, 8, TOKENS)
+    world = World(seed, 8, TOKEN_COSTS)
     for _ in range(400):
         world.step()
-    again = SchedulerState(QUEUE_LIMIT, DEADLINE_S, overtaken_max=8, ttft=TOKENS)
+    again = SchedulerState(QUEUE_LIMIT, DEADLINE_S, overtaken_max=8, ttft=TOKEN_COSTS)
     assert [again.handle(event) for event, _ in world.log] == [made for _, made in world.log]
     assert again.snapshot(world.now_s) == world.state.snapshot(world.now_s)

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.core.request import FinishReason, Limits, Request, Sampling
-from services.core.service import NO_PROMISE, Service, ServiceClass
+from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import ChoiceRecord, WorkerSegment
 from services.gateway.serving.prepared import PreparedChoice
@@ -38,7 +38,7 @@ class World:
         return samples(self.metrics.render().decode())
 
     def run(
-        self, ending: BaseException | None, *bursts: int, service: Service = NO_PROMISE
+        self, ending: BaseException | None, *bursts: int, service: Service = DEFAULT_SERVICE
     ) -> None:
         """One choice: bursts of tokens a second apart, and then its end."""
         now_s = 100.0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.core.logprobs import LogprobRows, joined, newest
+from services.core.logprobs import LogprobRows, joined, newest_rows
 from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling, TokenLogprobs
 from services.worker.engine.sampling.grammar import Grammars
@@ -97,6 +97,6 @@ def test_rows_are_cut_and_joined() -> None:
     assert rows.rows(-2).unpacked() == rows.unpacked()[-2:]
     assert len(rows.rows(20)) == len(rows.rows(5, 3)) == len(LogprobRows(3)) == 0
     row_bytes = 2 * 4 * (1 + 3)
-    assert newest([rows, rows], 10 * row_bytes) == joined([rows.rows(8), rows])
-    assert newest([rows], 100 * row_bytes) == rows
-    assert newest([], 100) is None
+    assert newest_rows([rows, rows], 10 * row_bytes) == joined([rows.rows(8), rows])
+    assert newest_rows([rows], 100 * row_bytes) == rows
+    assert newest_rows([], 100) is None

@@ -2,11 +2,11 @@
 
 from services.core.planner.block_pool import BlockPool
 from services.core.prefix.block_hash import thin_hash
-from services.core.prefix.cached_blocks import DROPPED_MAX, DroppedPrefixes
+from services.core.prefix.cached_blocks import EVICTED_MAX, EvictedPrefixes
 
 
 def test_a_reader_gets_what_is_new_to_it() -> None:
-    dropped = DroppedPrefixes()
+    dropped = EvictedPrefixes()
     assert dropped.since(0) == ()
     for one in (5, 6, 7):
         dropped.note(one)
@@ -16,10 +16,10 @@ def test_a_reader_gets_what_is_new_to_it() -> None:
 
 
 def test_of_many_the_newest_are_remembered() -> None:
-    dropped = DroppedPrefixes()
-    for one in range(3 * DROPPED_MAX):
+    dropped = EvictedPrefixes()
+    for one in range(3 * EVICTED_MAX):
         dropped.note(one)
-    assert dropped.since(0) == tuple(range(2 * DROPPED_MAX, 3 * DROPPED_MAX))
+    assert dropped.since(0) == tuple(range(2 * EVICTED_MAX, 3 * EVICTED_MAX))
 
 
 def name_of(number: int) -> bytes:
@@ -35,7 +35,7 @@ def test_only_blocks_that_a_scheduler_may_know_are_told() -> None:
     pool.check_invariants()
     pool.allocate(3)
     pool.check_invariants()
-    assert pool.cache.dropped.since(0) == (thin_hash(name_of(0)), thin_hash(name_of(2)))
+    assert pool.cache.evictions.since(0) == (thin_hash(name_of(0)), thin_hash(name_of(2)))
 
 
 def test_a_block_that_moves_is_told_when_it_is_dropped() -> None:
@@ -44,8 +44,8 @@ def test_a_block_that_moves_is_told_when_it_is_dropped() -> None:
     pool.cache.register(block, name_of(9), reported=True)
     pool.move(block)
     pool.check_invariants()
-    assert pool.cache.dropped.total == 0
+    assert pool.cache.evictions.total == 0
     pool.limit(0)
     pool.release(tuple(pool.users))
     pool.check_invariants()
-    assert pool.cache.dropped.since(0) == (thin_hash(name_of(9)),)
+    assert pool.cache.evictions.since(0) == (thin_hash(name_of(9)),)
