@@ -1,4 +1,8 @@
-"""Assembles an engine process: model runner, planner, network lanes and main loop."""
+"""Assembles an engine process: model runner, planner, network lanes and main loop.
+
+Terms: the servicer is the worker's gRPC process, which starts the engine. A lane carries frames
+between engines. A pacer slows iterations down to the times of another device.
+"""
 
 import argparse
 import logging
@@ -53,7 +57,10 @@ log = logging.getLogger(__name__)
 
 
 def build_engine() -> EngineLoop:
-    """Load the model and report it to the servicer; returns the loop to run, or exits."""
+    """Load the model and report its sizes to the servicer; returns the main loop.
+
+    If the engine cannot start, reports the reason to the servicer and exits the process.
+    """
     parser = argparse.ArgumentParser(prog="tideserve-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -121,7 +128,7 @@ def is_batch_invariant(config: WorkerConfig) -> bool:
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
-    """The model runner's part of the worker configuration."""
+    """Return the model runner's part of the worker configuration."""
     planner = config.planner
     resumes = planner.preempted_work is PreemptedWork.RESUME
     return RunnerConfig(
@@ -141,7 +148,10 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
 
 
 def lanes_config(config: WorkerConfig) -> LanesConfig:
-    """The network lanes' part of the configuration; the servicer has resolved `advertise`."""
+    """Return the network lanes' part of the configuration.
+
+    `advertise` is set: the servicer has resolved it.
+    """
     return LanesConfig(
         config.host,
         config.advertise,
@@ -154,7 +164,11 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 def cost_model_of(
     runner: ModelRunner, config: WorkerConfig, known: Pacer | DeviceProfile | None
 ) -> CostModel | None:
-    """The cost model of `known`, or a rough measured model if the scheduling needs deadlines."""
+    """Return the cost model of `known`, a pacer or stored profile.
+
+    Without either, measures a rough model if the scheduling policy uses deadlines, else returns
+    None.
+    """
     if known is not None:
         return known.model
     planner = config.planner
@@ -169,12 +183,16 @@ def cost_model_of(
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
-    """The planner's configuration, with the runner's number of blocks and the cost model."""
+    """Return the planner's configuration with the runner's number of blocks and the cost model."""
     return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
-    """The pacer if the configuration names a device profile to pace to. Raises ConfigError."""
+    """Return the pacer if the configuration names a device profile to pace to, else None.
+
+    Raises:
+        ConfigError: if the profile is not readable.
+    """
     if config.paced is None:
         return None
     profile = load_profile(config.paced)
@@ -183,7 +201,7 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
 
 
 def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
-    """The stored profile of this model on this device; None if there is no usable profile."""
+    """Return the stored profile of this model on this device; None if there is no usable one."""
     if config.profile_dir is None:
         return None
     path = profile_path(config.profile_dir, runner_config(config), config.threads)
@@ -199,11 +217,14 @@ def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
 def idle_profiler(
     runner: ModelRunner, pool: BlockPool, config: WorkerConfig
 ) -> IdleProfiler | None:
-    """The profiler for idle periods; None if a profile is stored or profiling is disabled."""
+    """Return the profiler for idle periods, or None if profiling is disabled or not needed.
+
+    It is not needed with a stored profile or a pacer, and not possible with an event log.
+    """
     # The profiler allocates blocks outside the event log, so a replay of the log would diverge.
     if config.profile_dir is None or config.event_log is not None:
         return None
-    # A paced engine takes its cost model from the paced device.
+    # A paced engine uses the cost model of the device that it is paced to.
     if config.paced is not None or not config.profile_when_idle:
         return None
     if stored_profile(config) is not None:
@@ -225,7 +246,7 @@ def build_member(
     pacer: Pacer | None,
     facts: FactLog,
 ) -> Member:
-    """Build the group member of this engine over its lanes, its runner and its change-over."""
+    """Build the group member of this engine from its lanes, model runner and state machine."""
     gate = ActivationGate()
     settings = MoverConfig(
         link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
@@ -245,7 +266,7 @@ def build_member(
 
 
 def ready_frame(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
-    """The engine's sizes and addresses, for the worker's registration and reports."""
+    """Return the engine's sizes and addresses, for the worker's registration and reports."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
         context_tokens=runner.geometry.max_model_len,

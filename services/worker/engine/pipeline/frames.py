@@ -1,4 +1,7 @@
-"""The frames of the activation lane: those of `core.changeover`, and two to fetch slabs."""
+"""The frames of the activation lane: those of `core.changeover`, and two that request slabs.
+
+A slab is the memory with the parameters of a layer, or of the embeddings.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +11,7 @@ from services.core.changeover import frames as core
 
 @dataclass(frozen=True, slots=True)
 class SlabWanted:
-    """Request: send the parameters of `slab` as transfer `transfer_id` if their digest matches."""
+    """A request to send the parameters of `slab` on the bulk lane, if their digest is `digest`."""
 
     slab: str
     transfer_id: str
@@ -17,7 +20,10 @@ class SlabWanted:
 
 @dataclass(frozen=True, slots=True)
 class SlabRefused:
-    """The sender lacks the requested slab, or its parameters have another digest."""
+    """The refusal of a `SlabRequest`.
+
+    The sender lacks these parameters, or too many of its transfers are queued.
+    """
 
     slab: str
     transfer_id: str

@@ -1,4 +1,4 @@
-"""Group health: members stay connected and join, and microbatches return in time."""
+"""Detects that a group cannot continue: a lost member, a late join, a microbatch that is stuck."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class GroupHealth:
     _entered_s: float = 0.0  # start of the configuration
     _launched_s: deque[float] = field(default_factory=deque)  # launches in flight, oldest first
     _stall: StallLimit = field(default_factory=StallLimit)
-    _alarm: str = ""  # the overdue condition that was reported and still holds
+    _alarm: str = ""  # the overdue condition that was reported and has not ended
 
     def enter(self, now_s: float) -> None:
         """Reset at the start of a configuration."""
@@ -30,24 +30,24 @@ class GroupHealth:
         self.lost = tuple(sorted(worker_ids))
 
     def launched(self, now_s: float) -> None:
-        """Note that this leader launched a microbatch."""
+        """Record that this leader launched a microbatch."""
         self._launched_s.append(now_s)
 
     def finished(self, now_s: float) -> None:
-        """Note that the oldest microbatch in flight returned."""
+        """Record that the oldest microbatch in flight returned."""
         if self._launched_s:
             self._stall.note_completed(now_s - self._launched_s.popleft())
             self._alarm = ""
 
     def trouble(self, now_s: float, joining: bool = False) -> str:
-        """A human-readable reason why the group cannot continue; "" while it can.
+        """Return a human-readable reason why the group cannot continue; "" while it can.
 
-        `joining`: this leader waits for stages to join.
+        `joining`: this leader waits for stages to join. A new reason raises the stall limit.
         """
         if self.lost:
             return f"the connection to {', '.join(self.lost)} is lost"
         if joining:
-            # The stages may themselves wait for their last leader, up to the drain timeout.
+            # A stage joins after its previous leader has drained, which the drain timeout bounds.
             waited_s, limit_s = now_s - self._entered_s, DRAINED_TIMEOUT_S + self._stall.limit_s
             return self._overdue("not every stage has joined", waited_s, limit_s)
         if not self._launched_s:
@@ -56,9 +56,12 @@ class GroupHealth:
         return self._overdue("a microbatch has not returned", waited_s, limit_s)
 
     def _overdue(self, what: str, waited_s: float, limit_s: float) -> str:
-        """The condition `what` with its duration once the limit is exceeded, else ""."""
-        # Keep the alarm until the condition ends: it raises the stall limit, which may exceed the
-        # wait again.
+        """Return the condition with its duration once `limit_s` is exceeded, else "".
+
+        The first time, raises the alarm.
+        """
+        # An alarm raises the stall limit, possibly above the present wait: keep the alarm until
+        # the condition ends.
         if self._alarm != what and waited_s > limit_s:
             self._alarm = what
             self._stall.note_alarm()

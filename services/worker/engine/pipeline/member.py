@@ -1,9 +1,14 @@
-"""A worker's engine as a member of its group: drives `core.changeover` and the model.
+"""The group member of a worker's engine: drives the `core.changeover` state machine and the model.
 
-Each event goes to the state machine, whose commands are executed in order; the answer to a memory
-command is handled before the next command. The stage's lock is held meanwhile, because the mover's
-thread takes it for each piece of a transfer. Stages run without the lock, since that takes long,
-and before the next event.
+`Changeover` decides; this module executes. Each event goes to the state machine, and its commands
+are executed in order; the answer to a memory command is handled before the next command. All this
+happens under the stage's lock, which the mover's thread takes for each piece of a KV or parameter
+transfer. A stage runs without the lock, because that takes long, and before the next event.
+
+Terms: a group runs the model's layers as a pipeline of stages, one per member. Its leader runs the
+first stage and plans microbatches. The epoch numbers a group's configurations. A preparation makes
+a member ready for a configuration that may be committed. A change is settled when all requests and
+KV have reached their new members. Parked batch requests wait at a follower before they move.
 """
 
 import logging
@@ -55,13 +60,15 @@ from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 log = logging.getLogger(__name__)
 
 _MAY_FAIL = (vocabulary.MeasureRestore, vocabulary.ShrinkKv, vocabulary.MapKv)
-"""Memory commands that may fail: the memory is unchanged then, and only the attempt ends."""
+"""Commands of a preparation that may fail: the memory is unchanged then, and only the preparation
+ends. The failure of any other command stops the engine."""
 
 
 class Member:
-    """The group member of an engine. All methods are called from the engine's thread.
+    """The group member of an engine. Public methods are called from the engine's thread.
 
-    `take` and `launch` last no longer than an iteration.
+    Only a failpoint may call `cut_off` from the mover's thread, too. `take` and `launch` return
+    within the time of an iteration.
     """
 
     def __init__(
@@ -75,7 +82,7 @@ class Member:
         now_s: Callable[[], float],
         facts: FactLog | None = None,
     ) -> None:
-        """`bulk` is the lane of the mover that `mover_of` creates."""
+        """`bulk` is the lane of the mover that `create_mover` returns."""
         self.changeover = changeover
         self.state = state = changeover.planner
         self.stage = stage
@@ -91,12 +98,12 @@ class Member:
         self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
-        self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and future
-        self._asked: dict[str, list[GroupPlan]] = {}  # by attempt: preparations in progress
-        self._lost: frozenset[str] = frozenset()  # reported to the machine in this configuration
+        self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
+        self._asked: dict[str, list[GroupPlan]] = {}  # preparations in progress, by attempt
+        self._lost: frozenset[str] = frozenset()  # reported to `changeover` in this configuration
         self._payload: Any = b""  # of the frame that is being handled
-        self._to_run: list[vocabulary.RunStage] = []
-        self._swept = True  # all memory of the last drop is unmapped
+        self._to_run: list[vocabulary.RunStage] = []  # commanded, not run yet
+        self._swept = True  # all memory of dropped layers is unmapped
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
             vocabulary.SendFrame: self._send,
             vocabulary.RunStage: self._to_run.append,
@@ -122,8 +129,8 @@ class Member:
     # --- commands of the servicer
 
     def handle(self, event: RequestArrived | RequestAborted | RequeueChecked) -> None:
-        """Apply an event of a request, named by the id that its gateway knows."""
-        # Each start of a request gets a sequence id of its own: a retry is another sequence.
+        """Apply an event of a request, whose id is the gateway's id."""
+        # Each start of a request gets its own sequence id: a retry is another sequence.
         if isinstance(event, RequestArrived):
             seq_id = self._names.new_id(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=seq_id))
@@ -137,15 +144,15 @@ class Member:
         self._serving.outbox.refusals.append(refusal)
 
     def apply(self, command: ApplyConfiguration) -> None:
-        """Change to a committed configuration; older ones are ignored."""
+        """Change to a committed configuration; a configuration of an older epoch is ignored."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
         self._failpoints.asked(groups, "commit")
         self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Prepare for groups that may be committed; the answer is in `EngineOutbox.prepared`."""
-        if command.attempt not in self._asked:  # a repetition gets the same answer later
+        """Prepare for groups that may be committed; the answer comes in `EngineOutbox.prepared`."""
+        if command.attempt not in self._asked:  # a repeated command needs no second preparation
             self._asked[command.attempt] = command.groups
             groups = stages_of(command.groups)
             self._failpoints.asked(groups, "prepare")
@@ -157,19 +164,22 @@ class Member:
         self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
-        """End all connections of these lanes; only the peers get events. A fault injection."""
+        """End all connections of these lanes, for fault injection; only the peers get events."""
         self._connections.end_all(activations, bulk)
 
     # --- state
 
     @property
     def configuration(self) -> Configuration | None:
-        """The present configuration; None before the first."""
+        """The present configuration; None before the first one."""
         return self.changeover.configuration
 
     @property
     def settled(self) -> bool:
-        """Whether the last change has settled, so that another change may be prepared."""
+        """Whether all requests and KV of the last change have reached their new members.
+
+        Only then may another change be prepared.
+        """
         return self.changeover.settled
 
     @property
@@ -181,12 +191,12 @@ class Member:
 
     @property
     def busy_changing(self) -> bool:
-        """Whether a change or a preparation needs turns even without new frames."""
+        """Whether a change or a preparation needs further calls of `take` without new frames."""
         return self.changeover.busy or self._restoring.running or not self._swept
 
     @property
     def trouble(self) -> str:
-        """A human-readable reason why its group cannot continue; "" while it can."""
+        """A human-readable reason why this member's group cannot continue; "" while it can."""
         joining = self.changeover.phase is MemberPhase.JOINING
         return self._health.trouble(self._now_s(), joining)
 
@@ -197,36 +207,37 @@ class Member:
 
     @property
     def iteration_time(self) -> IterationTime:
-        """Total time of its iterations, measured and predicted by the cost model."""
+        """Total time of this engine's iterations, measured and predicted by the cost model."""
         return self._serving.iterations.total
 
     @property
     def slowest_iteration_s(self) -> float:
-        """Time of its slowest recent iteration."""
+        """Time of this engine's slowest recent iteration."""
         return self._serving.iterations.slowest_s
 
     @property
     def iteration_tokens(self) -> IterationTokens:
-        """Token counts of all iterations that it has planned."""
+        """Token counts of all iterations that this engine has planned."""
         return self._serving.iteration_tokens.total
 
     def take_outbox(self) -> EngineOutbox:
-        """The outbox since the last call, for the servicer."""
+        """Return the results for the servicer since the last call."""
         outbox, self._serving.outbox = self._serving.outbox, EngineOutbox()
         return outbox
 
     # --- a turn
 
     def take(self) -> bool:
-        """Handle received frames and events, and continue a change; False if idle.
+        """Handle received frames and events, and continue a change.
 
-        Runs the microbatches of which this worker is a later stage.
+        Runs this worker's stage of received microbatches. Returns False if nothing was received.
         """
         received = self.links.receive()
         for message in received:
             self._take(message)
         moved = self._take_events()
-        # Outside of changes the peer's own report to the memory manager is enough.
+        # A connection that ended without an event matters only during a change: at other times the
+        # memory manager learns of the loss from the peer.
         if self.changeover.busy:
             self._connections.detect_lost()
         if self.configuration is not None and self._connections.any_lost:
@@ -240,10 +251,10 @@ class Member:
         return bool(received) or moved
 
     def launch(self, interrupts: Interrupts | None = None) -> bool:
-        """Plan and run at most one microbatch as the leader's stage; False if none was planned.
+        """Plan at most one microbatch and run the leader's stage of it; False if none was planned.
 
-        `interrupts` returns, for an iteration of a single-worker group, a predicate that is called
-        before each layer and is True if the iteration must stop there.
+        `interrupts` is used in a single-worker group. For a microbatch it returns a predicate that
+        is called between layers and is True if the iteration must stop there.
         """
         microbatch = self._plan()
         if microbatch is None:
@@ -269,7 +280,7 @@ class Member:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))
         if microbatch is not None and self.state.stages > 1:
-            self._health.launched(now_s)  # a single worker gets its result at once
+            self._health.launched(now_s)  # a single worker has its result before the next turn
         self._serving.note_planned(microbatch, now_s)
         return microbatch
 
@@ -299,7 +310,7 @@ class Member:
         return bool(events)
 
     def _note_outcome(self, outcome: TransferOutcome) -> None:
-        """Pass the end of a transfer to the preparation or, for KV, to the state machine."""
+        """Pass the end of a transfer to the preparation (parameters) or the state machine (KV)."""
         transfer_id, status = outcome.transfer_id, outcome.status
         if status is TransferStatus.FAILED:
             peer, reason = outcome.peer or "no peer", outcome.reason
@@ -307,7 +318,7 @@ class Member:
         if status is not TransferStatus.SENT:
             intact = status is TransferStatus.RECEIVED
             if self._restoring.note_transfer(transfer_id, intact=intact):
-                return  # parameters that a preparation fetches; all other transfers are KV
+                return
         self._apply(outcome)
 
     def _handle_lost_peers(self, configuration: Configuration) -> None:
@@ -349,7 +360,7 @@ class Member:
                 if not isinstance(command, _MAY_FAIL):
                     raise
                 answer = vocabulary.RestoreFailed(str(error))
-            # Before the next command, which may rely on what the answer changes.
+            # Handle the answer now: the next command may rely on its effects.
             if answer is not None:
                 self._handle(answer)
 
@@ -422,7 +433,7 @@ class Member:
     # --- on the mover's thread
 
     def _epoch_status_of(self, group_id: str, epoch: int) -> EpochStatus:
-        """The status of a piece's epoch; parameters, which have no group, are always current."""
+        """Return the status of a piece's epoch; parameters have no group and are always current."""
         return EpochStatus.of(epoch, self.links.epoch) if group_id else EpochStatus.CURRENT
 
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:

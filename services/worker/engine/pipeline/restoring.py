@@ -1,4 +1,10 @@
-"""Executes the commands of a preparation: connections, memory, parameters (KunServe §4.4)."""
+"""Executes the commands of a preparation: connections, memory, parameters (KunServe §4.4).
+
+A preparation makes a member ready for a group change before it is committed: the member connects to
+the other members, frees KV memory, and restores the slabs that it lacks for its new layers. A slab
+is the memory with the parameters of a layer, or of the embeddings. The mover is the thread that
+sends and receives slabs and KV.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -34,7 +40,7 @@ from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, para
 from services.worker.errors import WorkerError
 from services.worker.ipc import MemberPlan
 
-CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed
+CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed, per `step`
 CONNECT_TIMEOUT_S = 10.0
 
 End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
@@ -44,16 +50,16 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _SlabFetch:
     transfer_id: str
-    until_s: float
+    until_s: float  # deadline
     arrived: bool = False
     failed: bool = False
 
 
 @dataclass(slots=True)
 class Restoring:
-    """The preparation's slow work, as a coroutine that `step` resumes between iterations.
+    """The work of a preparation. Slow work is a generator that `step` resumes between iterations.
 
-    A single piece of work is in progress at a time, and a step never takes long.
+    At most one slow work is in progress, and a step is short beside an iteration.
     """
 
     links: Links
@@ -67,11 +73,11 @@ class Restoring:
 
     @property
     def running(self) -> bool:
-        """Whether work is in progress, so that it needs turns."""
+        """Whether slow work is in progress, so that `step` must be called."""
         return self._steps is not None
 
     def step(self) -> End | None:
-        """Continue the work; returns its event when it has ended."""
+        """Continue the slow work; returns its event when it has ended, else None."""
         if self._steps is None:
             return None
         try:
@@ -89,7 +95,7 @@ class Restoring:
         self._steps = self._connect(attempt, members)
 
     def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
-        # Dial or expect again in each turn: a peer refuses until it expects this worker.
+        # Dial or expect again in each step: a peer refuses until it expects this worker.
         me = members[self.links.worker_id]
         peers = [member for worker_id, member in members.items() if worker_id != me.worker_id]
         until_s = self.now_s() + CONNECT_TIMEOUT_S
@@ -102,7 +108,7 @@ class Restoring:
         yield MembersConnected(attempt)
 
     def shrink(self, command: ShrinkKv) -> None:
-        """Unmap KV tails; their memory is released slice by slice."""
+        """Start to unmap the KV blocks from `command.blocks` on; `step` frees them in slices."""
         self.failpoints.preparing("room")
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = self._sweep(command.attempt)
@@ -129,20 +135,21 @@ class Restoring:
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
-            # Verified by digest: a slab with any other byte must never run.
+            # Verify the digest: a slab with any other byte must never run.
             while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
                 yield None
             self.failpoints.preparing("verify")
             yield SlabVerified(command.attempt, slab, intact=True)
         except WorkerError as error:
-            # The model folder is the last resort; after a failed holder, it comes next.
+            # Without a holder, the model folder itself has failed: there is no other source. After
+            # a failed holder, the state machine loads the slab from the model folder.
             if not command.holder:
                 yield RestoreFailed(str(error))
             log.warning("%s; its holder is %s", error, command.holder)
             yield SlabVerified(command.attempt, slab, intact=False)
 
     def _fetch(self, command: RestoreSlab) -> Iterator[None]:
-        """Fetch a slab from a member. Raises _NotFetched."""
+        """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
         memory = self.stage.runner.stage_memory
         patience_s = self.mover.patience_s(memory.slabs[command.slab].layout.size_bytes)
@@ -170,11 +177,14 @@ class Restoring:
     # --- quick work, called with the stage's lock held
 
     def measure(self, command: MeasureRestore) -> RestoreMeasured:
-        """Measure missing parameters and the room for KV of a stage with these layers."""
+        """Measure missing parameters and the room for KV of a stage with these layers.
+
+        If the stage only loses layers, also prepares their drop.
+        """
         memory = self.stage.runner.stage_memory
         first, end = command.first_layer, command.end_layer
-        # If layers are only dropped, map the KV memory that the drop gains now: the switch itself
-        # must not wait for it.
+        # Prepare the KV memory that a drop of layers gains now, so that the switch does not wait
+        # for it.
         memory.prepare_drop(first, end)
         return RestoreMeasured(
             memory.blocks_after_adding(first, end),
@@ -183,19 +193,19 @@ class Restoring:
         )
 
     def map_kv(self, command: MapKv) -> KvMapped:
-        """Map as many KV blocks for the returning layers as the stage has."""
+        """Map as many KV blocks for the returning layers as the other layers have."""
         self.failpoints.preparing("map_kv")
         self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
     def undo(self, command: UndoRestore) -> RestoreUndone:
-        """Roll back every step; work in progress ends without an event."""
+        """Roll back the memory changes; slow work in progress ends without an event."""
         self.stop()
         memory = self.stage.runner.stage_memory
         return RestoreUndone(memory.abandon_restore(keep_verified=command.keep_verified))
 
     def stop(self) -> None:
-        """Stop the work in progress, without an event."""
+        """Stop slow work in progress, without an event."""
         self._steps = None
         if self._fetching is not None:
             self.mover.cancel(self._fetching.transfer_id)
@@ -203,7 +213,7 @@ class Restoring:
 
 
 class _NotFetched(WorkerError):
-    """A holder did not send a slab in time, or refused."""
+    """A member refused to send a slab, or did not send it in time."""
 
 
 @dataclass(slots=True)
@@ -216,7 +226,7 @@ class ParameterSource:
     failpoints: ChangeFailpoints
 
     def send(self, peer: str, wanted: SlabWanted) -> None:
-        """Start the transfer of a slab, or refuse if this member lacks the wanted parameters."""
+        """Start the transfer of a slab; refuse if this member lacks the parameters or is busy."""
         memory = self.stage.runner.stage_memory
         slab = memory.slabs.get(wanted.slab)
         if slab is None or not slab.resident or slab.digest.hex() != wanted.digest:

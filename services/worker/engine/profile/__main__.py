@@ -1,7 +1,11 @@
-"""Profiles a model: `python -m services.worker.engine.profile`, started by `tideserve profile`.
+"""Profiles a model on a device, as a process that `tideserve profile` starts.
 
-Reads its configuration as YAML from standard input. Writes a JSON object per line to standard
-output: `progress` while it measures, then `result`, or `error` with a message and exit code 2.
+`python -m services.worker.engine.profile` reads its configuration as YAML from standard input and
+writes a JSON object per line to standard output: `progress` while it measures, then `result`, or
+`error` with a message and exit code 2.
+
+A profile has the coefficients of a cost model, which predicts the duration of a batch. They are
+fitted to some measured batches; held-out batches validate the fit.
 """
 
 import json
@@ -32,7 +36,10 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Profile and store. Exit code 2 if the model, the device or the folder is not usable."""
+    """Profile a model and store the profile.
+
+    Exits with code 2 if the model, the device or the folder is not usable.
+    """
     die_with_parent()
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
@@ -47,7 +54,8 @@ def main() -> None:
 
 
 def profile(config: ProfileConfig) -> dict[str, Any]:
-    """Measure, fit and store; returns the output of `tideserve profile --json`."""
+    """Measure batches, fit and store the profile; returns the output of `tideserve profile --json`.
+    """
     started_s = monotonic_s()
     runner_config = config.runner()
     runner = ModelRunner.load(runner_config)
@@ -93,7 +101,7 @@ def measure(session: ProfileSession, measurer: Measurer, co_runners: CoRunners) 
 
 
 def summary(outcome: ProfileOutcome) -> dict[str, Any]:
-    """The outcome as JSON types."""
+    """Return the outcome as JSON types."""
     accuracy = outcome.accuracy
     return {
         "error": accuracy.error,
@@ -116,7 +124,7 @@ def summary(outcome: ProfileOutcome) -> dict[str, Any]:
 
 
 def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
-    """A batch with its measured and its predicted duration."""
+    """Return a batch with its measured and its predicted duration, as JSON types."""
     return {
         "chunks": sample.chunks,
         "held_out": held_out,
@@ -126,7 +134,7 @@ def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
 
 
 def say(kind: str, value: Any) -> None:
-    """Write a line for `tideserve profile`, which started this process."""
+    """Write a line of output for `tideserve profile`."""
     print(json.dumps({kind: value}), flush=True)
 
 

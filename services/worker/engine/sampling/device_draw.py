@@ -1,7 +1,7 @@
 """Draws tokens on a GPU with torch operations, because copying rows of logits to the host is slow.
 
-The filters and the random numbers are those of `token_choice.py` on the host. Sums are in float64,
-so a token differs from the host's token only where rounding decides.
+The filters (top-k, top-p, min-p) and the random numbers are those of `token_choice.py` on the host.
+Sums are in float64, so that a token differs from the host's token only where rounding decides.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import torch
 from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms
 
 DRAW_ROWS = 16
-"""Rows whose distributions are in memory at a time."""
+"""Maximum number of rows whose distributions are in memory."""
 
 
 def draw_bytes(vocab_size: int) -> int:
-    """Upper bound of the memory of distributions: weights, sums, sorted weights and their ids."""
+    """Return an upper bound of the memory of distributions: weights, sums, sorted logits and ids."""
     return DRAW_ROWS * vocab_size * 8 * torch.float64.itemsize
 
 
@@ -27,10 +27,14 @@ def draw_on_device(
     terms: Sequence[DrawTerms],
     numbers: npt.NDArray[np.float64],
 ) -> list[int]:
-    """Draw a token for each of `rows` of `logits` [any, vocab]; see `draw_tokens`."""
+    """Draw a token for each of `rows` of `logits` [any, vocab].
+
+    `terms[i]` and the random number `numbers[i]` in [0, 1) apply to `rows[i]`; rows with
+    temperature 0 take their best token. See `draw_tokens` for the host.
+    """
     tokens = logits.argmax(-1)
     drawn = [place for place, row_terms in enumerate(terms) if row_terms.temperature]
-    # Rows without top-k and top-p need no sort, so each kind of row is drawn separately.
+    # Rows without top-k and top-p need no sort, so draw the two kinds of rows separately.
     for cuts in (False, True):
         places = [place for place in drawn if _cuts(terms[place], logits.shape[1]) is cuts]
         for first in range(0, len(places), DRAW_ROWS):
@@ -40,7 +44,7 @@ def draw_on_device(
             index = torch.tensor([rows[place] for place in part], device=logits.device)
             choose = _choose_best if cuts else _choose_any
             chosen = choose(logits[index].double(), *columns)
-            # A row without a finite maximum has no distribution: choose greedily.
+            # A row without a finite maximum has no distribution: take the best token.
             finite = logits[index].amax(-1).isfinite()
             tokens[index] = torch.where(finite, chosen, tokens[index])
     chosen_of: list[int] = tokens.tolist()
@@ -60,7 +64,10 @@ def _choose_any(
     min_p: torch.Tensor,
     number: torch.Tensor,
 ) -> torch.Tensor:
-    """Invert the cumulative distribution over token ids; arguments but the logits: [rows, 1]."""
+    """Draw by the cumulative distribution in order of token ids; returns [rows].
+
+    All arguments but the logits are [rows, 1].
+    """
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp() * (scaled >= min_p.log())
     return _drawn(weights, number)
@@ -74,7 +81,10 @@ def _choose_best(
     min_p: torch.Tensor,
     number: torch.Tensor,
 ) -> torch.Tensor:
-    """Invert the cumulative distribution, best token first; arguments but the logits: [rows, 1]."""
+    """Draw by the cumulative distribution in order of falling logits; returns [rows].
+
+    All arguments but the logits are [rows, 1].
+    """
     # A stable sort keeps the lower of two ids with equal logits first, as on the host.
     ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
     scaled = (ordered - ordered[:, :1]) / temperature
@@ -82,18 +92,18 @@ def _choose_best(
     place = torch.arange(weights.shape[1], device=weights.device)
     weights *= (place < top_k) | (top_k <= 0)
     sums = weights.cumsum(-1)
-    # Top-p keeps the shortest prefix that reaches the mass: a token stays if the mass before it is
-    # less.
+    # Top-p keeps the best tokens until their probabilities reach it: a token stays if the sum
+    # before it is less.
     weights *= (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
     weights *= scaled >= min_p.log()
     return ids.gather(1, _drawn(weights, number)[:, None])[:, 0]
 
 
 def _drawn(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds `number` times the total: [rows]."""
+    """Return the first index whose cumulative weight exceeds `number` times the total: [rows]."""
     sums = weights.cumsum(-1)
     place = torch.searchsorted(sums, number * sums[:, -1:], right=True)[:, 0]
-    # Rounding may put the target beyond the last token with a positive weight.
+    # Rounding may place the result after the last token with a positive weight.
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())[:, 0]
     # NaN sums yield an index out of range; clamp it, since the caller discards such rows.
     return torch.minimum(place, last).clamp(max=weights.shape[1] - 1)
