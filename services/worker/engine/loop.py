@@ -128,7 +128,7 @@ class EngineLoop:
                 self._poller.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
 
     def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
-        """Return a predicate that is called between two layers: True interrupts the iteration.
+        """Return a predicate that is called before layers: True interrupts the iteration.
 
         An abort of a request in the microbatch interrupts it. A preemptible microbatch also yields
         to online requests, to group commands of the memory manager and, during a group change, to

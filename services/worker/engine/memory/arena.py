@@ -257,7 +257,7 @@ class Arena(ABC):
         """Free all memory and address space. Idempotent."""
 
     def check_invariants(self) -> None:
-        """Assert that owners of handles are unique and all retired and prepared chunks are queued."""
+        """Assert that each handle has one owner, and retired and prepared chunks are queued."""
         mapped = [reserved.handles[reserved.handles >= 0] for reserved in self._ranges]
         counts = np.bincount(
             np.concatenate([*mapped, np.empty(0, np.int64)]), minlength=self.total_chunks
@@ -344,7 +344,7 @@ class Arena(ABC):
     def _work(
         places: deque[_Place], apply: Callable[[_Place], None], max_chunks: int | None
     ) -> bool:
-        """Apply a function to at most `max_chunks` queued chunks; returns True when none is left."""
+        """Apply a function to up to `max_chunks` queued chunks; returns True when none is left."""
         left = max_chunks
         while places and (left is None or left > 0):
             place = places.popleft()

@@ -61,7 +61,7 @@ class SlabLayout:
         dtype: torch.dtype,
         in_panels: Collection[str] = (),
     ) -> "SlabLayout":
-        """Lay out `shapes` (name, shape) consecutively; pack the parameters named in `in_panels`."""
+        """Lay out `shapes` (name, shape) consecutively; pack the parameters of `in_panels`."""
         places: dict[str, TensorPlace] = {}
         end_bytes = 0
         for name, shape in shapes:

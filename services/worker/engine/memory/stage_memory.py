@@ -148,7 +148,7 @@ class StageMemory:
         )
 
     def missing_slabs(self, first_layer: int, end_layer: int) -> list[str]:
-        """Return the names of the slabs in `slabs_of` that are not resident. Raises InvalidStage."""
+        """Return the slabs in `slabs_of` that are not resident. Raises InvalidStage."""
         return [n for n in self.slabs_of(first_layer, end_layer) if not self.slabs[n].resident]
 
     def blocks_after_adding(self, first_layer: int, end_layer: int) -> int:
@@ -393,7 +393,7 @@ class StageMemory:
     def pack_kv(
         self, layer: int, block_ids: Sequence[int], target: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Copy blocks of a layer to a flat uint8 tensor (`target` if given). Raises InvalidBlocks."""
+        """Copy blocks of a layer to a flat uint8 tensor, or `target`. Raises InvalidBlocks."""
         return self.kv_ranges[layer].pack(block_ids, target)
 
     def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:

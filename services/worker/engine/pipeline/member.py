@@ -254,7 +254,7 @@ class Member:
         """Plan at most one microbatch and run the leader's stage of it; False if none was planned.
 
         `interrupts` is used in a single-worker group. For a microbatch it returns a predicate that
-        is called between layers and is True if the iteration must stop there.
+        is called before layers and is True if the iteration must stop there.
         """
         microbatch = self._plan()
         if microbatch is None:

@@ -54,7 +54,7 @@ class StageRunner:
         *,
         suspends: bool = False,
     ) -> StageOutput | None:
-        """Run the leader's stage; None if `interrupted` returned True between two layers.
+        """Run the leader's stage; None if `interrupted` returned True before a layer.
 
         With `suspends`, an interrupted microbatch keeps its state. A later microbatch whose
         `resumes` is set continues it at the same layer.

@@ -17,7 +17,7 @@ DRAW_ROWS = 16
 
 
 def draw_bytes(vocab_size: int) -> int:
-    """Return an upper bound of the memory of distributions: weights, sums, sorted logits and ids."""
+    """Return an upper bound of the memory of distributions: weights, sums, sorted logits, ids."""
     return DRAW_ROWS * vocab_size * 8 * torch.float64.itemsize
 
 

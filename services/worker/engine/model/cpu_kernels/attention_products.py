@@ -1,9 +1,10 @@
-"""Dot products of decode attention, emitted as LLVM instructions.
+"""Dot products of decode attention, emitted as LLVM instructions for numba kernels.
 
-`LANES` keys are scored at a time, so that their horizontal sums share additions; a compiler would
-reduce each key separately. With avx512_bf16, which multiplies pairs of bfloat16 values and adds
-both products to a float32, queries and weights are rounded to bfloat16. Otherwise all products are
-in float32.
+`LANES` positions of the context are handled at a time. Horizontal sums of their scores then share
+additions; a compiler would reduce each score separately. *Factors* are the values that keys and
+values are multiplied by: queries and softmax weights. With avx512_bf16, which multiplies pairs of
+bfloat16 values and adds both products to a float32, factors are rounded to bfloat16. Otherwise all
+products are in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
 class _Pairs:
-    """Keys and values in bfloat16, times factors in bfloat16, in pairs (vdpbf16ps)."""
+    """Products of keys or values in bfloat16 and factors in bfloat16, in pairs (vdpbf16ps)."""
 
     values = 2 * LANES
     stored_bytes = factor_bytes = 2
@@ -51,8 +52,8 @@ class _Pairs:
         return builder.call(function, [total, *(builder.bitcast(o, _PAIRS) for o in (left, right))])
 
     def columns(self, builder: Any, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Interleave the values of every two rows (positions): low half of columns, high half."""
-        # vdpbf16ps sums adjacent values, here the same column of two positions.
+        """Interleave the vectors of every two positions; returns the two halves of each result."""
+        # vdpbf16ps sums adjacent products: make values of the same element adjacent.
         halves = (range(LANES), range(LANES, 2 * LANES))
         lanes = [[lane for k in half for lane in (k, k + 2 * LANES)] for half in halves]
         return [
@@ -62,7 +63,7 @@ class _Pairs:
 
 
 class _Floats:
-    """Keys and values in float32, times factors in float32."""
+    """Products of keys or values in float32 and factors in float32."""
 
     values = LANES
     stored_bytes = factor_bytes = 4
@@ -81,7 +82,7 @@ class _Floats:
 
 
 class _Widened(_Floats):
-    """Keys and values in bfloat16, times factors in float32."""
+    """Products of keys or values in bfloat16, widened, and factors in float32."""
 
     stored_bytes = 2
 
@@ -103,11 +104,11 @@ def score_keys(
     typing_context: Any, queries: Any, head: Any, blocks: Any, block: Any, slot: Any, kv_head: Any,
     scores: Any, position: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """Score the `LANES` keys of a block from `slot` on for a head: `scores` [head, position ..].
+    """Store the scores of `LANES` keys, from `slot` of a block on, in `scores` [head, position ..].
 
     `queries` [head, head_dim] and `blocks` [block, 2, slot, kv_head, head_dim] are float32 or
-    bfloat16 bits; both are bfloat16 only if `has_pair_products`. head_dim is a multiple of `LANES`,
-    or of 2 × `LANES` for pairs.
+    bfloat16 bits. Queries may be bfloat16 only if blocks are and `bfloat16.has_pair_products`.
+    head_dim is a multiple of `LANES`, or of 2 × `LANES` for pairs.
     """
     integer, kind = types.int64, _kind(queries, blocks)
     signature = types.void(queries, integer, blocks, integer, integer, integer, scores, integer)
@@ -121,7 +122,7 @@ def score_keys(
         first = _element(builder, stored, block, _LONG(0), slot, kv_head)  # half 0: keys
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
-        # A vector accumulator per key; LLVM promotes these stack slots to registers.
+        # Use a vector accumulator per key; LLVM promotes these stack slots to registers.
         totals = [cgutils.alloca_once(builder, _SUMS) for _ in starts]
         for total in totals:
             builder.store(ir.Constant(_SUMS, None), total)
@@ -148,11 +149,11 @@ def collect_values(
     typing_context: Any, weights: Any, position: Any, blocks: Any, block: Any, slot: Any,
     kv_head: Any, attended: Any, first_head: Any, last_head: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """Add the `LANES` values of a block from `slot` on, times `weights`, to `attended`.
+    """Add `LANES` values, from `slot` of a block on, times their `weights` to `attended`.
 
     `weights` [head, position ..] and `blocks` have the types of `queries` and `blocks` of
-    `score_keys`; `attended` [head, head_dim] is float32. Heads `first_head` to `last_head` share
-    `kv_head`.
+    `score_keys`; `attended` [head, head_dim] is float32. The query heads from `first_head` to
+    before `last_head` share `kv_head`.
     """
     integer, kind = types.int64, _kind(weights, blocks)
     signature = types.void(
@@ -197,11 +198,11 @@ def _shuffled(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
 
 
 def _lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
-    """Horizontal sums of `LANES` vectors: lane i is the sum of all lanes of vector i."""
-    # A reduction tree over all vectors: each step halves the number of vectors.
+    """Return the horizontal sums of `LANES` vectors: lane i is the sum of vector i."""
+    # Each step of this reduction tree halves the number of vectors.
     width = 1
     while len(vectors) > 1:
-        # Alternating groups of `width` lanes of both vectors: the even groups, and the odd groups.
+        # Add the even and the odd groups of `width` lanes of both vectors.
         begins = range(0, LANES, 2 * width)
         first = [at + k for begin in begins for at in (begin, begin + LANES) for k in range(width)]
         second = [lane + width for lane in first]
@@ -226,7 +227,7 @@ def _made(context: Any, builder: Any, signature: Any, arguments: Sequence[Any], 
 
 
 def _element(builder: Any, array: Any, *indices: Any) -> Any:
-    """The address of an element, as a pointer to bytes."""
+    """Return the address of an element, as a pointer to bytes."""
     offset = _LONG(0)
     for dimension, index in enumerate(indices):
         stride = builder.extract_value(array.strides, dimension)
