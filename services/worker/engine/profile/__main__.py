@@ -54,8 +54,7 @@ def main() -> None:
 
 
 def profile(config: ProfileConfig) -> dict[str, Any]:
-    """Measure batches, fit and store the profile; returns the output of `tideserve profile --json`.
-    """
+    """Measure, fit and store a profile; returns the output of `tideserve profile --json`."""
     started_s = monotonic_s()
     runner_config = config.runner()
     runner = ModelRunner.load(runner_config)

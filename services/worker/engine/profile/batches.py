@@ -102,8 +102,7 @@ def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
 
 
 def _decodes(count: int, context: int) -> Chunks:
-    """Return `count` decodes with contexts of half to twice `context`, evenly spaced in log scale.
-    """
+    """Return `count` decodes with contexts of half to twice `context`, evenly spaced in logs."""
     if count == 1:
         return ((context, 1),)
     # Vary the lengths as real batches do. Attention groups decodes of similar length, so equal

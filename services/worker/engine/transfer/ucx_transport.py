@@ -234,8 +234,7 @@ class UcxTransport:
         return Endpoint(ucxx, endpoint, self._array)
 
     def probe(self) -> IncomingMessage | None:
-        """Return the oldest message that has started to arrive, if any. The caller must fetch it.
-        """
+        """Return the oldest message that has begun to arrive, if any; the caller must fetch it."""
         probed = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
         return IncomingMessage(probed.sender_tag, probed.length, probed) if probed.matched else None
 

@@ -1,4 +1,4 @@
-"""Compiles kernels ahead of time: `python -m services.worker.engine.model.cpu_kernels [MODULE ...]`.
+"""Compiles kernels ahead: `python -m services.worker.engine.model.cpu_kernels [MODULE ...]`.
 
 Fills the cache of machine code for all dtypes and the CPU that it runs on. MODULE is the name of a
 module in this package; the default is all modules.

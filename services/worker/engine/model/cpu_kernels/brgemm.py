@@ -23,8 +23,8 @@ def product(
     """Store `left` [rows, depth] · `right` [depth, columns] in `sums` [rows, columns].
 
     With `add`, add it to `sums`. `address`: that of `brgemm`. Each matrix starts at an element
-    offset (`…_at`) of its array and has a stride in elements. `sums` is float32. `left` and `right` are bfloat16 bits; `right` interleaves pairs of its rows:
-    [depth / 2, columns, 2] (VNNI layout).
+    offset (`…_at`) of its array and has a stride in elements. `sums` is float32. `left` and `right`
+    are bfloat16 bits; `right` interleaves pairs of its rows: [depth / 2, columns, 2] (VNNI layout).
     """
     assert left.dtype == types.uint16
     integer = types.int64
@@ -39,7 +39,7 @@ def product(
             offset = builder.mul(arguments[index + 1], made.itemsize)
             return builder.ptrtoint(cgutils.pointer_add(builder, made.data, offset), _LONG)
 
-        # The C++ function takes 64-bit integers and pointers, and at the end a bool: whether `right`
+        # The C++ function takes 64-bit integers and pointers, and then a bool: whether `right`
         # interleaves pairs. The bool occupies a 64-bit register as well.
         function = ir.FunctionType(ir.VoidType(), [_LONG] * 11).as_pointer()
         address, *numbers = arguments[:8]

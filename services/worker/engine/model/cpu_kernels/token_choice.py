@@ -1,8 +1,9 @@
-"""Chooses a token from each row of logits: greedily, or by a random draw.
+"""Kernel that chooses a token from each row of logits: greedily, or by a random draw.
 
-Without top-k and top-p, the cumulative distribution over token ids is inverted; with either, the
-distribution over the kept tokens, best first. Weighted quickselect (`candidates.select_prefix`)
-replaces a sort.
+A draw takes the first token whose cumulative probability exceeds a uniform random number: in order
+of ids without top-k and top-p, otherwise among the kept tokens, best first. Weighted quickselect
+(`candidates.select_prefix`) replaces a sort. A token's *weight* is its probability relative to the
+best token, whose logit is `peak`; *mass* is a sum of weights. `lanes` are scratch of `candidates`.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ from services.worker.engine.model.cpu_kernels.kernel import Kernel
 from services.worker.engine.model.cpu_kernels.token_scores import element, mass_of, weight
 
 SPAN = 256
-"""Tokens per partial sum when a distribution is inverted."""
+"""Tokens per partial sum of a cumulative distribution."""
 NUCLEUS_GUESS = 64
-"""Number of best tokens that contain most top-p nuclei; larger nuclei gather more tokens."""
+"""Number of best tokens to gather first for top-p; most nuclei (the kept tokens) are smaller."""
 _LOWEST = -3.4e38
-"""Logits at or below it are masked: such tokens are never chosen."""
-# Relative rounding error of scaled logits: logits closer than this share of their distance from the
-# maximum may become equal after the division by the temperature.
+"""Tokens with a logit at or below it are masked and never chosen."""
+# Logits closer than this share of their distance from the maximum may become equal after the
+# division by the temperature.
 _SLACK = 2.0**-20
 _SIGNATURE = (
     "void({real}[:, ::1], {real}[::1], {real}[::1], float64[::1], int64[::1], float64[::1],"
@@ -42,7 +43,7 @@ _SIGNATURE = (
 
 
 class DrawTerms(NamedTuple):
-    """Sampling parameters of a request; `temperature` 0 is greedy. See `Sampling`."""
+    """The sampling parameters of a random draw; `temperature` 0 is greedy. See `Sampling`."""
 
     temperature: float
     top_k: int
@@ -52,11 +53,11 @@ class DrawTerms(NamedTuple):
 
 @register_jitable
 def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-untyped-def]
-    """The first token, in the order of ids, whose cumulative weight exceeds `draw` × total.
+    """Return the first token in order of ids whose cumulative weight exceeds `draw` × total.
 
-    `masses` is scratch for the cumulative sums of spans.
+    Weights with a logarithm below `least` count as 0. `masses` is scratch.
     """
-    # Two levels: cumulative sums per span, then a scan within the span that contains the target.
+    # Compute cumulative sums per span first, then scan the span that contains the target.
     size, total = len(row), 0.0
     spans = (size + SPAN - 1) // SPAN
     for span in range(spans):
@@ -73,7 +74,7 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
             chosen, before = token, before + mass
             if before > target:
                 return chosen
-    # Rounding put the target beyond the last token with a positive weight: take that token.
+    # After rounding errors the target may exceed all sums: take the last token with a weight.
     token = span * SPAN
     while chosen < 0 and token > 0:
         token -= 1
@@ -84,8 +85,11 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
 
 @register_jitable
 def _take(row, threshold, peak, temperature, ids, values, weights):  # type: ignore[no-untyped-def]
-    """Gather the tokens whose logit reaches `threshold`, scaled; returns their number and mass."""
-    # Include tokens that may tie with the edge once scaled, so that ties resolve by id.
+    """Gather the tokens whose logit reaches `threshold`; returns their number and mass.
+
+    `values` receives their scaled logits, `weights` their weights.
+    """
+    # Include tokens that may tie with the threshold after scaling, so that ties resolve by id.
     lowest = element(_LOWEST, row)
     count = gather(row, max(element(threshold - (peak - threshold) * _SLACK, row), lowest), ids)
     mass = 0.0
@@ -101,7 +105,7 @@ def _take_best(row, peak, temperature, top_k, lanes, ids, values, weights):  # t
     """Move the `top_k` best tokens to the front; returns their number and mass."""
     threshold = lane_threshold(lanes, top_k, ids, values, weights)
     count, _ = _take(row, threshold, peak, temperature, ids, values, weights)
-    # Unit weights make `select_prefix` select by rank; the real weights follow.
+    # Select by rank, with unit weights; then restore the weights.
     weights[:count] = 1.0
     count = select_prefix(ids, values, weights, count, float64(top_k), False)
     mass = 0.0
@@ -113,13 +117,16 @@ def _take_best(row, peak, temperature, top_k, lanes, ids, values, weights):  # t
 
 @register_jitable
 def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  # type: ignore[no-untyped-def]
-    """Gather tokens with at least the mass `top_p`; returns their number and the total mass."""
+    """Gather the best tokens with at least the share `top_p` of the mass.
+
+    Returns their number and the total mass.
+    """
     total = mass_of(row, peak, temperature, element(_LOWEST, row))
-    # Optimistic first try with few tokens.
+    # Try a few tokens first, which usually suffice.
     threshold = lane_threshold(lanes, NUCLEUS_GUESS, ids, values, weights)
     count, mass = _take(row, threshold, peak, temperature, ids, values, weights)
     if mass < top_p * total:
-        # All tokens below this edge together have less than the mass outside the nucleus.
+        # All tokens below this threshold together have less than the mass outside the nucleus.
         share = (1.0 - top_p) * total / (2 * len(row))
         count, _ = _take(
             row, peak + temperature * log(share), peak, temperature, ids, values, weights
@@ -131,8 +138,9 @@ def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  
 def _draw_best(  # type: ignore[no-untyped-def]
     row, peak, temperature, least, top_p, top_k, draw, lanes, ids, values, weights
 ):
-    """Among the tokens that pass the filters, best first, the first whose cumulative weight exceeds
-    `draw` × their total.
+    """Return the first token, best first, whose cumulative weight exceeds `draw` × total.
+
+    Only tokens that pass top-k, top-p and min-p (`least` is its logarithm) count.
     """
     if 0 < top_k < len(row):
         count, total = _take_best(row, peak, temperature, top_k, lanes, ids, values, weights)
@@ -140,7 +148,7 @@ def _draw_best(  # type: ignore[no-untyped-def]
         count, total = _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights)
     if top_p < 1:
         count = select_prefix(ids, values, weights, count, top_p * total, False)
-    # min-p, on the log scale: `least` is log(min_p).
+    # Apply min-p on the log scale.
     kept, mass = 0, 0.0
     for place in range(count):
         if values[place] >= least:
@@ -157,7 +165,7 @@ def _choose(  # type: ignore[no-untyped-def]
         row = logits[m]
         peak = lane_peaks(row, lanes)
         best[m] = peak
-        # A row without a usable maximum (NaN, infinity, all masked) falls back to greedy.
+        # Choose greedily, too, in a row without a usable maximum (NaN, infinity, all masked).
         if temperature[m] == 0 or not isfinite(peak) or peak <= _LOWEST:
             tokens[m] = best_token(row, lanes, peak)
         elif 0 < top_k[m] < len(row) or top_p[m] < 1:
@@ -176,7 +184,7 @@ def _kernel(real: str) -> Kernel:
     return kernel
 
 
-# Compile for float32 at import; few models compute in float64.
+# Compile for float32 at import; float64 is rare.
 _kernel("float32")
 
 
@@ -192,8 +200,8 @@ class TokenChooser:
     ) -> tuple[list[int], list[float]]:
         """Choose a token for each row of `logits` [rows, vocab]; also returns the best logits.
 
-        `draws` [rows] are uniform numbers in [0, 1). A row without a finite best logit is chosen
-        greedily. Raises ValueError if the logits do not match the scratch.
+        `draws` [rows] are uniform numbers in [0, 1). In a row that is all masked or has no finite
+        best logit, the choice is greedy. Raises ValueError if the logits do not match the scratch.
         """
         self._scratch.check(logits)
         temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*terms, strict=True))
