@@ -27,9 +27,9 @@ from services.worker.engine.sampling.grammar import (
 
 COMPILE_MAX_S = 5.0
 WAIT_MAX_S = 5.0
-CHECKING_MAX = 1_000
+WAITING_MAX = 1_000
 """Maximum number of requests that wait for their grammars; further ones are refused, retryable."""
-OWNED_MAX = CHECKING_MAX // 2
+WAITING_PER_TENANT_MAX = WAITING_MAX // 2
 """The same per tenant, so that a single tenant cannot fill the queue."""
 
 K = TypeVar("K")
@@ -54,7 +54,7 @@ class _Compiler:
         self._now_s = now_s
         # Guards the four attributes below; notified when the queue grows and on `close`.
         self._changed = Condition()
-        self._line = RoundRobinQueue[Grammar](OWNED_MAX)
+        self._queue = RoundRobinQueue[Grammar](WAITING_PER_TENANT_MAX)
         self._done: list[tuple[Grammar, GrammarVerdict]] = []
         self._current: tuple[Grammar, float] | None = None  # being compiled, since when
         self._closed = False
@@ -62,18 +62,18 @@ class _Compiler:
         self._thread = Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
-    def enqueue(self, owner: str, grammar: Grammar) -> None:
+    def enqueue(self, tenant: str, grammar: Grammar) -> None:
         """Queue a grammar for a turn of the tenant, unless it is being compiled already."""
         with self._changed:
             # The result of a running compilation serves all tenants.
             if self._current is None or self._current[0] != grammar:
-                self._line.join(owner, grammar)
+                self._queue.join(tenant, grammar)
                 self._changed.notify()
 
-    def dequeue(self, owner: str, grammar: Grammar) -> None:
+    def dequeue(self, tenant: str, grammar: Grammar) -> None:
         """Remove a grammar of the tenant from the queue."""
         with self._changed:
-            self._line.leave(owner, grammar)
+            self._queue.leave(tenant, grammar)
 
     def take_done(self) -> list[tuple[Grammar, GrammarVerdict]]:
         """Return the grammars compiled since the last call, with their verdicts."""
@@ -112,7 +112,7 @@ class _Compiler:
             with self._changed:
                 self._current = None
                 # One compilation serves all tenants that queue the grammar.
-                self._line.leave_all(grammar)
+                self._queue.leave_all(grammar)
                 self._done.append((grammar, verdict))
                 # One byte in the pipe keeps `reader` readable while there are results.
                 if len(self._done) == 1:
@@ -122,7 +122,7 @@ class _Compiler:
         """Wait for the next grammar and mark it as being compiled; None after `close`."""
         with self._changed:
             while not self._closed:
-                if (grammar := self._line.next()) is not None:
+                if (grammar := self._queue.next()) is not None:
                     self._current = (grammar, self._now_s())
                     return grammar
                 self._changed.wait()
@@ -144,8 +144,8 @@ class GrammarCheck:
         self._waiting: dict[str, tuple[Request, float]] = {}
         # Ids of the waiting requests by grammar; their counts by tenant and by (tenant, grammar).
         self._by_grammar: dict[Grammar, dict[str, None]] = {}
-        self._owned: Counter[str] = Counter()
-        self._wanting: Counter[tuple[str, Grammar]] = Counter()
+        self._waiting_by_tenant: Counter[str] = Counter()
+        self._waiting_by_pair: Counter[tuple[str, Grammar]] = Counter()
         # Requests to return from the next `take`.
         self._checked: list[CheckedRequest] = []
 
@@ -162,17 +162,20 @@ class GrammarCheck:
 
         `take` returns it later: at its next call if the verdict is cached or the queue is full.
         """
-        grammar, owner = _grammar_of(request), request.service.tenant
+        grammar, tenant = _grammar_of(request), request.service.tenant
         if (verdict := self._grammars.cached_verdict(grammar)) is not None:
             self._decide(request, verdict)
-        elif len(self._waiting) >= CHECKING_MAX or self._owned[owner] >= OWNED_MAX:
+        elif (
+            len(self._waiting) >= WAITING_MAX
+            or self._waiting_by_tenant[tenant] >= WAITING_PER_TENANT_MAX
+        ):
             self._refuse(request, "too many grammars are being compiled; retry later", True)
         else:
             self._waiting[request.request_id] = (request, self._now_s() + WAIT_MAX_S)
             self._by_grammar.setdefault(grammar, {})[request.request_id] = None
-            self._owned[owner] += 1
-            self._wanting[owner, grammar] += 1
-            self._compiler.enqueue(owner, grammar)
+            self._waiting_by_tenant[tenant] += 1
+            self._waiting_by_pair[tenant, grammar] += 1
+            self._compiler.enqueue(tenant, grammar)
 
     def abort(self, request_id: str) -> bool:
         """Remove a request, whether waiting or checked; returns False if it is unknown."""
@@ -221,14 +224,14 @@ class GrammarCheck:
         request, _ = self._waiting.pop(request_id, (None, 0.0))
         if request is None:
             return None
-        grammar, owner = _grammar_of(request), request.service.tenant
+        grammar, tenant = _grammar_of(request), request.service.tenant
         request_ids = self._by_grammar[grammar]
         del request_ids[request_id]
         if not request_ids:
             del self._by_grammar[grammar]
-        if _decrement(self._wanting, (owner, grammar)):
-            self._compiler.dequeue(owner, grammar)
-        _decrement(self._owned, owner)
+        if _decrement(self._waiting_by_pair, (tenant, grammar)):
+            self._compiler.dequeue(tenant, grammar)
+        _decrement(self._waiting_by_tenant, tenant)
         return request
 
     def _decide(self, request: Request, verdict: GrammarVerdict) -> None:

@@ -40,7 +40,7 @@ from services.worker.ipc import (
     to_engine_decoder,
 )
 
-IDLE_HEARTBEAT_MS = 500
+IDLE_REPORT_MS = 500
 BUSY_WAIT_MS = 1
 SEND_TIMEOUT_MS = 10_000
 
@@ -92,7 +92,7 @@ class EngineLoop:
         # Time of the last report.
         self._published_s = 0.0
         # Prefix-cache evictions reported so far.
-        self._dropped_total = 0
+        self._evictions_reported = 0
         # The last reported (epoch, changing, trouble, isolated): a change is reported at once.
         self._published_status = (0, False, "", False)
         # An idle wait polls every source of work; an iteration polls fewer (`_interrupts`).
@@ -110,20 +110,20 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the process terminates."""
         while True:
-            self.step(IDLE_HEARTBEAT_MS)
+            self.step(IDLE_REPORT_MS)
 
     def step(self, wait_ms: int) -> None:
         """Handle frames and run at most one microbatch; without work, wait up to `wait_ms`."""
         self._drain_inbox()
         self._start_checked()
-        took = self._member.take()
+        received = self._member.take()
         self._requeue_overdue()
         # Publish the results received from other members before running a microbatch, or the tokens
         # of a pipeline would be late by the duration of this stage.
         published = self._publish()
         ran = self._member.launch(self._interrupts)
         published = self._publish() or published
-        if not (took or published or ran) and not self._profile_when_idle():
+        if not (received or published or ran) and not self._profile_when_idle():
             with self._member.links.lane.attended():
                 self._poller.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
 
@@ -138,24 +138,24 @@ class EngineLoop:
             self._profiler.note_work()
         # Arrivals and aborts may interrupt at most every other iteration; otherwise a burst would
         # starve running requests.
-        for_requests, self._may_interrupt = self._may_interrupt, True
+        may_interrupt, self._may_interrupt = self._may_interrupt, True
         preemptible = microbatch.preemptible
-        if not for_requests and not preemptible:
+        if not may_interrupt and not preemptible:
             return None
-        names = (chunk.seq_id for chunk in microbatch.batch.chunks)
-        request_ids = frozenset(map(request_id_of, names))
+        seq_ids = (chunk.seq_id for chunk in microbatch.batch.chunks)
+        request_ids = frozenset(map(request_id_of, seq_ids))
         changing = preemptible and self._member.busy_changing
         started_s = monotonic_s()
 
         def interrupted() -> bool:
             self._fill_inbox()
             # Group changes may interrupt every iteration: the whole group waits for this member.
-            if preemptible and self._changes_groups():
+            if preemptible and self._has_group_command():
                 return True
             if changing and self._member_sources.poll(0):
                 return True
             # Stop for an abort, so that its blocks are freed within the time of a layer.
-            interrupts = for_requests and (
+            interrupts = may_interrupt and (
                 self._aborts_any(request_ids)
                 or (preemptible and self._preempts(microbatch, started_s))
             )
@@ -165,17 +165,17 @@ class EngineLoop:
         def time_dependent() -> bool:
             # A deadline in the inbox comes closer without a new frame, so the predicate must be
             # called even if no descriptor is readable.
-            return for_requests and preemptible and self._deadline_waits
+            return may_interrupt and preemptible and self._has_waiting_deadline
 
         watched = self._all_sources if changing else self._socket
         return WatchedInterrupt(interrupted, watched.fileno(), time_dependent)
 
-    def _changes_groups(self) -> bool:
+    def _has_group_command(self) -> bool:
         """Whether the inbox holds a command that prepares or applies a group configuration."""
         return any(isinstance(frame, ApplyConfiguration | Prepare) for frame in self._inbox)
 
     @property
-    def _deadline_waits(self) -> bool:
+    def _has_waiting_deadline(self) -> bool:
         """Whether the policy preempts by deadline and a request in the inbox has a TTFT target."""
         return self._member.state.config.preempt is Preempt.DEADLINE and any(
             isinstance(frame, StartRequest) and frame.request.service.ttft_s is not None
@@ -262,25 +262,25 @@ class EngineLoop:
         Without results, a report is sent only if the last one is old. Returns whether there were
         results or the status has changed.
         """
-        news, now_s = self._member.take_outbox(), monotonic_s()
+        outbox, now_s = self._member.take_outbox(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
         epoch = configuration.epoch if configuration else 0
         member = self._member
         status = (epoch, not member.settled, member.trouble, member.changeover.isolated)
-        happened = bool(news or self._received or status != self._published_status)
+        is_due = bool(outbox or self._received or status != self._published_status)
         # Half the interval, so that every idle wait of `IDLE_REPORT_MS` ends in a report.
-        if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
+        if not is_due and 1e3 * silent_s < IDLE_REPORT_MS / 2:
             return False
         self._published_status = status
         self._published_s = now_s
 
-        for answer in news.prepared:
+        for answer in outbox.prepared:
             send(self._socket, answer)
         received, self._received = self._received, []
-        dropped = self._member.state.pool.cache.dropped
-        dropped_prefixes = dropped.since(self._dropped_total)
-        self._dropped_total = dropped.total
+        evictions = self._member.state.pool.cache.dropped
+        evicted_prefixes = evictions.since(self._evictions_reported)
+        self._evictions_reported = evictions.total
         report = EngineReport(
             member.state.load(),
             *status[:2],
@@ -295,13 +295,13 @@ class EngineLoop:
             self._socket,
             Progress(
                 received,
-                news.tokens,
-                news.refusals,
+                outbox.tokens,
+                outbox.refusals,
                 report,
-                news.adopted,
-                news.moved,
-                news.times,
-                dropped_prefixes,
+                outbox.adopted,
+                outbox.moved,
+                outbox.times,
+                evicted_prefixes,
             ),
         )
-        return happened
+        return is_due

@@ -162,15 +162,15 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 
 
 def cost_model_of(
-    runner: ModelRunner, config: WorkerConfig, known: Pacer | DeviceProfile | None
+    runner: ModelRunner, config: WorkerConfig, source: Pacer | DeviceProfile | None
 ) -> CostModel | None:
-    """Return the cost model of `known`, a pacer or stored profile.
+    """Return the cost model of `source`, a pacer or stored profile.
 
     Without either, measures a rough model if the scheduling policy uses deadlines, else returns
     None.
     """
-    if known is not None:
-        return known.model
+    if source is not None:
+        return source.model
     planner = config.planner
     if not planner.scheduling.keeps_deadlines:
         return None
@@ -229,11 +229,16 @@ def idle_profiler(
         return None
     if stored_profile(config) is not None:
         return None
-    own = runner_config(config)
-    path = profile_path(config.profile_dir, own, config.threads)
+    runner_settings = runner_config(config)
+    path = profile_path(config.profile_dir, runner_settings, config.threads)
     limits = batch_limits_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
     return IdleProfiler(
-        ProfileSession(IDLE, limits), Measurer(runner, pool), runner, own, config.threads, path
+        ProfileSession(IDLE, limits),
+        Measurer(runner, pool),
+        runner,
+        runner_settings,
+        config.threads,
+        path,
     )
 
 

@@ -235,14 +235,14 @@ class Arena(ABC):
 
         Takes 30-50 ms per GiB of touched memory on a CPU.
         """
-        return self._work(self._retired, self._sweep_place, max_chunks)
+        return self._process(self._retired, self._sweep_place, max_chunks)
 
     def prefault(self, max_chunks: int | None = None) -> bool:
         """Create page-table entries for up to `max_chunks` chunks (None: all) that lack them.
 
         Returns True when no place waits. The contents do not change.
         """
-        return self._work(self._cold, self._prefault_place, max_chunks)
+        return self._process(self._cold, self._prefault_place, max_chunks)
 
     @abstractmethod
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
@@ -324,15 +324,15 @@ class Arena(ABC):
         """Unmap the retired chunks of a place."""
         # Skip chunks that were mapped again after they were queued.
         retired = place.window == RETIRED
-        self._apply(self._unmap_address, place, retired)
+        self._apply_to_runs(self._unmap_address, place, retired)
         place.window[retired] = UNMAPPED
 
     def _prefault_place(self, place: _Place) -> None:
         """Prefault the chunks of a place, except those that were retired meanwhile."""
         window = place.window
-        self._apply(self._prefault_address, place, (window >= 0) | (window == PREPARED))
+        self._apply_to_runs(self._prefault_address, place, (window >= 0) | (window == PREPARED))
 
-    def _apply(
+    def _apply_to_runs(
         self, operation: Callable[[int, int], None], place: _Place, chosen: npt.NDArray[np.bool_]
     ) -> None:
         """Call `operation(address, size_bytes)` for each run of `chosen` chunks of a place."""
@@ -341,7 +341,7 @@ class Arena(ABC):
             operation(address, count * self.chunk_bytes)
 
     @staticmethod
-    def _work(
+    def _process(
         places: deque[_Place], apply: Callable[[_Place], None], max_chunks: int | None
     ) -> bool:
         """Apply a function to up to `max_chunks` queued chunks; returns True when none is left."""

@@ -103,9 +103,9 @@ class KvRange:
 
     def retire_tail(self, chunks: int) -> None:
         """Shrink to at most `chunks` chunks. The blocks beyond them must not be in use."""
-        lost = self._mapped_chunks - chunks
-        if lost > 0:
-            self._arena.retire(self._range, chunks, lost)
+        removed = self._mapped_chunks - chunks
+        if removed > 0:
+            self._arena.retire(self._range, chunks, removed)
             self._mapped_chunks = chunks
 
     def pack(self, block_ids: Sequence[int], target: torch.Tensor | None = None) -> torch.Tensor:

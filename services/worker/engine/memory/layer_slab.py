@@ -118,8 +118,8 @@ class LayerSlab:
         # Later fills are verified by XXH3-128, which takes a tenth of the time of SHA-256.
         self._checksum = b""  # XXH3-128 of the bytes that the digest covers
         # Hashes of the first `_hashed_bytes` bytes; no SHA-256 after the first fill.
-        self._running, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
-        self._identity: _Hash | None = hashlib.sha256(layout.tag)
+        self._xxh3, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
+        self._sha256: _Hash | None = hashlib.sha256(layout.tag)
 
     @property
     def state(self) -> SlabState:
@@ -216,10 +216,10 @@ class LayerSlab:
         self._hash_up_to(end)
         if end < self.layout.size_bytes:
             return False
-        checksum = self._running.digest()
-        if self._identity is not None:
+        checksum = self._xxh3.digest()
+        if self._sha256 is not None:
             # The first fill defines the digest; all later fills must match it.
-            self._digest, self._checksum = self._identity.digest(), checksum
+            self._digest, self._checksum = self._sha256.digest(), checksum
         self._restart_hash()
         if checksum != self._checksum:
             raise SlabCorrupted(self.name)
@@ -251,15 +251,15 @@ class LayerSlab:
     def _hash(self, piece: torch.Tensor) -> None:
         """Update the hashes with the next bytes of the slab."""
         data = piece.cpu().numpy()
-        self._running.update(data)
-        if self._identity is not None:
-            self._identity.update(data)
+        self._xxh3.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
         self._hashed_bytes += piece.numel()
 
     def _restart_hash(self) -> None:
         tag, first = self.layout.tag, self._digest is None
-        self._running, self._hashed_bytes = xxhash.xxh3_128(tag), 0
-        self._identity = hashlib.sha256(tag) if first else None
+        self._xxh3, self._hashed_bytes = xxhash.xxh3_128(tag), 0
+        self._sha256 = hashlib.sha256(tag) if first else None
 
     def _view(self, flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
         start = place.offset_bytes // self.layout.dtype.itemsize

@@ -214,9 +214,9 @@ class Decoder:
         """Replace the parameters of a module tree by slab views; may return a new module."""
         for name, child in list(module.named_children()):
             setattr(module, name, self._place(child, f"{path}.{name}", slab_name))
-        return self._placed(module, path, slab_name)
+        return self._over_views(module, path, slab_name)
 
-    def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
+    def _over_views(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
         """Return `module` with slab views as parameters, or an equivalent faster module."""
         views = self._slabs[slab_name].views()
         if isinstance(module, nn.Linear):

@@ -77,7 +77,7 @@ class Connections:
             LaneFull: if too many peers are expected.
         """
         identity = Identity(peer.worker_id, peer.incarnation)
-        for peers, theirs, ours in (
+        for peers, peer_plan, own_plan in (
             (self._activations, peer.activations, own.activations),
             (self._bulk, peer.bulk, own.bulk),
         ):
@@ -85,23 +85,23 @@ class Connections:
                 continue
             peers.lose(identity)  # the connection may have ended without an event at this end
             if own.worker_id < peer.worker_id:
-                self._dial(peers, identity, theirs)
+                self._dial(peers, identity, peer_plan)
             else:
-                self._expect(peers, identity, ours)
+                self._expect(peers, identity, own_plan)
 
-    def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
+    def _dial(self, peers: _Peers, peer: Identity, peer_plan: LanePlan) -> None:
         """Dial a peer unless an attempt or the pause after one is in progress."""
         worker_id = peer.worker_id
-        waiting, _ = peers.awaited.get(worker_id, (None, ""))
-        if waiting != peer and self._now_s() >= peers.retry_s.get(worker_id, 0.0):
-            peers.awaited[worker_id] = (peer, theirs.nonce)
-            peers.lane.connect(worker_id, theirs.address, theirs.nonce.encode())
+        awaited, _ = peers.awaited.get(worker_id, (None, ""))
+        if awaited != peer and self._now_s() >= peers.retry_s.get(worker_id, 0.0):
+            peers.awaited[worker_id] = (peer, peer_plan.nonce)
+            peers.lane.connect(worker_id, peer_plan.address, peer_plan.nonce.encode())
 
-    def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
+    def _expect(self, peers: _Peers, peer: Identity, own_plan: LanePlan) -> None:
         """Expect a dial of the peer, with the nonce of the newest plan."""
-        if peers.awaited.get(peer.worker_id) != (peer, ours.nonce):
-            peers.lane.expect(peer, ours.nonce.encode())
-            peers.awaited[peer.worker_id] = (peer, ours.nonce)
+        if peers.awaited.get(peer.worker_id) != (peer, own_plan.nonce):
+            peers.lane.expect(peer, own_plan.nonce.encode())
+            peers.awaited[peer.worker_id] = (peer, own_plan.nonce)
 
     def has(self, peer: MemberPlan) -> bool:
         """Whether both lanes are connected to a peer."""

@@ -38,34 +38,34 @@ class ChangeFailpoints:
         self._worker_id = worker_id
         self._present: Configuration | None = None
         # CHANGE and ROLE of the last requested change, and of the last switch.
-        self._asked = self._changed = ("alone", "leader")
+        self._requested = self._changed = ("alone", "leader")
 
-    def asked(self, groups: Sequence[GroupStages], place: str) -> None:
+    def hit_requested(self, groups: Sequence[GroupStages], place: str) -> None:
         """Note that a change to `groups` was requested or committed, and hit its failpoint."""
-        self._asked = self._scope(Configuration.of(self._worker_id, groups))
-        self.preparing(place)
+        self._requested = self._scope(Configuration.of(self._worker_id, groups))
+        self.hit_preparation(place)
 
-    def switching(self, new: Configuration) -> None:
+    def hit_switch(self, new: Configuration) -> None:
         """Note the switch to `new`, and hit the failpoint right before it."""
         self._changed = self._scope(new)
         self._present = new
-        self.changing("switch")
+        self.hit_change("switch")
 
-    def preparing(self, place: str) -> None:
+    def hit_preparation(self, place: str) -> None:
         """Hit a failpoint of the last requested change."""
-        self._hit(place, self._asked)
+        self._hit(place, self._requested)
 
-    def changing(self, place: str) -> None:
+    def hit_change(self, place: str) -> None:
         """Hit a failpoint of the change of the last switch."""
         self._hit(place, self._changed)
 
-    def sending(self, frame: object) -> None:
+    def hit_frame(self, frame: object) -> None:
         """Hit the failpoint of a frame that is about to be sent, if its type has a failpoint."""
         place = _FRAMES.get(type(frame))
         if place is not None:
-            self.changing(place)
+            self.hit_change(place)
 
-    def running(self) -> None:
+    def hit_microbatch(self) -> None:
         """Hit the failpoint before a microbatch of a pipeline, outside of group changes."""
         present = self._present
         if failpoint.any_armed() and present is not None and len(present.stages) > 1:
@@ -73,12 +73,12 @@ class ChangeFailpoints:
             failpoint.hit(f"engine.steady.microbatch.{role}")
 
     @staticmethod
-    def resting() -> None:
+    def hit_parked() -> None:
         """Hit the failpoint before a microbatch while this follower keeps parked batch requests."""
         failpoint.hit("engine.shelf.microbatch.follower")
 
     @staticmethod
-    def suspended() -> None:
+    def hit_suspended() -> None:
         """Hit the failpoint after an iteration was suspended."""
         failpoint.hit("engine.suspended.iteration.leader")
 

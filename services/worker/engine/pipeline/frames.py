@@ -10,7 +10,7 @@ from services.core.changeover import frames as core
 
 
 @dataclass(frozen=True, slots=True)
-class SlabWanted:
+class SlabRequest:
     """A request to send the parameters of `slab` on the bulk lane, if their digest is `digest`."""
 
     slab: str
@@ -29,7 +29,7 @@ class SlabRefused:
     transfer_id: str
 
 
-LaneFrame = core.MemberFrame | SlabWanted | SlabRefused
+LaneFrame = core.MemberFrame | SlabRequest | SlabRefused
 KINDS: dict[int, type[Any]] = {
     0x200: core.Activations,
     0x201: core.Samples,
@@ -47,7 +47,7 @@ KINDS: dict[int, type[Any]] = {
     0x20D: core.KvEnded,
     0x20E: core.FreeKv,
     0x20F: core.KvFreed,
-    0x210: SlabWanted,
+    0x210: SlabRequest,
     0x211: SlabRefused,
     0x212: core.RequestDropped,
     0x213: core.EpochAbandoned,

@@ -29,11 +29,11 @@ class GroupHealth:
         """Set the members of the group that were lost in this configuration."""
         self.lost = tuple(sorted(worker_ids))
 
-    def launched(self, now_s: float) -> None:
+    def note_launched(self, now_s: float) -> None:
         """Record that this leader launched a microbatch."""
         self._launched_s.append(now_s)
 
-    def finished(self, now_s: float) -> None:
+    def note_returned(self, now_s: float) -> None:
         """Record that the oldest microbatch in flight returned."""
         if self._launched_s:
             self._stall.note_completed(now_s - self._launched_s.popleft())
@@ -49,20 +49,20 @@ class GroupHealth:
         if joining:
             # A stage joins after its previous leader has drained, which the drain timeout bounds.
             waited_s, limit_s = now_s - self._entered_s, DRAINED_TIMEOUT_S + self._stall.limit_s
-            return self._overdue("not every stage has joined", waited_s, limit_s)
+            return self._update_alarm("not every stage has joined", waited_s, limit_s)
         if not self._launched_s:
             return ""
         waited_s, limit_s = now_s - self._launched_s[0], self._stall.limit_s
-        return self._overdue("a microbatch has not returned", waited_s, limit_s)
+        return self._update_alarm("a microbatch has not returned", waited_s, limit_s)
 
-    def _overdue(self, what: str, waited_s: float, limit_s: float) -> str:
+    def _update_alarm(self, condition: str, waited_s: float, limit_s: float) -> str:
         """Return the condition with its duration once `limit_s` is exceeded, else "".
 
         The first time, raises the alarm.
         """
         # An alarm raises the stall limit, possibly above the present wait: keep the alarm until
         # the condition ends.
-        if self._alarm != what and waited_s > limit_s:
-            self._alarm = what
+        if self._alarm != condition and waited_s > limit_s:
+            self._alarm = condition
             self._stall.note_alarm()
-        return f"{what} for {waited_s:.0f} s" if self._alarm == what else ""
+        return f"{condition} for {waited_s:.0f} s" if self._alarm == condition else ""

@@ -58,13 +58,13 @@ class KvTransfers:
             return TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=str(error))
         return None
 
-    def take(self, piece: KvPiece, payload: Bytes) -> None:
+    def store(self, piece: KvPiece, payload: Bytes) -> None:
         """Store a received piece; called on the mover's thread.
 
         Raises:
             TransferRefused: if the sequence has no blocks for the transfer any more.
         """
-        self.failpoints.changing("kv_arrived")
+        self.failpoints.hit_change("kv_arrived")
         with self.stage.lock:
             ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.seq_id)
             end = piece.first_block + piece.num_blocks
@@ -79,14 +79,14 @@ class KvTransfers:
 
         The function raises TransferRefused once the sequence has other blocks.
         """
-        had = self.stage.table.block_ids(seq_id)
+        blocks_at_start = self.stage.table.block_ids(seq_id)
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:
-            self.failpoints.changing("kv_piece")
+            self.failpoints.hit_change("kv_piece")
             # The sequence may have been released, or preempted and readmitted with other blocks.
             with self.stage.lock:
                 ids = self.stage.table.block_ids(seq_id)[first : first + count]
-                if len(ids) < count or ids != had[first : first + count]:
+                if len(ids) < count or ids != blocks_at_start[first : first + count]:
                     raise TransferRefused(f"{seq_id} is gone")
                 memory = self.stage.runner.stage_memory
                 memory.pack_kv(layer, ids, torch.from_numpy(target))

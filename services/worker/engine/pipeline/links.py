@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.epoch_fence import EpochFence
-from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabWanted
+from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabRequest
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame, as_bytes
 from services.worker.engine.transfer.gate import ActivationGate
@@ -33,7 +33,7 @@ UNSENT_MAX = 65_536
 
 log = logging.getLogger(__name__)
 
-_UNFENCED = (SlabWanted, SlabRefused)
+_UNFENCED = (SlabRequest, SlabRefused)
 """Slab requests are valid in any epoch: the digest identifies the parameters."""
 
 
@@ -94,7 +94,7 @@ class Links:
         sender = (group.group_id, group.epoch) if group else (self.group_id, self.epoch)
         frame = Frame(*sender, body, payload)
         if peer in self._unsent:  # keep the order
-            self._keep(peer, frame)
+            self._enqueue(peer, frame)
             return
         try:
             self._gate.send(self.lane, peer, frame)
@@ -102,17 +102,17 @@ class Links:
             log.warning("%s is not connected: %s not sent", peer, type(body).__name__)
         except LaneFull as error:
             log.warning("%s; frames for it are queued here until it accepts more", error)
-            self._keep(peer, frame)
+            self._enqueue(peer, frame)
 
     def receive(self) -> list[Received]:
         """Return the frames received since the last call, in sending order for each peer.
 
         Also sends queued frames for which the lane has room again.
         """
-        self._send_what_waits()
+        self._send_queued()
         taken = list(self._to_self)
         self._to_self.clear()
-        arrived = [*self._admitted, *self.lane.receive(self._peers_to_leave())]
+        arrived = [*self._admitted, *self.lane.receive(self._peers_to_pause())]
         self._admitted.clear()
         for peer, frame in arrived:
             body = cast(LaneFrame, frame.header)
@@ -127,7 +127,7 @@ class Links:
         """Return the connects and losses on the lane since the last call."""
         return self.lane.events()
 
-    def _peers_to_leave(self) -> set[str]:
+    def _peers_to_pause(self) -> set[str]:
         """Return the peers whose frames stay on the lane for now (back-pressure)."""
         if len(self._fence.early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
             return set()
@@ -143,7 +143,7 @@ class Links:
             )
         return self._ahead
 
-    def _keep(self, peer: str, frame: Frame) -> None:
+    def _enqueue(self, peer: str, frame: Frame) -> None:
         """Queue a frame until the lane has room. Raises LaneFull at `UNSENT_MAX` frames."""
         waiting = self._unsent.setdefault(peer, deque())
         if len(waiting) >= UNSENT_MAX:
@@ -151,7 +151,7 @@ class Links:
         # Copy the payload, as the lane would: the caller may reuse its memory after `send`.
         waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
 
-    def _send_what_waits(self) -> None:
+    def _send_queued(self) -> None:
         for peer, waiting in list(self._unsent.items()):
             try:
                 while waiting:

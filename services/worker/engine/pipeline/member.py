@@ -41,7 +41,7 @@ from services.core.planner.sequence_ids import SequenceIdSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
-from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
+from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
@@ -78,7 +78,7 @@ class Member:
         stage: StageRunner,
         links: Links,
         bulk: Lane,
-        mover_of: Callable[[EpochStatusOf, Unpack], Mover],
+        create_mover: Callable[[EpochStatusOf, Unpack], Mover],
         now_s: Callable[[], float],
         facts: FactLog | None = None,
     ) -> None:
@@ -87,9 +87,9 @@ class Member:
         self.state = state = changeover.planner
         self.stage = stage
         self.links = links
-        self.mover = mover = mover_of(self._epoch_status_of, self._unpack)
+        self.mover = mover = create_mover(self._epoch_status_of, self._unpack)
         self._now_s = now_s
-        self._names = SequenceIdSource(identity.incarnation)
+        self._seq_id_source = SequenceIdSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
         self._failpoints = ChangeFailpoints(identity.worker_id)
@@ -99,14 +99,16 @@ class Member:
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
-        self._asked: dict[str, list[GroupPlan]] = {}  # preparations in progress, by attempt
-        self._lost: frozenset[str] = frozenset()  # reported to `changeover` in this configuration
+        self._preparations: dict[str, list[GroupPlan]] = {}  # preparations in progress, by attempt
+        self._reported_lost: frozenset[str] = (
+            frozenset()
+        )  # reported to `changeover` in this configuration
         self._payload: Any = b""  # of the frame that is being handled
-        self._to_run: list[vocabulary.RunStage] = []  # commanded, not run yet
+        self._due_stages: list[vocabulary.RunStage] = []  # commanded, not run yet
         self._swept = True  # all memory of dropped layers is unmapped
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
             vocabulary.SendFrame: self._send,
-            vocabulary.RunStage: self._to_run.append,
+            vocabulary.RunStage: self._due_stages.append,
             vocabulary.SendBlocks: self._transfers.send,
             vocabulary.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
             vocabulary.SwitchStage: self._switch,
@@ -132,7 +134,7 @@ class Member:
         """Apply an event of a request, whose id is the gateway's id."""
         # Each start of a request gets its own sequence id: a retry is another sequence.
         if isinstance(event, RequestArrived):
-            seq_id = self._names.new_id(event.request.request_id)
+            seq_id = self._seq_id_source.new_id(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=seq_id))
             self._serving.begin(seq_id, event.request)
         elif isinstance(event, RequestAborted):
@@ -147,20 +149,22 @@ class Member:
         """Change to a committed configuration; a configuration of an older epoch is ignored."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
-        self._failpoints.asked(groups, "commit")
+        self._failpoints.hit_requested(groups, "commit")
         self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
         """Prepare for groups that may be committed; the answer comes in `EngineOutbox.prepared`."""
-        if command.attempt not in self._asked:  # a repeated command needs no second preparation
-            self._asked[command.attempt] = command.groups
+        if (
+            command.attempt not in self._preparations
+        ):  # a repeated command needs no second preparation
+            self._preparations[command.attempt] = command.groups
             groups = stages_of(command.groups)
-            self._failpoints.asked(groups, "prepare")
+            self._failpoints.hit_requested(groups, "prepare")
             self._apply(vocabulary.PreparationAsked(command.attempt, groups))
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown attempts are ignored."""
-        self._asked.pop(attempt, None)
+        self._preparations.pop(attempt, None)
         self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
@@ -234,8 +238,8 @@ class Member:
         """
         received = self.links.receive()
         for message in received:
-            self._take(message)
-        moved = self._take_events()
+            self._handle_message(message)
+        moved = self._handle_events()
         # A connection that ended without an event matters only during a change: at other times the
         # memory manager learns of the loss from the peer.
         if self.changeover.busy:
@@ -261,12 +265,12 @@ class Member:
             self._serving.pause()
         else:
             if self.settled:
-                self._failpoints.running()
+                self._failpoints.hit_microbatch()
             ended = self._serving.run_first(microbatch, self.configuration, interrupts)
             if ended is not None:
                 self._apply(ended)
             if isinstance(ended, IterationSuspended):
-                self._failpoints.suspended()
+                self._failpoints.hit_suspended()
         self._facts.note_memory(self.links.epoch, self.settled)
         return microbatch is not None
 
@@ -280,24 +284,24 @@ class Member:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))
         if microbatch is not None and self.state.stages > 1:
-            self._health.launched(now_s)  # a single worker has its result before the next turn
+            self._health.note_launched(now_s)  # a single worker has its result before the next turn
         self._serving.note_planned(microbatch, now_s)
         return microbatch
 
-    def _take(self, received: Received) -> None:
+    def _handle_message(self, received: Received) -> None:
         frame = received.frame
-        if isinstance(frame, SlabWanted):
+        if isinstance(frame, SlabRequest):
             self._parameters.send(received.peer, frame)
         elif isinstance(frame, SlabRefused):
             self._restoring.note_transfer(frame.transfer_id, intact=False)
         else:
             if isinstance(frame, Samples):
                 self._serving.meter.finished(frame.number, self._now_s())
-                self._health.finished(self._now_s())
+                self._health.note_returned(self._now_s())
             self._payload = received.payload
             self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
 
-    def _take_events(self) -> bool:
+    def _handle_events(self) -> bool:
         for lane_event in self.links.events():
             self._connections.note_activations(lane_event)
         events = self.mover.events()
@@ -325,11 +329,11 @@ class Member:
         """Report newly lost members to the state machine and to the group's health."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
-        if lost != self._lost:
-            if new := sorted(lost - self._lost):
+        if lost != self._reported_lost:
+            if new := sorted(lost - self._reported_lost):
                 group_id, epoch = configuration.own.group_id, configuration.epoch
                 log.warning("%s at epoch %d has lost %s", group_id, epoch, ", ".join(new))
-            self._lost = lost
+            self._reported_lost = lost
             self._health.note_lost(lost & configuration.own.workers)
             self._apply(vocabulary.PeersLost(self._now_s(), lost))
 
@@ -340,13 +344,15 @@ class Member:
         with self.stage.lock:
             self._handle(event)
         # Without the lock: transfers proceed while the model runs.
-        while self._to_run:
+        while self._due_stages:
             assert self.configuration is not None
             if self.settled:
-                self._failpoints.running()
+                self._failpoints.hit_microbatch()
             if self.changeover.parked_due_s is not None:
-                self._failpoints.resting()
-            self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
+                self._failpoints.hit_parked()
+            self._serving.run_later_stage(
+                self.configuration, self._due_stages.pop().frame, self._payload
+            )
 
     def _handle(self, event: vocabulary.Event) -> None:
         self._facts.record(EVENT, event)
@@ -365,12 +371,12 @@ class Member:
                 self._handle(answer)
 
     def _send(self, command: vocabulary.SendFrame[Any]) -> None:
-        self._failpoints.sending(command.frame)
+        self._failpoints.hit_frame(command.frame)
         self.links.send(command.peer, command.frame, group=command.group)
 
     def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
-        self._failpoints.switching(new)
+        self._failpoints.hit_switch(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         if report.dropped_bytes:
             place = (new.own.group_id, new.epoch)
@@ -379,15 +385,17 @@ class Member:
         self._restoring.stop()
         self.links.enter(new.own.group_id, new.epoch)
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= new.epoch}
-        self._asked = {
-            name: groups for name, groups in self._asked.items() if groups[0].epoch > new.epoch
+        self._preparations = {
+            name: groups
+            for name, groups in self._preparations.items()
+            if groups[0].epoch > new.epoch
         }
         self._connections.enter(members_of(self._plans[new.epoch]).values())
-        self._lost = frozenset()
+        self._reported_lost = frozenset()
         self._health.enter(self._now_s())
         self._serving.meter.enter()
         self._facts.switch(new)
-        self._failpoints.changing("mapped")
+        self._failpoints.hit_change("mapped")
         return vocabulary.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
 
     def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
@@ -412,16 +420,16 @@ class Member:
             ) from error
 
     def _connect(self, command: vocabulary.ConnectMembers) -> None:
-        self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
+        self._restoring.connect(command.attempt, members_of(self._preparations[command.attempt]))
 
     def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
-        self._failpoints.preparing("ready")
-        self._asked.pop(command.attempt, None)
+        self._failpoints.hit_preparation("ready")
+        self._preparations.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
         self._serving.outbox.prepared.append(answer)
 
     def _note_aborted(self, command: vocabulary.NoteAborted) -> None:
-        self._asked.pop(command.attempt, None)
+        self._preparations.pop(command.attempt, None)
         self._restoring.stop()
         self.stage.runner.stage_memory.cancel_drop()
         log.info("the preparation %s was aborted", command.attempt)
@@ -439,6 +447,6 @@ class Member:
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
         """Store a received piece of KV or parameters. Raises WorkerError to refuse it."""
         if isinstance(piece, KvPiece):
-            self._transfers.take(piece, payload)
+            self._transfers.store(piece, payload)
         else:
-            self._parameters.take(piece, payload)
+            self._parameters.store(piece, payload)

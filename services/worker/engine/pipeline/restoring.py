@@ -30,7 +30,7 @@ from services.core.changeover.vocabulary import (
 from services.worker.engine.memory.layer_slab import SlabState
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
-from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
+from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull
@@ -43,7 +43,7 @@ from services.worker.ipc import MemberPlan
 CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed, per `step`
 CONNECT_TIMEOUT_S = 10.0
 
-End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
+PreparationEvent = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +68,7 @@ class Restoring:
     mover: Mover
     now_s: Callable[[], float]
     failpoints: ChangeFailpoints
-    _steps: Iterator[End | None] | None = None  # the work in progress
+    _steps: Iterator[PreparationEvent | None] | None = None  # the work in progress
     _fetching: _SlabFetch | None = field(default=None)  # the slab transfer in progress
 
     @property
@@ -76,7 +76,7 @@ class Restoring:
         """Whether slow work is in progress, so that `step` must be called."""
         return self._steps is not None
 
-    def step(self) -> End | None:
+    def step(self) -> PreparationEvent | None:
         """Continue the slow work; returns its event when it has ended, else None."""
         if self._steps is None:
             return None
@@ -94,26 +94,28 @@ class Restoring:
         """Start to connect both lanes to every other member."""
         self._steps = self._connect(attempt, members)
 
-    def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
+    def _connect(
+        self, attempt: str, members: dict[str, MemberPlan]
+    ) -> Iterator[PreparationEvent | None]:
         # Dial or expect again in each step: a peer refuses until it expects this worker.
-        me = members[self.links.worker_id]
-        peers = [member for worker_id, member in members.items() if worker_id != me.worker_id]
+        own = members[self.links.worker_id]
+        peers = [member for worker_id, member in members.items() if worker_id != own.worker_id]
         until_s = self.now_s() + CONNECT_TIMEOUT_S
         while waiting := [member for member in peers if not self.connections.has(member)]:
             if self.now_s() > until_s:
                 yield MembersConnected(attempt, waiting[0].worker_id)
             for member in waiting:
-                self.connections.open(me, member)
+                self.connections.open(own, member)
             yield None
         yield MembersConnected(attempt)
 
     def shrink(self, command: ShrinkKv) -> None:
         """Start to unmap the KV blocks from `command.blocks` on; `step` frees them in slices."""
-        self.failpoints.preparing("room")
+        self.failpoints.hit_preparation("room")
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = self._sweep(command.attempt)
 
-    def _sweep(self, attempt: str) -> Iterator[End | None]:
+    def _sweep(self, attempt: str) -> Iterator[PreparationEvent | None]:
         while True:
             with self.stage.lock:
                 swept = self.stage.runner.stage_memory.finish_drop()
@@ -123,9 +125,9 @@ class Restoring:
         """Start to fetch and verify a slab."""
         self._steps = self._restore(command)
 
-    def _restore(self, command: RestoreSlab) -> Iterator[End | None]:
+    def _restore(self, command: RestoreSlab) -> Iterator[PreparationEvent | None]:
         memory, slab = self.stage.runner.stage_memory, command.slab
-        self.failpoints.preparing("fetch")
+        self.failpoints.hit_preparation("fetch")
         try:
             with self.stage.lock:
                 if memory.slabs[slab].state is SlabState.ABSENT:
@@ -138,7 +140,7 @@ class Restoring:
             # Verify the digest: a slab with any other byte must never run.
             while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
                 yield None
-            self.failpoints.preparing("verify")
+            self.failpoints.hit_preparation("verify")
             yield SlabVerified(command.attempt, slab, intact=True)
         except WorkerError as error:
             # Without a holder, the model folder itself has failed: there is no other source. After
@@ -156,7 +158,7 @@ class Restoring:
         fetching = _SlabFetch(transfer_id, self.now_s() + patience_s)
         self._fetching = fetching
         digest = memory.slab_digest(command.slab).hex()
-        self.links.send(command.holder, SlabWanted(command.slab, transfer_id, digest))
+        self.links.send(command.holder, SlabRequest(command.slab, transfer_id, digest))
         while not (fetching.arrived or fetching.failed):
             if self.now_s() > fetching.until_s:
                 self.mover.cancel(transfer_id)
@@ -194,7 +196,7 @@ class Restoring:
 
     def map_kv(self, command: MapKv) -> KvMapped:
         """Map as many KV blocks for the returning layers as the other layers have."""
-        self.failpoints.preparing("map_kv")
+        self.failpoints.hit_preparation("map_kv")
         self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
@@ -225,7 +227,7 @@ class ParameterSource:
     mover: Mover
     failpoints: ChangeFailpoints
 
-    def send(self, peer: str, wanted: SlabWanted) -> None:
+    def send(self, peer: str, wanted: SlabRequest) -> None:
         """Start the transfer of a slab; refuse if this member lacks the parameters or is busy."""
         memory = self.stage.runner.stage_memory
         slab = memory.slabs.get(wanted.slab)
@@ -240,7 +242,7 @@ class ParameterSource:
         except MoverFull:
             self.links.send(peer, SlabRefused(wanted.slab, wanted.transfer_id))
 
-    def take(self, piece: ParameterPiece, payload: Bytes) -> None:
+    def store(self, piece: ParameterPiece, payload: Bytes) -> None:
         """Store a received piece; called on the mover's thread.
 
         Raises:
@@ -251,7 +253,7 @@ class ParameterSource:
             memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
 
     def _pack(self, slab: str, offset_bytes: int, target: Bytes) -> None:
-        self.failpoints.preparing("slab_piece")
+        self.failpoints.hit_preparation("slab_piece")
         with self.stage.lock:
             memory = self.stage.runner.stage_memory
             memory.pack_slab(slab, offset_bytes, torch.from_numpy(target))

@@ -33,9 +33,9 @@ from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
-PREEMPTIONS_REPORTED = 32  # per sequence; times of later preemptions are not reported
+PREEMPTION_TIMES_MAX = 32  # per sequence; times of later preemptions are not reported
 # Entries are pruned when there are more than twice the planner's sequences, plus this margin.
-SLACK = 64
+PRUNE_MARGIN = 64
 
 
 class _Activity(Enum):
@@ -73,7 +73,7 @@ class RequestClock:
         self._entries[seq_id] = _Entry(now_s, now_s, decodes=decodes)
         self._waiting.add(seq_id)
 
-    def launched(self, seq_ids: Callable[[], Iterable[str]], now_s: float) -> None:
+    def note_launched(self, seq_ids: Callable[[], Iterable[str]], now_s: float) -> None:
         """Record the sequences of the next microbatch; `seq_ids` is called only if any wait."""
         if not self._waiting:
             return
@@ -82,7 +82,7 @@ class RequestClock:
             entry.switch_to(_Activity.DECODE if entry.decodes else _Activity.PREFILL, now_s)
             self._waiting.discard(seq_id)
 
-    def emitted(self, seq_id: str, now_s: float) -> None:
+    def note_emitted(self, seq_id: str, now_s: float) -> None:
         """Record that the sequence has output, so that it decodes from now on."""
         entry = self._entries.get(seq_id)
         if entry is not None and not entry.decodes:
@@ -90,7 +90,7 @@ class RequestClock:
             if entry.activity is _Activity.PREFILL:
                 entry.switch_to(_Activity.DECODE, now_s)
 
-    def preempted(self, seq_ids: Iterable[str], now_s: float) -> None:
+    def note_preempted(self, seq_ids: Iterable[str], now_s: float) -> None:
         """Record the sequences that wait now: those that ran until now have been preempted."""
         for seq_id in seq_ids:
             entry = self._entries.get(seq_id)
@@ -98,7 +98,7 @@ class RequestClock:
                 continue
             entry.switch_to(_Activity.WAIT, now_s)
             self._waiting.add(seq_id)
-            if len(entry.preempted_s) < PREEMPTIONS_REPORTED:
+            if len(entry.preempted_s) < PREEMPTION_TIMES_MAX:
                 entry.preempted_s.append(now_s - entry.began_s)
 
     def end(self, seq_id: str, now_s: float) -> RequestTimes | None:
@@ -118,7 +118,7 @@ class RequestClock:
 
     def prune(self, known: Container[str], count: int) -> None:
         """If there are many entries, remove those not in `known`, which has `count` sequences."""
-        if len(self._entries) > 2 * count + SLACK:
+        if len(self._entries) > 2 * count + PRUNE_MARGIN:
             for seq_id in [seq_id for seq_id in self._entries if seq_id not in known]:
                 self.end(seq_id, 0.0)
 
@@ -190,7 +190,7 @@ class Serving:
             self.outbox.refusals.append(replace(command, request_id=request_id_of(seq_id)))
             return
         if command.index == 0:
-            self._clock.emitted(seq_id, self._now_s())
+            self._clock.note_emitted(seq_id, self._now_s())
         self.outbox.tokens.append(command._replace(request_id=request_id_of(seq_id)))
         if command.finish_reason is not None:
             self._note_end(seq_id)
@@ -239,10 +239,10 @@ class Serving:
         state = self._state
         if state.preemptions_total != self._preemptions_seen:
             self._preemptions_seen = state.preemptions_total
-            self._clock.preempted((sequence.seq_id for sequence in state.waiting), now_s)
+            self._clock.note_preempted((sequence.seq_id for sequence in state.waiting), now_s)
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            self._clock.launched(lambda: (chunk.seq_id for chunk in chunks), now_s)
+            self._clock.note_launched(lambda: (chunk.seq_id for chunk in chunks), now_s)
 
     def run_first(
         self,
@@ -266,7 +266,7 @@ class Serving:
             output = self._stage.run_first(microbatch)
             ended_s = self._now_s()
             self.meter.ran(started_s, ended_s)
-            self._compare(microbatch.batch, ended_s - started_s)
+            self._record_time(microbatch.batch, ended_s - started_s)
             assert output is not None
             payload = hidden_bytes(output)
         self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
@@ -276,7 +276,9 @@ class Serving:
         """Record that nothing was launched: the time until the next launch is idle time."""
         self._ended_s = None
 
-    def follow(self, configuration: Configuration, frame: Activations, payload: Any) -> None:
+    def run_later_stage(
+        self, configuration: Configuration, frame: Activations, payload: Any
+    ) -> None:
         """Run a later stage, and send its result to the next stage or to the leader."""
         started_s = self._now_s()
         output = self._stage.run_next(frame, payload)
@@ -302,13 +304,13 @@ class Serving:
         if output is None:
             return IterationSuspended(now_s) if suspends else IterationDropped(now_s)
         if microbatch.resumes is None:
-            self._compare(microbatch.batch, now_s - started_s)
+            self._record_time(microbatch.batch, now_s - started_s)
         else:  # resumed: only a part of the iteration was measured, so do not record its time
             self.iteration_tokens.ran(microbatch.batch.tokens)
         assert output.sampled is not None
         return IterationFinished(now_s, output.sampled, microbatch.number, output.notes)
 
-    def _compare(self, batch: Batch, measured_s: float) -> None:
+    def _record_time(self, batch: Batch, measured_s: float) -> None:
         if batch.chunks:
             self.iteration_tokens.ran(batch.tokens)
             chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)

@@ -44,12 +44,12 @@ def main() -> None:
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
         config = config_module.from_mapping(ProfileConfig, data, "standard input")
-        say("result", profile(config))
+        write_message("result", profile(config))
     except (WorkerError, ServiceError) as error:
-        say("error", str(error))
+        write_message("error", str(error))
         sys.exit(EXIT_UNUSABLE)
     except OSError as error:
-        say("error", f"the profile cannot be written: {error}")
+        write_message("error", f"the profile cannot be written: {error}")
         sys.exit(EXIT_UNUSABLE)
 
 
@@ -96,7 +96,7 @@ def measure(session: ProfileSession, measurer: Measurer, co_runners: CoRunners) 
         if monotonic_s() - reported_s > PROGRESS_INTERVAL_S:
             reported_s = monotonic_s()
             done, wanted = session.progress
-            say("progress", {"done": done, "wanted": wanted})
+            write_message("progress", {"done": done, "wanted": wanted})
 
 
 def summary(outcome: ProfileOutcome) -> dict[str, Any]:
@@ -116,13 +116,13 @@ def summary(outcome: ProfileOutcome) -> dict[str, Any]:
             for kind, (count, error) in outcome.errors_by_kind.items()
         ],
         "points": [
-            *(point(outcome.model, sample, False) for sample in outcome.fitted),
-            *(point(outcome.model, sample, True) for sample in outcome.held_out),
+            *(batch_entry(outcome.model, sample, False) for sample in outcome.fitted),
+            *(batch_entry(outcome.model, sample, True) for sample in outcome.held_out),
         ],
     }
 
 
-def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
+def batch_entry(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
     """Return a batch with its measured and its predicted duration, as JSON types."""
     return {
         "chunks": sample.chunks,
@@ -132,7 +132,7 @@ def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
     }
 
 
-def say(kind: str, value: Any) -> None:
+def write_message(kind: str, value: Any) -> None:
     """Write a line of output for `tideserve profile`."""
     print(json.dumps({kind: value}), flush=True)
 

@@ -11,7 +11,7 @@ from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.measurer import Measurer
 from services.worker.engine.profile.session import ProfileSession, measured_profile
 
-IDLE_BEFORE_S = 2.0
+MIN_IDLE_S = 2.0
 """Minimum idle time before a batch is measured, so that gaps between requests do not count."""
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ class IdleProfiler:
         self._config = config
         self._threads = threads
         self._path = path
-        self._busy_s = monotonic_s()
+        self._last_work_s = monotonic_s()
         log.info("no stored profile of this model and device: this worker profiles while idle")
 
     def note_work(self) -> None:
         """Restart the idle period, because the engine runs an iteration."""
-        self._busy_s = monotonic_s()
+        self._last_work_s = monotonic_s()
 
     def step(self, interrupted: Callable[[], bool]) -> bool:
         """Run the next batch if the engine has been idle for `MIN_IDLE_S`; returns whether it did.
@@ -49,7 +49,7 @@ class IdleProfiler:
         called before each layer; if it returns True, the batch stops and is measured again later.
         """
         session = self._session
-        if session is None or monotonic_s() - self._busy_s < IDLE_BEFORE_S:
+        if session is None or monotonic_s() - self._last_work_s < MIN_IDLE_S:
             return False
         duration_s = self._measurer.duration_s(session.next_batch(), interrupted)
         if duration_s is None:

@@ -42,13 +42,13 @@ def draw_on_device(
             table = np.array([(*terms[place], numbers[place]) for place in part])
             columns = torch.from_numpy(table).to(logits.device).T[:, :, None]
             index = torch.tensor([rows[place] for place in part], device=logits.device)
-            choose = _choose_best if cuts else _choose_any
+            choose = _draw_by_rank if cuts else _draw_by_id
             chosen = choose(logits[index].double(), *columns)
             # A row without a finite maximum has no distribution: take the best token.
             finite = logits[index].amax(-1).isfinite()
             tokens[index] = torch.where(finite, chosen, tokens[index])
-    chosen_of: list[int] = tokens.tolist()
-    return [chosen_of[row] for row in rows]
+    token_of: list[int] = tokens.tolist()
+    return [token_of[row] for row in rows]
 
 
 def _cuts(terms: DrawTerms, vocab_size: int) -> bool:
@@ -56,7 +56,7 @@ def _cuts(terms: DrawTerms, vocab_size: int) -> bool:
     return 0 < terms.top_k < vocab_size or terms.top_p < 1
 
 
-def _choose_any(
+def _draw_by_id(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     _top_k: torch.Tensor,
@@ -70,10 +70,10 @@ def _choose_any(
     """
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp() * (scaled >= min_p.log())
-    return _drawn(weights, number)
+    return _select(weights, number)
 
 
-def _choose_best(
+def _draw_by_rank(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -96,10 +96,10 @@ def _choose_best(
     # before it is less.
     weights *= (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
     weights *= scaled >= min_p.log()
-    return ids.gather(1, _drawn(weights, number)[:, None])[:, 0]
+    return ids.gather(1, _select(weights, number)[:, None])[:, 0]
 
 
-def _drawn(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _select(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """Return the first index whose cumulative weight exceeds `number` times the total: [rows]."""
     sums = weights.cumsum(-1)
     place = torch.searchsorted(sums, number * sums[:, -1:], right=True)[:, 0]

@@ -146,7 +146,7 @@ class Grammars:
     def _build(self, grammar: Grammar) -> LLMatcher | Unusable:
         built: LLMatcher | Unusable
         try:
-            built = _built(self.load(), grammar)
+            built = _build_matcher(self.load(), grammar)
         except GrammarRefused as refused:
             built = Unusable(str(refused))
         with self._lock:
@@ -228,7 +228,7 @@ class GrammarMatcher:
         return np.unpackbits(packed, bitorder="little").view(np.bool_)
 
 
-def _built(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+def _build_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Build a matcher and verify its first mask. Raises GrammarRefused."""
     matcher = LLMatcher(tokenizer, source_of(grammar), log_level=_SILENT, limits=PARSER_LIMITS)
     tried = matcher

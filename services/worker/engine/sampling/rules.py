@@ -55,7 +55,7 @@ class TokenCounts:
         return self._counts[: len(self._places)]
 
 
-def penalise(
+def apply_penalties(
     logits: npt.NDArray[np.floating], rows: Sequence[int], counted: Sequence[TokenCounts]
 ) -> None:
     """Apply the penalties of `counted[i]` to row `rows[i]` of `logits` [rows, vocab], in place.
@@ -96,16 +96,16 @@ class SamplingRules:
         self._token_ids = list(terms.prompt_ids)
         self.counts = _counts(terms)
         self._bias = _bias(terms)
-        self._never = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
+        self._banned_ids = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
         # Multi-token bad words by their penultimate token, for a lookup by the last output token.
         self._bad_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._bad_words[word[-2]].append(word)
-        self._forbidden: npt.NDArray[np.bool_] | None = None
+        self._disallowed: npt.NDArray[np.bool_] | None = None
         if sampling.allowed_token_ids:
-            self._forbidden = np.ones(vocab_size, np.bool_)
-            self._forbidden[list(sampling.allowed_token_ids)] = False
+            self._disallowed = np.ones(vocab_size, np.bool_)
+            self._disallowed[list(sampling.allowed_token_ids)] = False
         self._grammar: GrammarMatcher | None = None
         if sampling.grammar is not None:
             self._grammar = grammars.matcher(sampling.grammar, terms.stop_ids)
@@ -138,15 +138,15 @@ class SamplingRules:
         # A complete output must end, even if `min_tokens` or the allowed ids forbid it.
         if allowed is not None and allowed.end_only:
             return
-        ids = self._never + self._completing()
+        ids = self._banned_ids + self._bad_word_ends()
         if index < self._terms.min_tokens:
             ids += self._terms.stop_ids
         if ids:
             logits[ids] = -np.inf
-        if self._forbidden is not None:
-            np.copyto(logits, -np.inf, where=self._forbidden)
+        if self._disallowed is not None:
+            np.copyto(logits, -np.inf, where=self._disallowed)
 
-    def _completing(self) -> list[int]:
+    def _bad_word_ends(self) -> list[int]:
         """Return the tokens that would complete a bad word."""
         token_ids = self._token_ids
         if not self._bad_words or not token_ids:
@@ -161,8 +161,8 @@ class SamplingRules:
 def has_rules(terms: SampleTerms) -> bool:
     """Whether a sequence needs `SamplingRules`."""
     sampling = terms.sampling
-    asked = sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids
-    return sampling.reads_output or bool(asked)
+    has_lists = sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids
+    return sampling.reads_output or bool(has_lists)
 
 
 def _counts(terms: SampleTerms) -> TokenCounts | None:

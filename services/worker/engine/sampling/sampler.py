@@ -33,7 +33,7 @@ from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, Tok
 from services.worker.engine.model.cpu_kernels.token_scores import TokenScorer
 from services.worker.engine.sampling.device_draw import draw_on_device
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars, Unusable
-from services.worker.engine.sampling.rules import SamplingRules, has_rules, penalise
+from services.worker.engine.sampling.rules import SamplingRules, apply_penalties, has_rules
 from services.worker.errors import InvalidBatch
 
 GREEDY_BELOW = 1e-5
@@ -314,8 +314,8 @@ def _modify(
         (row, rules.counts) for row in rows if (rules := wanted[row].state.rules) is not None
     ]
     # Apply all penalties in a single vectorized pass, then the rules row by row.
-    penalised = [(row, counts) for row, counts in counted if counts is not None]
-    penalise(logits, [row for row, _ in penalised], [counts for _, counts in penalised])
+    penalized = [(row, counts) for row, counts in counted if counts is not None]
+    apply_penalties(logits, [row for row, _ in penalized], [counts for _, counts in penalized])
     for row in rows:
         seq_id, index, state = wanted[row]
         if state.refused is not None:

@@ -24,7 +24,7 @@ from services.worker.engine.transfer.ucx_transport import (
     UcxTransport,
 )
 
-OPENING = np.zeros(1, np.uint8)
+FIRST_MESSAGE = np.zeros(1, np.uint8)
 """The first message from either end: its arrival proves that UCX works in that direction."""
 
 
@@ -94,7 +94,7 @@ class Connection:
         )
 
     @property
-    def is_quiet(self) -> bool:
+    def is_released(self) -> bool:
         """Whether UCX no longer uses memory of frames of the connection."""
         return not self._sending and not self._fetching
 
@@ -151,8 +151,8 @@ class Connection:
         self.nonce = None
         self.deadline_s = until_s
         self.heard_s = now_s
-        opening = self._endpoint.send(OPENING, self._send_tag)
-        self._sending.append(_Sending(opening, 0, Sent(), until_s, awaited=False))
+        first_message = self._endpoint.send(FIRST_MESSAGE, self._send_tag)
+        self._sending.append(_Sending(first_message, 0, Sent(), until_s, awaited=False))
         routes = self._endpoint.routes
         self.shares_memory = not routes or any(route.endswith("/memory") for route in routes)
         return routes
@@ -166,7 +166,7 @@ class Connection:
             try:
                 request = self._endpoint.send(encoded, self._send_tag)
             except ConnectionError:
-                sent.finish(_lost("UCX has refused a frame"))
+                sent.finish(_lost_error("UCX has refused a frame"))
                 raise
             self._sending.append(_Sending(request, encoded.size, sent, until_s, awaited))
 
@@ -188,7 +188,7 @@ class Connection:
                 if self._refused and self._queued_bytes < self._bounds.queue_bytes:
                     self._refused, awaited = False, True
             problem = sending.request.error()
-            sending.sent.finish(_lost(self.lost or problem) if problem is not None else None)
+            sending.sent.finish(_lost_error(self.lost or problem) if problem is not None else None)
             awaited |= sending.awaited
             if problem is not None and self.lost is None:
                 raise ConnectionError(problem)
@@ -227,10 +227,10 @@ class Connection:
         self._taken_reported = self.taken
         self.link.send(Beat(self._taken_reported))
 
-    def overdue(self, now_s: float, silence_timeout_s: float) -> str | None:
+    def loss_reason(self, now_s: float, silence_timeout_s: float) -> str | None:
         """Return the reason why the connection must be lost now; None while it is healthy."""
         if self.deadline_s is not None:
-            return self._missing if now_s >= self.deadline_s else None
+            return self._setup_timeout_reason if now_s >= self.deadline_s else None
         if now_s - self.heard_s >= silence_timeout_s:
             return f"the peer sent no heartbeat for {silence_timeout_s:g} s"
         if self._sending and now_s >= self._sending[0].until_s:
@@ -240,7 +240,7 @@ class Connection:
         return None
 
     @property
-    def _missing(self) -> str:
+    def _setup_timeout_reason(self) -> str:
         """The error text for the missed deadline of a new connection."""
         if self._endpoint is None:
             return "no valid handshake in time"
@@ -256,7 +256,7 @@ class Connection:
             waiting = list(self._outbox)
             self._outbox.clear()
         for _, sent, _ in waiting:
-            sent.finish(_lost(reason))
+            sent.finish(_lost_error(reason))
         self.link.close()
         if self._endpoint is not None:
             self._endpoint.abort()
@@ -274,5 +274,5 @@ class Connection:
         return frame
 
 
-def _lost(reason: str) -> PeerUnknown:
+def _lost_error(reason: str) -> PeerUnknown:
     return PeerUnknown(f"the connection is lost: {reason}")

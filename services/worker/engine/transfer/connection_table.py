@@ -63,7 +63,7 @@ class ConnectionTable:
         self._bounds = Bounds(config.queue_bytes_max, config.frames_in_flight_max)
         self._transport = transport
         self._poll = poll
-        self._happened = notify
+        self._notify = notify
         self._expected = ExpectedPeers()
         self._lock = Lock()  # guards the two attributes below
         self._peers: dict[str, Connection] = {}  # the newest connection by worker id
@@ -165,12 +165,12 @@ class ConnectionTable:
         self._drop(connection, reason)
         if announced:
             # A failed dial is normal, because a peer refuses until it expects this worker.
-            level, what = (
+            level, outcome = (
                 (logging.WARNING, "is lost") if was_open else (logging.DEBUG, "was not established")
             )
             lane, peer = self._config.name, connection.peer.worker_id
-            log.log(level, "the %s to worker %s %s: %s", lane, peer, what, reason)
-            self._tell(PeerLost(connection.peer, reason))
+            log.log(level, "the %s to worker %s %s: %s", lane, peer, outcome, reason)
+            self._report(PeerLost(connection.peer, reason))
 
     def lose_all(self, reason: str) -> None:
         """End every connection."""
@@ -181,18 +181,18 @@ class ConnectionTable:
         """Report `PeerConnected` after the peer's first message, once per connection."""
         if connection.deadline_s is not None and connection.lost is None:
             connection.deadline_s = None
-            self._tell(PeerConnected(connection.peer))
+            self._report(PeerConnected(connection.peer))
 
-    def forget_quiet(self) -> None:
+    def forget_released(self) -> None:
         """Remove lost connections whose memory UCX no longer uses."""
-        self.lingering = [lost for lost in self.lingering if not lost.is_quiet]
+        self.lingering = [lost for lost in self.lingering if not lost.is_released]
 
     def _new(self, link: ControlLink) -> Connection:
         return Connection(link, self._facts(), self._codec, self._bounds)
 
     def _facts(self) -> Facts:
-        us, tag = self._identity, 1 + secrets.randbelow(TAG_MAX)
-        return Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
+        own, tag = self._identity, 1 + secrets.randbelow(TAG_MAX)
+        return Facts(own.worker_id, own.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
 
     def _register(self, peer: str, connection: Connection) -> Connection | None:
         """Make it the newest connection to `peer`; returns the previous one, to be lost."""
@@ -275,7 +275,7 @@ class ConnectionTable:
         connection.lose(reason)
         self.lingering.append(connection)
 
-    def _tell(self, event: LaneEvent) -> None:
+    def _report(self, event: LaneEvent) -> None:
         with self._lock:
             self._events.append(event)
-        self._happened()
+        self._notify()

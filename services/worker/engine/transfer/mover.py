@@ -204,9 +204,9 @@ class Mover:
         self._take_lane(now_s)
         self._receiver.take_held(now_s)
         self._move_pieces(now_s)
-        over = self._sender.finish(now_s)
+        ended = self._sender.finish(now_s)
         with self._lock:
-            self._ids.difference_update(over)
+            self._ids.difference_update(ended)
         self._receiver.expire(now_s)
         return self._wake_s(now_s)
 
@@ -256,7 +256,7 @@ class Mover:
         """Read the lane: handle answers now, queue pieces for `_move_pieces`."""
         if self._receiver.has_room:
             for peer, frame in self._lane.receive():
-                self._sort(peer, frame, now_s)
+                self._route(peer, frame, now_s)
         for event in self._lane.events():
             if isinstance(event, PeerLost):
                 reason = f"the peer is lost: {event.reason}"
@@ -264,7 +264,7 @@ class Mover:
                 self._receiver.forget_peer(event.peer.worker_id, reason)
             self._report(event)
 
-    def _sort(self, peer: str, frame: Frame, now_s: float) -> None:
+    def _route(self, peer: str, frame: Frame, now_s: float) -> None:
         header = frame.header
         if isinstance(header, KvPiece | ParameterPiece):
             self._receiver.add(peer, header, frame)
@@ -287,14 +287,14 @@ class Mover:
         if not (sends or self._receiver.has_piece):
             self._yield_until_s = None
             return
-        if self._yields_to_activations(now_s):
+        if self._pause_for_activations(now_s):
             return
         if self._receiver.has_piece:
             self._receiver.receive_piece(now_s)
         if sends:
             self._sender.send_piece(now_s)
 
-    def _yields_to_activations(self, now_s: float) -> bool:
+    def _pause_for_activations(self, now_s: float) -> bool:
         """Return whether the next piece waits for activations (KunServe §4.2).
 
         The first True starts the wait, which lasts `yield_s` at most.

@@ -130,14 +130,16 @@ class OutgoingTransfers:
     def note_sent(self, transfer: OutgoingTransfer, packed: PackedPiece, now_s: float) -> None:
         """Record that a piece was handed to the lane."""
         size_bytes = packed.room.payload.size
-        transfer.unanswered[packed.number] = self._windows[transfer.peer].depart(size_bytes, now_s)
+        transfer.unanswered[packed.number] = self._windows[transfer.peer].note_sent(
+            size_bytes, now_s
+        )
         transfer.size_bytes += size_bytes
 
     def note_answered(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
         """Record a receiver's answer to a piece; duplicates are ignored."""
         sent = transfer.unanswered.pop(piece, None)
         if sent is not None:
-            self._windows[transfer.peer].arrive(sent, now_s)
+            self._windows[transfer.peer].note_answered(sent, now_s)
 
     def remove(self, transfer: OutgoingTransfer) -> None:
         """Forget a transfer; the next waiting transfer of its peer becomes active."""

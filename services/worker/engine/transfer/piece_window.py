@@ -59,7 +59,7 @@ class PieceWindow:
         """Whether another piece may be sent."""
         return self._pieces < self.bounds.pieces_max and self._bytes < self.limit_bytes
 
-    def depart(self, size_bytes: int, now_s: float) -> PieceSent:
+    def note_sent(self, size_bytes: int, now_s: float) -> PieceSent:
         """Record that a piece was sent."""
         self._pieces += 1
         self._bytes += size_bytes
@@ -70,7 +70,7 @@ class PieceWindow:
         self._pieces -= 1
         self._bytes -= piece.size_bytes
 
-    def arrive(self, piece: PieceSent, now_s: float) -> None:
+    def note_answered(self, piece: PieceSent, now_s: float) -> None:
         """Record an answer; updates bandwidth, delay, piece size and window."""
         self.forget(piece)
         self._answered_bytes += piece.size_bytes

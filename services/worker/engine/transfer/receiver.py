@@ -94,7 +94,7 @@ class IncomingTransfers:
             self._ended_ids[transfer_id] -= 1
             self._ended_ids += Counter()  # drops zeros
 
-    def ending(self, key: Key) -> bool | None:
+    def completion(self, key: Key) -> bool | None:
         """Return True if the transfer has completed, False if it was abandoned, else None."""
         return False if key[1] in self._unwanted else self._ended.get(key)
 
@@ -102,7 +102,7 @@ class IncomingTransfers:
         """Whether the end of a transfer with that id, from any peer, was reported."""
         return transfer_id in self._ended_ids or transfer_id in self._unwanted
 
-    def refuse_later(self, transfer_id: str) -> None:
+    def refuse_in_advance(self, transfer_id: str) -> None:
         """Refuse the pieces of a transfer that has not started yet."""
         self._unwanted[transfer_id] = None
         while len(self._unwanted) > ENDED_MAX:
@@ -196,13 +196,13 @@ class Receiver:
         for key in keys:
             self._end(key, CANCELLED)
         if not keys and not self._inbox.is_over(transfer_id):
-            self._inbox.refuse_later(transfer_id)
+            self._inbox.refuse_in_advance(transfer_id)
             self._report(TransferOutcome(transfer_id, TransferStatus.FAILED, reason=CANCELLED))
 
     def handle(self, peer: str, aborted: TransferAborted) -> None:
         """Handle a sender's notice that it has abandoned a transfer."""
         key = (peer, aborted.transfer_id)
-        if self._inbox.ending(key) is None:
+        if self._inbox.completion(key) is None:
             self._end(key, f"abandoned by its sender: {aborted.reason}", notify_sender=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
@@ -220,10 +220,10 @@ class Receiver:
         """
         arrived = self._arrived.take()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
-        ending = self._inbox.ending(key)
+        completion = self._inbox.completion(key)
         status = self._epoch_status(frame.group_id, frame.epoch)
-        if ending is not None:
-            self._answer_late(arrived, whole=ending)
+        if completion is not None:
+            self._answer_late(arrived, whole=completion)
         elif status is EpochStatus.CURRENT:
             self._store(arrived, now_s)
         elif status is EpochStatus.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
@@ -244,7 +244,7 @@ class Receiver:
                 self._arrived.add(held)
             elif now_s < held.until_s:
                 self._held.add(held)
-            elif self._inbox.ending(held.key) is None:
+            elif self._inbox.completion(held.key) is None:
                 self._end(held.key, f"epoch {frame.epoch} did not begin in time")
 
     def expire(self, now_s: float) -> None:

@@ -47,7 +47,7 @@ class Traffic:
         self._config = config
         self._memory = memory
         self._check = check
-        self._happened = notify
+        self._notify = notify
         # Guards changes of the two attributes below; a stale read is corrected by the next call.
         self._lock = Lock()
         self._arrived: deque[tuple[Connection, Frame]] = deque()  # for the engine
@@ -109,13 +109,13 @@ class Traffic:
                 frames += [(connection, frame) for frame in received]
                 if connection.confirmed:
                     self._connections.note_confirmed(connection)
-        self._connections.forget_quiet()
+        self._connections.forget_released()
         if frames:
             with self._lock:
                 self._arrived += frames
                 self._arrived_bytes += sum(frame.size_bytes for _, frame in frames)
         if frames or awaited:
-            self._happened()
+            self._notify()
         return bool(frames) or awaited
 
     def forget_strays(self) -> None:

@@ -66,7 +66,7 @@ class Heartbeats:
             self._beat_s = now_s
         self._beat(to_all=due)
         for connection in list(self._connections.by_descriptor.values()):
-            reason = connection.overdue(now_s, self._silence_timeout_s)
+            reason = connection.loss_reason(now_s, self._silence_timeout_s)
             if reason is not None:
                 self._connections.lose(connection, reason)
 
@@ -151,7 +151,7 @@ class UcxLane(Lane):
         if connection is None:
             raise PeerUnknown(f"there is no connection to {peer}")
         sent = connection.queue(frame)
-        if not self._went_out(connection, sent):
+        if not self._try_send(connection, sent):
             self._in_bell.ring()
         return sent
 
@@ -219,7 +219,7 @@ class UcxLane(Lane):
             now_s = monotonic_s()
             if now_s - self._heartbeats.ticked_s >= self._tick_s:
                 self._heartbeats.tick(now_s)
-            self._look_after_memory()
+            self._check_receiving()
             asleep = self._transport.arm()
             pause_s = PAUSE_S if self._check.under_way else self._tick_s
         ready = self._poll.poll(pause_s if asleep else 0)
@@ -245,16 +245,16 @@ class UcxLane(Lane):
             return
         self._connections.accept(ControlLink(accepted))
 
-    def _look_after_memory(self) -> None:
+    def _check_receiving(self) -> None:
         """After the loss of a peer, check whether UCX still receives; else replace its worker."""
         if self._connections.lost_in_memory:
             self._connections.lost_in_memory = False
             self._check.begin()
         if self._check.has_failed:
             self._check.end()
-            self._renew()
+            self._replace_worker()
 
-    def _renew(self) -> None:
+    def _replace_worker(self) -> None:
         """Replace the UCX worker; all connections are lost.
 
         The old worker is released first: both may need the same ports, for which UCX waits without
@@ -264,7 +264,7 @@ class UcxLane(Lane):
         log.warning("the %s is restarted: %s", self._config.name, reason)
         self._connections.lose_all(reason)
         self._connections.lost_in_memory = False  # their writes went to the old UCX worker
-        self._let_go()
+        self._complete_lost_requests()
         if self._connections.lingering and self._config.ucx.ports:
             log.error("the %s ends: UCX still uses memory of a lost connection", self._config.name)
             self._stopping = True
@@ -299,7 +299,7 @@ class UcxLane(Lane):
     def _send_until_s(self) -> float:
         return self._heartbeats.ticked_s + self._config.send_timeout_s
 
-    def _went_out(self, connection: Connection, sent: Sent) -> bool:
+    def _try_send(self, connection: Connection, sent: Sent) -> bool:
         """Send now unless another thread drives; returns whether the lane's thread may sleep on.
 
         It may if the frame was sent, or if UCX will wake it when the peer fetches a large frame.
@@ -347,7 +347,7 @@ class UcxLane(Lane):
                 self._in_bell.ring()
             self._watch_transport()
 
-    def _let_go(self) -> None:
+    def _complete_lost_requests(self) -> None:
         """Progress UCX until the requests of lost connections are complete, or too many turns."""
         for _ in range(CLOSE_TURNS):
             self._transport.progress()
@@ -362,7 +362,7 @@ class UcxLane(Lane):
             for connection in list(self._connections.by_descriptor.values()):
                 self._connections.disconnect(connection)
             self._check.end()
-            self._let_go()
+            self._complete_lost_requests()
         self._poll.close()
         self._listener.close()
         self._out_bell.ring()

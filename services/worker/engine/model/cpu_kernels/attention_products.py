@@ -22,10 +22,10 @@ from services.worker.engine.model.cpu_kernels.exponential import vector_call
 LANES = VECTOR_FLOATS
 """Positions per call, equal to the float32 lanes of a vector."""
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
-_SUMS = ir.VectorType(ir.FloatType(), LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(_WORD, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+_PAIR_BITS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _WORD_BYTES = 4
 
 _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
@@ -34,11 +34,11 @@ _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 class _Pairs:
     """Products of keys or values in bfloat16 and factors in bfloat16, in pairs (vdpbf16ps)."""
 
-    values = 2 * LANES
+    values_per_vector = 2 * LANES
     stored_bytes = factor_bytes = 2
 
     def load(self, builder: Any, address: Any, offset: Any) -> Any:
-        return _load(builder, address, offset, _HALVES)
+        return _load(builder, address, offset, _PAIR_BITS)
 
     def load_factors(self, builder: Any, address: Any, offset: Any) -> Any:
         return self.load(builder, address, offset)
@@ -46,7 +46,7 @@ class _Pairs:
     def add_product(self, builder: Any, total: Any, left: Any, right: Any) -> Any:
         function = cgutils.get_or_insert_function(
             builder.module,
-            ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS]),
+            ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
             "llvm.x86.avx512bf16.dpbf16ps.512",
         )
         return builder.call(function, [total, *(builder.bitcast(o, _PAIRS) for o in (left, right))])
@@ -65,17 +65,17 @@ class _Pairs:
 class _Floats:
     """Products of keys or values in float32 and factors in float32."""
 
-    values = LANES
+    values_per_vector = LANES
     stored_bytes = factor_bytes = 4
 
     def load(self, builder: Any, address: Any, offset: Any) -> Any:
-        return _load(builder, address, offset, _SUMS)
+        return _load(builder, address, offset, _FLOATS)
 
     def load_factors(self, builder: Any, address: Any, offset: Any) -> Any:
-        return _load(builder, address, offset, _SUMS)
+        return _load(builder, address, offset, _FLOATS)
 
     def add_product(self, builder: Any, total: Any, left: Any, right: Any) -> Any:
-        return vector_call(builder, "fma", builder.bitcast(left, _SUMS), right, total)
+        return vector_call(builder, "fma", builder.bitcast(left, _FLOATS), right, total)
 
     def columns(self, builder: Any, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
         return [(row,) for row in rows]
@@ -90,7 +90,7 @@ class _Widened(_Floats):
         # A bfloat16 is the upper half of a float32.
         bits = builder.zext(_load(builder, address, offset, _SHORTS), _WORDS)
         upper = builder.shl(bits, ir.Constant(_WORDS, [16] * LANES))
-        return builder.bitcast(upper, _SUMS)
+        return builder.bitcast(upper, _FLOATS)
 
 
 def _kind(factors: Any, stored: Any) -> _Pairs | _Floats:
@@ -116,19 +116,19 @@ def score_keys(
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         _, head, _, block, slot, kv_head, _, position = arguments
         rows, stored, target = (
-            _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
+            _array_struct(context, builder, signature, arguments, index) for index in (0, 2, 6)
         )
         query = _element(builder, rows, head)
         first = _element(builder, stored, block, _LONG(0), slot, kv_head)  # half 0: keys
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
         # Use a vector accumulator per key; LLVM promotes these stack slots to registers.
-        totals = [cgutils.alloca_once(builder, _SUMS) for _ in starts]
+        totals = [cgutils.alloca_once(builder, _FLOATS) for _ in starts]
         for total in totals:
-            builder.store(ir.Constant(_SUMS, None), total)
-        vectors = builder.sdiv(builder.extract_value(rows.shape, 1), _LONG(kind.values))
+            builder.store(ir.Constant(_FLOATS, None), total)
+        vectors = builder.sdiv(builder.extract_value(rows.shape, 1), _LONG(kind.values_per_vector))
         with cgutils.for_range(builder, vectors) as loop:
-            value = builder.mul(loop.index, _LONG(kind.values))
+            value = builder.mul(loop.index, _LONG(kind.values_per_vector))
             at = builder.mul(value, _LONG(kind.factor_bytes))
             factors = kind.load_factors(builder, query, at)  # shared by all keys
             at = builder.mul(value, _LONG(kind.stored_bytes))
@@ -138,7 +138,7 @@ def score_keys(
                 builder.store(sums, total)
         sums = _lane_sums(builder, [builder.load(total) for total in totals])
         place = _element(builder, target, head, position)
-        builder.store(sums, builder.bitcast(place, _SUMS.as_pointer()), align=4)
+        builder.store(sums, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return signature, generate
@@ -163,14 +163,16 @@ def collect_values(
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         _, position, _, block, slot, kv_head, _, first_head, last_head = arguments
         factors, stored, target = (
-            _made(context, builder, signature, arguments, index) for index in (0, 2, 6)
+            _array_struct(context, builder, signature, arguments, index) for index in (0, 2, 6)
         )
         first = _element(builder, stored, block, _LONG(1), slot, kv_head)  # half 1: values
         stride = builder.extract_value(stored.strides, 2)
         starts = [builder.gep(first, [builder.mul(stride, _LONG(lane))]) for lane in range(LANES)]
-        vectors = builder.sdiv(builder.extract_value(target.shape, 1), _LONG(kind.values))
+        vectors = builder.sdiv(
+            builder.extract_value(target.shape, 1), _LONG(kind.values_per_vector)
+        )
         with cgutils.for_range(builder, vectors) as loop:
-            value = builder.mul(loop.index, _LONG(kind.values))
+            value = builder.mul(loop.index, _LONG(kind.values_per_vector))
             at = builder.mul(value, _LONG(kind.stored_bytes))
             # Load the values once for all query heads of the KV head (grouped-query attention).
             columns = kind.columns(builder, [kind.load(builder, start, at) for start in starts])
@@ -178,14 +180,14 @@ def collect_values(
             with cgutils.for_range_slice(builder, first_head, last_head, _LONG(1)) as (head, _):
                 weight = _element(builder, factors, head, position)
                 row = builder.gep(_element(builder, target, head), [at])
-                for part in range(kind.values // LANES):
+                for part in range(kind.values_per_vector // LANES):
                     place = builder.gep(row, [_LONG(part * LANES * _WORD_BYTES)])
-                    sums = builder.bitcast(place, _SUMS.as_pointer())
+                    sums = builder.bitcast(place, _FLOATS.as_pointer())
                     total = builder.load(sums, align=4)
                     for n, column in enumerate(columns):
                         word = _load(builder, weight, _LONG(n * _WORD_BYTES), _WORD)
-                        each = _splat(builder, word)
-                        total = kind.add_product(builder, total, each, column[part])
+                        factor = _splat(builder, word)
+                        total = kind.add_product(builder, total, factor, column[part])
                     builder.store(total, sums, align=4)
         return context.get_dummy_value()
 
@@ -222,7 +224,9 @@ def _splat(builder: Any, word: Any) -> Any:
     return _shuffled(builder, first, undefined, [0] * LANES)
 
 
-def _made(context: Any, builder: Any, signature: Any, arguments: Sequence[Any], index: int) -> Any:
+def _array_struct(
+    context: Any, builder: Any, signature: Any, arguments: Sequence[Any], index: int
+) -> Any:
     return context.make_array(signature.args[index])(context, builder, arguments[index])
 
 

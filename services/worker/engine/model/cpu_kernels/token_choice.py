@@ -35,7 +35,7 @@ _LOWEST = -3.4e38
 """Tokens with a logit at or below it are masked and never chosen."""
 # Logits closer than this share of their distance from the maximum may become equal after the
 # division by the temperature.
-_SLACK = 2.0**-20
+_TIE_TOLERANCE = 2.0**-20
 _SIGNATURE = (
     "void({real}[:, ::1], {real}[::1], {real}[::1], float64[::1], int64[::1], float64[::1],"
     " {real}[::1], int32[::1], {real}[::1], float64[::1], int64[::1], {real}[::1])"
@@ -52,16 +52,16 @@ class DrawTerms(NamedTuple):
 
 
 @register_jitable
-def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-untyped-def]
+def _draw_by_id(row, peak, temperature, log_min_p, draw, masses):  # type: ignore[no-untyped-def]
     """Return the first token in order of ids whose cumulative weight exceeds `draw` × total.
 
-    Weights with a logarithm below `least` count as 0. `masses` is scratch.
+    Weights with a logarithm below `log_min_p` count as 0. `masses` is scratch.
     """
     # Compute cumulative sums per span first, then scan the span that contains the target.
     size, total = len(row), 0.0
     spans = (size + SPAN - 1) // SPAN
     for span in range(spans):
-        total += mass_of(row[span * SPAN : (span + 1) * SPAN], peak, temperature, least)
+        total += mass_of(row[span * SPAN : (span + 1) * SPAN], peak, temperature, log_min_p)
         masses[span] = total
     target, span = draw * total, 0
     while span < spans - 1 and masses[span] <= target:
@@ -69,7 +69,7 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
     before = masses[span - 1] if span else 0.0
     chosen = -1
     for token in range(span * SPAN, min((span + 1) * SPAN, size)):
-        mass = float64(weight(row[token], peak, temperature, least))
+        mass = float64(weight(row[token], peak, temperature, log_min_p))
         if mass > 0:
             chosen, before = token, before + mass
             if before > target:
@@ -78,7 +78,7 @@ def _draw_any(row, peak, temperature, least, draw, masses):  # type: ignore[no-u
     token = span * SPAN
     while chosen < 0 and token > 0:
         token -= 1
-        if weight(row[token], peak, temperature, least) > 0:
+        if weight(row[token], peak, temperature, log_min_p) > 0:
             chosen = token
     return max(chosen, 0)
 
@@ -91,7 +91,9 @@ def _take(row, threshold, peak, temperature, ids, values, weights):  # type: ign
     """
     # Include tokens that may tie with the threshold after scaling, so that ties resolve by id.
     lowest = element(_LOWEST, row)
-    count = gather(row, max(element(threshold - (peak - threshold) * _SLACK, row), lowest), ids)
+    count = gather(
+        row, max(element(threshold - (peak - threshold) * _TIE_TOLERANCE, row), lowest), ids
+    )
     mass = 0.0
     for place in range(count):
         values[place] = np.true_divide(row[ids[place]] - peak, temperature)
@@ -135,12 +137,12 @@ def _take_nucleus(row, peak, temperature, top_p, lanes, ids, values, weights):  
 
 
 @register_jitable
-def _draw_best(  # type: ignore[no-untyped-def]
-    row, peak, temperature, least, top_p, top_k, draw, lanes, ids, values, weights
+def _draw_by_rank(  # type: ignore[no-untyped-def]
+    row, peak, temperature, log_min_p, top_p, top_k, draw, lanes, ids, values, weights
 ):
     """Return the first token, best first, whose cumulative weight exceeds `draw` × total.
 
-    Only tokens that pass top-k, top-p and min-p (`least` is its logarithm) count.
+    Only tokens that pass top-k, top-p and min-p (`log_min_p` is its logarithm) count.
     """
     if 0 < top_k < len(row):
         count, total = _take_best(row, peak, temperature, top_k, lanes, ids, values, weights)
@@ -151,7 +153,7 @@ def _draw_best(  # type: ignore[no-untyped-def]
     # Apply min-p on the log scale.
     kept, mass = 0, 0.0
     for place in range(count):
-        if values[place] >= least:
+        if values[place] >= log_min_p:
             mass += weights[place]
             ids[kept], values[kept], weights[kept] = ids[place], values[place], weights[place]
             kept += 1
@@ -159,7 +161,7 @@ def _draw_best(  # type: ignore[no-untyped-def]
 
 
 def _choose(  # type: ignore[no-untyped-def]
-    logits, temperature, least, top_p, top_k, draws, lanes, ids, values, weights, tokens, best
+    logits, temperature, log_min_p, top_p, top_k, draws, lanes, ids, values, weights, tokens, best
 ):
     for m in range(len(logits)):
         row = logits[m]
@@ -169,12 +171,12 @@ def _choose(  # type: ignore[no-untyped-def]
         if temperature[m] == 0 or not isfinite(peak) or peak <= _LOWEST:
             tokens[m] = best_token(row, lanes, peak)
         elif 0 < top_k[m] < len(row) or top_p[m] < 1:
-            tokens[m] = _draw_best(
-                row, peak, temperature[m], least[m], top_p[m], top_k[m], draws[m],
+            tokens[m] = _draw_by_rank(
+                row, peak, temperature[m], log_min_p[m], top_p[m], top_k[m], draws[m],
                 lanes, ids, values, weights,
             )  # fmt: skip
         else:
-            tokens[m] = _draw_any(row, peak, temperature[m], least[m], draws[m], weights)
+            tokens[m] = _draw_by_id(row, peak, temperature[m], log_min_p[m], draws[m], weights)
 
 
 @cache
@@ -206,13 +208,13 @@ class TokenChooser:
         self._scratch.check(logits)
         temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*terms, strict=True))
         with np.errstate(divide="ignore"):
-            least = np.log(min_p).astype(logits.dtype)
+            log_min_p = np.log(min_p).astype(logits.dtype)
         tokens = np.empty(len(terms), np.int64)
         best = np.empty(len(terms), logits.dtype)
         self._kernel(
             np.ascontiguousarray(logits),
             temperature.astype(logits.dtype),
-            least,
+            log_min_p,
             top_p.astype(np.float64),
             top_k.astype(np.int64),
             draws,
