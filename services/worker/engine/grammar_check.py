@@ -158,10 +158,7 @@ class GrammarCheck:
         return self._compiler.reader
 
     def submit(self, request: Request) -> None:
-        """Accept a request with a grammar.
-
-        `take` returns it later: at its next call if the verdict is cached or the queue is full.
-        """
+        """Accept a request, which `take` returns after its check (at once if it is cached)."""
         grammar, tenant = _grammar_of(request), request.service.tenant
         if (verdict := self._grammars.cached_verdict(grammar)) is not None:
             self._decide(request, verdict)

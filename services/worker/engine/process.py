@@ -57,10 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine() -> EngineLoop:
-    """Load the model and report its sizes to the servicer; returns the main loop.
-
-    If the engine cannot start, reports the reason to the servicer and exits the process.
-    """
+    """Load the model and report to the servicer; returns the main loop, or exits on failure."""
     parser = argparse.ArgumentParser(prog="tideserve-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -148,10 +145,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
 
 
 def lanes_config(config: WorkerConfig) -> LanesConfig:
-    """Return the network lanes' part of the configuration.
-
-    `advertise` is set: the servicer has resolved it.
-    """
+    """Return the network lanes' part of the configuration (`advertise` is resolved already)."""
     return LanesConfig(
         config.host,
         config.advertise,
@@ -164,11 +158,7 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 def cost_model_of(
     runner: ModelRunner, config: WorkerConfig, source: Pacer | DeviceProfile | None
 ) -> CostModel | None:
-    """Return the cost model of `source`, a pacer or stored profile.
-
-    Without either, measures a rough model if the scheduling policy uses deadlines, else returns
-    None.
-    """
+    """Return the cost model of `source`, or a rough measured model if scheduling needs one."""
     if source is not None:
         return source.model
     planner = config.planner
@@ -188,11 +178,7 @@ def planner_config(
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
-    """Return the pacer if the configuration names a device profile to pace to, else None.
-
-    Raises:
-        ConfigError: if the profile is not readable.
-    """
+    """Return the pacer if the configuration names a profile to pace to. Raises ConfigError."""
     if config.paced is None:
         return None
     profile = load_profile(config.paced)
@@ -217,10 +203,7 @@ def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
 def idle_profiler(
     runner: ModelRunner, pool: BlockPool, config: WorkerConfig
 ) -> IdleProfiler | None:
-    """Return the profiler for idle periods, or None if profiling is disabled or not needed.
-
-    It is not needed with a stored profile or a pacer, and not possible with an event log.
-    """
+    """Return the profiler for idle periods; None if it is disabled, impossible or not needed."""
     # The profiler allocates blocks outside the event log, so a replay of the log would diverge.
     if config.profile_dir is None or config.event_log is not None:
         return None

@@ -58,9 +58,7 @@ CUDA_BYTES = 128 * MIB
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
-    """Return an upper bound of the memory outside the arena.
-
-    That is scratch memory, gathered K and V, activations and logits.
+    """Return an upper bound of memory outside the arena: scratch, K/V, activations, logits.
     Includes the hidden states of a suspended batch if the runner suspends batches. Excludes the
     context of the GPU driver, which the budget does not cover.
     """

@@ -155,10 +155,7 @@ class ModelRunner:
     def run(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, int] | None:
-        """Run a batch through all layers; returns the sampled tokens, None if interrupted.
-
-        Raises InvalidBatch if the stage has fewer layers than the model.
-        """
+        """Run a batch through all layers; returns the tokens, None if interrupted."""
         if len(self.stage_memory.layers) < self.geometry.num_layers:
             raise InvalidBatch("this worker runs a part of the layers; run its stage (run_stage)")
         output = self.run_stage(batch, interrupted=interrupted)
@@ -307,10 +304,7 @@ class ModelRunner:
         return StageOutput(sampled=sampled.tokens, notes=notes or None)
 
     def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
-        """Return the log probabilities of a chunk's scored prompt tokens.
-
-        `hidden` starts at the chunk's first row.
-        """
+        """Return log probabilities of a chunk's prompt; `hidden` starts at its first row."""
         score = chunk.score
         assert score is not None
         parts = [LogprobRows(score.top)]

@@ -107,10 +107,7 @@ def plan_memory(
 
 
 def choose_chunk_bytes(kv_bytes: int, num_layers: int, rule: ChunkRule = CPU_CHUNKS) -> int:
-    """Return the largest chunk size within the rule whose growth step is small enough.
-
-    Halves the maximum size until it is.
-    """
+    """Halve the rule's maximum chunk size until the growth step is small enough."""
     # Large chunks need fewer mapping calls; small chunks leave less memory unused.
     chunk_bytes = rule.most
     while chunk_bytes > rule.least and (num_layers * chunk_bytes * rule.growth_share > kv_bytes):

@@ -64,10 +64,7 @@ def rotary_of(config: "ModelConfig", device: torch.device) -> nn.Module:
 def _stretched(
     frequencies: torch.Tensor, options: Mapping[str, Any], positions: int
 ) -> torch.Tensor:
-    """Return `frequencies` with the scaling of Llama 3.1.
-
-    `positions`: the trained context length if `options` do not have it.
-    """
+    """Scale `frequencies` as Llama 3.1; `positions`: the trained context unless in `options`."""
     # Divide low frequencies by `factor`, keep high frequencies, and interpolate between them.
     trained = options.get("original_max_position_embeddings") or positions
     factor, low, high = (

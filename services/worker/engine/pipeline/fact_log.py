@@ -35,10 +35,7 @@ class FactLog:
     _noted: tuple[object, ...] = ()  # the use of memory that the last `MemoryHeld` reported
 
     def start(self, identity: Identity, budget_bytes: int, exact: bool) -> None:
-        """Log the start, after the model was loaded.
-
-        `exact`: a sequence's tokens do not depend on the other sequences in its batches.
-        """
+        """Log the start; `exact`: tokens do not depend on the other sequences in a batch."""
         if self.log is None:
             return
         self._note(
@@ -66,10 +63,7 @@ class FactLog:
             self.log.append(kind, [value], log_name)
 
     def note_memory(self, epoch: int, settled: bool) -> None:
-        """Log the use of memory if its kinds of users have changed since the last call.
-
-        Called once per turn of the engine's loop.
-        """
+        """Log the use of memory if its kinds of users have changed; call it in each iteration."""
         if self.log is None:
             return
         memory, pool = self.memory, self.state.pool

@@ -29,10 +29,7 @@ _FRAMES = {
 
 
 class ChangeFailpoints:
-    """Builds the names of failpoints and hits them; a hit has no effect unless a test armed it.
-
-    Keeps two changes apart: the last requested change, and the change of the last switch.
-    """
+    """Hits failpoints of the last requested change and of the change of the last switch."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id

@@ -20,10 +20,7 @@ class SlabRequest:
 
 @dataclass(frozen=True, slots=True)
 class SlabRefused:
-    """The refusal of a `SlabRequest`.
-
-    The sender lacks these parameters, or too many of its transfers are queued.
-    """
+    """The refusal of a `SlabRequest`: the member lacks these parameters or is too busy."""
 
     slab: str
     transfer_id: str

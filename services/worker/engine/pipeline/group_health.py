@@ -56,10 +56,7 @@ class GroupHealth:
         return self._update_alarm("a microbatch has not returned", waited_s, limit_s)
 
     def _update_alarm(self, condition: str, waited_s: float, limit_s: float) -> str:
-        """Return the condition with its duration once `limit_s` is exceeded, else "".
-
-        The first time, raises the alarm.
-        """
+        """Return the condition and its duration once it exceeds `limit_s`, else ""."""
         # An alarm raises the stall limit, possibly above the present wait: keep the alarm until
         # the condition ends.
         if self._alarm != condition and waited_s > limit_s:

@@ -75,10 +75,7 @@ class KvTransfers:
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
     def _packer(self, seq_id: str) -> PackBlocks:
-        """Return a function that packs the sequence's present blocks.
-
-        The function raises TransferRefused once the sequence has other blocks.
-        """
+        """Return a function that packs the sequence's present blocks, or raises TransferRefused."""
         blocks_at_start = self.stage.table.block_ids(seq_id)
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:

@@ -99,10 +99,8 @@ class Member:
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
-        self._preparations: dict[str, list[GroupPlan]] = {}  # preparations in progress, by attempt
-        self._reported_lost: frozenset[str] = (
-            frozenset()
-        )  # reported to `changeover` in this configuration
+        self._preparations: dict[str, list[GroupPlan]] = {}  # in progress, by attempt
+        self._reported_lost: frozenset[str] = frozenset()  # members, in this configuration
         self._payload: Any = b""  # of the frame that is being handled
         self._due_stages: list[vocabulary.RunStage] = []  # commanded, not run yet
         self._swept = True  # all memory of dropped layers is unmapped
@@ -154,9 +152,7 @@ class Member:
 
     def prepare(self, command: Prepare) -> None:
         """Prepare for groups that may be committed; the answer comes in `EngineOutbox.prepared`."""
-        if (
-            command.attempt not in self._preparations
-        ):  # a repeated command needs no second preparation
+        if command.attempt not in self._preparations:  # a repeated command has no effect
             self._preparations[command.attempt] = command.groups
             groups = stages_of(command.groups)
             self._failpoints.hit_requested(groups, "prepare")
@@ -180,10 +176,7 @@ class Member:
 
     @property
     def settled(self) -> bool:
-        """Whether all requests and KV of the last change have reached their new members.
-
-        Only then may another change be prepared.
-        """
+        """Whether the last change is settled, so that another change may be prepared."""
         return self.changeover.settled
 
     @property
@@ -350,9 +343,8 @@ class Member:
                 self._failpoints.hit_microbatch()
             if self.changeover.parked_due_s is not None:
                 self._failpoints.hit_parked()
-            self._serving.run_later_stage(
-                self.configuration, self._due_stages.pop().frame, self._payload
-            )
+            frame = self._due_stages.pop().frame
+            self._serving.run_later_stage(self.configuration, frame, self._payload)
 
     def _handle(self, event: vocabulary.Event) -> None:
         self._facts.record(EVENT, event)

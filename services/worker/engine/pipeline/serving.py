@@ -145,8 +145,7 @@ class EngineOutbox:
 
 
 Interrupts = Callable[[Microbatch], Callable[[], bool] | None]
-"""Returns for a microbatch the predicate that is True when it must stop; None: it runs to its end.
-"""
+"""Returns for a microbatch the predicate that is True when it must stop, or None."""
 
 
 class Serving:

@@ -36,10 +36,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Profile a model and store the profile.
-
-    Exits with code 2 if the model, the device or the folder is not usable.
-    """
+    """Profile and store; exits with code 2 if the model, the device or the folder is unusable."""
     die_with_parent()
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")

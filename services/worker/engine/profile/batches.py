@@ -92,8 +92,7 @@ def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
         for p in effort.contexts
         if n * p <= effort.decode_context_tokens
     ]
-    # Without batches of several prefills and mixed batches, the coefficients γ, λ and β of the cost
-    # model could not be told apart.
+    # Only batches of several prefills and mixed batches identify the coefficients γ, λ and β.
     several: list[Chunks] = [
         ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
     ]

@@ -37,14 +37,11 @@ QUIET_NOISE_MAX = 0.15
 
 @dataclass(frozen=True, slots=True)
 class ProfileOutcome:
-    """The fit of a complete session. Errors are mean absolute relative errors of medians.
-
-    `errors_by_kind`: number of held-out batches and error, by kind of batch.
-    """
+    """The fit of a complete session. Errors are mean absolute relative errors of medians."""
 
     model: CostModel
     accuracy: Accuracy
-    errors_by_kind: dict[str, tuple[int, float]]
+    errors_by_kind: dict[str, tuple[int, float]]  # number of held-out batches, and their error
     fitted: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
     rounds: int

@@ -64,10 +64,7 @@ def _draw_by_id(
     min_p: torch.Tensor,
     number: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw by the cumulative distribution in order of token ids; returns [rows].
-
-    All arguments but the logits are [rows, 1].
-    """
+    """Draw by cumulative weights in order of ids; all arguments but the logits are [rows, 1]."""
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp() * (scaled >= min_p.log())
     return _select(weights, number)
@@ -81,10 +78,7 @@ def _draw_by_rank(
     min_p: torch.Tensor,
     number: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw by the cumulative distribution in order of falling logits; returns [rows].
-
-    All arguments but the logits are [rows, 1].
-    """
+    """Draw by cumulative weights, best token first; arguments as for `_draw_by_id`."""
     # A stable sort keeps the lower of two ids with equal logits first, as on the host.
     ordered, ids = logits.sort(stable=True, dim=-1, descending=True)
     scaled = (ordered - ordered[:, :1]) / temperature

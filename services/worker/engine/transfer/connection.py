@@ -109,13 +109,7 @@ class Connection:
         return self.taken - self._taken_reported >= self._bounds.frames_in_flight // 4
 
     def queue(self, frame: Frame) -> Sent:
-        """Encode a frame and queue it for `submit`.
-
-        Raises:
-            LaneFull: if a limit of the connection is reached.
-            PeerUnknown: if the connection is lost.
-            ValueError: if the frame cannot be encoded.
-        """
+        """Encode a frame and queue it for `submit`. Raises LaneFull, PeerUnknown, ValueError."""
         bounds = self._bounds
         with self._lock:
             if self.lost is not None:

@@ -86,10 +86,7 @@ class ControlLink:
             pass
 
     def receive(self) -> list[Control]:
-        """Return the messages received since the last call.
-
-        Raises FrameError on invalid bytes, OSError if the connection failed or was closed.
-        """
+        """Return the messages received so far. Raises FrameError, OSError (also after a close)."""
         try:
             data = self._socket.recv(MESSAGE_BYTES_MAX)
         except BlockingIOError:

@@ -1,7 +1,4 @@
-"""Errors in the exchange of frames, KV and parameters between the engines of a group.
-
-Terms: a lane carries frames between engines. The mover transfers KV and parameters in pieces.
-"""
+"""Errors in the exchange of frames (on lanes) and of KV and parameters (by the mover)."""
 
 from services.worker.errors import WorkerError
 

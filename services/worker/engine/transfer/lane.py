@@ -145,10 +145,7 @@ class Lane(ABC):
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """A context for waiting on `fileno`, in which the transport wakes the caller directly.
-
-        Outside of it, the lane's own thread must run first, which takes longer.
-        """
+        """A context for waiting on `fileno`, in which the transport wakes the caller directly."""
         yield
 
     @abstractmethod

@@ -295,10 +295,7 @@ class Mover:
             self._sender.send_piece(now_s)
 
     def _pause_for_activations(self, now_s: float) -> bool:
-        """Return whether the next piece waits for activations (KunServe §4.2).
-
-        The first True starts the wait, which lasts `yield_s` at most.
-        """
+        """Return whether to let activations pass, for `yield_s` at most (KunServe §4.2)."""
         if not self.coordinated:
             return False
         # Set this before reading the gate, or a `_gate_cleared` in between would not ring.

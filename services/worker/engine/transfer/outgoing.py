@@ -1,7 +1,6 @@
-"""The outgoing transfers of the mover: their turns to send, and their unanswered pieces.
+"""The outgoing transfers of the mover (KV of a sequence or a parameter slab, sent in pieces).
 
-A transfer is the KV of a sequence or a slab of parameters. It is sent in pieces, and the receiver
-answers each piece.
+Tracks their turns to send, and the pieces that the receiver has not answered yet.
 """
 
 from collections import deque

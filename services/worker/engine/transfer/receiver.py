@@ -214,10 +214,7 @@ class Receiver:
                 self._end(key, reason, notify_sender=False)
 
     def receive_piece(self, now_s: float) -> None:
-        """Verify, store and answer the oldest piece.
-
-        A late or duplicate piece is answered and not stored. A piece of a future epoch is held.
-        """
+        """Verify, store and answer the oldest piece; late and duplicate pieces are not stored."""
         arrived = self._arrived.take()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
         completion = self._inbox.completion(key)

@@ -1,7 +1,4 @@
-"""The sending half of the mover: packs and sends the pieces of transfers, and tracks the answers.
-
-A transfer is the KV of a sequence, or a slab of parameters; it is sent in pieces.
-"""
+"""The sending half of the mover: packs and sends KV and parameters in pieces, tracks answers."""
 
 import logging
 from collections import OrderedDict

@@ -38,10 +38,7 @@ class Traffic:
         check: ReceiveCheck,
         notify: Callable[[], None],
     ) -> None:
-        """`check` gets the messages without a connection: it tests whether UCX still receives.
-
-        `notify` is called when frames have arrived, or a send for which the engine waits has ended.
-        """
+        """`notify` is called when frames have arrived, or an awaited send has ended."""
         self._transport = transport
         self._connections = connections
         self._config = config

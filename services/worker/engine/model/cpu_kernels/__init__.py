@@ -28,10 +28,7 @@ def fit(device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.d
 
 
 def has_panel_product(storage_dtype: torch.dtype) -> bool:
-    """Whether this CPU has a correct matrix product for weights in panels (a packed layout).
-
-    Call this only if kernels `fit`.
-    """
+    """Whether this CPU has a correct product for packed weights. Call it only if kernels `fit`."""
     from services.worker.engine.model.cpu_kernels.panel_gemm import panel_calls
 
     return panel_calls(storage_dtype) is not None

@@ -181,8 +181,7 @@ def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[
             return number
         word = ir.IntType(32)
         bits = builder.bitcast(number, word)
-        # Round to nearest, ties to even: add half of the removed range, minus 1 if the kept part is
-        # even.
+        # Round ties to even: add half of the removed range, minus 1 if the kept part is even.
         odd = builder.and_(builder.lshr(bits, word(16)), word(1))
         rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
         # The addition could turn a NaN into another value, so select the quiet NaN instead.

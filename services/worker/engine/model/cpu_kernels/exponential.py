@@ -1,7 +1,4 @@
-"""The exponential function by polynomials, for loops that numba vectorizes and for LLVM vectors.
-
-To *emit* is to add LLVM instructions to the machine code of a kernel.
-"""
+"""The exponential function by polynomials, for loops that numba vectorizes and for LLVM vectors."""
 
 from collections.abc import Sequence
 from math import factorial, log

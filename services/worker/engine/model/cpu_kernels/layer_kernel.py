@@ -102,10 +102,7 @@ class LayerKernel(ABC):
         return query, key, value
 
     def after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output [rows, hidden]; `attended` is [rows, head, head_dim].
-
-        Raises ValueError if the shapes do not match.
-        """
+        """Return the layer's output [rows, hidden]; `attended` is [rows, head, head_dim]."""
         rows = len(hidden)
         attended = attended.view(rows, -1)
         if attended.shape[1] != self._sizes[0] or hidden.shape[1] != self.hidden_size:

@@ -35,11 +35,10 @@ def weigh_row(
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     """Write the unnormalized softmax weights of `keys` scores of a row to `weights`.
 
-    `scores` [rows, keys] are float32, `weights` float32 or bfloat16 bits. Unless the row is
-    `whole`, only positions from `begin` to before `end` count; all other weights are 0. `keys`, a
-    multiple of `LANES`, and `whole`, 0 or 1, are compile-time constants. Weights are relative to
-    the maximum of the scores and `highest`, the maximum so far. Returns this maximum and the sum of
-    the weights.
+    `scores` [rows, keys] are float32, `weights` float32 or bfloat16 bits, 0 outside `begin` to
+    `end` unless the row is `whole`. `keys`, a multiple of `LANES`, and `whole`, 0 or 1, are
+    compile-time constants. Weights are relative to the maximum of the scores and `highest`, the
+    maximum so far. Returns this maximum and the sum of weights.
     """
     result = types.UniTuple(types.float32, 2)
     integer, real = types.int64, types.float32
@@ -128,8 +127,7 @@ def _store(builder: Any, address: Any, part: int, values: Any, stored: Any) -> N
         halves = builder.fptrunc(values, ir.VectorType(BFloat16(), LANES))
         builder.store(halves, builder.bitcast(place, halves.type.as_pointer()), align=2)
         return
-    # Round to nearest, ties to even: add half of the removed range, minus 1 if the kept part is
-    # even.
+    # Round ties to even: add half of the removed range, minus 1 if the kept part is even.
     half, unit, most = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
     bits = builder.bitcast(values, _WORDS)
     odd = builder.and_(builder.lshr(bits, half), unit)
