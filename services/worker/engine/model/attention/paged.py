@@ -139,7 +139,7 @@ class AttentionMetadata:
         return self._prefills[window]
 
     def _visible(self, window: int | None) -> Iterator[tuple[list[int], int, np.ndarray]]:
-        """Yield each span with its first visible position, rounded down to a block, and its blocks."""
+        """Yield each span, its first visible position (rounded down to a block) and its blocks."""
         for span in self.spans.tolist():
             _, rows, start, first_block, _ = span
             skipped = 0 if window is None else max(0, start - window + 1) // self._block_size
