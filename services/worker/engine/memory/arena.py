@@ -101,7 +101,7 @@ class Arena(ABC):
         # Places that wait for `sweep` and for `prefault`, oldest first.
         self._retired: deque[_Place] = deque()
         self._cold: deque[_Place] = deque()
-        # Places with the handles that `adopt` will give them.
+        # Prepared places with the handles that `adopt` will transfer to them.
         self._prepared: list[tuple[_Place, Handles]] = []
 
     @property

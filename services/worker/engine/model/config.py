@@ -138,7 +138,7 @@ class _ConfigFile:
         window = self._size("sliding_window", WINDOW) if self._has("sliding_window") else None
         if not family.windows_by_layer:
             return (window,) * layers
-        # Qwen models use the window only if the file asks for it, and not in all layers.
+        # Qwen models use the window only if the file enables it, and not in all layers.
         if not self._flag("use_sliding_window"):
             return (None,) * layers
         kinds = self.raw.get("layer_types")

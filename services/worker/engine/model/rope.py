@@ -15,7 +15,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    # Modules of these types come from `transformers`, whose import takes seconds.
+    # These types use a module of `transformers`, whose import takes seconds.
     "dynamic": ("rope_theta", "factor"),
     "yarn": ("rope_theta", "factor"),
     "longrope": ("rope_theta",),

@@ -93,7 +93,7 @@ class ProfileSession:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The numbers of measurements done and wanted."""
+        """The numbers of measurements that are done, and that the session needs in total."""
         done = sum(map(len, self._durations))
         return done, len(self._points) * self._rounds_wanted
 

@@ -42,7 +42,7 @@ class _Sending:
     size_bytes: int
     sent: Sent
     until_s: float  # deadline
-    awaited: bool  # its payload is in a `PayloadRoom` that the sender wants to reuse
+    awaited: bool  # the engine waits to reuse the `PayloadRoom` of its payload
 
 
 class Connection:

@@ -157,7 +157,7 @@ def compiled(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 @intrinsic
 def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
-    """Widen a stored value to float32; bfloat16 comes as uint16."""
+    """Widen a stored value to float32; a bfloat16 is passed as uint16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         if signature.args[0] == types.float32:

@@ -138,7 +138,7 @@ def combine(
         split = tl.arange(0, SPLITS_MAX)
         place = part_row * splits + split
         weight = tl.load(weights + place, split < splits, float("-inf"))
-        # Softmax over the parts' log-denominators gives the share of each part.
+        # The softmax of the parts' log-denominators is the share of each part.
         portion = tl.exp2(weight - tl.max(weight, 0))
         portion = portion / tl.sum(portion, 0)
         places = place[:, None] * DIM + at[None, :]
