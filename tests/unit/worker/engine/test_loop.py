@@ -41,7 +41,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "configuration": None,
         "settled": True,
         "trouble": "",
-        "changeover": SimpleNamespace(left=False, requeue_due_s=None),
+        "changeover": SimpleNamespace(isolated=False, requeue_due_s=None),
         "busy_changing": False,
         "state": make_state(),
         "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
