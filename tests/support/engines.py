@@ -82,7 +82,7 @@ def make_engine(
     settings = MoverConfig(chunk_bytes=4096)
     movers: list[Mover] = []
 
-    def mover_of(is_current: EpochStatusOf, unpack: Unpack) -> Mover:
+    def create_mover(is_current: EpochStatusOf, unpack: Unpack) -> Mover:
         movers.append(Mover(bulk, gate, settings, is_current, unpack))
         return movers[0]
 
@@ -92,7 +92,7 @@ def make_engine(
         StageRunner(runner, state.table),
         Links(activations, worker_id, gate),
         bulk,
-        mover_of,
+        create_mover,
         now_s,
         facts,
     )

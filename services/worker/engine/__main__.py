@@ -1,14 +1,15 @@
 """The engine process of a worker: `python -m services.worker.engine --socket ADDRESS`.
 
-The servicer process starts it, writes the configuration to its standard input, and takes it down
-when it exits. The engine ignores SIGINT and SIGTERM: the servicer drains it.
+The servicer process (the worker's gRPC server) starts it and writes the configuration to its
+standard input. The engine exits with the servicer. It ignores SIGINT and SIGTERM, because the
+servicer lets running requests finish first.
 """
 
 from services.common.garbage_collection import freeze_after
 
 
 def main() -> None:
-    """Load the model, report it to the servicer, serve."""
+    """Load the model, report its sizes to the servicer, and serve until the process ends."""
     with freeze_after():
         # Import inside the block: most long-lived objects come from imports (torch alone makes
         # 300,000), and the garbage collector should not scan them.

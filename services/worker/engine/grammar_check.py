@@ -1,10 +1,10 @@
-"""Compiles grammars on a separate thread before their requests reach the planner.
+"""Compiles the grammars of requests on a separate thread, before the planner gets the requests.
 
 llguidance releases the interpreter lock while it builds a grammar, so the engine's loop keeps
-running. `grammar.PARSER_LIMITS` bound the work. Tenants take turns (fair queueing), and a grammar
-that no request waits for is not compiled. A request whose grammar takes longer than
-`COMPILE_MAX_S` is refused for good; a request that has waited longer than `WAIT_MAX_S` for other
-grammars is refused as retryable.
+running. `sampling.grammar.PARSER_LIMITS` bounds the work. Tenants take turns (fair queueing), and
+a grammar that no request waits for is not compiled. A request whose grammar compiles for longer
+than `COMPILE_MAX_S` is refused as not retryable. A request whose grammar was not compiled within
+`WAIT_MAX_S` of its arrival, because other grammars were, is refused as retryable.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from services.worker.engine.sampling.grammar import (
 
 COMPILE_MAX_S = 5.0
 WAIT_MAX_S = 5.0
-CHECKING_MAX = 1_000
-"""Requests that may wait for their grammars; further requests are refused as retryable."""
-OWNED_MAX = CHECKING_MAX // 2
-"""Waiting requests per owner (tenant), so that a single tenant cannot fill the queue."""
+WAITING_MAX = 1_000
+"""Maximum number of requests that wait for their grammars; further ones are refused, retryable."""
+WAITING_PER_TENANT_MAX = WAITING_MAX // 2
+"""The same per tenant, so that a single tenant cannot fill the queue."""
 
 K = TypeVar("K")
 
@@ -46,38 +46,39 @@ class CheckedRequest:
 class _Compiler:
     """The compiler thread with its queue and its results.
 
-    Other threads call the public methods. `now_s` must be thread-safe.
+    The engine's thread calls the public methods, so `now_s` must be thread-safe.
     """
 
     def __init__(self, grammars: Grammars, now_s: Callable[[], float]) -> None:
         self._grammars = grammars
         self._now_s = now_s
+        # Guards the four attributes below; notified when the queue grows and on `close`.
         self._changed = Condition()
-        # Guards the next four attributes.
-        self._line = RoundRobinQueue[Grammar](OWNED_MAX)
+        self._queue = RoundRobinQueue[Grammar](WAITING_PER_TENANT_MAX)
         self._done: list[tuple[Grammar, GrammarVerdict]] = []
-        self._current: tuple[Grammar, float] | None = None
+        self._current: tuple[Grammar, float] | None = None  # being compiled, since when
         self._closed = False
         self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
-    def enqueue(self, owner: str, grammar: Grammar) -> None:
-        """Queue a grammar for the next turn of its owner."""
+    def enqueue(self, tenant: str, grammar: Grammar) -> None:
+        """Queue a grammar for a turn of the tenant, unless it is being compiled already."""
         with self._changed:
-            # The result of a running compilation serves this owner as well.
+            # The result of a running compilation serves all tenants.
             if self._current is None or self._current[0] != grammar:
-                self._line.join(owner, grammar)
+                self._queue.join(tenant, grammar)
                 self._changed.notify()
 
-    def dequeue(self, owner: str, grammar: Grammar) -> None:
-        """Remove a grammar of the owner from the queue."""
+    def dequeue(self, tenant: str, grammar: Grammar) -> None:
+        """Remove a grammar of the tenant from the queue."""
         with self._changed:
-            self._line.leave(owner, grammar)
+            self._queue.leave(tenant, grammar)
 
     def take_done(self) -> list[tuple[Grammar, GrammarVerdict]]:
         """Return the grammars compiled since the last call, with their verdicts."""
-        # A lock-free check: the loop calls this in every iteration, and a miss is retried then.
+        # Check without the lock: the loop calls this in every iteration, so a result that arrives
+        # now is returned by the next call.
         if not self._done:
             return []
         with self._changed:
@@ -86,7 +87,7 @@ class _Compiler:
         return done
 
     def overlong(self) -> Grammar | None:
-        """The grammar whose running compilation exceeds `COMPILE_MAX_S`; None if there is none."""
+        """Return the grammar being compiled if it has exceeded `COMPILE_MAX_S`, else None."""
         with self._changed:
             if self._current is None or self._now_s() - self._current[1] < COMPILE_MAX_S:
                 return None
@@ -110,8 +111,8 @@ class _Compiler:
             verdict = self._grammars.check(grammar)
             with self._changed:
                 self._current = None
-                # One compilation serves all owners that queue the grammar.
-                self._line.leave_all(grammar)
+                # One compilation serves all tenants that queue the grammar.
+                self._queue.leave_all(grammar)
                 self._done.append((grammar, verdict))
                 # One byte in the pipe keeps `reader` readable while there are results.
                 if len(self._done) == 1:
@@ -121,7 +122,7 @@ class _Compiler:
         """Wait for the next grammar and mark it as being compiled; None after `close`."""
         with self._changed:
             while not self._closed:
-                if (grammar := self._line.next()) is not None:
+                if (grammar := self._queue.next()) is not None:
                     self._current = (grammar, self._now_s())
                     return grammar
                 self._changed.wait()
@@ -129,7 +130,7 @@ class _Compiler:
 
 
 class GrammarCheck:
-    """Holds back requests with a grammar from the planner until the grammar is compiled.
+    """Keeps requests with a grammar until the grammar is compiled or refused.
 
     Only the engine's thread may call its methods.
     """
@@ -139,12 +140,13 @@ class GrammarCheck:
         self._grammars = grammars
         self._now_s = now_s
         self._compiler = _Compiler(grammars, now_s)
-        # Requests by id with their deadlines, in order of arrival.
+        # Waiting requests by id with their deadlines, in order of arrival.
         self._waiting: dict[str, tuple[Request, float]] = {}
-        # The same requests: their ids by grammar, their number by owner and by (owner, grammar).
+        # Ids of the waiting requests by grammar; their counts by tenant and by (tenant, grammar).
         self._by_grammar: dict[Grammar, dict[str, None]] = {}
-        self._owned: Counter[str] = Counter()
-        self._wanting: Counter[tuple[str, Grammar]] = Counter()
+        self._waiting_by_tenant: Counter[str] = Counter()
+        self._waiting_by_pair: Counter[tuple[str, Grammar]] = Counter()
+        # Requests to return from the next `take`.
         self._checked: list[CheckedRequest] = []
 
     def __len__(self) -> int:
@@ -152,25 +154,28 @@ class GrammarCheck:
         return len(self._waiting)
 
     def fileno(self) -> int:
-        """A descriptor that is readable after a compilation has ended."""
+        """A descriptor that is readable while `take` has results of compilations to return."""
         return self._compiler.reader
 
     def submit(self, request: Request) -> None:
-        """Accept a request with a grammar; `take` returns it, at once if its verdict is cached."""
-        grammar, owner = _grammar_of(request), request.service.tenant
+        """Accept a request, which `take` returns after its check (at once if it is cached)."""
+        grammar, tenant = _grammar_of(request), request.service.tenant
         if (verdict := self._grammars.cached_verdict(grammar)) is not None:
             self._decide(request, verdict)
-        elif len(self._waiting) >= CHECKING_MAX or self._owned[owner] >= OWNED_MAX:
+        elif (
+            len(self._waiting) >= WAITING_MAX
+            or self._waiting_by_tenant[tenant] >= WAITING_PER_TENANT_MAX
+        ):
             self._refuse(request, "too many grammars are being compiled; retry later", True)
         else:
             self._waiting[request.request_id] = (request, self._now_s() + WAIT_MAX_S)
             self._by_grammar.setdefault(grammar, {})[request.request_id] = None
-            self._owned[owner] += 1
-            self._wanting[owner, grammar] += 1
-            self._compiler.enqueue(owner, grammar)
+            self._waiting_by_tenant[tenant] += 1
+            self._waiting_by_pair[tenant, grammar] += 1
+            self._compiler.enqueue(tenant, grammar)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request, checked or not; returns whether it was held here."""
+        """Remove a request, whether waiting or checked; returns False if it is unknown."""
         kept = [checked for checked in self._checked if checked.request.request_id != request_id]
         was_checked = len(kept) < len(self._checked)
         self._checked = kept
@@ -191,7 +196,7 @@ class GrammarCheck:
         self._compiler.close()
 
     def _expire(self) -> None:
-        """Refuse requests whose grammar exceeds its compile time or that waited too long."""
+        """Refuse requests whose grammar compiles for too long or that have waited too long."""
         if (overlong := self._compiler.overlong()) is not None:
             message = f"grammar: it was not compiled within {COMPILE_MAX_S:.0f} s; simplify it"
             for request in self._forget_all(self._by_grammar.get(overlong, ())):
@@ -199,7 +204,7 @@ class GrammarCheck:
         now_s = self._now_s()
         late = []
         for request_id, (_, deadline_s) in self._waiting.items():
-            # In order of arrival, hence of deadlines: the first request in time ends the scan.
+            # The order of arrival is the order of deadlines: stop at the first later deadline.
             if deadline_s > now_s:
                 break
             late.append(request_id)
@@ -212,18 +217,18 @@ class GrammarCheck:
         return [request for request in forgotten if request is not None]
 
     def _forget(self, request_id: str) -> Request | None:
-        """Remove a request, and dequeue its grammar unless its owner still waits for it."""
+        """Remove a request; dequeue its grammar unless another request of the tenant needs it."""
         request, _ = self._waiting.pop(request_id, (None, 0.0))
         if request is None:
             return None
-        grammar, owner = _grammar_of(request), request.service.tenant
+        grammar, tenant = _grammar_of(request), request.service.tenant
         request_ids = self._by_grammar[grammar]
         del request_ids[request_id]
         if not request_ids:
             del self._by_grammar[grammar]
-        if _decrement(self._wanting, (owner, grammar)):
-            self._compiler.dequeue(owner, grammar)
-        _decrement(self._owned, owner)
+        if _decrement(self._waiting_by_pair, (tenant, grammar)):
+            self._compiler.dequeue(tenant, grammar)
+        _decrement(self._waiting_by_tenant, tenant)
         return request
 
     def _decide(self, request: Request, verdict: GrammarVerdict) -> None:

@@ -1,7 +1,7 @@
-"""Heartbeats from a thread of the engine, sent while an iteration runs, too.
+"""Sends heartbeats to the servicer process from a thread of the engine.
 
-The main loop reports only between iterations, which may take seconds. The heartbeat thread lets the
-servicer distinguish a busy process from a stopped or hung process.
+The main loop reports only between iterations, which may take seconds. The heartbeats continue
+during an iteration, so the servicer can distinguish a busy process from a stopped or hung process.
 """
 
 from threading import Thread
@@ -12,7 +12,7 @@ import zmq
 from services.worker.ipc import HEARTBEAT_INTERVAL_S, heartbeat_address
 
 QUEUED_MAX = 4
-"""Heartbeats queued for a servicer that does not read; further heartbeats are dropped."""
+"""Heartbeats queued for a servicer that does not read; further heartbeats are discarded."""
 
 
 def start_heartbeat(address: str) -> None:

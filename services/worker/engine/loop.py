@@ -1,7 +1,10 @@
-"""The engine's main loop: drain the inbox, run one microbatch, publish the results.
+"""The engine's main loop: handle received frames, run one microbatch, publish the results.
 
-The loop owns the ZeroMQ socket to the servicer process. Planning, group changes and the pipeline
-belong to `Member`.
+The loop owns the ZeroMQ socket to the servicer process (the worker's gRPC server). `Member` does
+the planning, the group changes and the pipeline.
+
+Terms: a group is a set of workers that run the layers of one model as a pipeline; a member is the
+engine of a worker in a group. A microbatch is a planned batch, and an iteration is its run here.
 """
 
 import logging
@@ -37,7 +40,7 @@ from services.worker.ipc import (
     to_engine_decoder,
 )
 
-IDLE_HEARTBEAT_MS = 500
+IDLE_REPORT_MS = 500
 BUSY_WAIT_MS = 1
 SEND_TIMEOUT_MS = 10_000
 
@@ -59,7 +62,7 @@ def send(socket: zmq.Socket[bytes], frame: FromEngine) -> None:
 
 
 class EngineLoop:
-    """Connects the servicer's socket with the group member that this engine is."""
+    """Passes frames between the servicer's socket and the group member of this engine."""
 
     def __init__(
         self,
@@ -72,25 +75,27 @@ class EngineLoop:
     ) -> None:
         """`descriptors` become readable when frames from other members arrive.
 
-        `infeasible` detects latency targets that no request can meet; the loop logs them.
+        `profiler` measures batches while the engine is idle. `infeasible` detects latency targets
+        that no request can meet; the loop logs them.
         """
         self._member = member
         self._socket = socket
         self._grammars = grammars
         self._profiler = profiler
         self._infeasible = infeasible or InfeasibleTargets()
-        # Frames of the servicer that were read but not handled yet.
+        # Frames of the servicer that were read and not handled yet.
         self._inbox: deque[ToEngine] = deque()
         # Ids of requests to acknowledge in the next report.
         self._received: list[str] = []
-        # Whether arrivals may interrupt the next iteration; False after they interrupted one.
+        # Whether requests may interrupt the next iteration; False after they interrupted one.
         self._may_interrupt = True
+        # Time of the last report.
         self._published_s = 0.0
         # Prefix-cache evictions reported so far.
-        self._dropped_total = 0
-        # The last reported (epoch, changing, trouble, left): a change is reported at once.
+        self._evictions_reported = 0
+        # The last reported (epoch, changing, trouble, isolated): a change is reported at once.
         self._published_status = (0, False, "", False)
-        # The idle wait watches every source; an iteration watches fewer (`_interrupts`).
+        # An idle wait polls every source of work; an iteration polls fewer (`_interrupts`).
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         for descriptor in (*descriptors, grammars.fileno()):
@@ -105,53 +110,52 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the process terminates."""
         while True:
-            self.step(IDLE_HEARTBEAT_MS)
+            self.step(IDLE_REPORT_MS)
 
     def step(self, wait_ms: int) -> None:
-        """Handle frames and run one microbatch; wait up to `wait_ms` if there was no work."""
+        """Handle frames and run at most one microbatch; without work, wait up to `wait_ms`."""
         self._drain_inbox()
         self._start_checked()
-        took = self._member.take()
+        received = self._member.take()
         self._requeue_overdue()
-        # Publish the other members' results before running: otherwise a pipeline's tokens would
-        # wait for the duration of this stage.
+        # Publish the results received from other members before running a microbatch, or the tokens
+        # of a pipeline would be late by the duration of this stage.
         published = self._publish()
         ran = self._member.launch(self._interrupts)
         published = self._publish() or published
-        if not (took or published or ran) and not self._profile_when_idle():
+        if not (received or published or ran) and not self._profile_when_idle():
             with self._member.links.lane.attended():
                 self._poller.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
 
     def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
-        """Return the check that decides, between two layers, whether to interrupt an iteration.
+        """Return a predicate that is called before layers: True interrupts the iteration.
 
         An abort of a request in the microbatch interrupts it. A preemptible microbatch also yields
-        to online requests, to commands of the memory manager and, during a group change, to any
-        frame of another member. None if the iteration cannot be interrupted.
+        to online requests, to group commands of the memory manager and, during a group change, to
+        any frame of another member. Returns None if nothing may interrupt the iteration.
         """
         if self._profiler is not None:
             self._profiler.note_work()
         # Arrivals and aborts may interrupt at most every other iteration; otherwise a burst would
         # starve running requests.
-        for_requests, self._may_interrupt = self._may_interrupt, True
+        may_interrupt, self._may_interrupt = self._may_interrupt, True
         preemptible = microbatch.preemptible
-        if not for_requests and not preemptible:
+        if not may_interrupt and not preemptible:
             return None
-        names = (chunk.seq_id for chunk in microbatch.batch.chunks)
-        request_ids = frozenset(map(request_id_of, names))
+        seq_ids = (chunk.seq_id for chunk in microbatch.batch.chunks)
+        request_ids = frozenset(map(request_id_of, seq_ids))
         changing = preemptible and self._member.busy_changing
         started_s = monotonic_s()
 
         def interrupted() -> bool:
             self._fill_inbox()
-            # Commands and frames of a group change are exempt from the limit on arrivals: the whole
-            # group waits for this member.
-            if preemptible and self._changes_groups():
+            # Group changes may interrupt every iteration: the whole group waits for this member.
+            if preemptible and self._has_group_command():
                 return True
             if changing and self._member_sources.poll(0):
                 return True
-            # An abort frees its blocks within one layer's time, however long the iteration is.
-            interrupts = for_requests and (
+            # Stop for an abort, so that its blocks are freed within the time of a layer.
+            interrupts = may_interrupt and (
                 self._aborts_any(request_ids)
                 or (preemptible and self._preempts(microbatch, started_s))
             )
@@ -159,19 +163,20 @@ class EngineLoop:
             return interrupts
 
         def time_dependent() -> bool:
-            # A waiting deadline expires without a new frame, so polling a descriptor would miss it.
-            return for_requests and preemptible and self._deadline_waits
+            # A deadline in the inbox comes closer without a new frame, so the predicate must be
+            # called even if no descriptor is readable.
+            return may_interrupt and preemptible and self._has_waiting_deadline
 
         watched = self._all_sources if changing else self._socket
         return WatchedInterrupt(interrupted, watched.fileno(), time_dependent)
 
-    def _changes_groups(self) -> bool:
-        """Whether the inbox holds a command of the memory manager."""
+    def _has_group_command(self) -> bool:
+        """Whether the inbox holds a command that prepares or applies a group configuration."""
         return any(isinstance(frame, ApplyConfiguration | Prepare) for frame in self._inbox)
 
     @property
-    def _deadline_waits(self) -> bool:
-        """Whether the inbox holds an online request with a TTFT target (preemption by deadline)."""
+    def _has_waiting_deadline(self) -> bool:
+        """Whether the policy preempts by deadline and a request in the inbox has a TTFT target."""
         return self._member.state.config.preempt is Preempt.DEADLINE and any(
             isinstance(frame, StartRequest) and frame.request.service.ttft_s is not None
             for frame in self._inbox
@@ -195,9 +200,9 @@ class EngineLoop:
         )
 
     def _profile_when_idle(self) -> bool:
-        """Measure a profile batch if this worker is idle; returns whether it did."""
-        # The profiler overwrites free KV blocks, so no sequence may own a block, and a pipeline
-        # could not run its batch.
+        """Measure a batch for the profile if this worker is idle; returns whether it did."""
+        # The profiler overwrites KV blocks, so no sequence may own any. It measures all layers, so
+        # this worker must not be a stage of a pipeline.
         if self._profiler is None or self._member.state.sequences or not self._member.alone:
             return False
         return self._profiler.step(lambda: bool(self._poller.poll(0)))
@@ -213,8 +218,8 @@ class EngineLoop:
                     else:
                         self._start(request)
                 case AbortRequest(request_id=request_id):
-                    # The planner never saw a request whose grammar is being compiled, so its
-                    # receipt is acknowledged here; `_start` acknowledges all others.
+                    # The planner does not know a request whose grammar is being compiled, so
+                    # acknowledge the request here; `_start` acknowledges all others.
                     if self._grammars.abort(request_id):
                         self._received.append(request_id)
                     else:
@@ -242,7 +247,7 @@ class EngineLoop:
         self._member.handle(RequestArrived(monotonic_s(), request))
 
     def _requeue_overdue(self) -> None:
-        """Return requests to the scheduler that have waited too long and cannot start now."""
+        """Let the planner requeue: requests that have waited too long go back to the scheduler."""
         due_s, now_s = self._member.changeover.requeue_due_s, monotonic_s()
         if due_s is not None and due_s <= now_s:
             self._member.handle(RequeueChecked(now_s))
@@ -252,29 +257,30 @@ class EngineLoop:
             self._inbox.append(to_engine_decoder.decode(self._socket.recv()))
 
     def _publish(self) -> bool:
-        """Send results to the servicer, or a heartbeat if the last report is old.
+        """Send the results since the last call and a report to the servicer.
 
-        Returns whether there was anything to report.
+        Without results, a report is sent only if the last one is old. Returns whether there were
+        results or the status has changed.
         """
-        news, now_s = self._member.take_outbox(), monotonic_s()
+        outbox, now_s = self._member.take_outbox(), monotonic_s()
         silent_s = now_s - self._published_s
         configuration = self._member.configuration
         epoch = configuration.epoch if configuration else 0
         member = self._member
         status = (epoch, not member.settled, member.trouble, member.changeover.isolated)
-        happened = bool(news or self._received or status != self._published_status)
-        # Half the interval, so that every idle wait of `IDLE_HEARTBEAT_MS` ends in a report.
-        if not happened and 1e3 * silent_s < IDLE_HEARTBEAT_MS / 2:
+        is_due = bool(outbox or self._received or status != self._published_status)
+        # Half the interval, so that every idle wait of `IDLE_REPORT_MS` ends in a report.
+        if not is_due and 1e3 * silent_s < IDLE_REPORT_MS / 2:
             return False
         self._published_status = status
         self._published_s = now_s
 
-        for answer in news.prepared:
+        for answer in outbox.prepared:
             send(self._socket, answer)
         received, self._received = self._received, []
-        dropped = self._member.state.pool.cache.evictions
-        dropped_prefixes = dropped.since(self._dropped_total)
-        self._dropped_total = dropped.total
+        evictions = self._member.state.pool.cache.evictions
+        evicted_prefixes = evictions.since(self._evictions_reported)
+        self._evictions_reported = evictions.total
         report = EngineReport(
             member.state.load(),
             *status[:2],
@@ -289,13 +295,13 @@ class EngineLoop:
             self._socket,
             Progress(
                 received,
-                news.tokens,
-                news.refusals,
+                outbox.tokens,
+                outbox.refusals,
                 report,
-                news.adopted,
-                news.moved,
-                news.times,
-                dropped_prefixes,
+                outbox.adopted,
+                outbox.moved,
+                outbox.times,
+                evicted_prefixes,
             ),
         )
-        return happened
+        return is_due

@@ -1,4 +1,8 @@
-"""Assembles an engine process: model runner, planner, network lanes and main loop."""
+"""Assembles an engine process: model runner, planner, network lanes and main loop.
+
+Terms: the servicer is the worker's gRPC process, which starts the engine. A lane carries frames
+between engines. A pacer slows iterations down to the times of another device.
+"""
 
 import argparse
 import logging
@@ -53,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine() -> EngineLoop:
-    """Load the model and report it to the servicer; returns the loop to run, or exits."""
+    """Load the model and report to the servicer; returns the main loop, or exits on failure."""
     parser = argparse.ArgumentParser(prog="tideserve-engine")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -121,7 +125,7 @@ def is_batch_invariant(config: WorkerConfig) -> bool:
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
-    """The model runner's part of the worker configuration."""
+    """Return the model runner's part of the worker configuration."""
     planner = config.planner
     resumes = planner.preempted_work is PreemptedWork.RESUME
     return RunnerConfig(
@@ -141,7 +145,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
 
 
 def lanes_config(config: WorkerConfig) -> LanesConfig:
-    """The network lanes' part of the configuration; the servicer has resolved `advertise`."""
+    """Return the network lanes' part of the configuration (`advertise` is resolved already)."""
     return LanesConfig(
         config.host,
         config.advertise,
@@ -152,11 +156,11 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 
 
 def cost_model_of(
-    runner: ModelRunner, config: WorkerConfig, known: Pacer | DeviceProfile | None
+    runner: ModelRunner, config: WorkerConfig, source: Pacer | DeviceProfile | None
 ) -> CostModel | None:
-    """The cost model of `known`, or a rough measured model if the scheduling needs deadlines."""
-    if known is not None:
-        return known.model
+    """Return the cost model of `source`, or a rough measured model if scheduling needs one."""
+    if source is not None:
+        return source.model
     planner = config.planner
     if not planner.scheduling.deadlines_bound_iterations:
         return None
@@ -169,12 +173,12 @@ def cost_model_of(
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
-    """The planner's configuration, with the runner's number of blocks and the cost model."""
+    """Return the planner's configuration with the runner's number of blocks and the cost model."""
     return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
-    """The pacer if the configuration names a device profile to pace to. Raises ConfigError."""
+    """Return the pacer if the configuration names a profile to pace to. Raises ConfigError."""
     if config.paced is None:
         return None
     profile = load_profile(config.paced)
@@ -183,7 +187,7 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
 
 
 def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
-    """The stored profile of this model on this device; None if there is no usable profile."""
+    """Return the stored profile of this model on this device; None if there is no usable one."""
     if config.profile_dir is None:
         return None
     path = profile_path(config.profile_dir, runner_config(config), config.threads)
@@ -199,20 +203,25 @@ def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
 def idle_profiler(
     runner: ModelRunner, pool: BlockPool, config: WorkerConfig
 ) -> IdleProfiler | None:
-    """The profiler for idle periods; None if a profile is stored or profiling is disabled."""
+    """Return the profiler for idle periods; None if it is disabled, impossible or not needed."""
     # The profiler allocates blocks outside the event log, so a replay of the log would diverge.
     if config.profile_dir is None or config.event_log is not None:
         return None
-    # A paced engine takes its cost model from the paced device.
+    # A paced engine uses the cost model of the device that it is paced to.
     if config.paced is not None or not config.profile_when_idle:
         return None
     if stored_profile(config) is not None:
         return None
-    own = runner_config(config)
-    path = profile_path(config.profile_dir, own, config.threads)
+    runner_settings = runner_config(config)
+    path = profile_path(config.profile_dir, runner_settings, config.threads)
     limits = batch_limits_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
     return IdleProfiler(
-        ProfileSession(IDLE, limits), Measurer(runner, pool), runner, own, config.threads, path
+        ProfileSession(IDLE, limits),
+        Measurer(runner, pool),
+        runner,
+        runner_settings,
+        config.threads,
+        path,
     )
 
 
@@ -225,7 +234,7 @@ def build_member(
     pacer: Pacer | None,
     facts: FactLog,
 ) -> Member:
-    """Build the group member of this engine over its lanes, its runner and its change-over."""
+    """Build the group member of this engine from its lanes, model runner and state machine."""
     gate = ActivationGate()
     settings = MoverConfig(
         link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
@@ -245,7 +254,7 @@ def build_member(
 
 
 def ready_frame(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
-    """The engine's sizes and addresses, for the worker's registration and reports."""
+    """Return the engine's sizes and addresses, for the worker's registration and reports."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
         context_tokens=runner.geometry.max_model_len,

@@ -1,4 +1,9 @@
-"""Loads a model: divides the memory budget, fills the stage memory and builds the decoder."""
+"""Loads a model for the runner: divides the memory budget, reads parameters, builds the decoder.
+
+Terms: the arena is the device memory for parameters and KV cache. A slab is the memory with the
+parameters of a layer, of the embeddings or of the head. Panels are a packed layout of weights for
+matrix products on a CPU. The compute dtype is that of activations, the storage dtype of weights.
+"""
 
 import logging
 import os
@@ -44,16 +49,16 @@ from services.worker.errors import DeviceError
 log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 8 << 20
-"""Size of the buffer for upcast weights. Measured: smaller costs calls, larger cache misses."""
+"""Size of the buffer for weights cast to the compute dtype. Measured: a smaller buffer costs more
+calls, a larger one more cache misses."""
 SAMPLER_ROWS = 5
-"""The sampler's memory (scratch and a copy of a row), expressed in rows of logits."""
+"""The sampler's memory, in rows of logits."""
 CUDA_BYTES = 128 * MIB
 """For cuBLAS (32 MiB on Hopper) and for fragmentation of torch's allocator."""
 
 
 def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
-    """Upper bound of the memory outside the arena: scratch, gathered K/V, activations, logits.
-
+    """Return an upper bound of memory outside the arena: scratch, K/V, activations, logits.
     Includes the hidden states of a suspended batch if the runner suspends batches. Excludes the
     context of the GPU driver, which the budget does not cover.
     """
@@ -70,7 +75,7 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
 
 
 def gathered_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype) -> int:
-    """Bytes of the gather buffers and masks of torch's attention."""
+    """Return the bytes of torch's attention: buffers for gathered K and V, and masks."""
     context = max(geometry.max_model_len, GROUP_TOKENS) + config.block_size
     kv_values = 2 * geometry.num_kv_heads * geometry.head_dim
     gathered = context * kv_values * config.dtype.itemsize
@@ -115,7 +120,7 @@ def _gpu_attention_bytes(
 
 
 PACKAGES = ("cuda", "triton")
-"""Packages that torch's CUDA build installs."""
+"""Modules that torch's CUDA build installs."""
 COMPILERS = ("gcc", "clang")
 
 
@@ -148,7 +153,7 @@ def check_gpu_needs(device: torch.device) -> None:
 
 
 class LoadedModel(NamedTuple):
-    """A model in memory; `stage_memory` owns the arena."""
+    """A model in memory; `stage_memory` owns the parameters and the KV cache."""
 
     geometry: ModelGeometry
     stage_memory: StageMemory
@@ -206,7 +211,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
 
 
 def uses_gpu_kernels(device: torch.device) -> bool:
-    """Whether the model's layers run on `gpu_kernels`, as far as these support the model."""
+    """Whether to run the model's layers by `gpu_kernels`, as far as these support the model."""
     return device.type == "cuda"
 
 
@@ -225,7 +230,7 @@ def products_text(
 
 
 def _limited(geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometry:
-    """`geometry` with its context limited to `max_model_len`."""
+    """Return `geometry` with its context limited to `max_model_len`."""
     if max_model_len is None or max_model_len >= geometry.max_model_len:
         return geometry
     return replace(geometry, max_model_len=max_model_len)
@@ -302,7 +307,7 @@ def _build_decoder(
 def _attention(
     config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype, *, compiled: bool
 ) -> PagedAttention:
-    """The fastest attention backend that supports the model on the device."""
+    """Return the fastest attention backend that supports the model on the device."""
     device = torch.device(config.device)
     backend: PagedAttention | None = None
     if compiled:
@@ -322,7 +327,7 @@ def _attention(
 
 
 def _compiled_attention(config: RunnerConfig, geometry: ModelGeometry) -> PagedAttention | None:
-    """Compiled CPU attention; None if the CPU or the shape of the cache is not supported."""
+    """Return compiled CPU attention; None if it does not support the CPU or the cache's shape."""
     from services.worker.engine.model.attention.compiled import CompiledPagedAttention
     from services.worker.engine.model.cpu_kernels.paged_attention import fits
 
@@ -334,7 +339,7 @@ def _compiled_attention(config: RunnerConfig, geometry: ModelGeometry) -> PagedA
 def _gpu_attention(
     config: RunnerConfig, geometry: ModelGeometry, device: torch.device
 ) -> PagedAttention | None:
-    """Attention by the GPU kernels; None if they do not support the shape of the cache."""
+    """Return attention by the GPU kernels; None if they do not support the cache's shape."""
     from services.worker.engine.model.attention.gpu import GpuPagedAttention, fits
 
     if not fits(geometry.head_dim, config.dtype):
@@ -352,7 +357,7 @@ def _gpu_attention(
 def _gpu_layers(
     skeleton: Skeleton, stage_memory: StageMemory, attention: PagedAttention
 ) -> LayerRunner | None:
-    """All layers by the GPU kernels; None if they do not support the model."""
+    """Return a runner of all layers by the GPU kernels; None if they do not support the model."""
     from services.worker.engine.model.attention.gpu import GpuPagedAttention
     from services.worker.engine.model.gpu_graphs import CudaGraphCapture
     from services.worker.engine.model.gpu_layers import gpu_layers
@@ -365,7 +370,7 @@ def _gpu_layers(
     layers = gpu_layers(views, stage_memory.kv_ranges, skeleton.config, attention)
     log.info("layers: %s", "by torch's operations" if layers is None else "by kernels for GPUs")
     if layers is not None:
-        # Triton compiles each kernel for a second: do it before the first request.
+        # Triton takes about a second to compile a kernel: do it before the first request.
         layers.warm_up()
         layers.use_graphs(CudaGraphCapture())
     return layers

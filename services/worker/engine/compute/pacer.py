@@ -1,7 +1,7 @@
-"""Paced mode: every iteration lasts as long as it would on another device.
+"""Paced mode, for experiments: every iteration lasts as long as it would on another device.
 
-Processes, memory and protocol are real; only the duration of an iteration comes from a device
-profile. Compute capacity thus grows with the number of workers, even on a machine with two CPUs.
+The engine computes as usual and then sleeps until the time that a profile of the other device
+predicts. Workers that share a few CPUs can thus have the capacity of as many devices.
 """
 
 import logging
@@ -13,13 +13,13 @@ from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch
 
 SLICES = 32
-"""Slices of the padded time; an iteration can be interrupted between them, as between layers."""
+"""Slices of the predicted time; the sleep can be interrupted between two slices."""
 
 log = logging.getLogger(__name__)
 
 
 class Pacer:
-    """Pads every iteration to its modelled cost; counts the iterations that took longer."""
+    """Pads every iteration to its predicted time; counts the iterations that took longer."""
 
     def __init__(
         self,
@@ -41,17 +41,16 @@ class Pacer:
         share: float = 1.0,
         interrupted: Callable[[], bool] | None = None,
     ) -> bool:
-        """Sleep until `started_s` plus the cost of `batch`; returns False if interrupted.
+        """Sleep until `started_s` plus the predicted time of `batch`; returns False if interrupted.
 
         `share`: the fraction of the model's layers in this stage. `interrupted` is called after
-        each of `SLICES` parts of the cost and ends the sleep if it returns True. Without it, aborts
-        wait until the end.
+        each of `SLICES` parts of the time and ends the sleep if it returns True.
         """
         cost_s = share * self.model.batch_s(
             (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
         )
         left_s = started_s + cost_s - self._now_s()
-        # Positive if computing alone took longer than the paced device.
+        # Positive if computing took longer than on the device of the profile.
         late_s = -left_s
         while left_s > 0:
             self._sleep(left_s if interrupted is None else min(left_s, cost_s / SLICES))
@@ -64,13 +63,13 @@ class Pacer:
         return True
 
     def _count(self, late_s: float) -> None:
-        """Count an iteration; it was late unless `late_s` is negative."""
+        """Count an iteration, as late unless `late_s` is negative."""
         self.iterations_total += 1
         if late_s < 0:
             return
         self.paced_late_total += 1
         self.late_s += late_s
-        # Log at each doubling, so that a long run logs few lines.
+        # Log when the count reaches a power of two, so that a long run logs few lines.
         if self.paced_late_total & (self.paced_late_total - 1) == 0:
             log.warning(
                 "PACED too late: paced_late_total=%d of %d iterations took longer than the paced"

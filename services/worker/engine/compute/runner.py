@@ -2,6 +2,8 @@
 
 A *stage* is a contiguous range of layers: all layers if the worker serves alone, fewer in a
 pipeline. The first stage embeds; the last stage applies the final norm and the head, and samples.
+A *chunk* is the part of a sequence in a batch. A *slab* is the memory with the parameters of a
+layer, of the embeddings or of the head.
 """
 
 import hashlib
@@ -34,11 +36,11 @@ from services.worker.errors import InvalidBatch
 def summation_order(
     device: torch.device, storage_dtype: torch.dtype, compute_dtype: torch.dtype
 ) -> bytes:
-    """Identify the order of floating-point sums, as part of the model digest.
+    """Return bytes that identify the order of floating-point sums, for the model digest.
 
     Kernels and torch sum as many values at once as a CPU vector holds, so results differ in the
-    last bits between vector widths. bfloat16 on a CPU promises no identical tokens, so its workers
-    may differ. A GPU never shares a digest with a CPU, another GPU model or another torch version.
+    last bits between vector widths. bfloat16 on a CPU has no guarantee of identical tokens, so the
+    order is left out. A GPU differs from CPUs, other GPU models and other torch versions.
     """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}".encode()
@@ -55,9 +57,9 @@ def summation_order(
 class StageOutput:
     """The result of a stage for a batch: `hidden` for the next stage, or `sampled` at the last.
 
-    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` maps each request whose chunk
-    samples to its token, failed requests excepted. `notes` has log probabilities and failures; None
-    if there are neither.
+    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` maps the id of each sequence
+    whose chunk samples to its token, failed sequences excepted. `notes` has log probabilities and
+    failures; None if there are neither.
     """
 
     hidden: torch.Tensor | None = None
@@ -69,7 +71,7 @@ class StageOutput:
 class Suspended:
     """A batch interrupted before `layer`; `hidden` [tokens, hidden_size] is that layer's input.
 
-    The blocks hold K and V of the layers before `layer`.
+    The KV blocks already hold K and V of the layers before `layer`.
     """
 
     batch: Batch
@@ -87,7 +89,7 @@ class ModelRunner:
         self.budget_bytes = config.budget_bytes
         self.stage_memory = loaded.stage_memory
         self.decoder = loaded.decoder
-        # The preempted batch to resume; at most one, whose hidden states the budget includes.
+        # The batch to resume; the memory budget includes the hidden states of a single batch.
         self.suspended: Suspended | None = None
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
         self._max_batch_tokens = config.max_batch_tokens
@@ -153,7 +155,7 @@ class ModelRunner:
     def run(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> dict[str, int] | None:
-        """Run an iteration over all layers; returns the sampled tokens, None if interrupted."""
+        """Run a batch through all layers; returns the tokens, None if interrupted."""
         if len(self.stage_memory.layers) < self.geometry.num_layers:
             raise InvalidBatch("this worker runs a part of the layers; run its stage (run_stage)")
         output = self.run_stage(batch, interrupted=interrupted)
@@ -172,9 +174,9 @@ class ModelRunner:
 
         `hidden` is the output of the previous stage, None for the first stage. Block ids refer to
         this worker's blocks. `interrupted` is called before each layer. If it returns True, the
-        result is None and the K and V of the batch are undefined: run the batch again. With
-        `suspends`, `resume_stage` may continue it instead; this discards an earlier suspended
-        batch. Raises InvalidBatch, LayerNotResident.
+        result is None, and the K and V of the batch are undefined until it is run again. With
+        `suspends`, `resume_stage` may continue the batch instead; a batch that was suspended
+        earlier is discarded. Raises InvalidBatch, LayerNotResident.
         """
         if not 0 < batch.tokens <= self._max_batch_tokens:
             raise InvalidBatch(
@@ -196,7 +198,7 @@ class ModelRunner:
     def resume_stage(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> StageOutput | None:
-        """Continue the suspended `batch`, as `run_stage`; it may be suspended again.
+        """Continue the suspended `batch`; returns as `run_stage`, and may suspend it again.
 
         Raises InvalidBatch if `batch` is not the suspended batch.
         """
@@ -219,8 +221,8 @@ class ModelRunner:
         """Run the stage's layers from `first_layer` on; `hidden` is its input."""
         layers = self.stage_memory.layers
         if layers.stop == self.geometry.num_layers:
-            # Compile grammars while the layers run: the leader has compiled them before planning,
-            # but the last stage may run on another worker.
+            # Compile grammars on another thread while the layers run. The leader has compiled them
+            # before planning, but this last stage may run on another worker.
             self.sampler.prepare([chunk.sample for chunk in batch.chunks])
         metadata = self.metadata(batch)
         positions = list(
@@ -229,7 +231,7 @@ class ModelRunner:
             )
         )
         left = range(first_layer, layers.stop)
-        # Preemption between layers: the hidden states and the KV written so far suffice to resume.
+        # Between two layers, the hidden states and the KV written so far suffice to resume.
         try:
             hidden = self.decoder.run_layers(
                 hidden, self._tensor(positions), metadata, left, interrupted
@@ -243,9 +245,9 @@ class ModelRunner:
         return self._sample(batch, hidden)
 
     def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
-        """View bytes of the previous stage as hidden states [tokens, hidden_size], without a copy.
+        """Return bytes of the previous stage as hidden states [tokens, hidden_size] on the device.
 
-        Raises InvalidBatch if the size does not match.
+        On a CPU they are a view. Raises InvalidBatch if the size does not match.
         """
         shape = (tokens, self.geometry.hidden_size)
         if payload.size != tokens * self.hidden_bytes_per_token:
@@ -254,7 +256,7 @@ class ModelRunner:
         return hidden.to(self._device)
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
-        """The metadata of `batch` for all layers. Raises InvalidBatch."""
+        """Return the attention metadata of `batch` for all layers. Raises InvalidBatch."""
         return self._metadata.build(batch, self.num_blocks)
 
     def close(self) -> None:
@@ -278,7 +280,7 @@ class ModelRunner:
             )
 
     def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
-        """Sample the last rows of all chunks that sample, and score prompts."""
+        """Sample a token for each chunk that samples, and compute prompt log probabilities."""
         wanted: list[tuple[str, SampleSpec]] = []
         last_rows: list[int] = []
         prompt_logprobs: dict[str, PromptRows] = {}
@@ -293,7 +295,7 @@ class ModelRunner:
                 wanted.append((chunk.seq_id, chunk.sample))
                 last_rows.append(row)
         sampled = Sampled()
-        # Slices of rows bound the memory for logits, which is rows times vocabulary.
+        # Compute logits in slices of rows, because logits need rows × vocabulary memory.
         for first in range(0, len(wanted), self._logit_rows):
             part = slice(first, first + self._logit_rows)
             rows = self._tensor(last_rows[part])
@@ -302,7 +304,7 @@ class ModelRunner:
         return StageOutput(sampled=sampled.tokens, notes=notes or None)
 
     def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
-        """Log probabilities of a chunk's scored prompt tokens; `hidden` starts at its first row."""
+        """Return log probabilities of a chunk's prompt; `hidden` starts at its first row."""
         score = chunk.score
         assert score is not None
         parts = [LogprobRows(score.top)]
@@ -319,7 +321,7 @@ class ModelRunner:
 
 
 def _description(model_dir: Path) -> bytes:
-    """SHA-256 of `config.json` and, if the model has a tokenizer, of `tokenizer.json`."""
+    """Return the SHA-256 of `config.json` and, if the model has it, `tokenizer.json`."""
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
     tokenizer = model_dir / "tokenizer.json"
     if tokenizer.is_file():

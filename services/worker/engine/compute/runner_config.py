@@ -6,17 +6,19 @@ from pathlib import Path
 import torch
 
 LOGIT_ROWS, GPU_LOGIT_ROWS = 64, 256
-"""Rows of logits that exist at a time. A GPU takes more: each slice synchronizes with the host."""
+"""Maximum rows of logits in memory, on a CPU and on a GPU, which waits for the host at each slice.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """The model, the device and the memory budget.
 
-    `budget_bytes` covers parameters, KV cache and staging. `chunk_bytes` None: choose the size.
-    `max_batch_tokens` bounds the new tokens of a batch. `min_tokens`: the minimum capacity of the
-    KV cache. `suspends`: reserve memory for the hidden states of a suspended batch. `dummy_seed`
-    and `dummy_std` apply to load format `dummy`.
+    `budget_bytes` covers parameters, KV cache and staging (scratch, activations and logits).
+    `chunk_bytes`: granularity of memory mappings; None to choose it. `max_batch_tokens` bounds the
+    new tokens of a batch. `min_tokens`: the minimum capacity of the KV cache. `suspends`: reserve
+    memory for the hidden states of a suspended batch. `dummy_seed` and `dummy_std` apply to load
+    format `dummy`, which has random weights.
     """
 
     model_dir: Path
@@ -37,17 +39,17 @@ class RunnerConfig:
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of activations: float32 on a CPU with 16-bit weights, else the storage dtype."""
+    """Return the dtype of activations: float32 on a CPU with 16-bit weights, else the weights'."""
     if device.type == "cpu" and storage_dtype.itemsize < torch.float32.itemsize:
         return torch.float32
     return storage_dtype
 
 
 def logit_rows(device: torch.device) -> int:
-    """Rows of logits that exist at a time on `device`."""
+    """Return the maximum rows of logits in memory on `device`."""
     return LOGIT_ROWS if device.type == "cpu" else GPU_LOGIT_ROWS
 
 
 def logits_dtype(computed: torch.dtype) -> torch.dtype:
-    """The dtype in which the host samples: `computed`, but at least float32."""
+    """Return the dtype in which the host samples: `computed`, but at least float32."""
     return torch.promote_types(computed, torch.float32)

@@ -2,16 +2,17 @@
 
 An arena owns the whole device budget as equal chunks of physical memory, named by *handles*
 `0 .. total_chunks - 1`. A virtual range is reserved address space. Mapping a handle into a range
-puts its chunk to use; retiring the mapping frees it. A handle is either free or owned by exactly
-one place of a range, so free + mapped = total always holds.
+makes its chunk usable there. A *place* is a series of consecutive chunks of a range. A handle is
+either free or owned by exactly one place, so free + mapped = total always holds.
 
-Unmapping touched memory is slow, and a parameter drop must not wait for it. A place is therefore
-*retired* first, which is free of cost: its handles are free and may be mapped elsewhere at once.
+Unmapping touched memory is slow, and a drop of parameters must not wait for it. A place is
+therefore *retired* first, without a system call: its handles are free and may be mapped elsewhere.
 `sweep` removes the old mapping later, in slices; until then it must not be accessed.
 
-Mapping is slow, too, so the places of a planned drop can be *prepared*: handles still in use
-elsewhere are mapped there a second time and prefaulted. After they become free, `adopt` transfers
-them to the prepared places without a driver call. Until then a prepared place must not be accessed.
+Mapping is slow, too, so the places that a planned drop will enlarge can be *prepared*: handles
+still in use elsewhere are mapped there a second time and prefaulted (page-table entries exist).
+After the handles become free, `adopt` transfers them to the prepared places without a system call.
+Until then a prepared place must not be accessed.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ import torch
 from services.worker.errors import ArenaExhausted
 
 Handles = npt.NDArray[np.int64]
-# States of a chunk of a range without a handle.
+# States of a chunk of a range that owns no handle.
 UNMAPPED = -1
 RETIRED = -2  # mapped until `sweep`, but the handle is free
 PREPARED = -3  # mapped, but the handle belongs to another place until `adopt`
@@ -38,7 +39,7 @@ class VirtualRange:
     """Reserved address space, mapped chunk by chunk.
 
     `handles[i]` is the handle at chunk offset `i`, or a negative state. An access to an `UNMAPPED`
-    chunk crashes; a write to a `RETIRED` or `PREPARED` chunk corrupts the data of its owner.
+    chunk crashes; a write to a `RETIRED` or `PREPARED` chunk corrupts the data of another place.
     """
 
     name: str
@@ -86,21 +87,21 @@ def coalesce(handles: Sequence[int] | Handles) -> list[tuple[int, int, int]]:
 
 
 class Arena(ABC):
-    """Owns the device budget; backends implement the operations on address space."""
+    """Owns the physical memory of the budget; subclasses implement the system calls."""
 
     slice_chunks_min = 1
-    """Minimum number of chunks per slice of background work, whatever their size."""
+    """Minimum number of chunks per slice of background work (`sweep`, `prefault`)."""
 
     def __init__(self, *, chunk_bytes: int, total_chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.total_chunks = total_chunks
         self._ranges: list[VirtualRange] = []
-        # By handle: whether a place owns it.
+        # For each handle, whether a place owns it.
         self._mapped = np.zeros(total_chunks, dtype=np.bool_)
-        # Work for `sweep` and for `prefault`, oldest first.
+        # Places that wait for `sweep` and for `prefault`, oldest first.
         self._retired: deque[_Place] = deque()
         self._cold: deque[_Place] = deque()
-        # Places with the handles that `adopt` will give them.
+        # Prepared places with the handles that `adopt` will transfer to them.
         self._prepared: list[tuple[_Place, Handles]] = []
 
     @property
@@ -124,8 +125,8 @@ class Arena(ABC):
         free = np.flatnonzero(available)
         if count > len(free):
             raise ArenaExhausted(requested_chunks=count, free_chunks=len(free))
-        # First fit: the lowest run that is long enough takes a single mapping call, which keeps
-        # the number of mappings small however often memory moves.
+        # First fit: take the lowest run that is long enough, because a run needs a single mapping
+        # call. This keeps the number of mappings small as memory moves back and forth.
         for position, _, run in coalesce(free):
             if run >= count:
                 return free[position : position + count]
@@ -150,7 +151,7 @@ class Arena(ABC):
         """Map free, sorted `handles` at `chunk_offset`; returns the number of mapping calls.
 
         The place must be unmapped or retired. A run of consecutive handles takes a single call.
-        `cold`: leave the first touches to `prefault`. Raises ValueError on a bad argument.
+        `cold`: queue the place for `prefault`. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
         place = _Place(reserved, chunk_offset, len(wanted))
@@ -169,8 +170,8 @@ class Arena(ABC):
     ) -> int:
         """Map sorted `handles`, free or owned elsewhere, for a later `adopt`.
 
-        Returns the number of mapping calls. The place must be unmapped or retired; `prefault`
-        touches it. Raises ValueError on a bad argument.
+        Returns the number of mapping calls. The place must be unmapped or retired, and is queued
+        for `prefault`. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
         place = _Place(reserved, chunk_offset, len(wanted))
@@ -186,8 +187,8 @@ class Arena(ABC):
 
         Raises ValueError, without any effect, if a handle is not free or two places claim it.
         """
-        # A drop pauses the iteration loop for this method, so it only updates tables: no system
-        # call and no memory access. Validate on a copy, so that a failure leaves the arena intact.
+        # Iterations wait for this method during a drop, so it only updates tables, without system
+        # calls. Validate on a copy, so that a failure leaves the arena unchanged.
         mapped = self._mapped.copy()
         for reserved in freed:
             mapped[reserved.handles] = False
@@ -195,7 +196,7 @@ class Arena(ABC):
         for _, handles in self._prepared:
             mapped[handles] = True
         grown = sum(place.count for place, _ in self._prepared)
-        # Fewer newly mapped handles than prepared chunks: a handle was claimed twice.
+        # If fewer handles are newly mapped than chunks were prepared, a handle was claimed twice.
         if np.count_nonzero(mapped) != before + grown:
             raise ValueError("a prepared place claims a handle that another place owns")
         self._mapped = mapped
@@ -234,14 +235,14 @@ class Arena(ABC):
 
         Takes 30-50 ms per GiB of touched memory on a CPU.
         """
-        return self._work(self._retired, self._sweep_place, max_chunks)
+        return self._process(self._retired, self._sweep_place, max_chunks)
 
     def prefault(self, max_chunks: int | None = None) -> bool:
-        """Touch up to `max_chunks` cold chunks (None: all); returns True when all are touched.
+        """Create page-table entries for up to `max_chunks` chunks (None: all) that lack them.
 
-        The contents do not change.
+        Returns True when no place waits. The contents do not change.
         """
-        return self._work(self._cold, self._prefault_place, max_chunks)
+        return self._process(self._cold, self._prefault_place, max_chunks)
 
     @abstractmethod
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
@@ -256,7 +257,7 @@ class Arena(ABC):
         """Free all memory and address space. Idempotent."""
 
     def check_invariants(self) -> None:
-        """Assert: free + mapped = total, handles have one owner, `sweep` covers retired chunks."""
+        """Assert that each handle has one owner, and retired and prepared chunks are queued."""
         mapped = [reserved.handles[reserved.handles >= 0] for reserved in self._ranges]
         counts = np.bincount(
             np.concatenate([*mapped, np.empty(0, np.int64)]), minlength=self.total_chunks
@@ -311,7 +312,7 @@ class Arena(ABC):
         return coalesce(wanted)
 
     def _map_runs(self, place: _Place, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Map runs of handles at a place without owner."""
+        """Map runs of handles at an unmapped or retired place."""
         # On a GPU, an address must be unmapped before it can be mapped again.
         if place.count and place.window.min() == RETIRED:
             self._sweep_place(place)
@@ -321,17 +322,17 @@ class Arena(ABC):
 
     def _sweep_place(self, place: _Place) -> None:
         """Unmap the retired chunks of a place."""
-        # Chunks may have been mapped again since they were queued.
+        # Skip chunks that were mapped again after they were queued.
         retired = place.window == RETIRED
-        self._apply(self._unmap_address, place, retired)
+        self._apply_to_runs(self._unmap_address, place, retired)
         place.window[retired] = UNMAPPED
 
     def _prefault_place(self, place: _Place) -> None:
-        """Prefault the mapped or prepared chunks of a place; it may have been retired meanwhile."""
+        """Prefault the chunks of a place, except those that were retired meanwhile."""
         window = place.window
-        self._apply(self._prefault_address, place, (window >= 0) | (window == PREPARED))
+        self._apply_to_runs(self._prefault_address, place, (window >= 0) | (window == PREPARED))
 
-    def _apply(
+    def _apply_to_runs(
         self, operation: Callable[[int, int], None], place: _Place, chosen: npt.NDArray[np.bool_]
     ) -> None:
         """Call `operation(address, size_bytes)` for each run of `chosen` chunks of a place."""
@@ -340,10 +341,10 @@ class Arena(ABC):
             operation(address, count * self.chunk_bytes)
 
     @staticmethod
-    def _work(
+    def _process(
         places: deque[_Place], apply: Callable[[_Place], None], max_chunks: int | None
     ) -> bool:
-        """Apply to at most `max_chunks` chunks, oldest first; returns True when none is left."""
+        """Apply a function to up to `max_chunks` queued chunks; returns True when none is left."""
         left = max_chunks
         while places and (left is None or left > 0):
             place = places.popleft()

@@ -1,7 +1,7 @@
-"""Tensors over address space that the arena maps and unmaps.
+"""Creates torch tensors over reserved address space, in which the arena maps and unmaps memory.
 
-DLPack accepts any address without validation. `__cuda_array_interface__` would query the driver,
-which rejects addresses without memory.
+Uses DLPack, which accepts any address. `__cuda_array_interface__` would query the driver, and the
+driver rejects addresses without memory.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import torch
 
 _KINDS = {"cpu": 1, "cuda": 2}
 """DLPack's device types."""
-_UNSIGNED = 1
+_UNSIGNED = 1  # DLPack's code of unsigned integers
 
 
 class _Device(ctypes.Structure):
@@ -40,13 +40,13 @@ class _Managed(ctypes.Structure):
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-# A tensor refers to its structure for its lifetime, which DLPack reports only through a deleter.
-# The structures are few and small, so keep all of them.
+# A tensor needs its structure until it is freed, which DLPack reports only to a deleter. Keep all
+# structures instead, because they are few and small.
 _kept: list[_Managed] = []
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor [size_bytes] at `address`; an access to an unmapped page crashes."""
+    """Return a uint8 tensor [size_bytes] at `address`; an access to an unmapped page crashes."""
     shape = (ctypes.c_int64 * 1)(size_bytes)
     managed = _Managed(
         data=address,

@@ -1,4 +1,9 @@
-"""Divides the memory budget into parameters, KV cache and staging. Pure arithmetic in bytes."""
+"""Divides the memory budget of a worker into parameters, KV cache and staging.
+
+The arena (parameters and KV cache) is divided into chunks, the granularity of memory mappings. A
+slab is the memory with the parameters of a layer, of the embeddings or of the head. Staging is all
+memory outside the arena: scratch, activations and logits.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +19,8 @@ MAX_CHUNK_BYTES = 2 * MIB
 class ChunkRule(NamedTuple):
     """Bounds of the chunk size in bytes, and the granularity of KV growth.
 
-    KV grows by a chunk in every layer at once; that step is at most 1 / `growth_share` of the KV
-    memory.
+    The KV cache grows in every layer at once, by at least a chunk each. That step should be at most
+    1 / `growth_share` of the KV memory.
     """
 
     least: int
@@ -25,16 +30,15 @@ class ChunkRule(NamedTuple):
 
 CPU_CHUNKS = ChunkRule(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, 100)
 GPU_CHUNKS = ChunkRule(2 * MIB, 32 * MIB, 25)
-"""The GPU driver has no smaller chunks, and its calls take equally long for chunks of any size."""
+"""A GPU driver has a minimum chunk size, and its calls take equally long for chunks of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
     """The memory that a model needs.
 
-    `slab_bytes`: size of each parameter slab (embedding, every layer, head). `kv_block_bytes`: K
-    and V of a block in a layer. `staging_bytes`: scratch, activations and logits, which are outside
-    the arena but part of the budget.
+    `slab_bytes`: size of each slab (embedding, every layer, head). `kv_block_bytes`: K and V of a
+    block in a layer.
     """
 
     slab_bytes: tuple[int, ...]
@@ -46,7 +50,7 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A divided budget; the arena has `total_chunks` chunks of `chunk_bytes`."""
+    """A divided budget. The arena has `total_chunks` chunks of `chunk_bytes`."""
 
     chunk_bytes: int
     total_chunks: int
@@ -69,7 +73,7 @@ def plan_memory(
     chunk_bytes: int | None = None,
     rule: ChunkRule = CPU_CHUNKS,
 ) -> MemoryPlan:
-    """Divide `budget_bytes`: KV gets the memory beside parameters and staging, equal in all layers.
+    """Divide `budget_bytes`: the KV cache of the layers shares what parameters and staging leave.
 
     `chunk_bytes` None: choose the size by `rule`. Raises BudgetTooSmall, with the minimum budget,
     if the KV cache would hold fewer than `min_tokens` tokens.
@@ -77,7 +81,7 @@ def plan_memory(
     if chunk_bytes is None:
         kv_bytes = budget_bytes - demand.staging_bytes - sum(demand.slab_bytes)
         chunk_bytes = choose_chunk_bytes(kv_bytes, demand.num_layers, rule)
-    # A slab starts at a chunk of its own, so that dropping it frees whole chunks.
+    # A slab occupies whole chunks, so that dropping it frees them.
     parameter_chunks = sum(-(-size // chunk_bytes) for size in demand.slab_bytes)
     min_kv_bytes = blocks_for(min_tokens, demand.block_size) * demand.kv_block_bytes
     min_kv_chunks = -(-min_kv_bytes // chunk_bytes)
@@ -103,8 +107,8 @@ def plan_memory(
 
 
 def choose_chunk_bytes(kv_bytes: int, num_layers: int, rule: ChunkRule = CPU_CHUNKS) -> int:
-    """The largest power of two within the rule's bounds whose growth step is small enough."""
-    # Large chunks need fewer mapping calls; small chunks waste less memory at each growth step.
+    """Halve the rule's maximum chunk size until the growth step is small enough."""
+    # Large chunks need fewer mapping calls; small chunks leave less memory unused.
     chunk_bytes = rule.most
     while chunk_bytes > rule.least and (num_layers * chunk_bytes * rule.growth_share > kv_bytes):
         chunk_bytes //= 2

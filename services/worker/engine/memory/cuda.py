@@ -1,8 +1,8 @@
-"""The arena on an NVIDIA GPU: chunks are driver allocations, each mapped by a call of its own.
+"""The arena (memory for parameters and KV) on an NVIDIA GPU: each chunk is a driver allocation.
 
-The cost is per chunk: on an H200, mapping a chunk, granting access and unmapping it take about 80
-µs in all while kernels run, for 2 MiB as for 32 MiB (benchmarks/results/gpu-h200.json). A chunk can
-only be mapped whole.
+A chunk can only be mapped whole, by a driver call of its own. Each costs the same: on an H200,
+mapping a chunk, granting access and unmapping it take about 80 µs in all while kernels run, for
+2 MiB as for 32 MiB (benchmarks/results/gpu-h200.json).
 """
 
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from services.worker.errors import DeviceError
 
 
 class VirtualMemory(Protocol):
-    """The interface of `cuda_driver.CudaDriver`."""
+    """The interface of `cuda_driver.CudaDriver`, which documents the methods."""
 
     granularity_bytes: int
 
@@ -45,7 +45,7 @@ class CudaArena(Arena):
                 f" a multiple of {driver.granularity_bytes >> 20}MiB, or leave it out"
             )
         super().__init__(chunk_bytes=chunk_bytes, total_chunks=total_chunks)
-        # Allocate the whole budget now: a later shortage would fail in the middle of a drop.
+        # Allocate the whole budget now: later another process may have taken the memory.
         self._driver = driver
         self._chunks: list[Any] = []
         try:
@@ -64,7 +64,7 @@ class CudaArena(Arena):
         return self._driver.tensor(reserved.address, reserved.size_bytes).view(dtype)
 
     def close(self) -> None:
-        # A kernel in flight may still access the ranges.
+        # Wait, because a kernel in flight may still access the ranges.
         if self._ranges:
             self._driver.wait()
         for reserved in self._ranges:
@@ -85,15 +85,15 @@ class CudaArena(Arena):
 
     def _map_address(self, address: int, first_handle: int, count: int) -> None:
         size = self.chunk_bytes
-        # A chunk is a driver allocation, so a run of chunks takes a call per chunk.
+        # Each chunk is its own driver allocation, so map them one by one.
         for place, chunk in enumerate(self._chunks[first_handle : first_handle + count]):
             self._driver.map(address + place * size, size, chunk)
         self._driver.allow(address, count * size)
 
     def _unmap_address(self, address: int, size_bytes: int) -> None:
-        # Driver calls are not ordered with kernels, which may still read the retired chunks.
+        # Wait, because driver calls are not ordered with kernels that may still read the chunks.
         self._driver.wait()
         self._driver.unmap(address, size_bytes)
 
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        """See `prefault`."""
+        """No effect; see `prefault`."""

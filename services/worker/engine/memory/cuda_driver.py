@@ -1,7 +1,8 @@
-"""CUDA's virtual memory management on a GPU: physical chunks and reserved address space.
+"""Wraps CUDA's virtual memory management: physical chunks and reserved address space.
 
-Import this module only on a GPU: `cuda.bindings` comes with torch's CUDA build. Driver calls are
-not ordered with kernels: call `wait` before unmapping memory that a kernel in flight may access.
+Import this module only where torch's CUDA build is installed, which brings `cuda.bindings`. Driver
+calls are not ordered with kernels: call `wait` before unmapping memory that a kernel in flight may
+access.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from services.worker.errors import DeviceError
 class CudaDriver:
     """Chunks and address space of `device` (without an index: the first GPU).
 
-    Only the thread that created it may use it.
+    Only the thread that created the object may call it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +84,7 @@ class CudaDriver:
         torch.cuda.synchronize(self.device)
 
     def tensor(self, address: int, size_bytes: int) -> torch.Tensor:
-        """A flat uint8 tensor over address space, mapped or not."""
+        """Return a flat uint8 tensor over address space, mapped or not."""
         return tensor_over(address, size_bytes, self.device)
 
 

@@ -1,4 +1,8 @@
-"""The KV cache of a layer: a virtual range that grows and shrinks at its tail."""
+"""The KV cache of a layer: a virtual address range that grows and shrinks at its end (tail).
+
+The memory comes from the arena in *chunks*, named by handles. A chunk is *cold* before its first
+touch, and *prepared* if it is mapped here before another owner has released it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ from services.worker.engine.memory.arena import Arena, Handles
 from services.worker.errors import InvalidBlocks
 
 RELOCATION_SLICE_BLOCKS = 64
-"""Blocks per slice while blocks are copied within a range; bounds the temporary copy."""
+"""Blocks per slice while blocks are copied within a range, to bound the temporary copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class KvRange:
         self._block_bytes = shape.size_bytes
         reserved_blocks = self._range.size_bytes // self._block_bytes
         used_bytes = reserved_blocks * self._block_bytes
-        # Views of the same memory: bytes, a numpy array on a CPU, 64-bit words where a block has a
-        # whole number of them (faster copies on a GPU), and typed blocks.
+        # Views of the same memory: bytes; a numpy array on a CPU; 64-bit words if a block has a
+        # whole number of them, which a GPU copies faster; and blocks of the dtype.
         self._bytes = arena.tensor(self._range, torch.uint8)[:used_bytes].view(reserved_blocks, -1)
         self._rows = self._bytes.numpy() if self._bytes.device.type == "cpu" else None
         whole = self._block_bytes % torch.int64.itemsize == 0
@@ -73,35 +77,35 @@ class KvRange:
         return self._mapped_chunks * self._arena.chunk_bytes // self._block_bytes
 
     def chunks_for(self, num_blocks: int) -> int:
-        """Number of chunks that `num_blocks` blocks occupy."""
+        """Return the number of chunks that `num_blocks` blocks occupy."""
         return -(-num_blocks * self._block_bytes // self._arena.chunk_bytes)
 
     def blocks(self) -> torch.Tensor:
-        """A view of the usable blocks, [num_blocks, 2, slot, kv_head, head_dim]."""
+        """Return a view of the usable blocks, [num_blocks, 2, slot, kv_head, head_dim]."""
         return self._blocks[: self.num_blocks]
 
     def map_tail(self, handles: Sequence[int] | Handles, *, cold: bool = False) -> int:
         """Grow by `handles`; returns the number of mapping calls (`cold`: see `Arena.map`).
 
-        The chunks keep their old contents; attention clears a block when it writes the first slot.
+        The chunks have undefined contents; attention clears a block when it writes the first slot.
         """
         calls = self._arena.map(self._range, self._mapped_chunks, handles, cold=cold)
         self._mapped_chunks += len(handles)
         return calls
 
     def prepare_tail(self, handles: Handles) -> int:
-        """Map `handles` behind the tail ahead of `extend` (see `Arena.prepare`)."""
+        """Map `handles` after the tail, for a later `extend` (see `Arena.prepare`)."""
         return self._arena.prepare(self._range, self._mapped_chunks, handles)
 
     def extend(self, chunks: int) -> None:
-        """Grow by prepared chunks behind the tail after `Arena.adopt`."""
+        """Grow by chunks that `prepare_tail` has mapped, after `Arena.adopt`."""
         self._mapped_chunks += chunks
 
     def retire_tail(self, chunks: int) -> None:
         """Shrink to at most `chunks` chunks. The blocks beyond them must not be in use."""
-        lost = self._mapped_chunks - chunks
-        if lost > 0:
-            self._arena.retire(self._range, chunks, lost)
+        removed = self._mapped_chunks - chunks
+        if removed > 0:
+            self._arena.retire(self._range, chunks, removed)
             self._mapped_chunks = chunks
 
     def pack(self, block_ids: Sequence[int], target: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +130,7 @@ class KvRange:
         self._check_size(payload, len(index))
         rows = payload.view(len(index), self._block_bytes)
         if self._rows is not None:
-            # numpy, because torch's index_copy_ copies byte by byte: 0.55 ms per MiB, not 0.04.
+            # Use numpy (0.04 ms per MiB), because torch's index_copy_ copies byte by byte (0.55).
             self._rows[index.numpy()] = rows.numpy()
         else:
             device = self._words.device
@@ -167,10 +171,10 @@ class KvRange:
 def grow_tails(
     arena: Arena, ranges: Sequence[KvRange], chunks_max: int | None, *, cold: bool
 ) -> tuple[int, int]:
-    """Extend `ranges` by free chunks to a common length; returns (chunks, map calls).
+    """Extend `ranges` by free chunks to a common length; returns (chunks, mapping calls).
 
-    The common length is at most `chunks_max`; longer ranges stay unchanged. Chunks that do not
-    suffice for another chunk in every range stay free.
+    The common length is at most `chunks_max`; longer ranges stay unchanged. Chunks stay free if
+    there are too few for another chunk in every range.
     """
     growth = _growth(ranges, arena.free_chunks, chunks_max)
     handles = arena.free_handles(int(growth.sum()))
@@ -183,7 +187,7 @@ def grow_tails(
 def prepare_tails(
     arena: Arena, ranges: Sequence[KvRange], leaving_handles: Handles
 ) -> list[tuple[KvRange, int]]:
-    """Prepare the mappings of `grow_tails` for the time when `leaving_handles` are free, too.
+    """Prepare the mappings that `grow_tails` would make if `leaving_handles` were free, too.
 
     Returns the ranges that will grow, each with its number of additional chunks.
     """
@@ -196,7 +200,7 @@ def prepare_tails(
 
 
 def _growth(ranges: Sequence[KvRange], supply: int, chunks_max: int | None) -> Handles:
-    """Number of chunks to add to each range."""
+    """Return the number of chunks to add to each range."""
     mapped = np.array([kv_range.mapped_chunks for kv_range in ranges])
     level = _water_level(mapped, supply)
     if chunks_max is not None:
@@ -207,13 +211,13 @@ def _growth(ranges: Sequence[KvRange], supply: int, chunks_max: int | None) -> H
 def _split(
     ranges: Sequence[KvRange], handles: Handles, growth: Handles
 ) -> list[tuple[KvRange, Handles]]:
-    """Distribute handles: each range that grows, with its share."""
+    """Distribute handles; returns the ranges that grow with their handles."""
     parts = np.split(handles, np.cumsum(growth)[:-1])
     return [(kv_range, part) for kv_range, part in zip(ranges, parts, strict=True) if len(part)]
 
 
 def _water_level(heights: Handles, supply: int) -> int:
-    """Water-filling: the highest level to which `supply` raises all `heights` below it."""
+    """Water-filling: return the highest level to which `supply` can raise all lower `heights`."""
     ordered = np.sort(heights).tolist()
     count, total = len(ordered), sum(ordered)
     # Exclude the highest range while it exceeds the level of the others.

@@ -1,4 +1,8 @@
-"""Slabs: the parameters of a layer, of the embedding or of the head in a contiguous range."""
+"""Slabs: the parameters of a layer, of the embedding or of the head in contiguous memory.
+
+The memory comes from the arena in chunks. A worker drops slabs of layers that another worker runs,
+and restores them later from a peer or from the model's files; a digest verifies the bytes.
+"""
 
 import hashlib
 import math
@@ -29,7 +33,7 @@ class SlabState(Enum):
 class TensorPlace:
     """The place of a parameter in its slab; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`.
 
-    `in_panels`: its values are packed as in `panels`.
+    `in_panels`: its values are in the packed layout of module `panels`, not row-major.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +61,7 @@ class SlabLayout:
         dtype: torch.dtype,
         in_panels: Collection[str] = (),
     ) -> "SlabLayout":
-        """Place `shapes` (name, shape) consecutively; pack the parameters in `in_panels`."""
+        """Lay out `shapes` (name, shape) consecutively; pack the parameters of `in_panels`."""
         places: dict[str, TensorPlace] = {}
         end_bytes = 0
         for name, shape in shapes:
@@ -68,7 +72,7 @@ class SlabLayout:
 
     @property
     def tag(self) -> bytes:
-        """Identifies the order of values for digests; empty if all parameters are row-major."""
+        """The order of values, as part of digests; empty if all parameters are row-major."""
         in_panels = any(place.in_panels for place in self.places.values())
         return panels.tag(self.dtype) if in_panels else b""
 
@@ -95,8 +99,8 @@ class _Hash(Protocol):
 class LayerSlab:
     """A slab in the arena; `name` appears in errors.
 
-    The digest (SHA-256) covers parameters, padding and the layout's tag, and is computed when the
-    slab is first filled. Workers with the same model in the same layout have the same digests.
+    The digest (SHA-256) covers the layout's tag, the parameters and the padding. It is computed
+    when the slab is first filled. Workers with the same model and layout have the same digests.
     """
 
     def __init__(self, arena: Arena, name: str, layout: SlabLayout) -> None:
@@ -111,10 +115,11 @@ class LayerSlab:
         }
         self._state = SlabState.ABSENT
         self._digest: bytes | None = None
-        # A later restore is verified by XXH3-128, which takes a tenth of the time of SHA-256.
-        self._checksum = b""  # of the bytes that the digest covers
-        self._running, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
-        self._identity: _Hash | None = hashlib.sha256(layout.tag)  # None once the digest is known
+        # Later fills are verified by XXH3-128, which takes a tenth of the time of SHA-256.
+        self._checksum = b""  # XXH3-128 of the bytes that the digest covers
+        # Hashes of the first `_hashed_bytes` bytes; no SHA-256 after the first fill.
+        self._xxh3, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
+        self._sha256: _Hash | None = hashlib.sha256(layout.tag)
 
     @property
     def state(self) -> SlabState:
@@ -133,19 +138,20 @@ class LayerSlab:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the slab after its first fill."""
+        """SHA-256 of the slab's first contents."""
         assert self._digest is not None, f"{self.name} was never filled"
         return self._digest
 
     def views(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, as views of the range: always valid, readable if resident.
+        """Return the parameters by name, as views of the slab's memory.
 
-        A packed parameter has the shape of its panels.
+        The views stay valid and may be read while the slab is resident. A packed parameter has the
+        shape of its panels.
         """
         return self._views
 
     def map(self, handles: Sequence[int] | Handles | None = None, *, cold: bool = False) -> None:
-        """Map `handles` (None: free chunks) to the slab. It may then be filled, but not read.
+        """Map `handles` (None: free chunks) to the slab, which may then be filled and not read.
 
         `cold`: see `Arena.map`. Raises ArenaExhausted, and InvalidStage if the slab is mapped.
         """
@@ -159,7 +165,7 @@ class LayerSlab:
         self._restart_hash()
 
     def bytes_to_fill(self) -> torch.Tensor:
-        """A writable view, uint8 [size_bytes], for incoming parameters. Raises InvalidStage."""
+        """Return a writable view, uint8 [size_bytes], to fill the slab. Raises InvalidStage."""
         self._check_filling()
         self._restart_hash()
         return self._bytes
@@ -167,18 +173,18 @@ class LayerSlab:
     def fill(self, offset_bytes: int, piece: torch.Tensor) -> None:
         """Write a piece, uint8 [n], at an offset. Raises InvalidStage."""
         self._check_filling()
-        # The piece overwrites hashed bytes: hash again from the start.
+        # If the piece overwrites hashed bytes, hash again from the start.
         if offset_bytes < self._hashed_bytes:
             self._restart_hash()
         end_bytes = offset_bytes + piece.numel()
         self._bytes[offset_bytes:end_bytes] = piece
-        # Hash pieces in order as they arrive, so that the checksum is complete with the last piece;
-        # `finish` hashes the others.
+        # Hash pieces that arrive in order, so that the checksum is ready after the last piece;
+        # `finish` hashes what is left.
         if offset_bytes == self._hashed_bytes:
             self._hash(piece)
 
     def bytes_to_read(self) -> torch.Tensor:
-        """A view of the slab to send, uint8 [size_bytes]. Raises LayerNotResident."""
+        """Return a view of the slab to send, uint8 [size_bytes]. Raises LayerNotResident."""
         self.check_resident()
         return self._bytes
 
@@ -190,7 +196,7 @@ class LayerSlab:
             filling[end_bytes : place.offset_bytes] = 0
             end_bytes = place.offset_bytes + place.elements * self.layout.dtype.itemsize
             if place.in_panels:
-                # Sources are row-major: read the weight outside the arena and permute it.
+                # Sources are row-major: read the weight into other memory and permute it.
                 weight = torch.empty(place.shape, dtype=self.layout.dtype)
                 source.fill(name, weight)
                 self._views[name].copy_(panels.panels_of(weight))
@@ -200,8 +206,8 @@ class LayerSlab:
     def finish(self, max_bytes: int | None = None) -> bool:
         """Hash up to `max_bytes` more (None: all); returns whether the slab is resident now.
 
-        Write nothing between two calls. Raises SlabCorrupted if the bytes differ from the first
-        fill, and InvalidStage if the slab is not being filled.
+        The slab must not be written between two calls. Raises SlabCorrupted if the bytes differ
+        from the first fill, and InvalidStage if the slab is not being filled.
         """
         self._check_filling()
         end = self.layout.size_bytes
@@ -210,10 +216,10 @@ class LayerSlab:
         self._hash_up_to(end)
         if end < self.layout.size_bytes:
             return False
-        checksum = self._running.digest()
-        if self._identity is not None:
-            # The first fill defines the identity; all later fills must match it.
-            self._digest, self._checksum = self._identity.digest(), checksum
+        checksum = self._xxh3.digest()
+        if self._sha256 is not None:
+            # The first fill defines the digest; all later fills must match it.
+            self._digest, self._checksum = self._sha256.digest(), checksum
         self._restart_hash()
         if checksum != self._checksum:
             raise SlabCorrupted(self.name)
@@ -243,17 +249,17 @@ class LayerSlab:
         self._hash(self._bytes[self._hashed_bytes : end_bytes])
 
     def _hash(self, piece: torch.Tensor) -> None:
-        """Add the next bytes to the running hashes."""
+        """Update the hashes with the next bytes of the slab."""
         data = piece.cpu().numpy()
-        self._running.update(data)
-        if self._identity is not None:
-            self._identity.update(data)
+        self._xxh3.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
         self._hashed_bytes += piece.numel()
 
     def _restart_hash(self) -> None:
         tag, first = self.layout.tag, self._digest is None
-        self._running, self._hashed_bytes = xxhash.xxh3_128(tag), 0
-        self._identity = hashlib.sha256(tag) if first else None
+        self._xxh3, self._hashed_bytes = xxhash.xxh3_128(tag), 0
+        self._sha256 = hashlib.sha256(tag) if first else None
 
     def _view(self, flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
         start = place.offset_bytes // self.layout.dtype.itemsize

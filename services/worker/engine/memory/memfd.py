@@ -1,8 +1,8 @@
-"""The arena on a CPU: chunks are pages of a memory file (memfd), ranges reserved address space.
+"""The arena (memory for parameters and KV) on a CPU: chunks are pages of a memory file (memfd).
 
-A physical page moves from a parameter range to a KV tail without a copy. A mapping call takes about
-5 µs. A moved page has no page-table entry yet, so its first write faults: measured 580 ms/GiB,
-against 95 ms/GiB warm.
+Mapping pages of the file elsewhere moves memory between parameters and KV without a copy. A mapping
+call takes about 5 µs. A newly mapped page has no page-table entry, so its first write faults:
+measured 580 ms per GiB of first writes, against 95 ms per GiB of later ones.
 """
 
 import ctypes
@@ -84,13 +84,13 @@ class MemfdArena(Arena):
         )
 
     def _unmap_address(self, address: int, size_bytes: int) -> None:
-        # Map inaccessible memory over it, which keeps the address space reserved.
+        # Map inaccessible memory over the interval, which keeps the address space reserved.
         _mmap(address, size_bytes, _PROT_NONE, _RESERVE | _MAP_FIXED, -1, 0)
 
     def _prefault_address(self, address: int, size_bytes: int) -> None:
-        # MADV_POPULATE_READ creates the entries of 16 pages per fault, and they are writable since
-        # the memory is shared: 92 ms/GiB. MADV_POPULATE_WRITE and MAP_POPULATE fault every page:
-        # 340 ms/GiB. Linux before 5.14 lacks the call; the first touches are slow there.
+        # MADV_POPULATE_READ creates the entries of 16 pages per fault, writable because the memory
+        # is shared: 92 ms/GiB. MADV_POPULATE_WRITE and MAP_POPULATE fault every page: 340 ms/GiB.
+        # Linux before 5.14 lacks the call (EINVAL); the first accesses are slow there.
         if _libc.madvise(address, size_bytes, _MADV_POPULATE_READ) and (
             ctypes.get_errno() != errno.EINVAL
         ):

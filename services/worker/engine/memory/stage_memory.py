@@ -5,8 +5,12 @@ runs, and their chunks extend the KV ranges of the remaining layers (KunServe §
 `prepare_drop` maps the extensions while the leaving layers still run, so that the pause only
 transfers the ownership of chunks. `finish_drop` does the remaining work in background slices.
 
+A chunk is the granularity of memory mappings. A slab is the memory with the parameters of a layer,
+of the embeddings or of the head. A layer has *departed* when it has left the stage and its KV is
+still needed, until its sequences have moved. A layer *arrives* while a restore maps its memory.
+
 Drop:     prepare_drop → set_stage → (serve, finish_drop in slices) → release_departed as KV moves
-          away, until 0. Without `prepare_drop`, or after other steps, `set_stage` maps the tails.
+          away, until 0. Without a prepared drop, `set_stage` maps the KV extensions itself.
 Restore:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
           map_kv_of → set_stage. All steps but the last leave the serving stage unchanged;
           `abandon_restore` undoes them.
@@ -35,14 +39,14 @@ from services.worker.engine.memory.layer_slab import (
 from services.worker.errors import InvalidBlocks, InvalidStage
 
 SLICE_BYTES = 8 << 20
-"""Background work per call of `finish_drop`: about a millisecond on a CPU."""
+"""Memory handled per call of `finish_drop`, which takes about a millisecond on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropReport:
-    """The result of a drop. `paused_us`: duration of the call.
+    """The result of a drop. `paused_us`: duration of `set_stage`.
 
-    `map_calls`: number of coalesced mappings, 0 if all were prepared.
+    `map_calls`: number of mapping calls, 0 if all mappings were prepared.
     """
 
     dropped_bytes: int
@@ -64,7 +68,7 @@ class _PreparedDrop:
 class StageMemory:
     """Owns the slabs and KV ranges of all layers of the model in `arena`.
 
-    `layouts` is by slab name (see `slab_names`); `open_source` opens the model's weight files.
+    `layouts` are by slab name (see `slab_names`); `open_source` opens the model's weight files.
     """
 
     def __init__(
@@ -87,9 +91,9 @@ class StageMemory:
         self.tied_embeddings = tied_embeddings
         self._open_source = open_source
         self._layers = range(num_layers)
-        # Layers of a restore whose KV is mapped but that are not part of the stage yet.
+        # Layers of a restore with mapped KV that are not part of the stage yet.
         self._arriving: set[int] = set()
-        # Limit of each KV range while a restore needs the other chunks; None otherwise.
+        # Maximum chunks of each KV range while a restore needs the other chunks; None otherwise.
         self._kv_chunks_max: int | None = None
         self._prepared: _PreparedDrop | None = None
 
@@ -117,7 +121,7 @@ class StageMemory:
 
     @property
     def departed_layers(self) -> list[int]:
-        """Layers that have left the stage but whose KV is not released yet."""
+        """Layers that have left the stage and whose KV is not released yet."""
         return [
             layer
             for layer, kv_range in enumerate(self.kv_ranges)
@@ -130,7 +134,7 @@ class StageMemory:
         return max((self.kv_ranges[layer].num_blocks for layer in self.departed_layers), default=0)
 
     def slabs_of(self, first_layer: int, end_layer: int) -> list[str]:
-        """Names of the slabs that a stage of these layers needs. Raises InvalidStage."""
+        """Return the names of the slabs that a stage of these layers needs. Raises InvalidStage."""
         if not 0 <= first_layer < end_layer <= self.num_layers:
             raise InvalidStage(
                 f"layers {first_layer} to {end_layer} (exclusive) are no stage of a model with "
@@ -144,13 +148,13 @@ class StageMemory:
         )
 
     def missing_slabs(self, first_layer: int, end_layer: int) -> list[str]:
-        """Names of the slabs in `slabs_of` that are not resident. Raises InvalidStage."""
+        """Return the slabs in `slabs_of` that are not resident. Raises InvalidStage."""
         return [n for n in self.slabs_of(first_layer, end_layer) if not self.slabs[n].resident]
 
     def blocks_after_adding(self, first_layer: int, end_layer: int) -> int:
-        """Number of KV blocks that remain after adding these layers to the current stage.
+        """Return the number of KV blocks that remain after adding these layers to the stage.
 
-        Pass it to `shrink_kv` before a restore; less than 1 if memory does not suffice. Raises
+        `shrink_kv` takes it before a restore. It is less than 1 if memory does not suffice. Raises
         InvalidStage.
         """
         present = self.slabs_of(self._layers.start, self._layers.stop)
@@ -163,7 +167,7 @@ class StageMemory:
     # --- start
 
     def load(self) -> None:
-        """Fill all slabs at start and give the remaining chunks to KV. Slow. Raises ModelError."""
+        """Load all slabs at start, and map all other chunks to KV. Slow. Raises ModelError."""
         source = self._open_source()
         try:
             for slab in self.slabs.values():
@@ -177,11 +181,11 @@ class StageMemory:
     # --- drop
 
     def prepare_drop(self, first_layer: int, end_layer: int) -> None:
-        """Map the KV extensions of a stage that runs only these layers, while the stage serves on.
+        """Map the KV extensions of a stage that runs only these layers, before the switch to it.
 
-        `finish_drop` prefaults the mappings and `set_stage` of the same layers uses them.
+        `finish_drop` prefaults the mappings, and `set_stage` of the same layers uses them.
         `cancel_drop`, or any method that moves memory, undoes them. No effect unless layers leave
-        and none arrives. Raises InvalidStage.
+        the stage and none arrives. Raises InvalidStage.
         """
         self.cancel_drop()
         kept = self.slabs_of(first_layer, end_layer)
@@ -205,12 +209,12 @@ class StageMemory:
     def set_stage(self, first_layer: int, end_layer: int) -> DropReport:
         """Run only these layers from now on: drop other parameters, and map free chunks to KV.
 
-        Only this step must run while the iteration loop pauses. The KV of layers that leave stays
-        until `release_departed`. Raises InvalidStage, LayerNotResident, without any effect.
+        No iteration may run meanwhile. The KV of layers that leave stays until `release_departed`.
+        Raises InvalidStage, LayerNotResident, without any effect.
         """
         started_s = monotonic_s()
         prepared = self._prepared
-        # The fast path: all mappings exist, so the pause only transfers ownership.
+        # The fast path: all mappings exist, so only the ownership of chunks changes.
         if prepared is not None and prepared.layers == range(first_layer, end_layer):
             dropped, map_calls = prepared.leaving, 0
             mapped_chunks = self._adopt(prepared)
@@ -234,14 +238,14 @@ class StageMemory:
         )
 
     def finish_drop(self, slice_bytes: int | None = SLICE_BYTES) -> bool:
-        """Do a slice (None: all) of the deferred work of remapping; returns True when all is done.
+        """Prefault and unmap a slice (None: all) of moved memory; returns True when all is done.
 
         Call it between iterations after every method that moves memory, until it returns True.
         """
         arena, chunks = self.arena, None
         if slice_bytes is not None:
             chunks = max(arena.slice_chunks_min, slice_bytes // arena.chunk_bytes)
-        # Prefault before sweeping: until then, iterations pay for the first touches.
+        # Prefault before sweeping, because iterations are slowed down by first touches.
         if not self.arena.prefault(chunks):
             return False
         return self.arena.sweep(chunks)
@@ -249,7 +253,7 @@ class StageMemory:
     def release_departed(self, blocks_needed: int) -> int:
         """Free the KV of departed layers from block id `blocks_needed` on; returns `num_blocks`.
 
-        `blocks_needed` is 0 after every request has moved its KV.
+        `blocks_needed` is 0 when all sequences have moved their KV.
         """
         self.cancel_drop()
         for layer in self.departed_layers:
@@ -274,14 +278,14 @@ class StageMemory:
             raise InvalidBlocks(f"block {max(sources)} moves, but there are {self.num_blocks}")
         for layer in (*self._layers, *self.departed_layers):
             kv_range = self.kv_ranges[layer]
-            # A departed layer may have released the blocks of higher ids.
+            # A departed layer may have released its blocks with higher ids.
             held = [move for move in moves if move[0] < kv_range.num_blocks]
             kv_range.relocate([source for source, _ in held], [target for _, target in held])
 
     def shrink_kv(self, num_blocks: int, *, used_blocks: int) -> None:
         """Limit KV to blocks 0 .. num_blocks - 1 until `set_stage` or `abandon_restore`.
 
-        `used_blocks`: 1 + the highest id in use. Raises InvalidBlocks.
+        `used_blocks`: 1 + the highest block id in use. Raises InvalidBlocks.
         """
         if not used_blocks <= num_blocks or num_blocks < 1:
             raise InvalidBlocks(
@@ -302,7 +306,7 @@ class StageMemory:
         self.slabs[name].map(cold=True)
 
     def slab_bytes(self, name: str) -> torch.Tensor:
-        """A writable view, uint8 [size], of a slab that is being restored. Raises InvalidStage."""
+        """Return a writable view, uint8 [size], of a slab being restored. Raises InvalidStage."""
         return self.slabs[name].bytes_to_fill()
 
     def pack_slab(self, name: str, offset_bytes: int, target: torch.Tensor) -> torch.Tensor:
@@ -323,7 +327,7 @@ class StageMemory:
         slab.fill(offset_bytes, payload.view(-1))
 
     def slab_digest(self, name: str) -> bytes:
-        """SHA-256 of the bytes that a slab had after its first load."""
+        """Return the SHA-256 of the bytes that a slab had after its first load."""
         return self.slabs[name].digest
 
     @property
@@ -352,7 +356,7 @@ class StageMemory:
         return self.slabs[name].finish(max_bytes)
 
     def map_kv_of(self, layers: Iterable[int]) -> None:
-        """Map KV for layers to restore, with as many blocks as the stage has.
+        """Map KV for layers to restore, with as many blocks as the stage's layers have.
 
         Raises ArenaExhausted, and InvalidStage if the old KV of a layer is not released.
         """
@@ -360,7 +364,7 @@ class StageMemory:
         arriving = set(layers).difference(self._layers, self._arriving)
         if arriving.intersection(self.departed_layers):
             raise InvalidStage("a layer to restore still holds its old KV; release it first")
-        # A block exists in every layer of the stage, so the shortest range is the common size.
+        # A block needs memory in every layer, so the shortest KV range is the size to map.
         common_chunks = min(self.kv_ranges[layer].mapped_chunks for layer in self._layers)
         handles = self.arena.free_handles(common_chunks * len(arriving))
         for layer, part in zip(sorted(arriving), handles.reshape(-1, common_chunks), strict=True):
@@ -389,7 +393,7 @@ class StageMemory:
     def pack_kv(
         self, layer: int, block_ids: Sequence[int], target: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Copy blocks of a layer to flat uint8 (`target` if given). Raises InvalidBlocks."""
+        """Copy blocks of a layer to a flat uint8 tensor, or `target`. Raises InvalidBlocks."""
         return self.kv_ranges[layer].pack(block_ids, target)
 
     def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:
@@ -413,7 +417,7 @@ class StageMemory:
             largest = max(self.kv_ranges[layer].mapped_chunks for layer in self._layers)
             assert largest <= self._kv_chunks_max, "KV grew while a restore needs the memory"
 
-    # ---
+    # --- internal
 
     def _check_ready(self, first_layer: int, end_layer: int) -> list[str]:
         """Raise InvalidStage or LayerNotResident unless the stage can run; returns its slabs."""
@@ -434,7 +438,7 @@ class StageMemory:
 
     def _switch(self, first_layer: int, end_layer: int) -> None:
         self._layers = range(first_layer, end_layer)
-        # KV mapped for another stage becomes departed KV, which `release_departed` frees.
+        # KV mapped for layers outside the new stage becomes departed KV (`release_departed`).
         self._arriving.clear()
         self._kv_chunks_max = None
 
@@ -450,7 +454,7 @@ class StageMemory:
         return sum(chunks for _, chunks in prepared.growth)
 
     def _grow(self, *, cold: bool = True) -> tuple[int, int]:
-        """Extend the stage's KV ranges by the free chunks; returns (chunks, map calls)."""
+        """Extend the stage's KV ranges by the free chunks; returns (chunks, mapping calls)."""
         ranges = [self.kv_ranges[layer] for layer in self._layers]
         return grow_tails(self.arena, ranges, self._kv_chunks_max, cold=cold)
 

@@ -1,4 +1,4 @@
-"""The activations of an MLP's gate, by their names in `config.json`."""
+"""The activation functions of an MLP's gate, by their names in `config.json`."""
 
 from collections.abc import Callable
 from functools import partial

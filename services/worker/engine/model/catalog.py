@@ -1,4 +1,4 @@
-"""The sizes of a model for the rest of the engine and for the planner."""
+"""The sizes of a model, for the rest of the engine and the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ModelGeometry:
     tied_embeddings: bool
     dtype: torch.dtype
     sliding_windows: tuple[int | None, ...]
-    """Per layer: the number of last positions that a token sees, itself included; None for all."""
+    """Per layer: number of last positions that a token attends to, itself included; None: all."""
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
@@ -34,7 +34,7 @@ class ModelGeometry:
 
 
 def geometry_of(config: ModelConfig, dtype: torch.dtype) -> ModelGeometry:
-    """The sizes of the model in `config` with storage dtype `dtype`."""
+    """Return the sizes of the model in `config` with weights in `dtype`."""
     return ModelGeometry(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -51,9 +51,12 @@ def geometry_of(config: ModelConfig, dtype: torch.dtype) -> ModelGeometry:
 
 
 def shape_of(geometry: ModelGeometry, slab_bytes: Mapping[str, int]) -> ModelShape:
-    """The shape of a model for planning layer maps; `slab_bytes` are in whole chunks, by name."""
-    # Cost model: an iteration reads all parameters of a layer, so the cost is proportional to their
-    # bytes. The embedding is a lookup without cost. A tied head reads the embedding's weight.
+    """Return the shape of a model, from which the layers of pipeline stages are planned.
+
+    `slab_bytes`: memory of the parameters of each layer, the embedding and the head, by name.
+    """
+    # The cost of a layer is proportional to the bytes of its parameters, because an iteration reads
+    # all of them. The embedding is a lookup without cost. A tied head reads the embedding's weight.
     layer_bytes = max(slab_bytes[layer_name(index)] for index in range(geometry.num_layers))
     read_by_head = slab_bytes[EMBEDDING] if geometry.tied_embeddings else slab_bytes[HEAD]
     return ModelShape(

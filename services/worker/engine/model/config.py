@@ -1,7 +1,7 @@
 """Reads the `config.json` of a model folder with the defaults of `transformers`.
 
-Nothing in a model folder is ever executed: `auto_map` and pickle are refused. Importing
-`transformers` itself takes seconds, so the engine parses the file on its own.
+No code in a model folder is ever executed: a config with `auto_map` is refused. Importing
+`transformers` takes seconds, so the engine parses the file itself.
 """
 
 import json
@@ -18,7 +18,7 @@ FETCH_AGAIN = "fetch the model again"
 WINDOW = 4096
 """Default of `sliding_window`."""
 FULL_LAYERS = 28
-"""Default of `max_window_layers`: layers with full attention before the first sliding window."""
+"""Default of `max_window_layers`: number of first layers with full attention."""
 
 
 class Biases(NamedTuple):
@@ -92,7 +92,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigFile:
-    """Reads and validates the fields of the file. Raises ModelError."""
+    """Reads and validates the fields of `config.json`. All methods raise ModelError."""
 
     path: Path
     raw: Mapping[str, Any]
@@ -138,7 +138,7 @@ class _ConfigFile:
         window = self._size("sliding_window", WINDOW) if self._has("sliding_window") else None
         if not family.windows_by_layer:
             return (window,) * layers
-        # Qwen: the window is opt-in, and applies per layer.
+        # Qwen models use the window only if the file enables it, and not in all layers.
         if not self._flag("use_sliding_window"):
             return (None,) * layers
         kinds = self.raw.get("layer_types")
@@ -214,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How to read the file of an architecture. `biases` None: the file sets them."""
+    """How to read the file of an architecture. `biases` None: the file says which exist."""
 
     biases: Biases | None = None
     may_bias_mlp: bool = False

@@ -1,7 +1,8 @@
-"""Runs a decoder-only model layer by layer over memory in the arena.
+"""Runs a decoder-only model with parameters and KV cache in the engine's memory arena.
 
-The layers are built without weights: all parameters are views of slabs, so none is outside the
-arena.
+The layers are built without weights. All parameters are views of *slabs*, the memory areas with the
+parameters of a layer, of the embeddings or of the head. A slab is *resident* while it has them.
+*Panels* are a packed layout of weights for matrix products on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +28,11 @@ from services.worker.engine.model.rope import rotary_of
 def slab_layouts(
     skeleton: Skeleton, dtype: torch.dtype, *, panels: bool, biases_last: bool = False
 ) -> dict[str, SlabLayout]:
-    """The layouts by slab name, in the order of execution; tensors have their checkpoint names.
+    """Return the layouts by slab name, in order of execution; tensors have checkpoint names.
 
-    A tied head has no weight of its own: its slab holds only the final norm. `panels`: pack the
-    weights of a slab's products in panels if all of them fit. `biases_last`: place biases after all
-    weights, so that adjacent weights can be fused into a single product.
+    A tied head has no weight of its own, so its slab only holds the final norm. `panels`: pack the
+    matrices of a slab in panels if all of them have suitable shapes. `biases_last`: place biases
+    after all weights, so that adjacent weights can be fused into a single product.
     """
     tied = skeleton.config.tie_word_embeddings
     multiplied = {
@@ -76,7 +77,7 @@ class LayerRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _LayerContext:
-    """The attention backend, KV cache and metadata for the modules of a layer."""
+    """The attention backend, KV cache and metadata for a layer's modules (`paged`)."""
 
     attention: PagedAttention
     blocks: torch.Tensor
@@ -104,11 +105,11 @@ class _LayerContext:
 
 
 class Decoder:
-    """The model of a worker: replaces the weights of `skeleton`, which it owns, by slab views.
+    """The model of a worker; takes `skeleton` and replaces its weights by slab views.
 
-    `sliding_windows`: per layer, the number of last positions that a token sees; None for all.
-    `scratch` is None if compute and storage dtype are equal. `compiled`: use the kernels of
-    `cpu_kernels`. `layer_runner` replaces the skeleton's modules of layers.
+    `sliding_windows`: per layer, number of last positions that a token attends to; None: all.
+    `scratch` is None if weights need no cast to `compute_dtype`. `compiled`: use the kernels of
+    `cpu_kernels`. `layer_runner`, if any, runs the layers instead of the skeleton's modules.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Decoder:
         self._layers = [
             self._place_layer(layer, index) for index, layer in enumerate(skeleton.model.layers)
         ]
-        # The CPU's layer runner wraps the fused layers built above.
+        # On a CPU, the layer runner wraps the fused layers built above.
         self.layer_runner = (
             cpu_layers(self._layers, kv_ranges, sliding_windows, config)
             if compiled
@@ -154,7 +155,7 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embed [tokens] → [tokens, hidden] in the compute dtype."""
         self._slabs[EMBEDDING].check_resident()
-        # A tied embedding is packed for the head's product; its rows must be gathered.
+        # A tied embedding may be packed for the head's product.
         if in_panels(self._embedding):
             return rows_of(self._embedding, token_ids).to(self._compute_dtype)
         return functional.embedding(token_ids, self._embedding).to(self._compute_dtype)
@@ -169,13 +170,13 @@ class Decoder:
     ) -> torch.Tensor:
         """Run `layers` in order over `hidden` [tokens, hidden] in the compute dtype.
 
-        `interrupted` is called before a layer (see `WatchedInterrupt`); raises Interrupted if it
-        returns True. Raises LayerNotResident.
+        `interrupted` is called before each layer, or less often if it is a `WatchedInterrupt`.
+        Raises Interrupted if it returns True. Raises LayerNotResident.
         """
         batched, position_ids = hidden[None], positions[None]
         rotation = self._rotary(batched, position_ids)
         if self.layer_runner is not None:
-            # A fused call reads raw addresses: an absent slab would crash the process.
+            # The runner reads raw addresses, so an absent slab would crash the process.
             for index in layers:
                 self._slabs[layer_name(index)].check_resident()
             return self.layer_runner.run(hidden, rotation, metadata, layers, interrupted)
@@ -213,10 +214,10 @@ class Decoder:
         """Replace the parameters of a module tree by slab views; may return a new module."""
         for name, child in list(module.named_children()):
             setattr(module, name, self._place(child, f"{path}.{name}", slab_name))
-        return self._placed(module, path, slab_name)
+        return self._over_views(module, path, slab_name)
 
-    def _placed(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
-        """`module` over slab views, or an equivalent faster module."""
+    def _over_views(self, module: nn.Module, path: str, slab_name: str) -> nn.Module:
+        """Return `module` with slab views as parameters, or an equivalent faster module."""
         views = self._slabs[slab_name].views()
         if isinstance(module, nn.Linear):
             return SlabLinear(

@@ -1,4 +1,8 @@
-"""Decoder layers on a CPU as compiled kernels: per layer around attention, or a range of layers."""
+"""Decoder layers on a CPU by compiled kernels.
+
+`FusedLayer` runs a layer by two kernels, before and after attention. `CpuLayers` runs a range of
+layers by a single kernel that includes attention.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,7 +41,7 @@ _OPTIONAL = {
 
 
 class FusedLayer(nn.Module):
-    """Replaces a `DecoderLayer`; falls back to it for more rows than the kernel supports."""
+    """Replaces a `DecoderLayer`, and calls it for more rows than the kernel supports."""
 
     def __init__(
         self, layer: nn.Module, kernel: "LayerKernel", *, sliding_window: int | None
@@ -79,7 +83,7 @@ class CpuLayers:
     ) -> torch.Tensor:
         """As `Decoder.run_layers`."""
         cache = self._kv_ranges[layers.start]
-        # The kernel works in place, and `hidden` may be a view of a received message.
+        # Copy, because the kernel works in place and `hidden` may be a view of a received message.
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         run = self._kernel.bind(
             hidden,
@@ -96,8 +100,8 @@ class CpuLayers:
             if interrupted is not None:
                 if interrupted():
                     raise Interrupted(hidden, reached)
-                # The kernel can poll a descriptor between layers, but not call Python: return after
-                # each layer if the check must run whatever the descriptor.
+                # Between layers the kernel can poll a descriptor but cannot call Python. Let it
+                # return after each layer if the check does not depend on a descriptor alone.
                 if watched is None or watched.time_dependent():
                     until = reached + 1
             reached = run(reached, until, descriptor)
@@ -112,7 +116,7 @@ def fused_layer(
     *,
     sliding_window: int | None,
 ) -> nn.Module:
-    """`layer` as a `FusedLayer`, or `layer` itself if the kernels do not support it.
+    """Return `layer` as a `FusedLayer`, or `layer` itself if the kernels do not support it.
 
     `views`: the parameters of the layer; their names start with `path`.
     """
@@ -120,7 +124,7 @@ def fused_layer(
 
     named = {name.removeprefix(f"{path}."): view for name, view in views.items()}
     supported = _WEIGHTS | {field: name for field, name in _OPTIONAL.items() if name in named}
-    # A parameter that the kernels ignore would change the result.
+    # Refuse a layer with further parameters, which the kernels would ignore.
     if set(supported.values()) != set(named) or config.hidden_act != "silu":
         return layer
     weights = LayerWeights(**{field: named[name] for field, name in supported.items()})
@@ -136,11 +140,11 @@ def cpu_layers(
     sliding_windows: Sequence[int | None],
     config: ModelConfig,
 ) -> "CpuLayers | None":
-    """All layers as a single kernel; None unless it supports all of them."""
+    """Return all layers as a single kernel; None unless it supports all of them."""
     from services.worker.engine.model.cpu_kernels import layer_range, paged_attention
     from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
 
-    # The range kernel contains attention, so the shape of the cache must fit, too.
+    # The kernel includes attention, so it must support the shape of the KV cache, too.
     kernels = [layer.kernel for layer in layers if isinstance(layer, FusedLayer)]
     block = kv_ranges[0].shape
     if not paged_attention.fits(block.block_size, block.head_dim, block.dtype):
@@ -165,7 +169,7 @@ def cpu_layers(
 
 
 def _kernel_of(weights: "LayerWeights") -> "type[LayerKernel]":
-    """The kernel class for the layout of weights: all in panels, or all row-major."""
+    """Return the kernel class for the layout of weights: all in panels, or all row-major."""
     if in_panels(weights.query):
         from services.worker.engine.model.cpu_kernels.panel_layer import PanelLayerKernel
 

@@ -1,10 +1,11 @@
-"""CUDA graphs for decode-only iterations.
+"""Runs decode-only iterations as CUDA graphs.
 
 For few tokens, the host takes longer to launch the kernels of a layer than the device to run them.
-A graph launches all kernels of a stage in a single call. It is captured per stage, number of rows
-and split of contexts; smaller batches are padded with tokens that store nothing and attend to
-nothing. Inputs are copied to the addresses of the capture. Weights and KV keep their addresses when
-layers leave or return, so graphs stay valid.
+A graph launches all kernels of a stage (a range of layers) in a single call. There is a graph per
+stage, number of rows and split of contexts (attention divides a long context into `splits` parts of
+`share` tokens). Smaller batches are padded with tokens that store nothing and attend to nothing.
+Inputs are copied to the addresses of the capture. Weights and KV keep their addresses when layers
+leave a stage or return, so graphs stay valid.
 """
 
 from collections import OrderedDict
@@ -27,12 +28,12 @@ from services.worker.engine.model.attention.gpu import (
 from services.worker.engine.model.attention.paged import AttentionMetadata
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
-"""The batch sizes to capture."""
+"""The numbers of rows (tokens) of graphs."""
 TABLE_BLOCKS = 1 << 16
-"""Maximum number of blocks of all sequences; larger iterations are launched eagerly."""
-GRAPHS_MAX = 64
+"""Maximum number of KV blocks of all sequences; larger iterations run without a graph."""
+GRAPHS_MAX = 64  # graphs in memory
 COLUMNS = 5
-"""Inputs per row: `starts`, `counts`, `positions` and `firsts` of `Tiles`, and slots."""
+"""Inputs per row: `starts`, `counts`, `positions` and `firsts` of `Tiles`, and the K slot."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of each token's position, [tokens, head_dim] each."""
@@ -57,8 +58,8 @@ class _GraphKey(NamedTuple):
 
 
 def rounded_split(lengths: np.ndarray, rows: int, kv_heads: int) -> tuple[int, int]:
-    """(share, splits) of `split_contexts`, rounded up to powers of two."""
-    # Both are part of the graph key: rounding lets few graphs cover all contexts.
+    """Return (share, splits) of `split_contexts`, rounded up to powers of two."""
+    # Both are part of the graph's key. Rounding them lets few graphs cover all contexts.
     share, _ = split_contexts(lengths, rows, kv_heads, PROGRAMS_WANTED)
     share, longest = triton.next_power_of_2(share), int(lengths.max())
     while True:
@@ -79,14 +80,15 @@ class CudaGraphCapture:
     """Captures kernels as CUDA graphs."""
 
     def __init__(self) -> None:
-        # Graphs never run concurrently, so they share a memory pool, and a stream, since torch
-        # keeps a cuBLAS workspace per stream.
+        # Graphs never run concurrently, so they share a memory pool. They also share a stream,
+        # because torch keeps a cuBLAS workspace per stream.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, launch: Callable[[], torch.Tensor]) -> CapturedGraph:
         """Capture the kernels that `launch` launches; its result is the graph's output."""
-        # Warm up: the first call of a kernel may allocate or compile, which a capture must not.
+        # Warm up, because the first call of a kernel may allocate or compile, which is not allowed
+        # in a capture.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             launch()
@@ -116,7 +118,7 @@ class DecodeGraphs:
         self._attention = attention
         self._capture = capture
         self._graphs: OrderedDict[_GraphKey, CapturedGraph] = OrderedDict()
-        # Static input buffers: graphs read these addresses.
+        # Graphs read their inputs at the fixed addresses of these buffers.
         most = ROWS[-1]
         self._residual = like.new_zeros(most, len(like))
         self._rotation = tuple(like.new_zeros(most, attention.head_dim) for _ in range(2))
@@ -150,13 +152,13 @@ class DecodeGraphs:
 
         graph = self._graphs.get(key)
         if graph is None:
-            # The warm-up of the capture overwrites the residual, so the inputs are copied twice.
+            # Copy the inputs twice: the warm-up of the capture overwrites the residual.
             copy_inputs()
             graph = self._captured(key, layers)
         self._graphs.move_to_end(key)
         copy_inputs()
         graph.replay()
-        # The next replay overwrites the output.
+        # Copy the output, which the next replay overwrites.
         return graph.output[:count].clone()
 
     def _captured(self, key: _GraphKey, layers: range) -> CapturedGraph:

@@ -1,12 +1,12 @@
-"""All layers of a model on a GPU: nine kernels per layer, ten with split contexts.
+"""Runs the layers of a model on a GPU, by nine kernels per layer (ten with split contexts).
 
 A layer is: norm; fused QKV product; rotation, which stores K and V; attention; output product;
 residual and norm; fused gate and up product; gate; down product. Products are torch's (cuBLAS). The
 residual stream is rounded once per half of a layer, as in `transformers`; the steps between two
 products compute in float32.
 
-All kernels and copies, also of other threads, run in torch's default stream. Memory may therefore
-change its owner between two iterations without synchronization.
+All kernels and copies, also of other threads, run in torch's default stream. So memory may be
+moved between parameters and KV between two iterations without synchronization.
 """
 
 from collections import deque
@@ -32,9 +32,9 @@ from services.worker.engine.model.gpu_kernels.launcher import Launcher
 from services.worker.engine.model.interrupt import Interrupted
 
 AHEAD = 2
-"""Layers that the host may launch ahead of the device while an iteration can be interrupted."""
+"""Maximum layers launched ahead of the device while an iteration can be interrupted."""
 WARM_CONTEXT = 4 * SHARE_MIN
-"""A context length that is split over several programs."""
+"""A context length that attention splits over several programs."""
 GATE_WIDTH = 1024
 """Values that a program of `gate` computes."""
 
@@ -55,7 +55,7 @@ class GpuLayerWeights:
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> "GpuLayerWeights | None":
-        """Fuse the parameters of a layer; None if their names or places do not allow it."""
+        """Fuse the parameters of a layer; None if their names or addresses do not allow it."""
         projections = [f"self_attn.{letter}_proj" for letter in "qkv"]
         used = {
             "input_layernorm.weight",
@@ -66,7 +66,7 @@ class GpuLayerWeights:
         }
         biases = [f"{name}.bias" for name in projections if f"{name}.bias" in named]
         optional = {*biases, "self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        # `slab_layouts` places the weights consecutively, so fusing needs no copy.
+        # Fuse without a copy: `decoder.slab_layouts` places these weights consecutively.
         qkv = contiguous_view([named[f"{name}.weight"] for name in projections])
         gate_up = contiguous_view([named["mlp.gate_proj.weight"], named["mlp.up_proj.weight"]])
         bias = contiguous_view([named[name] for name in biases]) if biases else None
@@ -102,7 +102,7 @@ def contiguous_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class GpuLayerSizes(NamedTuple):
-    """Sizes that all layers share. `windows`: see `ModelGeometry.sliding_windows`."""
+    """Sizes that all layers share. `windows`: sliding window per layer, None for full attention."""
 
     hidden: int
     gated: int
@@ -117,7 +117,7 @@ class Blocks(Protocol):
 
 
 class GpuLayers:
-    """Runs layers with K and V in `kv_ranges`; a `LayerRunner`."""
+    """Runs layers with K and V in `kv_ranges`; a `LayerRunner` of the decoder."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class GpuLayers:
         """As `Decoder.run_layers`; `rotation` is cosine and sine, [1, tokens, head_dim] each."""
         angles = (rotation[0][0].contiguous(), rotation[1][0].contiguous())
         if self._graphs is not None and self._graphs.fit(metadata):
-            # A graph launches all layers at once, so it can only be interrupted before it.
+            # A graph launches all layers at once, so it can only be interrupted before the first.
             if interrupted is not None and interrupted():
                 raise Interrupted(hidden, layers.start)
             return self._graphs.run(hidden, angles, metadata, layers)
@@ -168,7 +168,7 @@ class GpuLayers:
 
         `interrupted`: as in `Decoder.run_layers`.
         """
-        # The output of the last product is added by the next layer's norm kernel.
+        # `update` is the output of a layer's MLP, which the next layer's norm kernel adds.
         update: torch.Tensor | None = None
         limiter = _LaunchLimiter() if interrupted is not None else None
         for index in layers:
@@ -180,7 +180,7 @@ class GpuLayers:
         return residual if update is None else residual + update
 
     def use_graphs(self, capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph]) -> None:
-        """Run decode-only iterations as CUDA graphs from now on."""
+        """Run decode-only iterations as CUDA graphs from now on; `capture` captures kernels."""
         like = self._weights[0].input_norm
         self._graphs = DecodeGraphs(self, self._attention, like, capture)
 
@@ -189,8 +189,8 @@ class GpuLayers:
         """Compile all kernels, about a second each; overwrites blocks of the KV cache."""
         like = self._weights[0].input_norm
         block_size = self._attention.block_size
-        # A layer per sliding window; decode and prefill; whole and split contexts: each variant has
-        # kernel constants of its own.
+        # Each variant has its own kernel constants: run a layer per sliding window, decode and
+        # prefill, with whole and split contexts.
         for index in {window: index for index, window in enumerate(self._windows)}.values():
             for rows, start in product((1, 2), (0, WARM_CONTEXT)):
                 needed = blocks_for(start + rows, block_size)
@@ -202,7 +202,7 @@ class GpuLayers:
                 residual = like.new_zeros(rows, len(like))
                 angles = like.new_zeros(rows, self._attention.head_dim)
                 inputs = self._attention.inputs(metadata)
-                # The first layer of a stage has no update to add, all others have.
+                # Only the first layer of a stage has no update to add.
                 self._layer(index, residual, None, (angles, angles), inputs)
                 self._layer(index, residual, residual, (angles, angles), inputs)
 
@@ -214,7 +214,7 @@ class GpuLayers:
         rotation: Rotation,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """Run layer `index` after `residual` += `update`; returns the MLP's update."""
+        """Add `update` to `residual` and run layer `index`; returns the output of its MLP."""
         weights, blocks = self._weights[index], self._kv_ranges[index].blocks()
         normed = self._add_and_norm(residual, update, weights.input_norm)  # [tokens, hidden]
         qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
@@ -233,7 +233,7 @@ class GpuLayers:
     def _add_and_norm(
         self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """`residual` += `update`; returns its RMS norm."""
+        """Add `update` to `residual`, in place; returns the RMS norm of the sum."""
         normed, sizes = torch.empty_like(residual), (residual.shape[1], self._epsilon)
         if update is None:
             self._norm((len(residual),), (residual, weight, normed, *sizes), self._norm_width)
@@ -253,7 +253,7 @@ class GpuLayers:
         """Rotate queries and keys and store K and V; returns queries [tokens, head, head_dim]."""
         sizes = self._attention
         query = qkv.new_empty(len(qkv), sizes.num_heads, sizes.head_dim)
-        # Without head norms, `qkv` stands in for the unused norm arguments.
+        # Without head norms, pass `qkv` for the unused norm arguments.
         norms = weights.query_norm is not None
         self._rotate(
             (len(qkv), sizes.num_heads + 2 * sizes.num_kv_heads),
@@ -273,7 +273,7 @@ def gpu_layers(
     config: ModelConfig,
     attention: GpuPagedAttention,
 ) -> GpuLayers | None:
-    """All layers of a model; None if the kernels do not support them.
+    """Return a runner of all layers of a model; None if the kernels do not support them.
 
     `views`: the parameters of each layer by their checkpoint names.
     """
@@ -296,9 +296,9 @@ def gpu_layers(
 class _LaunchLimiter:
     """Keeps the host at most `AHEAD` layers ahead of the device."""
 
-    # Launches are asynchronous: without a limit, the host would see an interrupt only after it has
-    # launched all layers. On an H200, 2,048 tokens of a 14B model stop within 6.1 ms this way, and
-    # take 3 % longer (benchmarks/results/gpu-engine-h200.json).
+    # Launches are asynchronous: without a limit, the host would check for an interrupt only before
+    # it has launched all layers. With it, on an H200, 2,048 tokens of a 14B model stop within 6.1
+    # ms and take 3 % longer (benchmarks/results/gpu-engine-h200.json).
     def __init__(self) -> None:
         self._ended: deque[torch.cuda.Event] = deque()
 

@@ -1,4 +1,4 @@
-"""Interruption of an iteration between two layers."""
+"""The interruption of an iteration (the run of a batch) before a layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WatchedInterrupt:
-    """An interrupt check that can be skipped while no frame has arrived.
+    """An interrupt check that may be skipped while no message has arrived.
 
-    A loop over layers calls `check` only if `descriptor` is readable or `time_dependent` returns
-    True (the result may change without a new frame). A plain callable is called before each layer.
+    After the first layer, a loop over layers needs to call `check` only if `descriptor` is readable
+    or `time_dependent` returns True (the result may change without a message). A plain callable is
+    called before each layer.
     """
 
     check: Callable[[], bool]

@@ -1,11 +1,11 @@
-"""Linear layers and norms over slab views.
+"""Linear layers and norms whose parameters are views of the engine's memory (slabs).
 
-The compute dtype may differ from the storage dtype. On AVX2 and from 16 rows on, a native bfloat16
-product takes five to ten times as long as a float32 product; upcasting a weight takes a few percent
-of the product, and bfloat16 halves the memory reads. Row-major weights are therefore stored in
-bfloat16, and each is upcast into a scratch buffer just before its use; for few rows, a kernel
-upcasts in registers. With weights in panels, rows are rounded to bfloat16 instead, and vector
-kernels widen weights in registers.
+The dtype of activations (compute dtype) may be wider than that of weights (storage dtype). On AVX2
+and from 16 rows on, a native bfloat16 product takes five to ten times as long as a float32 product,
+and casting a weight takes a few percent of the product. So each row-major bfloat16 weight is cast
+to float32 in a scratch buffer just before its use; for few rows, a kernel casts in registers. With
+weights in panels (a packed layout), rows are rounded to bfloat16 instead, or vector kernels cast
+weights in registers.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class UpcastScratch:
-    """A buffer of the compute dtype for the weight in use."""
+    """Multiplies by weights after casting them to the compute dtype, in a reused buffer."""
 
     def __init__(self, size_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = torch.empty(size_bytes // dtype.itemsize, dtype=dtype, device=device)
@@ -31,13 +31,13 @@ class UpcastScratch:
     def linear(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """`rows` [rows, in] times `weight` [out, in] transposed, plus `bias` [out]: [rows, out]."""
+        """Return `rows` [rows, in] · `weight` [out, in] transposed + `bias` [out]: [rows, out]."""
         out_features, in_features = weight.shape
         slice_rows = max(1, self._buffer.numel() // in_features)
         if slice_rows >= out_features:
             return functional.linear(rows, self._upcast(weight), self._as_compute(bias))
         output = rows.new_empty(len(rows), out_features)
-        # The weight exceeds the buffer: upcast and multiply it in slices of outputs.
+        # The weight exceeds the buffer: cast and multiply it in slices of outputs.
         for first in range(0, out_features, slice_rows):
             last = min(first + slice_rows, out_features)
             torch.mm(rows, self._upcast(weight[first:last]).t(), out=output[:, first:last])
@@ -53,10 +53,10 @@ class UpcastScratch:
 
 
 class SlabLinear(nn.Module):
-    """Replaces `nn.Linear`; the parameters are slab views, upcast if there is a `scratch`.
+    """Replaces `nn.Linear`; the parameters are views, cast by `scratch` unless it is None.
 
-    `compiled`: use the kernel for up to its `rows_max` rows, or for any number of rows if the
-    weight is packed in panels.
+    `compiled`: use a compiled kernel for up to its `rows_max` rows, or for any number of rows if
+    the weight is packed in panels.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SlabLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]."""
         flat = rows.reshape(-1, rows.shape[-1])
-        # `rows_max` None: the kernel takes any number of rows.
+        # `rows_max` is None if the kernel takes any number of rows.
         product = self._compiled
         if product is None or len(flat) > (product.rows_max or len(flat)):
             output = self._linear(flat, self._weight, self._bias)
@@ -90,7 +90,7 @@ class SlabLinear(nn.Module):
 class Float32RmsNorm(nn.Module):
     """The RMSNorm of `transformers` for float32 activations, with fewer than its six operations.
 
-    `compiled`: use the compiled kernel.
+    `compiled`: use a compiled kernel.
     """
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, compiled: bool = False) -> None:

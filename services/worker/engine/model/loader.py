@@ -1,6 +1,7 @@
-"""Fills parameter slabs from safetensors files, or with seeded random weights.
+"""Reads parameters from safetensors files, or generates seeded random weights.
 
-Loading keeps a single tensor at a time outside the arena, so it needs no second copy of the model.
+A source fills a tensor at a time in the engine's memory, so loading needs no second copy of the
+model.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ class SafetensorsSource:
 
 
 class DummySource:
-    """Random weights that depend only on (`seed`, name): all workers generate the same weights.
+    """Random weights that depend only on `seed` and name, so all workers generate the same.
 
     Values are normal with standard deviation `std`; norm weights are 1. Weights on a GPU differ
     from weights on a CPU.
@@ -75,7 +76,7 @@ class DummySource:
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator(target.device)
         generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        # Slices bound the temporary memory for float32 values.
+        # Generate in slices, to bound the temporary memory for float32 values.
         for piece in target.view(-1).split(_DUMMY_SLICE_ELEMENTS):
             values = torch.randn(piece.shape, generator=generator, device=target.device)
             piece.copy_(values.mul_(self._std))
@@ -85,9 +86,9 @@ class DummySource:
 
 
 def verify_manifest(model_dir: Path) -> None:
-    """Check every file against `SHA256SUMS`, if it exists. Raises ModelError.
+    """Check every file against the manifest `SHA256SUMS`, if it exists. Raises ModelError.
 
-    A safetensors file missing from the manifest is an error, too.
+    A safetensors file that the manifest does not list is an error, too.
     """
     path = model_dir / MANIFEST_NAME
     if not path.exists():
@@ -121,7 +122,7 @@ def _locate(model_dir: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), path)
     if index_path.exists():
         return _locate_shards(model_dir, index_path)
-    # Explain the refusal of pickled weights rather than report a missing file.
+    # Explain that pickled weights are refused, instead of reporting a missing file.
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
         raise ModelError(
             f"{model_dir} has only pickled weights, which can run code and are never loaded; "

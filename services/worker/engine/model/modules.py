@@ -1,8 +1,8 @@
 """The layers of a decoder-only model as torch modules, without weights.
 
 Llama, Mistral, Qwen2 and Qwen3 share these modules. Parameters have the names of checkpoints; their
-order defines the order in slabs. Every operation rounds as in `transformers`, so that float64
-yields the same tokens; tests compare each architecture.
+order is their order in memory. Every operation rounds as in `transformers`, so that both yield the
+same tokens in float64; tests compare each architecture.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from services.worker.engine.model.config import ModelConfig
 
 
 class EagerRmsNorm(nn.Module):
-    """RMSNorm in float32, whatever the dtype of activations."""
+    """RMSNorm that computes in float32 for any dtype of activations."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class EagerRmsNorm(nn.Module):
 
 
 class LayerAttention(nn.Module):
-    """Projections, head norms and rotation; `paged` computes the attention."""
+    """Projections, head norms and rotation of attention; `paged` computes the attention itself."""
 
     def __init__(self, config: ModelConfig, sliding_window: int | None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class LayerAttention(nn.Module):
 
 
 def _rotate_half(heads: torch.Tensor) -> torch.Tensor:
-    """[..., head_dim]: swap the halves and negate the new first half."""
+    """Swap the halves of [..., head_dim] and negate the new first half."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -113,7 +113,7 @@ class DecoderLayer(nn.Module):
         paged: Any,
     ) -> torch.Tensor:
         """[1, tokens, hidden] → the same shape; cosine and sine are [1, tokens, head_dim]."""
-        # Two additions, not one fused sum: the rounding must match `transformers`.
+        # Add twice instead of all terms at once, because the rounding must match `transformers`.
         normed = self.input_layernorm(hidden_states)
         hidden = hidden_states + self.self_attn(normed, position_embeddings, paged)
         output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -123,7 +123,7 @@ class DecoderLayer(nn.Module):
 class Embedding(nn.Module):
     """The token embedding, [rows, size]."""
 
-    # Not `torch.nn.Embedding`, which initializes its rows and loads torch's compiler to do so.
+    # `torch.nn.Embedding` would initialize its rows, and load torch's compiler to do so.
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size))
@@ -140,12 +140,12 @@ class _Body(nn.Module):
 
 
 class Skeleton(nn.Module):
-    """The model on torch's meta device: parameters with names and shapes, but no memory."""
+    """The model on torch's meta device: parameters have names and shapes, and no memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Parameters get their memory later, as views of slabs.
+        # The decoder replaces the parameters later by views of the engine's memory.
         with torch.device("meta"):
             self.model = _Body(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

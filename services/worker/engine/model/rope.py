@@ -15,7 +15,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    # These types import `transformers`, which takes seconds; few models use them.
+    # These types use a module of `transformers`, whose import takes seconds.
     "dynamic": ("rope_theta", "factor"),
     "yarn": ("rope_theta", "factor"),
     "longrope": ("rope_theta",),
@@ -32,7 +32,7 @@ class Rope:
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes cosine and sine of each position; angles are in float32."""
+    """Computes cosine and sine of the angles of each position; angles are in float32."""
 
     def __init__(self, frequencies: torch.Tensor) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_of(config: "ModelConfig", device: torch.device) -> nn.Module:
-    """The module that computes the rotation of a model's queries and keys."""
+    """Return the module that computes cosine and sine for a model's queries and keys."""
     rope = config.rope
     if rope.kind not in ("default", "linear", "llama3"):
         return _of_transformers(config).to(device)
@@ -64,7 +64,7 @@ def rotary_of(config: "ModelConfig", device: torch.device) -> nn.Module:
 def _stretched(
     frequencies: torch.Tensor, options: Mapping[str, Any], positions: int
 ) -> torch.Tensor:
-    """Llama 3.1 scaling of `frequencies`; `positions` is the default of the trained context."""
+    """Scale `frequencies` as Llama 3.1; `positions`: the trained context unless in `options`."""
     # Divide low frequencies by `factor`, keep high frequencies, and interpolate between them.
     trained = options.get("original_max_position_embeddings") or positions
     factor, low, high = (
@@ -79,7 +79,7 @@ def _stretched(
 
 
 def _of_transformers(config: "ModelConfig") -> nn.Module:
-    """The module of `transformers`, for types with more complex frequencies."""
+    """Return the module of `transformers`, for types with more complex frequencies."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

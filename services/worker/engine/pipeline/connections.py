@@ -1,4 +1,9 @@
-"""The connections of this engine to other members, on both lanes."""
+"""Keeps this engine connected to the other members of its group, on the activation and bulk lane.
+
+Terms: a lane is a transport for frames between engines. A member is identified by its worker id
+and incarnation (one process of the worker). A nonce is the secret that both ends of a planned
+connection received from the memory manager. An attempt is a dial or an expected dial.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,7 +13,7 @@ from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 
 RETRY_S = 0.05
-"""Pause before a refused connection is retried: a busy peer refuses until its iteration ends."""
+"""Pause before a failed dial is repeated: a busy peer refuses until its iteration ends."""
 
 
 @dataclass(slots=True)
@@ -17,10 +22,10 @@ class _Peers:
 
     lane: Lane
     connected: dict[str, Identity] = field(default_factory=dict)  # the connected process
-    awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)  # process and nonce
-    retry_s: dict[str, float] = field(default_factory=dict)  # when to dial a refusing peer again
-    # Processes that were connected and lost. They stay in here after a reconnect until the next
-    # configuration, since the frames in between are missing.
+    awaited: dict[str, tuple[Identity, str]] = field(default_factory=dict)  # attempts: peer, nonce
+    retry_s: dict[str, float] = field(default_factory=dict)  # earliest time of the next dial
+    # Processes whose connection was lost. A process stays here after a reconnect, until the next
+    # configuration, because the frames sent in between are missing.
     lost: set[Identity] = field(default_factory=set)
 
     def note(self, event: LaneEvent, now_s: float) -> None:
@@ -31,8 +36,8 @@ class _Peers:
                 self.awaited.pop(worker_id, None)
                 self.retry_s.pop(worker_id, None)
             case PeerLost(peer=peer):
-                # A refusal does not name the process, and a lost process may have a successor: only
-                # an event of the awaited process ends the attempt.
+                # A failed dial reports an empty incarnation and ends the attempt. The loss of an
+                # earlier process of the same worker does not.
                 self.lose(peer)
                 awaited, _ = self.awaited.get(worker_id, (None, ""))
                 if awaited is not None and peer.incarnation in ("", awaited.incarnation):
@@ -56,7 +61,7 @@ class _Peers:
 
 
 class Connections:
-    """Connects pairs of workers: the smaller worker id dials, the other side expects it."""
+    """Connects this worker to its peers. Of two workers, the one with the smaller id dials."""
 
     def __init__(self, activations: Lane, bulk: Lane, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -66,37 +71,37 @@ class Connections:
     def open(self, own: MemberPlan, peer: MemberPlan) -> None:
         """Dial or expect a peer on each lane that is not connected to it.
 
-        Repeat it until `has`: a peer that dials before it is expected is refused.
+        Call it again until `has` is True: a peer refuses a dial that it does not expect yet.
 
         Raises:
             LaneFull: if too many peers are expected.
         """
         identity = Identity(peer.worker_id, peer.incarnation)
-        for peers, theirs, ours in (
+        for peers, peer_plan, own_plan in (
             (self._activations, peer.activations, own.activations),
             (self._bulk, peer.bulk, own.bulk),
         ):
             if peers.has(identity):
                 continue
-            peers.lose(identity)  # the connection may have ended without an event here
+            peers.lose(identity)  # the connection may have ended without an event at this end
             if own.worker_id < peer.worker_id:
-                self._dial(peers, identity, theirs)
+                self._dial(peers, identity, peer_plan)
             else:
-                self._expect(peers, identity, ours)
+                self._expect(peers, identity, own_plan)
 
-    def _dial(self, peers: _Peers, peer: Identity, theirs: LanePlan) -> None:
-        """Dial a peer, unless an attempt is in progress; an event reports the end of an attempt."""
+    def _dial(self, peers: _Peers, peer: Identity, peer_plan: LanePlan) -> None:
+        """Dial a peer unless an attempt or the pause after one is in progress."""
         worker_id = peer.worker_id
-        waiting, _ = peers.awaited.get(worker_id, (None, ""))
-        if waiting != peer and self._now_s() >= peers.retry_s.get(worker_id, 0.0):
-            peers.awaited[worker_id] = (peer, theirs.nonce)
-            peers.lane.connect(worker_id, theirs.address, theirs.nonce.encode())
+        awaited, _ = peers.awaited.get(worker_id, (None, ""))
+        if awaited != peer and self._now_s() >= peers.retry_s.get(worker_id, 0.0):
+            peers.awaited[worker_id] = (peer, peer_plan.nonce)
+            peers.lane.connect(worker_id, peer_plan.address, peer_plan.nonce.encode())
 
-    def _expect(self, peers: _Peers, peer: Identity, ours: LanePlan) -> None:
-        """Expect a peer; replaces the nonce of an earlier attempt in which it did not connect."""
-        if peers.awaited.get(peer.worker_id) != (peer, ours.nonce):
-            peers.lane.expect(peer, ours.nonce.encode())
-            peers.awaited[peer.worker_id] = (peer, ours.nonce)
+    def _expect(self, peers: _Peers, peer: Identity, own_plan: LanePlan) -> None:
+        """Expect a dial of the peer, with the nonce of the newest plan."""
+        if peers.awaited.get(peer.worker_id) != (peer, own_plan.nonce):
+            peers.lane.expect(peer, own_plan.nonce.encode())
+            peers.awaited[peer.worker_id] = (peer, own_plan.nonce)
 
     def has(self, peer: MemberPlan) -> bool:
         """Whether both lanes are connected to a peer."""
@@ -110,7 +115,7 @@ class Connections:
                 peers.lane.disconnect(worker_id)
 
     def enter(self, members: Iterable[MemberPlan]) -> None:
-        """Start a configuration: members that are connected now no longer count as lost."""
+        """Start a configuration: only `members` that are not connected now stay marked as lost."""
         processes = {Identity(member.worker_id, member.incarnation) for member in members}
         for peers in (self._activations, self._bulk):
             gone = processes.difference(peers.connected.values())
@@ -123,7 +128,7 @@ class Connections:
 
     @property
     def any_lost(self) -> bool:
-        """Whether any connection was lost."""
+        """Whether any connection was lost since the start of the configuration."""
         return bool(self._activations.lost or self._bulk.lost)
 
     def lost(self, members: Iterable[MemberPlan]) -> list[str]:
@@ -136,9 +141,9 @@ class Connections:
         ]
 
     def note_activations(self, event: LaneEvent) -> None:
-        """Note a connect or loss on the activation lane."""
+        """Record a connect or loss on the activation lane."""
         self._activations.note(event, self._now_s())
 
     def note_bulk(self, event: LaneEvent) -> None:
-        """Note a connect or loss on the bulk lane."""
+        """Record a connect or loss on the bulk lane."""
         self._bulk.note(event, self._now_s())

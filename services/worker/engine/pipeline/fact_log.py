@@ -1,4 +1,9 @@
-"""The event log of an engine: events and commands of its state machine, and facts for audits."""
+"""Writes the event log of an engine, which replays and audits read.
+
+The log holds the events and commands of the member's state machine, and facts: observations of the
+engine (its start, stage switches, memory in use) that audits compare with the events. A member has
+settled when all requests and KV of the last group change have reached their new members.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +26,16 @@ from services.worker.engine.transfer.lane import Identity
 
 @dataclass(slots=True)
 class FactLog:
-    """Writes to `log`; with `log` None every method returns at once."""
+    """Writes to `log`; without a log (None) the methods have no effect."""
 
     log: EventLog | None
     state: PlannerState
     memory: StageMemory
     now_s: Callable[[], float]
-    _noted: tuple[object, ...] = ()  # the users of memory in the newest `MemoryHeld`
+    _noted: tuple[object, ...] = ()  # the use of memory that the last `MemoryHeld` reported
 
     def start(self, identity: Identity, budget_bytes: int, exact: bool) -> None:
-        """Log the start, once the model is loaded; `exact` as in `EngineStarted`."""
+        """Log the start; `exact`: tokens do not depend on the other sequences in a batch."""
         if self.log is None:
             return
         self._note(
@@ -58,7 +63,7 @@ class FactLog:
             self.log.append(kind, [value], log_name)
 
     def note_memory(self, epoch: int, settled: bool) -> None:
-        """Log the use of memory if its users have changed; call it in each turn."""
+        """Log the use of memory if its kinds of users have changed; call it in each iteration."""
         if self.log is None:
             return
         memory, pool = self.memory, self.state.pool

@@ -1,7 +1,8 @@
-"""The failpoints of an engine in a change-over, named by the change and by this engine's role.
+"""The failpoints of an engine in a group change, for fault-injection tests.
 
-A name is `engine.CHANGE.PLACE.ROLE`. CHANGE is `merge` if the group grows, `split` if it shrinks,
-else `alone`. ROLE is `leader` or `follower`, taken from the larger of the two groups.
+A failpoint is a named place in the code where a test can inject a fault. Its name here is
+`engine.CHANGE.PLACE.ROLE`. CHANGE is `merge` if the group grows, `split` if it shrinks, else
+`alone`. ROLE is `leader` or `follower`: this engine's role in the larger of the old and new group.
 """
 
 from collections.abc import Sequence
@@ -28,53 +29,54 @@ _FRAMES = {
 
 
 class ChangeFailpoints:
-    """Hits failpoints with the names of the change being prepared and of the last change."""
+    """Hits failpoints of the last requested change and of the change of the last switch."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._present: Configuration | None = None
-        self._asked = self._changed = ("alone", "leader")  # change and role: prepared, and last
+        # CHANGE and ROLE of the last requested change, and of the last switch.
+        self._requested = self._changed = ("alone", "leader")
 
-    def asked(self, groups: Sequence[GroupStages], place: str) -> None:
-        """Hit a failpoint where a change to `groups` is requested or committed."""
-        self._asked = self._scope(Configuration.of(self._worker_id, groups))
-        self.preparing(place)
+    def hit_requested(self, groups: Sequence[GroupStages], place: str) -> None:
+        """Note that a change to `groups` was requested or committed, and hit its failpoint."""
+        self._requested = self._scope(Configuration.of(self._worker_id, groups))
+        self.hit_preparation(place)
 
-    def switching(self, new: Configuration) -> None:
-        """Hit the failpoint right before the switch to `new`."""
+    def hit_switch(self, new: Configuration) -> None:
+        """Note the switch to `new`, and hit the failpoint right before it."""
         self._changed = self._scope(new)
         self._present = new
-        self.changing("switch")
+        self.hit_change("switch")
 
-    def preparing(self, place: str) -> None:
-        """Hit a failpoint of the change that is being prepared."""
-        self._hit(place, self._asked)
+    def hit_preparation(self, place: str) -> None:
+        """Hit a failpoint of the last requested change."""
+        self._hit(place, self._requested)
 
-    def changing(self, place: str) -> None:
-        """Hit a failpoint of the last change."""
+    def hit_change(self, place: str) -> None:
+        """Hit a failpoint of the change of the last switch."""
         self._hit(place, self._changed)
 
-    def sending(self, frame: object) -> None:
-        """Hit the failpoint of a frame that is about to be sent, if its type has any."""
+    def hit_frame(self, frame: object) -> None:
+        """Hit the failpoint of a frame that is about to be sent, if its type has a failpoint."""
         place = _FRAMES.get(type(frame))
         if place is not None:
-            self.changing(place)
+            self.hit_change(place)
 
-    def running(self) -> None:
-        """Hit the failpoint before a microbatch in a settled configuration."""
+    def hit_microbatch(self) -> None:
+        """Hit the failpoint before a microbatch of a pipeline, outside of group changes."""
         present = self._present
         if failpoint.any_armed() and present is not None and len(present.stages) > 1:
             role = "leader" if present.leads else "follower"
             failpoint.hit(f"engine.steady.microbatch.{role}")
 
     @staticmethod
-    def resting() -> None:
-        """Hit the failpoint before a microbatch while batch requests are parked here."""
+    def hit_parked() -> None:
+        """Hit the failpoint before a microbatch while this follower keeps parked batch requests."""
         failpoint.hit("engine.shelf.microbatch.follower")
 
     @staticmethod
-    def suspended() -> None:
-        """Hit the failpoint after an iteration was suspended, before it resumes."""
+    def hit_suspended() -> None:
+        """Hit the failpoint after an iteration was suspended."""
         failpoint.hit("engine.suspended.iteration.leader")
 
     def _scope(self, new: Configuration) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""The frames of the activation lane: those of `core.changeover`, and two to fetch slabs."""
+"""The frames of the activation lane: those of `core.changeover`, and two that request slabs.
+
+A slab is the memory with the parameters of a layer, or of the embeddings.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +10,8 @@ from services.core.changeover import frames as core
 
 
 @dataclass(frozen=True, slots=True)
-class SlabWanted:
-    """Request: send the parameters of `slab` as transfer `transfer_id` if their digest matches."""
+class SlabRequest:
+    """A request to send the parameters of `slab` on the bulk lane, if their digest is `digest`."""
 
     slab: str
     transfer_id: str
@@ -17,13 +20,13 @@ class SlabWanted:
 
 @dataclass(frozen=True, slots=True)
 class SlabRefused:
-    """The sender lacks the requested slab, or its parameters have another digest."""
+    """The refusal of a `SlabRequest`: the member lacks these parameters or is too busy."""
 
     slab: str
     transfer_id: str
 
 
-LaneFrame = core.MemberFrame | SlabWanted | SlabRefused
+LaneFrame = core.MemberFrame | SlabRequest | SlabRefused
 KINDS: dict[int, type[Any]] = {
     0x200: core.Activations,
     0x201: core.Samples,
@@ -41,7 +44,7 @@ KINDS: dict[int, type[Any]] = {
     0x20D: core.KvEnded,
     0x20E: core.FreeKv,
     0x20F: core.KvFreed,
-    0x210: SlabWanted,
+    0x210: SlabRequest,
     0x211: SlabRefused,
     0x212: core.RequestDropped,
     0x213: core.EpochAbandoned,

@@ -1,4 +1,4 @@
-"""Group health: members stay connected and join, and microbatches return in time."""
+"""Detects that a group cannot continue: a lost member, a late join, a microbatch that is stuck."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class GroupHealth:
     _entered_s: float = 0.0  # start of the configuration
     _launched_s: deque[float] = field(default_factory=deque)  # launches in flight, oldest first
     _stall: StallLimit = field(default_factory=StallLimit)
-    _alarm: str = ""  # the overdue condition that was reported and still holds
+    _alarm: str = ""  # the overdue condition that was reported and has not ended
 
     def enter(self, now_s: float) -> None:
         """Reset at the start of a configuration."""
@@ -29,37 +29,37 @@ class GroupHealth:
         """Set the members of the group that were lost in this configuration."""
         self.lost = tuple(sorted(worker_ids))
 
-    def launched(self, now_s: float) -> None:
-        """Note that this leader launched a microbatch."""
+    def note_launched(self, now_s: float) -> None:
+        """Record that this leader launched a microbatch."""
         self._launched_s.append(now_s)
 
-    def finished(self, now_s: float) -> None:
-        """Note that the oldest microbatch in flight returned."""
+    def note_returned(self, now_s: float) -> None:
+        """Record that the oldest microbatch in flight returned."""
         if self._launched_s:
             self._stall.note_completed(now_s - self._launched_s.popleft())
             self._alarm = ""
 
     def trouble(self, now_s: float, joining: bool = False) -> str:
-        """A human-readable reason why the group cannot continue; "" while it can.
+        """Return a human-readable reason why the group cannot continue; "" while it can.
 
-        `joining`: this leader waits for stages to join.
+        `joining`: this leader waits for stages to join. A new reason raises the stall limit.
         """
         if self.lost:
             return f"the connection to {', '.join(self.lost)} is lost"
         if joining:
-            # The stages may themselves wait for their last leader, up to the drain timeout.
+            # A stage joins after its previous leader has drained, which the drain timeout bounds.
             waited_s, limit_s = now_s - self._entered_s, DRAINED_TIMEOUT_S + self._stall.limit_s
-            return self._overdue("not every stage has joined", waited_s, limit_s)
+            return self._update_alarm("not every stage has joined", waited_s, limit_s)
         if not self._launched_s:
             return ""
         waited_s, limit_s = now_s - self._launched_s[0], self._stall.limit_s
-        return self._overdue("a microbatch has not returned", waited_s, limit_s)
+        return self._update_alarm("a microbatch has not returned", waited_s, limit_s)
 
-    def _overdue(self, what: str, waited_s: float, limit_s: float) -> str:
-        """The condition `what` with its duration once the limit is exceeded, else ""."""
-        # Keep the alarm until the condition ends: it raises the stall limit, which may exceed the
-        # wait again.
-        if self._alarm != what and waited_s > limit_s:
-            self._alarm = what
+    def _update_alarm(self, condition: str, waited_s: float, limit_s: float) -> str:
+        """Return the condition and its duration once it exceeds `limit_s`, else ""."""
+        # An alarm raises the stall limit, possibly above the present wait: keep the alarm until
+        # the condition ends.
+        if self._alarm != condition and waited_s > limit_s:
+            self._alarm = condition
             self._stall.note_alarm()
-        return f"{what} for {waited_s:.0f} s" if self._alarm == what else ""
+        return f"{condition} for {waited_s:.0f} s" if self._alarm == condition else ""

@@ -1,8 +1,9 @@
-"""KV transfers on the bulk lane: sends what `core.changeover` commands, and stores what arrives.
+"""KV transfers on the bulk lane: sends the KV of sequences, and stores received KV.
 
-Pieces are packed and stored on the mover's thread. Block tables and mappings change only under the
-stage's lock, so a piece of a released request is refused and never touches another request's
-blocks.
+The change-over state machine (`core.changeover`) commands the transfers. The mover is the thread
+that sends and receives them, in pieces of several blocks. It packs and stores each piece under the
+stage's lock, and block tables change only under that lock. So a piece of a sequence that was
+released meanwhile is refused and never touches the blocks of another sequence.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class KvTransfers:
     failpoints: ChangeFailpoints
 
     def send(self, command: SendBlocks) -> TransferOutcome | None:
-        """Start a transfer in the background; returns its failure if the mover is full."""
+        """Start a transfer in the background; returns a FAILED outcome if the mover is full."""
         memory = self.stage.runner.stage_memory
         cut = KvCut(
             command.transfer_id,
@@ -57,13 +58,13 @@ class KvTransfers:
             return TransferOutcome(transfer_id, TransferStatus.FAILED, peer, reason=str(error))
         return None
 
-    def take(self, piece: KvPiece, payload: Bytes) -> None:
+    def store(self, piece: KvPiece, payload: Bytes) -> None:
         """Store a received piece; called on the mover's thread.
 
         Raises:
-            TransferRefused: if the transfer is not expected any more.
+            TransferRefused: if the sequence has no blocks for the transfer any more.
         """
-        self.failpoints.changing("kv_arrived")
+        self.failpoints.hit_change("kv_arrived")
         with self.stage.lock:
             ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.seq_id)
             end = piece.first_block + piece.num_blocks
@@ -74,15 +75,15 @@ class KvTransfers:
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
     def _packer(self, seq_id: str) -> PackBlocks:
-        """A packer of the request's present blocks; it raises once the request has others."""
-        had = self.stage.table.block_ids(seq_id)
+        """Return a function that packs the sequence's present blocks, or raises TransferRefused."""
+        blocks_at_start = self.stage.table.block_ids(seq_id)
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:
-            self.failpoints.changing("kv_piece")
-            # The request may have been released, or preempted and readmitted with other blocks.
+            self.failpoints.hit_change("kv_piece")
+            # The sequence may have been released, or preempted and readmitted with other blocks.
             with self.stage.lock:
                 ids = self.stage.table.block_ids(seq_id)[first : first + count]
-                if len(ids) < count or ids != had[first : first + count]:
+                if len(ids) < count or ids != blocks_at_start[first : first + count]:
                     raise TransferRefused(f"{seq_id} is gone")
                 memory = self.stage.runner.stage_memory
                 memory.pack_kv(layer, ids, torch.from_numpy(target))

@@ -1,12 +1,15 @@
-"""Fenced frames between members: only frames of the present configuration take effect.
+"""Sends and receives frames between members, fenced by epoch.
+
+The epoch numbers the configurations of a group. A member handles only frames of its present epoch:
+it discards frames of older epochs and keeps early frames, of newer epochs, until it enters theirs.
 
 Frames that a member sends to itself are delivered like others, so that a leader can treat its own
 stage as any other.
 
 Back-pressure: frames that a peer cannot accept are queued at the sender, so none are lost to a full
-queue. A member that is far behind stops taking frames from peers whose epoch is ahead, and these
-then find the lane full. Such a peer sends nothing of the old epoch any more, so the frames left on
-the lane contain none that this member waits for.
+queue. A member with too many early frames stops reading from the peers that sent them, until the
+lane is full for these peers. Such a peer has entered a newer epoch and sends no more frames of the
+present epoch, so this member does not wait for any frame that it leaves on the lane.
 """
 
 import logging
@@ -16,7 +19,7 @@ from typing import Any, cast
 
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.epoch_fence import EpochFence
-from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabWanted
+from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabRequest
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame, as_bytes
 from services.worker.engine.transfer.gate import ActivationGate
@@ -24,14 +27,14 @@ from services.worker.engine.transfer.lane import Lane, LaneEvent
 
 EARLY_MAX = 4096
 EARLY_BYTES_MAX = 64 << 20
-"""Soft limits: with as many early frames (of newer epochs), or bytes, no more are taken."""
+"""Soft limits of early frames and their bytes; above, frames of their senders are not read."""
 UNSENT_MAX = 65_536
-"""Frames that may wait for one peer: several times those of all requests of an engine."""
+"""Frames queued per peer; a change with all requests of an engine needs only a fraction."""
 
 log = logging.getLogger(__name__)
 
-_UNFENCED = (SlabWanted, SlabRefused)
-"""Slab requests of any epoch are valid: the digest identifies the parameters."""
+_UNFENCED = (SlabRequest, SlabRefused)
+"""Slab requests are valid in any epoch: the digest identifies the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Links:
     """The activation lane of an engine, fenced by epoch."""
 
     def __init__(self, lane: Lane, worker_id: str, gate: ActivationGate) -> None:
-        """`gate`: makes bulk transfers yield to activations."""
+        """`gate` makes bulk transfers pause while a frame is being sent."""
         self.lane = lane
         self._gate = gate
         self.worker_id = worker_id
@@ -56,7 +59,7 @@ class Links:
         self._fence: EpochFence[tuple[str, Frame]] = EpochFence()
         self._early_bytes = 0
         self._ahead: set[str] = set()  # peers with early frames
-        self._early_logged = False  # in this epoch
+        self._early_logged = False  # whether the limit of early frames was logged in this epoch
         self._admitted: deque[tuple[str, Frame]] = deque()  # early frames whose epoch has begun
         self._unsent: dict[str, deque[Frame]] = {}  # frames that found the lane full, by peer
 
@@ -66,7 +69,7 @@ class Links:
         return self._fence.epoch
 
     def enter(self, group_id: str, epoch: int) -> None:
-        """Move to a configuration: send and admit frames of its epoch from now on."""
+        """Enter a configuration: send frames with its epoch and accept only those."""
         self.group_id = group_id
         self._to_self.clear()
         self._admitted.extend(self._fence.enter(epoch))
@@ -77,10 +80,10 @@ class Links:
     def send(
         self, peer: str, body: LaneFrame, payload: Any = b"", group: GroupStages | None = None
     ) -> None:
-        """Send a frame with the present epoch, or with that of `group`.
+        """Send a frame with the present group and epoch, or with those of `group`.
 
-        Frames to a lost peer are dropped: a change of the group follows anyway. Frames that find
-        the lane full wait here.
+        A frame to a lost peer is discarded, because a change of the group follows. A frame is
+        queued here while the lane is full.
 
         Raises:
             LaneFull: if `UNSENT_MAX` frames wait for the peer already.
@@ -91,7 +94,7 @@ class Links:
         sender = (group.group_id, group.epoch) if group else (self.group_id, self.epoch)
         frame = Frame(*sender, body, payload)
         if peer in self._unsent:  # keep the order
-            self._keep(peer, frame)
+            self._enqueue(peer, frame)
             return
         try:
             self._gate.send(self.lane, peer, frame)
@@ -99,14 +102,17 @@ class Links:
             log.warning("%s is not connected: %s not sent", peer, type(body).__name__)
         except LaneFull as error:
             log.warning("%s; frames for it are queued here until it accepts more", error)
-            self._keep(peer, frame)
+            self._enqueue(peer, frame)
 
     def receive(self) -> list[Received]:
-        """The frames received since the last call, in sending order for each peer."""
-        self._send_what_waits()
+        """Return the frames received since the last call, in sending order for each peer.
+
+        Also sends queued frames for which the lane has room again.
+        """
+        self._send_queued()
         taken = list(self._to_self)
         self._to_self.clear()
-        arrived = [*self._admitted, *self.lane.receive(self._peers_to_leave())]
+        arrived = [*self._admitted, *self.lane.receive(self._peers_to_pause())]
         self._admitted.clear()
         for peer, frame in arrived:
             body = cast(LaneFrame, frame.header)
@@ -118,11 +124,11 @@ class Links:
         return taken
 
     def events(self) -> list[LaneEvent]:
-        """Connects and losses on the lane since the last call."""
+        """Return the connects and losses on the lane since the last call."""
         return self.lane.events()
 
-    def _peers_to_leave(self) -> set[str]:
-        """Peers whose frames stay on the lane for now (back-pressure)."""
+    def _peers_to_pause(self) -> set[str]:
+        """Return the peers whose frames stay on the lane for now (back-pressure)."""
         if len(self._fence.early) < EARLY_MAX and self._early_bytes < EARLY_BYTES_MAX:
             return set()
         if not self._early_logged:
@@ -137,15 +143,15 @@ class Links:
             )
         return self._ahead
 
-    def _keep(self, peer: str, frame: Frame) -> None:
-        """Queue a frame until the lane has room. Raises LaneFull."""
+    def _enqueue(self, peer: str, frame: Frame) -> None:
+        """Queue a frame until the lane has room. Raises LaneFull at `UNSENT_MAX` frames."""
         waiting = self._unsent.setdefault(peer, deque())
         if len(waiting) >= UNSENT_MAX:
             raise LaneFull(f"{peer} accepts no frames: {UNSENT_MAX} are queued for it; see its log")
         # Copy the payload, as the lane would: the caller may reuse its memory after `send`.
         waiting.append(replace(frame, payload=as_bytes(frame.payload).copy()))
 
-    def _send_what_waits(self) -> None:
+    def _send_queued(self) -> None:
         for peer, waiting in list(self._unsent.items()):
             try:
                 while waiting:

@@ -1,9 +1,14 @@
-"""A worker's engine as a member of its group: drives `core.changeover` and the model.
+"""The group member of a worker's engine: drives the `core.changeover` state machine and the model.
 
-Each event goes to the state machine, whose commands are executed in order; the answer to a memory
-command is handled before the next command. The stage's lock is held meanwhile, because the mover's
-thread takes it for each piece of a transfer. Stages run without the lock, since that takes long,
-and before the next event.
+`Changeover` decides; this module executes. Each event goes to the state machine, and its commands
+are executed in order; the answer to a memory command is handled before the next command. All this
+happens under the stage's lock, which the mover's thread takes for each piece of a KV or parameter
+transfer. A stage runs without the lock, because that takes long, and before the next event.
+
+Terms: a group runs the model's layers as a pipeline of stages, one per member. Its leader runs the
+first stage and plans microbatches. The epoch numbers a group's configurations. A preparation makes
+a member ready for a configuration that may be committed. A change is settled when all requests and
+KV have reached their new members. Parked batch requests wait at a follower before they move.
 """
 
 import logging
@@ -36,7 +41,7 @@ from services.core.planner.sequence_ids import SequenceIdSource
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
-from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
+from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
@@ -55,13 +60,15 @@ from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
 log = logging.getLogger(__name__)
 
 _MAY_FAIL = (vocabulary.MeasureRestore, vocabulary.ShrinkKv, vocabulary.MapKv)
-"""Memory commands that may fail: the memory is unchanged then, and only the attempt ends."""
+"""Commands of a preparation that may fail: the memory is unchanged then, and only the preparation
+ends. The failure of any other command stops the engine."""
 
 
 class Member:
-    """The group member of an engine. All methods are called from the engine's thread.
+    """The group member of an engine. Public methods are called from the engine's thread.
 
-    `take` and `launch` last no longer than an iteration.
+    Only a failpoint may call `cut_off` from the mover's thread, too. `take` and `launch` return
+    within the time of an iteration.
     """
 
     def __init__(
@@ -71,18 +78,18 @@ class Member:
         stage: StageRunner,
         links: Links,
         bulk: Lane,
-        mover_of: Callable[[EpochStatusOf, Unpack], Mover],
+        create_mover: Callable[[EpochStatusOf, Unpack], Mover],
         now_s: Callable[[], float],
         facts: FactLog | None = None,
     ) -> None:
-        """`bulk` is the lane of the mover that `mover_of` creates."""
+        """`bulk` is the lane of the mover that `create_mover` returns."""
         self.changeover = changeover
         self.state = state = changeover.planner
         self.stage = stage
         self.links = links
-        self.mover = mover = mover_of(self._epoch_status_of, self._unpack)
+        self.mover = mover = create_mover(self._epoch_status_of, self._unpack)
         self._now_s = now_s
-        self._names = SequenceIdSource(identity.incarnation)
+        self._seq_id_source = SequenceIdSource(identity.incarnation)
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
         self._failpoints = ChangeFailpoints(identity.worker_id)
@@ -91,15 +98,15 @@ class Member:
         self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
-        self._plans: dict[int, list[GroupPlan]] = {}  # by epoch: present and future
-        self._asked: dict[str, list[GroupPlan]] = {}  # by attempt: preparations in progress
-        self._lost: frozenset[str] = frozenset()  # reported to the machine in this configuration
+        self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
+        self._preparations: dict[str, list[GroupPlan]] = {}  # in progress, by attempt
+        self._reported_lost: frozenset[str] = frozenset()  # members, in this configuration
         self._payload: Any = b""  # of the frame that is being handled
-        self._to_run: list[vocabulary.RunStage] = []
-        self._swept = True  # all memory of the last drop is unmapped
+        self._due_stages: list[vocabulary.RunStage] = []  # commanded, not run yet
+        self._swept = True  # all memory of dropped layers is unmapped
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
             vocabulary.SendFrame: self._send,
-            vocabulary.RunStage: self._to_run.append,
+            vocabulary.RunStage: self._due_stages.append,
             vocabulary.SendBlocks: self._transfers.send,
             vocabulary.CancelTransfer: lambda command: self.mover.cancel(command.transfer_id),
             vocabulary.SwitchStage: self._switch,
@@ -122,10 +129,10 @@ class Member:
     # --- commands of the servicer
 
     def handle(self, event: RequestArrived | RequestAborted | RequeueChecked) -> None:
-        """Apply an event of a request, named by the id that its gateway knows."""
-        # Each start of a request gets a sequence id of its own: a retry is another sequence.
+        """Apply an event of a request, whose id is the gateway's id."""
+        # Each start of a request gets its own sequence id: a retry is another sequence.
         if isinstance(event, RequestArrived):
-            seq_id = self._names.new_id(event.request.request_id)
+            seq_id = self._seq_id_source.new_id(event.request.request_id)
             event = replace(event, request=replace(event.request, request_id=seq_id))
             self._serving.begin(seq_id, event.request)
         elif isinstance(event, RequestAborted):
@@ -137,39 +144,39 @@ class Member:
         self._serving.outbox.refusals.append(refusal)
 
     def apply(self, command: ApplyConfiguration) -> None:
-        """Change to a committed configuration; older ones are ignored."""
+        """Change to a committed configuration; a configuration of an older epoch is ignored."""
         self._plans.setdefault(command.groups[0].epoch, command.groups)
         groups = stages_of(command.groups)
-        self._failpoints.asked(groups, "commit")
+        self._failpoints.hit_requested(groups, "commit")
         self._apply(vocabulary.ConfigurationCommitted(self._now_s(), groups))
 
     def prepare(self, command: Prepare) -> None:
-        """Prepare for groups that may be committed; the answer is in `EngineOutbox.prepared`."""
-        if command.attempt not in self._asked:  # a repetition gets the same answer later
-            self._asked[command.attempt] = command.groups
+        """Prepare for groups that may be committed; the answer comes in `EngineOutbox.prepared`."""
+        if command.attempt not in self._preparations:  # a repeated command has no effect
+            self._preparations[command.attempt] = command.groups
             groups = stages_of(command.groups)
-            self._failpoints.asked(groups, "prepare")
+            self._failpoints.hit_requested(groups, "prepare")
             self._apply(vocabulary.PreparationAsked(command.attempt, groups))
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown attempts are ignored."""
-        self._asked.pop(attempt, None)
+        self._preparations.pop(attempt, None)
         self._apply(vocabulary.PreparationAborted(attempt))
 
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
-        """End all connections of these lanes; only the peers get events. A fault injection."""
+        """End all connections of these lanes, for fault injection; only the peers get events."""
         self._connections.end_all(activations, bulk)
 
     # --- state
 
     @property
     def configuration(self) -> Configuration | None:
-        """The present configuration; None before the first."""
+        """The present configuration; None before the first one."""
         return self.changeover.configuration
 
     @property
     def settled(self) -> bool:
-        """Whether the last change has settled, so that another change may be prepared."""
+        """Whether the last change is settled, so that another change may be prepared."""
         return self.changeover.settled
 
     @property
@@ -181,12 +188,12 @@ class Member:
 
     @property
     def busy_changing(self) -> bool:
-        """Whether a change or a preparation needs turns even without new frames."""
+        """Whether a change or a preparation needs further calls of `take` without new frames."""
         return self.changeover.busy or self._restoring.running or not self._swept
 
     @property
     def trouble(self) -> str:
-        """A human-readable reason why its group cannot continue; "" while it can."""
+        """A human-readable reason why this member's group cannot continue; "" while it can."""
         joining = self.changeover.phase is MemberPhase.JOINING
         return self._health.trouble(self._now_s(), joining)
 
@@ -197,36 +204,37 @@ class Member:
 
     @property
     def iteration_time(self) -> IterationTime:
-        """Total time of its iterations, measured and predicted by the cost model."""
+        """Total time of this engine's iterations, measured and predicted by the cost model."""
         return self._serving.iterations.total
 
     @property
     def slowest_iteration_s(self) -> float:
-        """Time of its slowest recent iteration."""
+        """Time of this engine's slowest recent iteration."""
         return self._serving.iterations.slowest_s
 
     @property
     def iteration_tokens(self) -> IterationTokens:
-        """Token counts of all iterations that it has planned."""
+        """Token counts of all iterations that this engine has planned."""
         return self._serving.iteration_tokens.total
 
     def take_outbox(self) -> EngineOutbox:
-        """The outbox since the last call, for the servicer."""
+        """Return the results for the servicer since the last call."""
         outbox, self._serving.outbox = self._serving.outbox, EngineOutbox()
         return outbox
 
     # --- a turn
 
     def take(self) -> bool:
-        """Handle received frames and events, and continue a change; False if idle.
+        """Handle received frames and events, and continue a change.
 
-        Runs the microbatches of which this worker is a later stage.
+        Runs this worker's stage of received microbatches. Returns False if nothing was received.
         """
         received = self.links.receive()
         for message in received:
-            self._take(message)
-        moved = self._take_events()
-        # Outside of changes the peer's own report to the memory manager is enough.
+            self._handle_message(message)
+        moved = self._handle_events()
+        # A connection that ended without an event matters only during a change: at other times the
+        # memory manager learns of the loss from the peer.
         if self.changeover.busy:
             self._connections.detect_lost()
         if self.configuration is not None and self._connections.any_lost:
@@ -240,22 +248,22 @@ class Member:
         return bool(received) or moved
 
     def launch(self, interrupts: Interrupts | None = None) -> bool:
-        """Plan and run at most one microbatch as the leader's stage; False if none was planned.
+        """Plan at most one microbatch and run the leader's stage of it; False if none was planned.
 
-        `interrupts` returns, for an iteration of a single-worker group, a predicate that is called
-        before each layer and is True if the iteration must stop there.
+        `interrupts` is used in a single-worker group. For a microbatch it returns a predicate that
+        is called before layers and is True if the iteration must stop there.
         """
         microbatch = self._plan()
         if microbatch is None:
             self._serving.pause()
         else:
             if self.settled:
-                self._failpoints.running()
+                self._failpoints.hit_microbatch()
             ended = self._serving.run_first(microbatch, self.configuration, interrupts)
             if ended is not None:
                 self._apply(ended)
             if isinstance(ended, IterationSuspended):
-                self._failpoints.suspended()
+                self._failpoints.hit_suspended()
         self._facts.note_memory(self.links.epoch, self.settled)
         return microbatch is not None
 
@@ -269,24 +277,24 @@ class Member:
             microbatch = self.changeover.plan(now_s)
         self._facts.record(BATCH, Planned(now_s, microbatch))
         if microbatch is not None and self.state.stages > 1:
-            self._health.launched(now_s)  # a single worker gets its result at once
+            self._health.note_launched(now_s)  # a single worker has its result before the next turn
         self._serving.note_planned(microbatch, now_s)
         return microbatch
 
-    def _take(self, received: Received) -> None:
+    def _handle_message(self, received: Received) -> None:
         frame = received.frame
-        if isinstance(frame, SlabWanted):
+        if isinstance(frame, SlabRequest):
             self._parameters.send(received.peer, frame)
         elif isinstance(frame, SlabRefused):
             self._restoring.note_transfer(frame.transfer_id, intact=False)
         else:
             if isinstance(frame, Samples):
                 self._serving.meter.note_result(frame.number, self._now_s())
-                self._health.finished(self._now_s())
+                self._health.note_returned(self._now_s())
             self._payload = received.payload
             self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
 
-    def _take_events(self) -> bool:
+    def _handle_events(self) -> bool:
         for lane_event in self.links.events():
             self._connections.note_activations(lane_event)
         events = self.mover.events()
@@ -299,7 +307,7 @@ class Member:
         return bool(events)
 
     def _note_outcome(self, outcome: TransferOutcome) -> None:
-        """Pass the end of a transfer to the preparation or, for KV, to the state machine."""
+        """Pass the end of a transfer to the preparation (parameters) or the state machine (KV)."""
         transfer_id, status = outcome.transfer_id, outcome.status
         if status is TransferStatus.FAILED:
             peer, reason = outcome.peer or "no peer", outcome.reason
@@ -307,18 +315,18 @@ class Member:
         if status is not TransferStatus.SENT:
             intact = status is TransferStatus.RECEIVED
             if self._restoring.note_transfer(transfer_id, intact=intact):
-                return  # parameters that a preparation fetches; all other transfers are KV
+                return
         self._apply(outcome)
 
     def _handle_lost_peers(self, configuration: Configuration) -> None:
         """Report newly lost members to the state machine and to the group's health."""
         members = members_of(self._plans[configuration.epoch])
         lost = frozenset(self._connections.lost(members.values()))
-        if lost != self._lost:
-            if new := sorted(lost - self._lost):
+        if lost != self._reported_lost:
+            if new := sorted(lost - self._reported_lost):
                 group_id, epoch = configuration.own.group_id, configuration.epoch
                 log.warning("%s at epoch %d has lost %s", group_id, epoch, ", ".join(new))
-            self._lost = lost
+            self._reported_lost = lost
             self._health.note_lost(lost & configuration.own.workers)
             self._apply(vocabulary.PeersLost(self._now_s(), lost))
 
@@ -329,13 +337,14 @@ class Member:
         with self.stage.lock:
             self._handle(event)
         # Without the lock: transfers proceed while the model runs.
-        while self._to_run:
+        while self._due_stages:
             assert self.configuration is not None
             if self.settled:
-                self._failpoints.running()
+                self._failpoints.hit_microbatch()
             if self.changeover.parked_due_s is not None:
-                self._failpoints.resting()
-            self._serving.follow(self.configuration, self._to_run.pop().frame, self._payload)
+                self._failpoints.hit_parked()
+            frame = self._due_stages.pop().frame
+            self._serving.run_later_stage(self.configuration, frame, self._payload)
 
     def _handle(self, event: vocabulary.Event) -> None:
         self._facts.record(EVENT, event)
@@ -349,17 +358,17 @@ class Member:
                 if not isinstance(command, _MAY_FAIL):
                     raise
                 answer = vocabulary.RestoreFailed(str(error))
-            # Before the next command, which may rely on what the answer changes.
+            # Handle the answer now: the next command may rely on its effects.
             if answer is not None:
                 self._handle(answer)
 
     def _send(self, command: vocabulary.SendFrame[Any]) -> None:
-        self._failpoints.sending(command.frame)
+        self._failpoints.hit_frame(command.frame)
         self.links.send(command.peer, command.frame, group=command.group)
 
     def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
         new, memory = command.configuration, self.stage.runner.stage_memory
-        self._failpoints.switching(new)
+        self._failpoints.hit_switch(new)
         report = memory.set_stage(new.stage.first_layer, new.stage.end_layer)
         if report.dropped_bytes:
             place = (new.own.group_id, new.epoch)
@@ -368,15 +377,17 @@ class Member:
         self._restoring.stop()
         self.links.enter(new.own.group_id, new.epoch)
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= new.epoch}
-        self._asked = {
-            name: groups for name, groups in self._asked.items() if groups[0].epoch > new.epoch
+        self._preparations = {
+            name: groups
+            for name, groups in self._preparations.items()
+            if groups[0].epoch > new.epoch
         }
         self._connections.enter(members_of(self._plans[new.epoch]).values())
-        self._lost = frozenset()
+        self._reported_lost = frozenset()
         self._health.enter(self._now_s())
         self._serving.meter.start_configuration()
         self._facts.switch(new)
-        self._failpoints.changing("mapped")
+        self._failpoints.hit_change("mapped")
         return vocabulary.StageSwitched(memory.num_blocks, bool(memory.departed_layers))
 
     def _release_departed(self, command: vocabulary.ReleaseDeparted) -> vocabulary.DepartedReleased:
@@ -401,16 +412,16 @@ class Member:
             ) from error
 
     def _connect(self, command: vocabulary.ConnectMembers) -> None:
-        self._restoring.connect(command.attempt, members_of(self._asked[command.attempt]))
+        self._restoring.connect(command.attempt, members_of(self._preparations[command.attempt]))
 
     def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
-        self._failpoints.preparing("ready")
-        self._asked.pop(command.attempt, None)
+        self._failpoints.hit_preparation("ready")
+        self._preparations.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
         self._serving.outbox.prepared.append(answer)
 
     def _note_aborted(self, command: vocabulary.NoteAborted) -> None:
-        self._asked.pop(command.attempt, None)
+        self._preparations.pop(command.attempt, None)
         self._restoring.stop()
         self.stage.runner.stage_memory.cancel_drop()
         log.info("the preparation %s was aborted", command.attempt)
@@ -422,12 +433,12 @@ class Member:
     # --- on the mover's thread
 
     def _epoch_status_of(self, group_id: str, epoch: int) -> EpochStatus:
-        """The status of a piece's epoch; parameters, which have no group, are always current."""
+        """Return the status of a piece's epoch; parameters have no group and are always current."""
         return EpochStatus.of(epoch, self.links.epoch) if group_id else EpochStatus.CURRENT
 
     def _unpack(self, piece: BulkPiece, payload: Bytes) -> None:
         """Store a received piece of KV or parameters. Raises WorkerError to refuse it."""
         if isinstance(piece, KvPiece):
-            self._transfers.take(piece, payload)
+            self._transfers.store(piece, payload)
         else:
-            self._parameters.take(piece, payload)
+            self._parameters.store(piece, payload)

@@ -8,7 +8,7 @@ from services.worker.ipc import GroupPlan, MemberPlan
 
 
 def stages_of(groups: Sequence[GroupPlan]) -> tuple[GroupStages, ...]:
-    """The stages of the groups, without network addresses."""
+    """Return the stages of the groups, without network addresses."""
     return tuple(
         GroupStages(
             group.group_id,
@@ -21,5 +21,5 @@ def stages_of(groups: Sequence[GroupPlan]) -> tuple[GroupStages, ...]:
 
 
 def members_of(groups: Sequence[GroupPlan]) -> dict[str, MemberPlan]:
-    """All members of the groups, by worker id."""
+    """Return all members of the groups, by worker id."""
     return {member.worker_id: member for group in groups for member in group.members}

@@ -1,4 +1,10 @@
-"""Executes the commands of a preparation: connections, memory, parameters (KunServe §4.4)."""
+"""Executes the commands of a preparation: connections, memory, parameters (KunServe §4.4).
+
+A preparation makes a member ready for a group change before it is committed: the member connects to
+the other members, frees KV memory, and restores the slabs that it lacks for its new layers. A slab
+is the memory with the parameters of a layer, or of the embeddings. The mover is the thread that
+sends and receives slabs and KV.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -24,7 +30,7 @@ from services.core.changeover.vocabulary import (
 from services.worker.engine.memory.layer_slab import SlabState
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
-from services.worker.engine.pipeline.frames import SlabRefused, SlabWanted
+from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull
@@ -34,26 +40,26 @@ from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, para
 from services.worker.errors import WorkerError
 from services.worker.ipc import MemberPlan
 
-CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed
+CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed, per `step`
 CONNECT_TIMEOUT_S = 10.0
 
-End = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
+PreparationEvent = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _SlabFetch:
     transfer_id: str
-    until_s: float
+    until_s: float  # deadline
     arrived: bool = False
     failed: bool = False
 
 
 @dataclass(slots=True)
 class Restoring:
-    """The preparation's slow work, as a coroutine that `step` resumes between iterations.
+    """The work of a preparation. Slow work is a generator that `step` resumes between iterations.
 
-    A single piece of work is in progress at a time, and a step never takes long.
+    At most one slow work is in progress, and a step is short beside an iteration.
     """
 
     links: Links
@@ -62,16 +68,16 @@ class Restoring:
     mover: Mover
     now_s: Callable[[], float]
     failpoints: ChangeFailpoints
-    _steps: Iterator[End | None] | None = None  # the work in progress
+    _steps: Iterator[PreparationEvent | None] | None = None  # the work in progress
     _fetching: _SlabFetch | None = field(default=None)  # the slab transfer in progress
 
     @property
     def running(self) -> bool:
-        """Whether work is in progress, so that it needs turns."""
+        """Whether slow work is in progress, so that `step` must be called."""
         return self._steps is not None
 
-    def step(self) -> End | None:
-        """Continue the work; returns its event when it has ended."""
+    def step(self) -> PreparationEvent | None:
+        """Continue the slow work; returns its event when it has ended, else None."""
         if self._steps is None:
             return None
         try:
@@ -88,26 +94,28 @@ class Restoring:
         """Start to connect both lanes to every other member."""
         self._steps = self._connect(attempt, members)
 
-    def _connect(self, attempt: str, members: dict[str, MemberPlan]) -> Iterator[End | None]:
-        # Dial or expect again in each turn: a peer refuses until it expects this worker.
-        me = members[self.links.worker_id]
-        peers = [member for worker_id, member in members.items() if worker_id != me.worker_id]
+    def _connect(
+        self, attempt: str, members: dict[str, MemberPlan]
+    ) -> Iterator[PreparationEvent | None]:
+        # Dial or expect again in each step: a peer refuses until it expects this worker.
+        own = members[self.links.worker_id]
+        peers = [member for worker_id, member in members.items() if worker_id != own.worker_id]
         until_s = self.now_s() + CONNECT_TIMEOUT_S
         while waiting := [member for member in peers if not self.connections.has(member)]:
             if self.now_s() > until_s:
                 yield MembersConnected(attempt, waiting[0].worker_id)
             for member in waiting:
-                self.connections.open(me, member)
+                self.connections.open(own, member)
             yield None
         yield MembersConnected(attempt)
 
     def shrink(self, command: ShrinkKv) -> None:
-        """Unmap KV tails; their memory is released slice by slice."""
-        self.failpoints.preparing("room")
+        """Start to unmap the KV blocks from `command.blocks` on; `step` frees them in slices."""
+        self.failpoints.hit_preparation("room")
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = self._sweep(command.attempt)
 
-    def _sweep(self, attempt: str) -> Iterator[End | None]:
+    def _sweep(self, attempt: str) -> Iterator[PreparationEvent | None]:
         while True:
             with self.stage.lock:
                 swept = self.stage.runner.stage_memory.finish_drop()
@@ -117,9 +125,9 @@ class Restoring:
         """Start to fetch and verify a slab."""
         self._steps = self._restore(command)
 
-    def _restore(self, command: RestoreSlab) -> Iterator[End | None]:
+    def _restore(self, command: RestoreSlab) -> Iterator[PreparationEvent | None]:
         memory, slab = self.stage.runner.stage_memory, command.slab
-        self.failpoints.preparing("fetch")
+        self.failpoints.hit_preparation("fetch")
         try:
             with self.stage.lock:
                 if memory.slabs[slab].state is SlabState.ABSENT:
@@ -129,27 +137,28 @@ class Restoring:
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
-            # Verified by digest: a slab with any other byte must never run.
+            # Verify the digest: a slab with any other byte must never run.
             while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
                 yield None
-            self.failpoints.preparing("verify")
+            self.failpoints.hit_preparation("verify")
             yield SlabVerified(command.attempt, slab, intact=True)
         except WorkerError as error:
-            # The model folder is the last resort; after a failed holder, it comes next.
+            # Without a holder, the model folder itself has failed: there is no other source. After
+            # a failed holder, the state machine loads the slab from the model folder.
             if not command.holder:
                 yield RestoreFailed(str(error))
             log.warning("%s; its holder is %s", error, command.holder)
             yield SlabVerified(command.attempt, slab, intact=False)
 
     def _fetch(self, command: RestoreSlab) -> Iterator[None]:
-        """Fetch a slab from a member. Raises _NotFetched."""
+        """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
         memory = self.stage.runner.stage_memory
         patience_s = self.mover.patience_s(memory.slabs[command.slab].layout.size_bytes)
         fetching = _SlabFetch(transfer_id, self.now_s() + patience_s)
         self._fetching = fetching
         digest = memory.slab_digest(command.slab).hex()
-        self.links.send(command.holder, SlabWanted(command.slab, transfer_id, digest))
+        self.links.send(command.holder, SlabRequest(command.slab, transfer_id, digest))
         while not (fetching.arrived or fetching.failed):
             if self.now_s() > fetching.until_s:
                 self.mover.cancel(transfer_id)
@@ -170,11 +179,14 @@ class Restoring:
     # --- quick work, called with the stage's lock held
 
     def measure(self, command: MeasureRestore) -> RestoreMeasured:
-        """Measure missing parameters and the room for KV of a stage with these layers."""
+        """Measure missing parameters and the room for KV of a stage with these layers.
+
+        If the stage only loses layers, also prepares their drop.
+        """
         memory = self.stage.runner.stage_memory
         first, end = command.first_layer, command.end_layer
-        # If layers are only dropped, map the KV memory that the drop gains now: the switch itself
-        # must not wait for it.
+        # Prepare the KV memory that a drop of layers gains now, so that the switch does not wait
+        # for it.
         memory.prepare_drop(first, end)
         return RestoreMeasured(
             memory.blocks_after_adding(first, end),
@@ -183,19 +195,19 @@ class Restoring:
         )
 
     def map_kv(self, command: MapKv) -> KvMapped:
-        """Map as many KV blocks for the returning layers as the stage has."""
-        self.failpoints.preparing("map_kv")
+        """Map as many KV blocks for the returning layers as the other layers have."""
+        self.failpoints.hit_preparation("map_kv")
         self.stage.runner.stage_memory.map_kv_of(command.layers)
         return KvMapped()
 
     def undo(self, command: UndoRestore) -> RestoreUndone:
-        """Roll back every step; work in progress ends without an event."""
+        """Roll back the memory changes; slow work in progress ends without an event."""
         self.stop()
         memory = self.stage.runner.stage_memory
         return RestoreUndone(memory.abandon_restore(keep_verified=command.keep_verified))
 
     def stop(self) -> None:
-        """Stop the work in progress, without an event."""
+        """Stop slow work in progress, without an event."""
         self._steps = None
         if self._fetching is not None:
             self.mover.cancel(self._fetching.transfer_id)
@@ -203,7 +215,7 @@ class Restoring:
 
 
 class _NotFetched(WorkerError):
-    """A holder did not send a slab in time, or refused."""
+    """A member refused to send a slab, or did not send it in time."""
 
 
 @dataclass(slots=True)
@@ -215,8 +227,8 @@ class ParameterSource:
     mover: Mover
     failpoints: ChangeFailpoints
 
-    def send(self, peer: str, wanted: SlabWanted) -> None:
-        """Start the transfer of a slab, or refuse if this member lacks the wanted parameters."""
+    def send(self, peer: str, wanted: SlabRequest) -> None:
+        """Start the transfer of a slab; refuse if this member lacks the parameters or is busy."""
         memory = self.stage.runner.stage_memory
         slab = memory.slabs.get(wanted.slab)
         if slab is None or not slab.resident or slab.digest.hex() != wanted.digest:
@@ -230,7 +242,7 @@ class ParameterSource:
         except MoverFull:
             self.links.send(peer, SlabRefused(wanted.slab, wanted.transfer_id))
 
-    def take(self, piece: ParameterPiece, payload: Bytes) -> None:
+    def store(self, piece: ParameterPiece, payload: Bytes) -> None:
         """Store a received piece; called on the mover's thread.
 
         Raises:
@@ -241,7 +253,7 @@ class ParameterSource:
             memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
 
     def _pack(self, slab: str, offset_bytes: int, target: Bytes) -> None:
-        self.failpoints.preparing("slab_piece")
+        self.failpoints.hit_preparation("slab_piece")
         with self.stage.lock:
             memory = self.stage.runner.stage_memory
             memory.pack_slab(slab, offset_bytes, torch.from_numpy(target))

@@ -1,4 +1,9 @@
-"""Runs planned microbatches, forwards their results, and collects output for clients."""
+"""Runs planned microbatches, forwards their results, and collects output for clients.
+
+Terms: a microbatch is a batch that the planner has planned; a pipeline has several in flight. An
+iteration is the run of a microbatch by this stage. A sequence is an attempt at a request, with an
+id of its own; output for clients carries the request's id.
+"""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,9 +33,9 @@ from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
 
-PREEMPTIONS_REPORTED = 32  # per request; times of later preemptions are dropped
-# Entries of requests that never ended are pruned once as many more are known than run.
-SLACK = 64
+PREEMPTION_TIMES_MAX = 32  # per sequence; times of later preemptions are not reported
+# Entries are pruned when there are more than twice the planner's sequences, plus this margin.
+PRUNE_MARGIN = 64
 
 
 class _Activity(Enum):
@@ -41,6 +46,8 @@ class _Activity(Enum):
 
 @dataclass(slots=True)
 class _Entry:
+    """The times of a sequence so far."""
+
     began_s: float
     since_s: float  # start of the present activity
     activity: _Activity = _Activity.WAIT
@@ -54,20 +61,20 @@ class _Entry:
 
 
 class RequestClock:
-    """Measures how long each request waits, prefills and decodes in this engine."""
+    """Measures how long each sequence waits, prefills and decodes in this engine."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        # Requests that wait to run: usually none, so an iteration costs nothing.
+        # Sequences that wait to run. Usually there are none, and `note_launched` returns at once.
         self._waiting: set[str] = set()
 
     def begin(self, seq_id: str, now_s: float, decodes: bool = False) -> None:
-        """Start the clock of a request; `decodes`: it already has output from another engine."""
+        """Start the clock of a sequence; `decodes`: it already has output of another engine."""
         self._entries[seq_id] = _Entry(now_s, now_s, decodes=decodes)
         self._waiting.add(seq_id)
 
-    def launched(self, seq_ids: Callable[[], Iterable[str]], now_s: float) -> None:
-        """Note the requests of the next microbatch; `seq_ids` is called only if any wait."""
+    def note_launched(self, seq_ids: Callable[[], Iterable[str]], now_s: float) -> None:
+        """Record the sequences of the next microbatch; `seq_ids` is called only if any wait."""
         if not self._waiting:
             return
         for seq_id in self._waiting.intersection(seq_ids()):
@@ -75,27 +82,27 @@ class RequestClock:
             entry.switch_to(_Activity.DECODE if entry.decodes else _Activity.PREFILL, now_s)
             self._waiting.discard(seq_id)
 
-    def emitted(self, seq_id: str, now_s: float) -> None:
-        """Note an output token of the request."""
+    def note_emitted(self, seq_id: str, now_s: float) -> None:
+        """Record that the sequence has output, so that it decodes from now on."""
         entry = self._entries.get(seq_id)
         if entry is not None and not entry.decodes:
             entry.decodes = True
             if entry.activity is _Activity.PREFILL:
                 entry.switch_to(_Activity.DECODE, now_s)
 
-    def preempted(self, seq_ids: Iterable[str], now_s: float) -> None:
-        """Note waiting requests: those that were running have been preempted."""
+    def note_preempted(self, seq_ids: Iterable[str], now_s: float) -> None:
+        """Record the sequences that wait now: those that ran until now have been preempted."""
         for seq_id in seq_ids:
             entry = self._entries.get(seq_id)
             if entry is None or seq_id in self._waiting:
                 continue
             entry.switch_to(_Activity.WAIT, now_s)
             self._waiting.add(seq_id)
-            if len(entry.preempted_s) < PREEMPTIONS_REPORTED:
+            if len(entry.preempted_s) < PREEMPTION_TIMES_MAX:
                 entry.preempted_s.append(now_s - entry.began_s)
 
     def end(self, seq_id: str, now_s: float) -> RequestTimes | None:
-        """Stop the clock of a request; returns its times, None if it is unknown."""
+        """Stop the clock of a sequence; returns its times, None if it is unknown."""
         self._waiting.discard(seq_id)
         entry = self._entries.pop(seq_id, None)
         if entry is None:
@@ -110,13 +117,13 @@ class RequestClock:
         )
 
     def prune(self, known: Container[str], count: int) -> None:
-        """Once there are many entries, remove those not in `known`, which has `count` requests."""
-        if len(self._entries) > 2 * count + SLACK:
+        """If there are many entries, remove those not in `known`, which has `count` sequences."""
+        if len(self._entries) > 2 * count + PRUNE_MARGIN:
             for seq_id in [seq_id for seq_id in self._entries if seq_id not in known]:
                 self.end(seq_id, 0.0)
 
     def check_invariants(self, running: Mapping[str, object]) -> None:
-        """Raise AssertionError unless all waiting and `running` requests have entries."""
+        """Raise AssertionError unless all waiting and `running` sequences have entries."""
         assert self._waiting <= self._entries.keys()
         assert running.keys() <= self._entries.keys()
 
@@ -133,33 +140,35 @@ class EngineOutbox:
     times: dict[str, RequestTimes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
+        # `times` belong to requests that ended (a token or refusal) or moved.
         return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)
 
 
 Interrupts = Callable[[Microbatch], Callable[[], bool] | None]
+"""Returns for a microbatch the predicate that is True when it must stop, or None."""
 
 
 class Serving:
-    """Runs microbatches for the member and collects the outbox.
+    """Runs microbatches for the group member of this engine and collects its outbox.
 
-    Commands of the planner name sequences; the outbox names requests by the gateway's ids.
+    Commands of the planner carry sequence ids; the outbox carries the gateway's request ids.
     """
 
     def __init__(
         self, state: PlannerState, stage: StageRunner, links: Links, now_s: Callable[[], float]
     ) -> None:
         self.outbox = EngineOutbox()
-        self.meter = BubbleMeter()  # this stage's time in pipelines, pacing included
-        self.iterations = IterationMeter(state.config.cost_model)  # measured against predicted
+        self.meter = BubbleMeter()  # busy and idle time of this stage in pipelines
+        self.iterations = IterationMeter(state.config.cost_model)  # measured and predicted times
         self.iteration_tokens = IterationTokenMeter()  # tokens of iterations planned here
         self._clock = RequestClock()
-        self._preemptions_seen = 0  # of the planner's total
+        self._preemptions_seen = 0  # the planner's total of preemptions at the last call
         self._state = state
         self._resumes_work = state.config.preempted_work is PreemptedWork.RESUME
         self._stage = stage
         self._links = links
         self._now_s = now_s
-        self._ended_s: float | None = None  # end of the last iteration; None after a pause
+        self._ended_s: float | None = None  # end of the last iteration; None after idle time
 
     # --- output for clients
 
@@ -180,7 +189,7 @@ class Serving:
             self.outbox.refusals.append(replace(command, request_id=request_id_of(seq_id)))
             return
         if command.index == 0:
-            self._clock.emitted(seq_id, self._now_s())
+            self._clock.note_emitted(seq_id, self._now_s())
         self.outbox.tokens.append(command._replace(request_id=request_id_of(seq_id)))
         if command.finish_reason is not None:
             self._note_end(seq_id)
@@ -225,14 +234,14 @@ class Serving:
     # --- microbatches
 
     def note_planned(self, microbatch: Microbatch | None, now_s: float) -> None:
-        """Update the clocks after a call of the planner, which may have preempted requests."""
+        """Update the clocks after a call of the planner, which may have preempted sequences."""
         state = self._state
         if state.preemptions_total != self._preemptions_seen:
             self._preemptions_seen = state.preemptions_total
-            self._clock.preempted((sequence.seq_id for sequence in state.waiting), now_s)
+            self._clock.note_preempted((sequence.seq_id for sequence in state.waiting), now_s)
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            self._clock.launched(lambda: (chunk.seq_id for chunk in chunks), now_s)
+            self._clock.note_launched(lambda: (chunk.seq_id for chunk in chunks), now_s)
 
     def run_first(
         self,
@@ -240,7 +249,11 @@ class Serving:
         configuration: Configuration | None,
         interrupts: Interrupts | None,
     ) -> IterationEvent | None:
-        """Run the leader's stage of a microbatch; returns its end if there are no other stages."""
+        """Run the leader's stage of a microbatch.
+
+        Returns the end of the iteration in a single-worker group. In a pipeline, sends the hidden
+        states to the next stage and returns None.
+        """
         if self._state.stages == 1:
             return self._run_alone(microbatch, interrupts)
         assert configuration is not None
@@ -252,17 +265,19 @@ class Serving:
             output = self._stage.run_first(microbatch)
             ended_s = self._now_s()
             self.meter.note_run(started_s, ended_s)
-            self._compare(microbatch.batch, ended_s - started_s)
+            self._record_time(microbatch.batch, ended_s - started_s)
             assert output is not None
             payload = hidden_bytes(output)
         self._links.send(configuration.next_worker, activations(microbatch, vacant_s), payload)
         return None
 
     def pause(self) -> None:
-        """Note that nothing was launched: the time until the next launch is idle time."""
+        """Record that nothing was launched: the time until the next launch is idle time."""
         self._ended_s = None
 
-    def follow(self, configuration: Configuration, frame: Activations, payload: Any) -> None:
+    def run_later_stage(
+        self, configuration: Configuration, frame: Activations, payload: Any
+    ) -> None:
         """Run a later stage, and send its result to the next stage or to the leader."""
         started_s = self._now_s()
         output = self._stage.run_next(frame, payload)
@@ -281,20 +296,20 @@ class Serving:
     def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> IterationEvent:
         interrupted = interrupts(microbatch) if interrupts is not None else None
         suspends = microbatch.preemptible and self._resumes_work
-        # Charge the loop's work between two iterations to the second.
+        # The loop's work since the last iteration counts as time of this one.
         started_s = self._now_s() if self._ended_s is None else self._ended_s
         output = self._stage.run_first(microbatch, interrupted, suspends=suspends)
         now_s = self._ended_s = self._now_s()
         if output is None:
             return IterationSuspended(now_s) if suspends else IterationDropped(now_s)
         if microbatch.resumes is None:
-            self._compare(microbatch.batch, now_s - started_s)
-        else:  # resumed: its time is only a part of the iteration's, so do not compare it
+            self._record_time(microbatch.batch, now_s - started_s)
+        else:  # resumed: only a part of the iteration was measured, so do not record its time
             self.iteration_tokens.add(microbatch.batch.tokens)
         assert output.sampled is not None
         return IterationFinished(now_s, output.sampled, microbatch.number, output.notes)
 
-    def _compare(self, batch: Batch, measured_s: float) -> None:
+    def _record_time(self, batch: Batch, measured_s: float) -> None:
         if batch.chunks:
             self.iteration_tokens.add(batch.tokens)
             chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)

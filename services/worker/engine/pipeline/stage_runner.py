@@ -1,6 +1,7 @@
-"""Runs this worker's stage of microbatches.
+"""Runs this worker's stage of microbatches: the layers that it holds of the model.
 
-KunServe §4.1: after a drop the group runs as a pipeline. The first stage embeds, the last samples.
+KunServe §4.1: after its members have dropped layers, a group runs the model as a pipeline of
+stages. The first stage embeds the tokens, the last stage samples. A single worker is both.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,14 @@ class _Paused:
     """A suspended microbatch."""
 
     output: StageOutput | None  # its result, if only its padding by the pacer was interrupted
-    ran_s: float  # how long it ran
+    ran_s: float  # how long it ran, padding included
 
 
 class StageRunner:
-    """A pipeline stage over a worker's memory.
+    """A pipeline stage in a worker's memory.
 
-    `lock` is held while block tables or mappings change, so that transfers, which run on another
-    thread, never touch blocks that were reallocated.
+    `lock` is held while block tables or memory mappings change, so that KV transfers on another
+    thread never touch blocks of another sequence. `pacer` pads iterations to a device's times.
     """
 
     def __init__(self, runner: ModelRunner, table: StageTable, pacer: Pacer | None = None) -> None:
@@ -53,10 +54,10 @@ class StageRunner:
         *,
         suspends: bool = False,
     ) -> StageOutput | None:
-        """Run the leader's stage; None if it was interrupted.
+        """Run the leader's stage; None if `interrupted` returned True before a layer.
 
-        With `suspends`, an interrupted microbatch keeps its state and resumes at the same layer
-        when a later microbatch `resumes` it.
+        With `suspends`, an interrupted microbatch keeps its state. A later microbatch whose
+        `resumes` is set continues it at the same layer.
         """
         if not microbatch.preemptible:
             return self._run(microbatch.batch, None, interrupted)
@@ -65,7 +66,10 @@ class StageRunner:
         return self._run_preemptible(microbatch, interrupted, suspends=suspends)
 
     def run_next(self, body: Activations, payload: Any) -> StageOutput:
-        """Run a later stage, whose block table is up to date; an empty output without chunks."""
+        """Run a stage after the first; the output is empty if the microbatch has no chunks.
+
+        `body` lists the chunks, `payload` has their hidden states. The block table must be current.
+        """
         if not body.chunks:
             return StageOutput(sampled={})
         batch = Batch(
@@ -93,16 +97,16 @@ class StageRunner:
         *,
         suspends: bool,
     ) -> StageOutput | None:
-        """Run a microbatch that may be interrupted, also while the pacer pads its time.
+        """Run a microbatch that may be interrupted while it computes or the pacer pads its time.
 
-        A result that is ready by then is kept for the resumption.
+        If the padding is suspended, the computed result is kept for the resumption.
         """
         batch, paused = microbatch.batch, self._paused
         self._paused = None
         started_s = monotonic_s() - (paused.ran_s if paused is not None else 0.0)
         output = paused.output if paused is not None else None
         self.runner.sampler.keep_only(self.table.tables.keys())
-        # Without a kept result, compute: from the start, or from the layer of the suspension.
+        # Without a kept result, compute from the start or from the layer of the suspension.
         if output is None:
             if microbatch.resumes is None:
                 output = self.runner.run_stage(batch, None, interrupted, suspends=suspends)
@@ -121,7 +125,8 @@ class StageRunner:
         hidden: torch.Tensor | None,
         interrupted: Callable[[], bool] | None,
     ) -> StageOutput | None:
-        # A request without blocks here has ended, or its next chunk brings its terms again.
+        # Forget the sampling state of sequences without blocks: a sequence that runs again brings
+        # its sampling parameters with its next chunk.
         self.runner.sampler.keep_only(self.table.tables.keys())
         started_s = monotonic_s()
         output = self.runner.run_stage(batch, hidden, interrupted)
@@ -131,7 +136,7 @@ class StageRunner:
 
 
 def hidden_bytes(output: StageOutput) -> Any:
-    """The payload of `Activations`: hidden states as bytes; no copy if they are in host memory."""
+    """Return the hidden states as bytes, the payload of `Activations`; no copy in host memory."""
     if output.hidden is None:
         return b""
     return output.hidden.contiguous().view(torch.uint8).cpu().numpy().reshape(-1)

@@ -1,7 +1,11 @@
-"""Profiles a model: `python -m services.worker.engine.profile`, started by `tideserve profile`.
+"""Profiles a model on a device, as a process that `tideserve profile` starts.
 
-Reads its configuration as YAML from standard input. Writes a JSON object per line to standard
-output: `progress` while it measures, then `result`, or `error` with a message and exit code 2.
+`python -m services.worker.engine.profile` reads its configuration as YAML from standard input and
+writes a JSON object per line to standard output: `progress` while it measures, then `result`, or
+`error` with a message and exit code 2.
+
+A profile has the coefficients of a cost model, which predicts the duration of a batch. They are
+fitted to some measured batches; held-out batches validate the fit.
 """
 
 import json
@@ -32,22 +36,22 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Profile and store. Exit code 2 if the model, the device or the folder is not usable."""
+    """Profile and store; exits with code 2 if the model, the device or the folder is unusable."""
     die_with_parent()
     try:
         data = config_module.parse_yaml(sys.stdin.read(), "standard input")
         config = config_module.from_mapping(ProfileConfig, data, "standard input")
-        say("result", profile(config))
+        write_message("result", profile(config))
     except (WorkerError, ServiceError) as error:
-        say("error", str(error))
+        write_message("error", str(error))
         sys.exit(EXIT_UNUSABLE)
     except OSError as error:
-        say("error", f"the profile cannot be written: {error}")
+        write_message("error", f"the profile cannot be written: {error}")
         sys.exit(EXIT_UNUSABLE)
 
 
 def profile(config: ProfileConfig) -> dict[str, Any]:
-    """Measure, fit and store; returns the output of `tideserve profile --json`."""
+    """Measure, fit and store a profile; returns the output of `tideserve profile --json`."""
     started_s = monotonic_s()
     runner_config = config.runner()
     runner = ModelRunner.load(runner_config)
@@ -89,11 +93,11 @@ def measure(session: ProfileSession, measurer: Measurer, co_runners: CoRunners) 
         if monotonic_s() - reported_s > PROGRESS_INTERVAL_S:
             reported_s = monotonic_s()
             done, wanted = session.progress
-            say("progress", {"done": done, "wanted": wanted})
+            write_message("progress", {"done": done, "wanted": wanted})
 
 
 def summary(outcome: ProfileOutcome) -> dict[str, Any]:
-    """The outcome as JSON types."""
+    """Return the outcome as JSON types."""
     accuracy = outcome.accuracy
     return {
         "error": accuracy.error,
@@ -109,14 +113,14 @@ def summary(outcome: ProfileOutcome) -> dict[str, Any]:
             for kind, (count, error) in outcome.errors_by_kind.items()
         ],
         "points": [
-            *(point(outcome.model, sample, False) for sample in outcome.fitted),
-            *(point(outcome.model, sample, True) for sample in outcome.held_out),
+            *(batch_entry(outcome.model, sample, False) for sample in outcome.fitted),
+            *(batch_entry(outcome.model, sample, True) for sample in outcome.held_out),
         ],
     }
 
 
-def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
-    """A batch with its measured and its predicted duration."""
+def batch_entry(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
+    """Return a batch with its measured and its predicted duration, as JSON types."""
     return {
         "chunks": sample.chunks,
         "held_out": held_out,
@@ -125,8 +129,8 @@ def point(model: CostModel, sample: Sample, held_out: bool) -> dict[str, Any]:
     }
 
 
-def say(kind: str, value: Any) -> None:
-    """Write a line for `tideserve profile`, which started this process."""
+def write_message(kind: str, value: Any) -> None:
+    """Write a line of output for `tideserve profile`."""
     print(json.dumps({kind: value}), flush=True)
 
 

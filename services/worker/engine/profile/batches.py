@@ -1,4 +1,8 @@
-"""The batches to measure: an exponential grid for the fit, random batches to validate it."""
+"""The batches of a profile: a grid to fit the cost model, and random batches to validate the fit.
+
+A batch is a sequence of chunks (prefix, new): the context tokens already in the KV cache, and the
+new tokens to compute. A chunk with a single new token is a decode step, others are prefills.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +16,7 @@ HELD_OUT_KINDS = ("prefill", "prefill after prefix", "decode", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The limits of a batch on a runner, in tokens, sequences and blocks."""
+    """The limits of a batch on a model runner, in tokens, sequences and KV blocks."""
 
     max_batch_tokens: int
     max_running: int
@@ -33,9 +37,11 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The grid to measure: its coordinates, held-out batches per kind, and the target time.
+    """The grid to measure, and the target time of all measurements.
 
-    `decode_context_tokens` bounds the summed context of all decodes in a batch.
+    Prefills: all `prefixes` × `new_tokens`. Decodes: all numbers `decodes` × `contexts`, with at
+    most `decode_context_tokens` context tokens per batch. `held_out_each`: validation batches of
+    each kind.
     """
 
     prefixes: tuple[int, ...]
@@ -73,20 +79,20 @@ GPU = Effort(
     decode_context_tokens=160_000,
 )
 IDLE = replace(QUICK, target_s=0.0)
-"""For an idle worker: the minimum number of repeats."""
+"""For an idle worker: with the minimum number of repeats."""
 
 
 def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
-    """The batches within `limits` to which the coefficients of the cost model are fitted."""
+    """Return the batches within `limits` to which the cost model is fitted."""
     prefills: list[Chunks] = [((p, c),) for p in effort.prefixes for c in effort.new_tokens]
-    # A decode batch reads all its contexts, so their sum bounds the time and the KV blocks.
+    # Limit the total context of a decode batch, which determines its time and its KV blocks.
     decodes: list[Chunks] = [
         _decodes(n, p)
         for n in effort.decodes
         for p in effort.contexts
         if n * p <= effort.decode_context_tokens
     ]
-    # Batches of several prefills, and mixed batches, make the coefficients γ, λ and β identifiable.
+    # Only batches of several prefills and mixed batches identify the coefficients γ, λ and β.
     several: list[Chunks] = [
         ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
     ]
@@ -95,17 +101,17 @@ def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
 
 
 def _decodes(count: int, context: int) -> Chunks:
-    """`count` decodes with contexts of half to twice `context`, evenly spaced on a log scale."""
+    """Return `count` decodes with contexts of half to twice `context`, evenly spaced in logs."""
     if count == 1:
         return ((context, 1),)
-    # Requests differ in length, and attention groups decodes of similar length, so equal lengths
-    # are the cheapest case: a fit to them predicted 12 % too little, on average, for the held-out
-    # decodes.
+    # Vary the lengths as real batches do. Attention groups decodes of similar length, so equal
+    # lengths are the cheapest case: a fit to them predicted 12 % too little, on average, for the
+    # held-out decodes.
     return tuple((round(context * 4 ** (index / (count - 1) - 0.5)), 1) for index in range(count))
 
 
 def held_out_batches(effort: Effort, limits: BatchLimits, rng: Random) -> dict[str, list[Chunks]]:
-    """Validation batches by kind; the fit excludes them."""
+    """Return the validation batches by kind; the fit excludes them."""
     points: dict[str, list[Chunks]] = {}
     for kind in HELD_OUT_KINDS:
         drawn = [_draw(kind, effort, rng) for _ in range(effort.held_out_each)]
@@ -114,7 +120,7 @@ def held_out_batches(effort: Effort, limits: BatchLimits, rng: Random) -> dict[s
 
 
 def _draw(kind: str, effort: Effort, rng: Random) -> Chunks:
-    """Draw a batch as in serving; sizes are log-uniform."""
+    """Draw a random batch of a kind, with log-uniform sizes."""
     after_prefix = kind == "prefill after prefix" or (kind == "mixed" and rng.random() < 0.5)
     chunks: list[tuple[int, int]] = []
     if kind in ("decode", "mixed"):

@@ -1,9 +1,10 @@
-"""Co-runners: engines that run each batch at the same time as the profiled engine.
+"""Co-runners: processes that run each measured batch at the same time as the profiled engine.
 
 Workers of a machine share its memory bandwidth, which limits decodes: two concurrent decodes are a
-quarter slower than a decode alone. `python -m services.worker.engine.profile.co_runners` starts a
-co-runner: it reads its configuration as JSON from the first line of standard input, then a batch
-per line, and answers each line with a line.
+quarter slower than a decode alone. So a profile for several workers per machine is measured with
+co-runners. A co-runner (`python -m services.worker.engine.profile.co_runners`) reads its
+configuration as JSON from the first line of standard input, then a batch per line, and answers each
+line with a line.
 """
 
 import json
@@ -37,18 +38,18 @@ class CoRunnerLost(WorkerError):
 
 
 class CoRunners:
-    """Co-runners that have loaded the model; `start_co_runners` starts them."""
+    """Running co-runners that have loaded the model; `start_co_runners` creates them."""
 
     def __init__(self, processes: Sequence["subprocess.Popen[str]"]) -> None:
         self._processes = processes
 
     @contextmanager
     def run(self, batch: Chunks) -> Iterator[None]:
-        """Run a batch on all co-runners while the block runs. Raises CoRunnerLost."""
+        """A context in which all co-runners run a batch; waits for them. Raises CoRunnerLost."""
         for process in self._processes:
             _write_line(process, json.dumps(batch))
         yield
-        # The next batch must not overlap this one, or measurements would mix.
+        # Wait, so that the next measurement does not overlap this batch.
         self.await_all()
 
     def await_all(self) -> None:
@@ -62,7 +63,7 @@ class CoRunners:
 
 @contextmanager
 def start_co_runners(config: ProfileConfig) -> Iterator[CoRunners]:
-    """Start the configured number of co-runners; end them afterwards. Raises CoRunnerLost."""
+    """A context with the configured number of co-runners. Raises CoRunnerLost."""
     first = json.dumps(asdict(config), default=str)
     with ExitStack() as stack:
         processes = [_start(stack) for _ in range(config.co_runners)]
@@ -96,7 +97,7 @@ def _write_line(process: "subprocess.Popen[str]", line: str) -> None:
 
 
 def serve_batches(lines: IO[str]) -> None:
-    """Run a batch for each of `lines`, until they end."""
+    """Read the configuration from the first of `lines`, and run a batch for each further line."""
     data = json.loads(next(lines))
     config = config_module.from_mapping(ProfileConfig, data, "the profiling process")
     runner = ModelRunner.load(config.runner())

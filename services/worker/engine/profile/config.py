@@ -16,8 +16,8 @@ from services.worker.engine.profile.batches import FULL, GPU, QUICK, Effort
 class ProfileConfig:
     """The model and device to profile, and the folder for the profile.
 
-    `co_runners`: the number of other engines that run each batch at the same time, as workers of a
-    machine do.
+    `co_runners`: number of other processes that run each batch at the same time, like the other
+    workers of a machine. `quick`: measure fewer batches in less time.
     """
 
     model_dir: Path
@@ -40,7 +40,7 @@ class ProfileConfig:
         return GPU if torch.device(self.device).type == "cuda" else FULL
 
     def runner(self) -> RunnerConfig:
-        """The runner configuration of the profiled engine."""
+        """Return the runner configuration of the profiled engine."""
         return RunnerConfig(
             model_dir=self.model_dir,
             device=self.device,

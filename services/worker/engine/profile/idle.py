@@ -1,4 +1,4 @@
-"""Profiling by an idle worker, a batch at a time."""
+"""Measures a profile (a fitted cost model) while the worker is idle, a batch at a time."""
 
 import logging
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.measurer import Measurer
 from services.worker.engine.profile.session import ProfileSession, measured_profile
 
-IDLE_BEFORE_S = 2.0
-"""Idle time before a batch is measured; shorter gaps between requests do not count as idle."""
+MIN_IDLE_S = 2.0
+"""Minimum idle time before a batch is measured, so that gaps between requests do not count."""
 
 log = logging.getLogger(__name__)
 
 
 class IdleProfiler:
-    """Measures a batch per call of `step` while idle; stores the profile at the end."""
+    """Measures a batch per call of `step`; stores the profile after the last batch."""
 
     def __init__(
         self,
@@ -35,21 +35,21 @@ class IdleProfiler:
         self._config = config
         self._threads = threads
         self._path = path
-        self._busy_s = monotonic_s()
-        log.info("no stored profile of this model and device: profiling starts once it is idle")
+        self._last_work_s = monotonic_s()
+        log.info("no stored profile of this model and device: this worker profiles while idle")
 
     def note_work(self) -> None:
-        """Restart the idle period: the engine runs an iteration."""
-        self._busy_s = monotonic_s()
+        """Restart the idle period, because the engine runs an iteration."""
+        self._last_work_s = monotonic_s()
 
     def step(self, interrupted: Callable[[], bool]) -> bool:
-        """Run the next batch if the engine has been idle long enough; returns whether it did.
+        """Run the next batch if the engine has been idle for `MIN_IDLE_S`; returns whether it did.
 
         Call it only while no sequence exists, because it overwrites KV blocks. `interrupted` is
-        called before each layer; the measurement is discarded if it returns True.
+        called before each layer; if it returns True, the batch stops and is measured again later.
         """
         session = self._session
-        if session is None or monotonic_s() - self._busy_s < IDLE_BEFORE_S:
+        if session is None or monotonic_s() - self._last_work_s < MIN_IDLE_S:
             return False
         duration_s = self._measurer.duration_s(session.next_batch(), interrupted)
         if duration_s is None:
@@ -62,7 +62,8 @@ class IdleProfiler:
 
     def _finish(self, session: ProfileSession) -> None:
         outcome = session.outcome()
-        # A profile of a loaded machine would mislead the planner for good: measure at next start.
+        # Other processes slowed the measurements down. A stored profile is never measured again, so
+        # store none; the next start measures again.
         if not outcome.quiet:
             log.warning(
                 "profiled while idle, but other processes kept the machine busy: repeat-to-repeat"

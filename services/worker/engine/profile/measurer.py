@@ -1,4 +1,8 @@
-"""Runs synthetic batches on a model runner and times them."""
+"""Runs synthetic batches on a model runner and times them, to fit a cost model.
+
+A batch is a sequence of chunks (prefix, new): the context tokens already in the KV cache, and the
+new tokens to compute.
+"""
 
 from collections.abc import Callable
 
@@ -29,7 +33,7 @@ class Measurer:
         the last chunk of a prompt.
         """
         block_size = self._runner.block_size
-        # The prefix is not computed: attention costs the same over garbage in its blocks.
+        # Do not compute the prefixes: attention takes the same time over any contents of blocks.
         tables = [
             self._pool.allocate(blocks_for(prefix + new, block_size)) for prefix, new in chunks
         ]
@@ -59,7 +63,7 @@ class Measurer:
 
 
 def batch_limits_of(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> BatchLimits:
-    """The bounds of a batch on `runner`."""
+    """Return the limits of a batch on `runner`."""
     return BatchLimits(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
@@ -70,19 +74,19 @@ def batch_limits_of(runner: ModelRunner, max_batch_tokens: int, max_running: int
 
 
 TIME_MAX_S = 2.0
-"""Time limit of the rough measurement: no batch starts later."""
+"""Time limit of the rough measurement, after which no batch starts."""
 REPEATS = 2
-"""The first run of a batch warms up caches and memory."""
+"""Runs of each batch: the first also warms up caches and memory."""
 
 
 def measure_rough_model(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> CostModel:
     """Measure a rough cost model before the first request.
 
     Deadline scheduling needs a cost model to bound iterations. The rough model is not stored: an
-    idle worker measures a profile for the next start, and until then the planner corrects the model
-    by the measured iteration times. Call it before any sequence owns a block.
+    idle worker measures a profile for its next start, and until then the planner corrects the rough
+    model by measured iteration times. Call this before any sequence owns a KV block.
     """
-    # A separate pool leaves the planner's pool untouched, whose allocations a replay must repeat.
+    # Use a separate pool: a replay of the event log must repeat all allocations of the planner's.
     measurer = Measurer(runner, BlockPool(runner.num_blocks))
     began_s = monotonic_s()
     best_s: dict[Chunks, float] = {}
@@ -97,7 +101,7 @@ def measure_rough_model(runner: ModelRunner, max_batch_tokens: int, max_running:
 
 
 def rough_batches(limits: BatchLimits) -> list[Chunks]:
-    """Prefill, decode and mixed batches within `limits`; never empty."""
+    """Return prefill, decode and larger batches within `limits`, at least the smallest one."""
     points: list[Chunks] = [
         ((0, 1),),
         ((0, 16),),

@@ -1,4 +1,8 @@
-"""A profiling session: chooses the next batch and fits the cost model. It reads no clock."""
+"""A profiling session: chooses the batches to measure, fits the cost model and checks the fit.
+
+A session measures all batches in several rounds. The cost model is fitted to the medians of most
+batches; held-out batches validate it. The caller runs and times the batches.
+"""
 
 import hashlib
 import platform
@@ -25,10 +29,10 @@ from services.worker.engine.profile.batches import (
 
 ROUNDS_MIN = 5
 ROUNDS_MAX = 15
-ERROR_MAX = 0.05
-NOISE_FACTOR = 1.5
+ERROR_MAX = 0.05  # acceptable mean error on held-out batches of a machine without noise
+NOISE_FACTOR = 1.5  # acceptable error as a multiple of the noise
 QUIET_NOISE_MAX = 0.15
-"""More repeat-to-repeat noise than this means that other processes load the machine."""
+"""With more repeat-to-repeat noise, other processes probably load the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class ProfileOutcome:
 
     model: CostModel
     accuracy: Accuracy
-    errors_by_kind: dict[str, tuple[int, float]]
+    errors_by_kind: dict[str, tuple[int, float]]  # number of held-out batches, and their error
     fitted: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
     rounds: int
@@ -61,9 +65,9 @@ class ProfileOutcome:
 
 
 class ProfileSession:
-    """Measures every batch once per round.
+    """Chooses every batch once per round.
 
-    The driver runs `next_batch()` and calls `record` with its duration, until `complete`.
+    The caller runs `next_batch()` and calls `record` with its duration, until `complete`.
     """
 
     def __init__(self, effort: Effort, limits: BatchLimits, seed: int = 0) -> None:
@@ -76,7 +80,7 @@ class ProfileSession:
         self._points = [*fitted, *held_out]
         self._durations: list[list[float]] = [[] for _ in self._points]
         self._spent_s = 0.0
-        # Indices of the batches left in this round; the last is next.
+        # Indices of the batches left in this round, in reverse order.
         self._round: list[int] = []
         self._rounds_done = 0
         self._rounds_wanted = ROUNDS_MIN
@@ -89,12 +93,12 @@ class ProfileSession:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The numbers of measurements done and wanted."""
+        """The numbers of measurements that are done, and that the session needs in total."""
         done = sum(map(len, self._durations))
         return done, len(self._points) * self._rounds_wanted
 
     def next_batch(self) -> Chunks:
-        """The batch to run next."""
+        """Return the batch to run next."""
         return self._points[self._round[-1]]
 
     def record(self, duration_s: float) -> None:
@@ -103,13 +107,13 @@ class ProfileSession:
         self._spent_s += duration_s
         if not self._round:
             self._rounds_done += 1
-            # Repeat as often as the target time affords at the pace so far.
+            # Measure as many rounds as fit into the target time at the present pace.
             affordable = int(self._target_s * self._rounds_done / self._spent_s)
             self._rounds_wanted = max(ROUNDS_MIN, min(ROUNDS_MAX, affordable))
             self._begin_round()
 
     def outcome(self) -> ProfileOutcome:
-        """The fit and its accuracy; call it when `complete`."""
+        """Return the fit and its accuracy; call this when `complete`."""
         # Medians are robust against interruptions by other processes.
         samples = [
             Sample(chunks, median(durations))
@@ -139,13 +143,13 @@ class ProfileSession:
         )
 
     def _begin_round(self) -> None:
-        # A new order each round, so that a temporarily slow machine affects all batches alike.
+        # Use another order in each round, so that a slow period affects all batches alike.
         self._round = list(range(len(self._points)))
         self._rng.shuffle(self._round)
 
 
 def repeat_noise(durations: Sequence[Sequence[float]]) -> float:
-    """The repeat-to-repeat noise of the machine.
+    """Return the repeat-to-repeat noise of the machine, relative.
 
     Mean over batches of |median of even repeats − median of odd repeats| / median of all repeats.
     """
@@ -154,12 +158,12 @@ def repeat_noise(durations: Sequence[Sequence[float]]) -> float:
     )
 
 
-DIGEST_CHARS = 12
-LINK_BYTES = 256 << 20
+DIGEST_CHARS = 12  # of each digest in a profile's file name
+LINK_BYTES = 256 << 20  # copied to measure the bandwidth between host and GPU
 
 
 def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
-    """The path of the profile of this model, device, dtype and number of threads. Raises OSError.
+    """Return the path of the profile of a model, device, dtype and thread count. Raises OSError.
 
     Durations do not depend on the values of weights, so `config.json` identifies the model.
     """
@@ -175,7 +179,7 @@ def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
 
 
 def device_name(device: str) -> str:
-    """The product name of the CPU or GPU."""
+    """Return the product name of the CPU or GPU."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -207,7 +211,7 @@ def measured_profile(
 
 
 def _host_link_bytes_per_s(device: str) -> float | None:
-    """Best of five copy rates from pinned host memory to the GPU; None on a CPU."""
+    """Return the best of five copy rates from pinned host memory to the GPU; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -1,13 +1,14 @@
 """Constrained decoding: token masks from llguidance over the model's own tokenizer.
 
-The state of a matcher is a function of the grammar and of the tokens that it has consumed. A worker
-that adopts a request rebuilds the matcher from the request's output.
+A matcher holds the position of an output in its grammar. Its state depends only on the grammar and
+the consumed tokens, so a worker that adopts a sequence from another worker rebuilds the matcher
+from the sequence's output.
 
-Bounds: `PARSER_LIMITS` count the work of building and of each mask, so that every machine accepts
-and refuses the same grammars. Measured on a core of a shared machine: the worst grammar of 64 KiB
-took 0.2 s to build and 0.02 s per mask, ordinary grammars 1 ms and 0.01 ms. All requests with the
-same grammar share its lexer states. An LRU cache holds `COMPILED_MAX` compiled grammars. The
-tokenizer takes 60 MiB with 49,152 tokens.
+`PARSER_LIMITS` bounds the work of compiling a grammar and of each mask. It counts steps and not
+time, so that every machine accepts and refuses the same grammars. Measured on a core of a shared
+machine: the worst grammar of 64 KiB took 0.2 s to build and 0.02 s per mask, ordinary grammars 1 ms
+and 0.01 ms. All requests with the same grammar share its lexer states. An LRU cache holds
+`COMPILED_MAX` compiled grammars. The tokenizer takes 60 MiB with 49,152 tokens.
 """
 
 import json
@@ -35,7 +36,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class GrammarRefused(ValueError):
-    """A grammar cannot be used, or no longer; the message states cause and remedy."""
+    """A grammar cannot be used, or not any more; the message states cause and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ GrammarVerdict = Usable | Unusable
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """The tokens that may come next. `end_only`: all of them end the output."""
+    """The tokens that may follow. `end_only`: all of them end the output."""
 
     mask: Mask
     end_only: bool
@@ -64,7 +65,7 @@ class AllowedTokens:
 class Grammars:
     """Compiles and caches grammars for a model; thread-safe.
 
-    `load` is slow and holds the interpreter lock; the first caller loads for all.
+    `load` is slow and holds the interpreter lock; only the first call loads the tokenizer.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int) -> None:
@@ -74,9 +75,9 @@ class Grammars:
         self._lock = Lock()
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        # Why the tokenizer does not load; the failure is permanent.
+        # The reason why the tokenizer does not load; a failed load is not repeated.
         self._no_tokenizer: Unusable | None = None
-        # LRU cache of matchers in their initial state; the last entry is the most recent.
+        # LRU cache of matchers in their initial state; the last entry was used most recently.
         self._compiled: OrderedDict[Grammar, LLMatcher | Unusable] = OrderedDict()
         # Compilations in progress that `start_compiling` has submitted.
         self._compiling: dict[Grammar, Future[LLMatcher | Unusable]] = {}
@@ -97,7 +98,7 @@ class Grammars:
             return self._tokenizer
 
     def cached_verdict(self, grammar: Grammar) -> GrammarVerdict | None:
-        """The cached result of `check`, else None. Does not block."""
+        """Return the cached result of `check`, else None. Does not wait for a compilation."""
         with self._lock:
             compiled = self._compiled.get(grammar)
         if compiled is None or isinstance(compiled, Unusable):
@@ -124,28 +125,28 @@ class Grammars:
             compiled, compiling = self._compiled.get(grammar), self._compiling.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
-        # Build outside the lock: other threads look up verdicts meanwhile.
+        # Build outside the lock, so that other threads can look up verdicts meanwhile.
         if compiled is None:
             compiled = self._build(grammar) if compiling is None else compiling.result()
         if isinstance(compiled, Unusable):
             raise GrammarRefused(compiled.reason)
-        # A copy shares the lexer states, but not the position.
+        # A copy shares the lexer states and has its own position.
         return compiled.deep_copy()
 
     def recompile(self, grammar: Grammar) -> LLMatcher:
-        """As `compile`, but bypass the cache: the matcher has a fresh lexer."""
+        """Compile as `compile` without the cache, so that the matcher has a fresh lexer."""
         with self._lock:
             self._compiled.pop(grammar, None)
         return self.compile(grammar)
 
     def matcher(self, grammar: Grammar, stop_ids: Collection[int]) -> "GrammarMatcher":
-        """Return the matcher of a request before any output. Raises GrammarRefused."""
+        """Return the matcher of an empty output. Raises GrammarRefused."""
         return GrammarMatcher(self, grammar, stop_ids, self.load(), self._vocab_size)
 
     def _build(self, grammar: Grammar) -> LLMatcher | Unusable:
         built: LLMatcher | Unusable
         try:
-            built = _built(self.load(), grammar)
+            built = _build_matcher(self.load(), grammar)
         except GrammarRefused as refused:
             built = Unusable(str(refused))
         with self._lock:
@@ -157,7 +158,7 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """The position of a request's output in its grammar.
+    """The position of a sequence's output in its grammar.
 
     Stop tokens are allowed only where the grammar accepts the output so far.
     """
@@ -174,7 +175,7 @@ class GrammarMatcher:
         self._grammar = grammar
         self._vocab_size = vocab_size
         self._eos_ids = _within(tokenizer.eos_tokens, vocab_size)
-        # Without stop tokens, the model's EOS tokens end an output that nothing else can extend.
+        # Without stop tokens, the model's EOS tokens end an output that the grammar cannot extend.
         self._stop_ids = _within(stop_ids, vocab_size)
         self._matcher = grammars.compile(grammar)
         self._consumed: list[int] = []
@@ -188,8 +189,8 @@ class GrammarMatcher:
         """Return the tokens that may follow the consumed tokens. Raises GrammarRefused."""
         bits = self._bits()
         if bits is None:
-            # Other requests may have exhausted the limits of the shared lexer: retry with a fresh
-            # lexer before failing the request.
+            # Other sequences may have exhausted the limits of the shared lexer: retry with a fresh
+            # lexer before failing this sequence.
             self._matcher = self._grammars.recompile(self._grammar)
             self._advance(self._consumed)
             bits = self._bits()
@@ -198,7 +199,7 @@ class GrammarMatcher:
         mask = np.zeros(self._vocab_size, np.bool_)
         tokens = min(len(bits), self._vocab_size)
         mask[:tokens] = bits[:tokens]
-        # End tokens are not part of the grammar; whether it accepts the output decides on them.
+        # End tokens are not part of the grammar: allow them if it accepts the output.
         mask[self._eos_ids] = False
         mask[self._stop_ids] = False
         accepting = self._matcher.is_accepting()
@@ -217,7 +218,7 @@ class GrammarMatcher:
             self._matcher.consume_token(token_id)
 
     def _bits(self) -> Mask | None:
-        """llguidance's mask over its own vocabulary; None after an error."""
+        """Return llguidance's mask over its own vocabulary; None after an error."""
         matcher = self._matcher
         if matcher.is_error():
             return None
@@ -227,7 +228,7 @@ class GrammarMatcher:
         return np.unpackbits(packed, bitorder="little").view(np.bool_)
 
 
-def _built(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+def _build_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Build a matcher and verify its first mask. Raises GrammarRefused."""
     matcher = LLMatcher(tokenizer, source_of(grammar), log_level=_SILENT, limits=PARSER_LIMITS)
     tried = matcher
@@ -250,7 +251,7 @@ def _load_tokenizer(model_dir: Path) -> LLTokenizer:
 
 
 def _eos_ids(model_dir: Path) -> list[int]:
-    """The EOS tokens in the model's configuration files; [] if there are none."""
+    """Return the EOS tokens in the model's configuration files; [] if there are none."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.is_file():
@@ -267,6 +268,6 @@ def _within(ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def _sentence(error: str) -> str:
-    """An llguidance error as a single line."""
+    """Return an llguidance error as a single line."""
     line = " ".join(error.partition("<state>")[0].replace("<non-verbose/>", "").split())
     return f"grammar: {line[:MESSAGE_CHARS_MAX] or 'it cannot be used'}"

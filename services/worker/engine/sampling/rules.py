@@ -1,8 +1,8 @@
-"""Logits processors of a request: penalties, bias, bad words, allowed tokens, grammar.
+"""Logits processors of a sequence: penalties, bias, bad words, allowed tokens, grammar.
 
-Their state is a function of the terms and of the output so far; a worker that adopts a request
-rebuilds it from both. It takes memory in proportion to the request's tokens, plus a byte per token
-of the vocabulary if `allowed_token_ids` are given.
+Their state depends only on the sampling parameters, the prompt and the output so far (the `terms`),
+so a worker that adopts a sequence from another worker rebuilds it. It takes memory in proportion to
+the sequence's tokens, plus a byte per token of the vocabulary if `allowed_token_ids` are given.
 """
 
 from collections import defaultdict
@@ -15,11 +15,11 @@ from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling
 from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars
 
-ROOM_MIN = 64
+ROOM_MIN = 64  # minimum growth of the arrays, in tokens
 
 
 class TokenCounts:
-    """How often each penalizable token occurs in a request's output.
+    """How often each token that may be penalized occurs in a sequence's output.
 
     Tokens that occur only in the prompt have count 0; the repetition penalty applies to them, too.
     """
@@ -46,7 +46,7 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens."""
+        """The distinct tokens of the output, and of the prompt if it counts."""
         return self._ids[: len(self._places)]
 
     @property
@@ -55,12 +55,12 @@ class TokenCounts:
         return self._counts[: len(self._places)]
 
 
-def penalise(
+def apply_penalties(
     logits: npt.NDArray[np.floating], rows: Sequence[int], counted: Sequence[TokenCounts]
 ) -> None:
     """Apply the penalties of `counted[i]` to row `rows[i]` of `logits` [rows, vocab], in place.
 
-    All rows are penalized in a single vectorized pass.
+    A single vectorized pass handles all rows.
     """
     sizes = [len(tokens.ids) for tokens in counted]
     if not any(sizes):
@@ -79,14 +79,14 @@ def penalise(
     # divide positive logits, multiply the others.
     repetition = spread(tokens.sampling.repetition_penalty for tokens in counted)
     values = np.where(values > 0, values / repetition, values * repetition)
-    # OpenAI's formula: logit − count · frequency − [count > 0] · presence, counts of the output.
+    # OpenAI's formula with counts of the output: logit − count · frequency − [count > 0] · presence
     values -= spread(tokens.sampling.frequency_penalty for tokens in counted) * occurrences
     values -= spread(tokens.sampling.presence_penalty for tokens in counted) * (occurrences > 0)
     logits[places] = values
 
 
 class SamplingRules:
-    """The penalties, bias, bad words, allowed tokens and grammar of a request."""
+    """The penalties, bias, bad words, allowed tokens and grammar of a sequence."""
 
     def __init__(self, terms: SampleTerms, vocab_size: int, grammars: Grammars) -> None:
         """Build the state for the output in `terms`. Raises GrammarRefused."""
@@ -96,17 +96,16 @@ class SamplingRules:
         self._token_ids = list(terms.prompt_ids)
         self.counts = _counts(terms)
         self._bias = _bias(terms)
-        self._never = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
-        # Multi-token bad words by their penultimate token: a lookup by the last output token skips
-        # all others.
+        self._banned_ids = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
+        # Multi-token bad words by their penultimate token, for a lookup by the last output token.
         self._bad_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._bad_words[word[-2]].append(word)
-        self._forbidden: npt.NDArray[np.bool_] | None = None
+        self._disallowed: npt.NDArray[np.bool_] | None = None
         if sampling.allowed_token_ids:
-            self._forbidden = np.ones(vocab_size, np.bool_)
-            self._forbidden[list(sampling.allowed_token_ids)] = False
+            self._disallowed = np.ones(vocab_size, np.bool_)
+            self._disallowed[list(sampling.allowed_token_ids)] = False
         self._grammar: GrammarMatcher | None = None
         if sampling.grammar is not None:
             self._grammar = grammars.matcher(sampling.grammar, terms.stop_ids)
@@ -128,7 +127,7 @@ class SamplingRules:
             np.add.at(logits, ids, values.astype(logits.dtype))
 
     def forbid(self, logits: npt.NDArray[np.floating], index: int) -> None:
-        """Mask forbidden tokens of output `index`: set their logits [vocab] to minus infinity.
+        """Set the logits [vocab] of tokens that output token `index` must not be to −infinity.
 
         Raises GrammarRefused.
         """
@@ -136,19 +135,19 @@ class SamplingRules:
         if self._grammar is not None:
             allowed = self._grammar.allowed_tokens()
             np.copyto(logits, -np.inf, where=~allowed.mask)
-        # A complete output must end, whatever `min_tokens` or the allowed ids demand.
+        # A complete output must end, even if `min_tokens` or the allowed ids forbid it.
         if allowed is not None and allowed.end_only:
             return
-        ids = self._never + self._completing()
+        ids = self._banned_ids + self._bad_word_ends()
         if index < self._terms.min_tokens:
             ids += self._terms.stop_ids
         if ids:
             logits[ids] = -np.inf
-        if self._forbidden is not None:
-            np.copyto(logits, -np.inf, where=self._forbidden)
+        if self._disallowed is not None:
+            np.copyto(logits, -np.inf, where=self._disallowed)
 
-    def _completing(self) -> list[int]:
-        """Tokens that would complete a bad word."""
+    def _bad_word_ends(self) -> list[int]:
+        """Return the tokens that would complete a bad word."""
         token_ids = self._token_ids
         if not self._bad_words or not token_ids:
             return []
@@ -160,10 +159,10 @@ class SamplingRules:
 
 
 def has_rules(terms: SampleTerms) -> bool:
-    """Whether a request needs `SamplingRules`."""
+    """Whether a sequence needs `SamplingRules`."""
     sampling = terms.sampling
-    asked = sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids
-    return sampling.reads_output or bool(asked)
+    has_lists = sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids
+    return sampling.reads_output or bool(has_lists)
 
 
 def _counts(terms: SampleTerms) -> TokenCounts | None:

@@ -1,15 +1,18 @@
-"""Samples tokens: a pure function of (raw logits, terms, output so far, output index).
+"""Samples tokens, as a pure function of (raw logits, terms, output so far, output index).
+
+The `terms` of a sequence are its sampling parameters, prompt and stop tokens, as the planner sends
+them with the first chunk that samples. The *draws* are the parameters of the random choice.
 
 The steps for a row of logits, in this order:
 
 1. Apply repetition, frequency and presence penalties, then add the bias (`rules.py`).
 2. Mask tokens (`rules.py`) that the grammar does not allow, that would complete a bad word, that
-   stop before `min_tokens`, or that are not in `allowed_token_ids`. Where the grammar allows only
-   end tokens, the other rules are ignored.
+   stop before `min_tokens`, or that are not in `allowed_token_ids`. If the grammar allows only end
+   tokens, the other rules are ignored.
 3. Apply temperature, top-k, top-p and min-p, and draw (`token_choice.py`).
 
 Log probabilities are computed from the raw logits, before all steps. Rows without rules and log
-probabilities take only the third step, in a single call; on a GPU, on the device.
+probabilities only need the third step, which a GPU runs itself.
 """
 
 import hashlib
@@ -30,16 +33,16 @@ from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, Tok
 from services.worker.engine.model.cpu_kernels.token_scores import TokenScorer
 from services.worker.engine.sampling.device_draw import draw_on_device
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars, Unusable
-from services.worker.engine.sampling.rules import SamplingRules, has_rules, penalise
+from services.worker.engine.sampling.rules import SamplingRules, apply_penalties, has_rules
 from services.worker.errors import InvalidBatch
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature means greedy sampling: dividing by it would overflow float32."""
+"""Lower temperatures sample greedily, because dividing by them would overflow float32."""
 _WORD_BYTES = 8
 
 
 class RequestDraws:
-    """Sampling parameters of a request, and the Philox key from its seed."""
+    """The parameters of the random choice for a sequence, and the Philox key from its seed."""
 
     __slots__ = ("key", "terms")
 
@@ -61,19 +64,19 @@ def draw_tokens(
 ) -> tuple[list[int], list[float]]:
     """Choose a token for each row of `logits` [rows, vocab]; also returns each row's best logit.
 
-    `wanted[i]`: the request of row i and the index of the output. Temperature 0, or a row without a
-    finite maximum, selects the best token; ties go to the lowest id.
+    `wanted[i]`: the sequence of row i and the index of the output token. With temperature 0, and in
+    a row without a finite maximum, the best token is chosen; ties go to the lowest id.
 
-    The order is temperature, top-k, top-p, min-p, draw. Top-p keeps the shortest best-first prefix
-    whose mass reaches `top_p` of the mass that top-k left; min-p keeps tokens that are at least
-    `min_p` times as likely as the best token. Output `i` is drawn by Philox, keyed by the request's
-    seed, at counter `i`: a preempted or migrated request gets the same tokens.
+    The order is temperature, top-k, top-p, min-p, draw. Top-p keeps the best tokens until their
+    probabilities reach `top_p` of what top-k has left; min-p keeps tokens that are at least `min_p`
+    times as likely as the best token. Output token `i` is drawn by Philox, keyed by the seed, at
+    counter `i`, so that a preempted or migrated sequence gets the same tokens.
     """
     return chooser(logits, [draws.terms for draws, _ in wanted], draw_numbers(wanted))
 
 
 def draw_numbers(wanted: Sequence[tuple[RequestDraws, int]]) -> npt.NDArray[np.float64]:
-    """For each output, the uniform number in [0, 1) at which its distribution is inverted."""
+    """Return, for each output token, the uniform random number in [0, 1) that selects it."""
     if not any(draws.terms.temperature for draws, _ in wanted):
         return np.zeros(len(wanted))
     keys = np.array([draws.key for draws, _ in wanted], np.uint64)
@@ -87,7 +90,7 @@ def logprob_rows(
     token_ids: Sequence[int],
     top: int,
 ) -> LogprobRows:
-    """Log probabilities of `token_ids[i]` and the `top` best tokens at row `rows[i]` of `logits`.
+    """Return log probabilities of `token_ids[i]` and the `top` best tokens at row `rows[i]`.
 
     `logits` is [any, vocab]; `top` is at most the vocabulary. Ties go to the lowest id.
     """
@@ -105,7 +108,7 @@ NOTHING_LEFT = (
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """The sampler's state of a request. `refused`: why its grammar cannot be used."""
+    """The sampler's state of a sequence. `refused`: why its grammar cannot be used."""
 
     terms: SampleTerms
     draws: RequestDraws
@@ -113,14 +116,14 @@ class RequestState:
     refused: Unusable | None = None
 
     def modifies_logits(self, index: int) -> bool:
-        """Whether steps 1 and 2 apply before output `index` is drawn."""
+        """Whether steps 1 and 2 apply to output token `index`."""
         if self.rules is not None or self.refused is not None:
             return True
         return index < self.terms.min_tokens and bool(self.terms.stop_ids)
 
 
 class SampleRow(NamedTuple):
-    """A row of logits for output `index` of a request."""
+    """A row of logits for output token `index` of a sequence."""
 
     seq_id: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
@@ -129,9 +132,9 @@ class SampleRow(NamedTuple):
 
 @dataclass(slots=True)
 class Sampled:
-    """Results by request id: the token, or the error text in `failed`.
+    """Results by sequence id: the token, or the error text in `failed`.
 
-    `logprobs` has a row for each request that wants log probabilities.
+    `logprobs` has a row for each sequence whose request asks for log probabilities.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -140,7 +143,7 @@ class Sampled:
 
 
 class Sampler:
-    """Keeps a state per request until `keep_only` drops it. Not thread-safe.
+    """Keeps a state per sequence until `keep_only` removes it. Not thread-safe.
 
     Logits are converted to `dtype`, float32 or float64.
     """
@@ -155,18 +158,18 @@ class Sampler:
         self._states: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
-        """Number of requests with a state."""
+        """Number of sequences with a state."""
         return len(self._states)
 
     def keep_only(self, seq_ids: Collection[str]) -> None:
-        """Drop the states of requests that are not in `seq_ids`."""
-        # Comparing the lengths makes the usual call, with nothing to drop, constant time.
+        """Remove the states of sequences that are not in `seq_ids`."""
+        # Compare the lengths first: the usual call has nothing to remove.
         if len(self._states) > len(seq_ids):
             for seq_id in [name for name in self._states if name not in seq_ids]:
                 del self._states[seq_id]
 
     def prepare(self, specs: Iterable[SampleSpec | None]) -> None:
-        """Start compiling the grammars that `sample` will need."""
+        """Start compiling the grammars that `sample` will need, on another thread."""
         for spec in specs:
             if spec is None or spec.terms is None:
                 continue
@@ -178,9 +181,9 @@ class Sampler:
     ) -> None:
         """Sample a token from each row of `logits` [rows, vocab], which is overwritten.
 
-        `specs[i]` is the request id and spec of row i. Ties go to the lowest id. A row that is not
+        `specs[i]` is the sequence id and spec of row i. Ties go to the lowest id. A row that is not
         finite, after an overflow in the model, is sampled greedily. Raises InvalidBatch if the
-        terms of a request are unknown.
+        terms of a sequence are unknown.
         """
         wanted = [SampleRow(name, spec.index, self._update(name, spec)) for name, spec in specs]
         if logits.device.type != "cpu":
@@ -206,7 +209,7 @@ class Sampler:
             into.tokens.update(zip(names, tokens, strict=True))
         if len(plain) == len(wanted):
             return logits, []
-        # Only rows that the host must process are copied.
+        # Return only the rows that the host must process, because they will be copied.
         left = sorted(set(range(len(wanted))).difference(plain))
         return logits[left], [wanted[row] for row in left]
 
@@ -225,7 +228,7 @@ class Sampler:
                 self._modify_and_score(rows, row, wanted, into)
         tokens, best = self._choose(rows, wanted)
         for row in modified:
-            # All tokens are masked. A row with NaN is an overflow of the model instead.
+            # All tokens are masked, unless the row has NaN after an overflow in the model.
             if best[row] == -np.inf and not np.isnan(rows[row]).any():
                 into.failed.setdefault(wanted[row].seq_id, NOTHING_LEFT)
         if scored:
@@ -235,17 +238,17 @@ class Sampler:
                 into.tokens[output.seq_id] = token
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
-        """Log probabilities of `token_ids[i]` and of the `top` best tokens at row i of `logits`."""
+        """Return log probabilities of `token_ids[i]` and the `top` best tokens at row i."""
         rows = range(len(token_ids))
         return logprob_rows(self._scorer, self._rows(logits), rows, token_ids, top)
 
     def _rows(self, logits: torch.Tensor) -> Logits:
-        """Logits in host memory, without a copy if they already are."""
+        """Return logits in host memory, without a copy if they already are."""
         rows: Logits = logits.to("cpu", self._dtype).numpy()
         return rows
 
     def _choose(self, logits: Logits, wanted: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
-        """Step 3: the token and the best logit of each row."""
+        """Run step 3; returns the token and the best logit of each row."""
         draws = [(output.state.draws, output.index) for output in wanted]
         return draw_tokens(self._chooser, logits, draws)
 
@@ -253,7 +256,7 @@ class Sampler:
         self, logits: Logits, row: int, wanted: Sequence[SampleRow], into: Sampled
     ) -> None:
         """Run steps 1 to 3 for a row with rules and log probabilities."""
-        # Log probabilities refer to the raw logits, so keep a copy until the token is known.
+        # Log probabilities are those of the raw logits, so keep a copy until the token is known.
         raw = logits[row : row + 1].copy()
         _modify(logits, (row,), wanted, into)
         output = wanted[row]
@@ -280,7 +283,7 @@ class Sampler:
                 into.logprobs[wanted[row].seq_id] = logprobs.rows(place, place + 1)
 
     def _update(self, seq_id: str, spec: SampleSpec) -> RequestState:
-        """Return the request's state, updated by `spec`. Raises InvalidBatch."""
+        """Return the sequence's state, updated by `spec`. Raises InvalidBatch."""
         # A spec with terms replaces the state; later specs carry only the new output tokens.
         if spec.terms is not None:
             created = self._states[seq_id] = self._create(spec.terms)
@@ -310,15 +313,15 @@ def _modify(
     counted = [
         (row, rules.counts) for row in rows if (rules := wanted[row].state.rules) is not None
     ]
-    # All penalties in a single vectorized pass, then the rules row by row.
-    penalised = [(row, counts) for row, counts in counted if counts is not None]
-    penalise(logits, [row for row, _ in penalised], [counts for _, counts in penalised])
+    # Apply all penalties in a single vectorized pass, then the rules row by row.
+    penalized = [(row, counts) for row, counts in counted if counts is not None]
+    apply_penalties(logits, [row for row, _ in penalized], [counts for _, counts in penalized])
     for row in rows:
         seq_id, index, state = wanted[row]
         if state.refused is not None:
             into.failed[seq_id] = state.refused.reason
         elif state.rules is None:
-            # Without rules, only `min_tokens` can modify a row: no stop token yet.
+            # Without rules, only `min_tokens` can modify a row: mask the stop tokens.
             logits[row, list(state.terms.stop_ids)] = -np.inf
         else:
             state.rules.add_bias(logits[row])

@@ -1,9 +1,10 @@
 """The life cycle of the connections of a UCX lane.
 
-A connection starts with a handshake over TCP: the dialling end sends Hello, the end that expects it
-answers Welcome. It is *open* from then on. Each end reports `PeerConnected` once the peer's first
-message has arrived through UCX. A connection is *lost* at most once; it lingers until UCX has
-released its memory.
+A connection starts with a handshake over TCP (the control link): the dialling end sends Hello, the
+end that expects it answers Welcome. Both prove that they hold a nonce from the control plane. From
+then on the connection is *open*. Each end reports `PeerConnected` once the peer's first message has
+arrived through UCX (*confirmed*). A connection is *lost* at most once. It *lingers* in the table
+until UCX has released its memory.
 """
 
 import logging
@@ -33,7 +34,7 @@ from services.worker.engine.transfer.lane import Identity, LaneEvent, PeerConnec
 from services.worker.engine.transfer.ucx_config import UcxLaneConfig
 from services.worker.engine.transfer.ucx_transport import TAG_MAX, UcxTransport
 
-UNPROVEN_MAX = 64  # connections in the handshake
+UNPROVEN_MAX = 64  # incoming and dialled connections in the handshake
 REASON_MAX = 300  # characters of a peer's reason for closing
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 class ConnectionTable:
     """All connections of a lane.
 
-    `expect`, `dial`, `find`, `forget` and `events` may be called from any thread. The rest belongs
-    to the thread that drives the lane.
+    Any thread may call `expect`, `dial`, `find`, `forget` and `events`. Only the thread that drives
+    the lane may call the other methods.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class ConnectionTable:
         self._bounds = Bounds(config.queue_bytes_max, config.frames_in_flight_max)
         self._transport = transport
         self._poll = poll
-        self._happened = notify
+        self._notify = notify
         self._expected = ExpectedPeers()
-        self._lock = Lock()  # guards the next two
-        self._peers: dict[str, Connection] = {}
+        self._lock = Lock()  # guards the two attributes below
+        self._peers: dict[str, Connection] = {}  # the newest connection by worker id
         self._events: deque[LaneEvent] = deque()
-        self.by_descriptor: dict[int, Connection] = {}
-        self.by_tag: dict[int, Connection] = {}
-        self.lingering: list[Connection] = []
+        self.by_descriptor: dict[int, Connection] = {}  # not lost, by descriptor of the socket
+        self.by_tag: dict[int, Connection] = {}  # not lost, by UCX tag of received messages
+        self.lingering: list[Connection] = []  # lost, and UCX may still use their memory
         self.lost_in_memory = False  # a lost peer may have left a write in shared memory unfinished
 
     # --- any thread
@@ -80,10 +81,10 @@ class ConnectionTable:
         self._expected.expect(peer, nonce, now_s, now_s + self._config.nonce_lifetime_s)
 
     def dial(self, peer: str, address: str, nonce: bytes) -> Callable[[], None]:
-        """Create a connection to which frames can be queued at once.
+        """Create a connection, to which frames can be queued at once.
 
-        Returns the start of its handshake, which the driving thread must call. Raises OSError,
-        ValueError as `ControlLink.dial` does.
+        Returns a function that starts the handshake; the driving thread must call it. Raises
+        OSError, ValueError as `ControlLink.dial` does.
         """
         connection = self._new(ControlLink.dial(address))
         connection.peer = Identity(peer, "")
@@ -93,23 +94,26 @@ class ConnectionTable:
         return lambda: self._greet(connection, nonce, older)
 
     def find(self, peer: str) -> Connection | None:
-        """The newest connection to a peer, open or not yet."""
+        """Return the newest connection to a peer, open or not yet; None without one."""
         with self._lock:
             return self._peers.get(peer)
 
     def forget(self, peer: str) -> Connection | None:
-        """Remove the connection to a peer, so that nothing more is queued; `disconnect` ends it."""
+        """Remove and return the connection to a peer, so that `find` does not return it any more.
+
+        The caller ends it with `disconnect`.
+        """
         with self._lock:
             return self._peers.pop(peer, None)
 
     def events(self) -> list[LaneEvent]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         with self._lock:
             taken = list(self._events)
             self._events.clear()
         return taken
 
-    # --- the driver
+    # --- the driving thread
 
     def accept(self, link: ControlLink) -> None:
         """Start the handshake of an incoming connection; closes it if there are too many."""
@@ -122,7 +126,7 @@ class ConnectionTable:
         self._adopt(connection)
 
     def attend(self, descriptor: int) -> None:
-        """Read and write the control link of a descriptor that is ready."""
+        """Read and write the control link whose descriptor is ready."""
         connection = self.by_descriptor.get(descriptor)
         if connection is None:
             return
@@ -141,7 +145,7 @@ class ConnectionTable:
 
     @contextmanager
     def lose_on_error(self, connection: Connection) -> Iterator[None]:
-        """A context that loses the connection on errors that the peer or network can cause."""
+        """A context that ends the connection on errors that the peer or network can cause."""
         try:
             yield
         except VersionMismatch as error:
@@ -160,13 +164,13 @@ class ConnectionTable:
         announced = was_open or connection.nonce is not None or bool(connection.peer.incarnation)
         self._drop(connection, reason)
         if announced:
-            # A failed dial is normal, as a peer refuses until it expects this worker: no warning.
-            level, what = (
+            # A failed dial is normal, because a peer refuses until it expects this worker.
+            level, outcome = (
                 (logging.WARNING, "is lost") if was_open else (logging.DEBUG, "was not established")
             )
             lane, peer = self._config.name, connection.peer.worker_id
-            log.log(level, "the %s to worker %s %s: %s", lane, peer, what, reason)
-            self._tell(PeerLost(connection.peer, reason))
+            log.log(level, "the %s to worker %s %s: %s", lane, peer, outcome, reason)
+            self._report(PeerLost(connection.peer, reason))
 
     def lose_all(self, reason: str) -> None:
         """End every connection."""
@@ -177,21 +181,21 @@ class ConnectionTable:
         """Report `PeerConnected` after the peer's first message, once per connection."""
         if connection.deadline_s is not None and connection.lost is None:
             connection.deadline_s = None
-            self._tell(PeerConnected(connection.peer))
+            self._report(PeerConnected(connection.peer))
 
-    def forget_quiet(self) -> None:
-        """Forget lost connections whose memory UCX no longer uses."""
-        self.lingering = [lost for lost in self.lingering if not lost.is_quiet]
+    def forget_released(self) -> None:
+        """Remove lost connections whose memory UCX no longer uses."""
+        self.lingering = [lost for lost in self.lingering if not lost.is_released]
 
     def _new(self, link: ControlLink) -> Connection:
         return Connection(link, self._facts(), self._codec, self._bounds)
 
     def _facts(self) -> Facts:
-        us, tag = self._identity, 1 + secrets.randbelow(TAG_MAX)
-        return Facts(us.worker_id, us.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
+        own, tag = self._identity, 1 + secrets.randbelow(TAG_MAX)
+        return Facts(own.worker_id, own.incarnation, self._transport.address, tag, PROTOCOL_VERSION)
 
     def _register(self, peer: str, connection: Connection) -> Connection | None:
-        """Make it the connection to `peer`; returns the previous, which the driver must lose."""
+        """Make it the newest connection to `peer`; returns the previous one, to be lost."""
         with self._lock:
             older = self._peers.get(peer)
             self._peers[peer] = connection
@@ -218,7 +222,7 @@ class ConnectionTable:
                 self._open(connection, facts)
                 # The failure of an earlier connection to the peer may not have been noticed yet.
                 self._replace(self._register(facts.worker_id, connection))
-                # Welcome comes last: the peer's first frame must find the connection registered.
+                # Send Welcome last: the peer may send its first frame as soon as it arrives.
                 proof = proof_of(Welcome, connection.facts, nonce)
                 connection.link.send(Welcome(connection.facts, proof))
             case Welcome(facts) if connection.nonce is not None:
@@ -235,7 +239,7 @@ class ConnectionTable:
                 raise FrameError("the peer sent an unexpected control message")
 
     def _open(self, connection: Connection, peer: Facts) -> None:
-        """Start the flow of frames, and log UCX's routes. Raises ConnectionError."""
+        """Open the connection for frames, and log UCX's routes. Raises ConnectionError."""
         now_s = monotonic_s()
         until_s = now_s + self._config.connect_timeout_s
         names = connection.open(self._transport, peer, now_s, until_s)
@@ -258,7 +262,7 @@ class ConnectionTable:
             self._poll.modify(connection.link.fileno(), select.EPOLLIN | unsent)
 
     def _drop(self, connection: Connection, reason: str) -> None:
-        """Remove and close a connection; it lingers while UCX uses its memory."""
+        """Remove and close a connection without an event; it lingers while UCX uses its memory."""
         if connection.lost is not None:
             return
         with self._lock:
@@ -271,7 +275,7 @@ class ConnectionTable:
         connection.lose(reason)
         self.lingering.append(connection)
 
-    def _tell(self, event: LaneEvent) -> None:
+    def _report(self, event: LaneEvent) -> None:
         with self._lock:
             self._events.append(event)
-        self._happened()
+        self._notify()

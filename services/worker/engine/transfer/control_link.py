@@ -1,7 +1,7 @@
 """The TCP connection beside a UCX endpoint: handshake, heartbeats and failure detection.
 
-The kernel closes it as soon as the peer process dies, which UCX does not notice over shared memory.
-A message is a four-byte length and msgpack.
+The kernel closes it as soon as the peer process dies; UCX does not detect that over shared memory.
+A message is a four-byte length followed by msgpack.
 """
 
 import socket
@@ -20,7 +20,7 @@ UNSENT_BYTES_MAX = 65_536
 class Beat(msgspec.Struct, tag="beat", frozen=True):
     """A heartbeat that acknowledges frames."""
 
-    taken: int  # frames of the receiver that the sender's engine has taken
+    taken: int  # total number of frames that the heartbeat's sender has taken on this connection
 
 
 class Bye(msgspec.Struct, tag="bye", frozen=True):
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class ControlLink:
-    """Complete messages over a non-blocking socket, which the link owns."""
+    """Sends and receives complete messages over a non-blocking socket, which it owns."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -66,7 +66,7 @@ class ControlLink:
         return bool(self._unsent)
 
     def fileno(self) -> int:
-        """The socket's descriptor; valid as a key after `close` as well."""
+        """The socket's descriptor; returns the same number after `close`, for use as a key."""
         return self._descriptor
 
     def send(self, message: Control) -> None:
@@ -86,7 +86,7 @@ class ControlLink:
             pass
 
     def receive(self) -> list[Control]:
-        """The messages received so far. Raises FrameError, OSError (also at end of stream)."""
+        """Return the messages received so far. Raises FrameError, OSError (also after a close)."""
         try:
             data = self._socket.recv(MESSAGE_BYTES_MAX)
         except BlockingIOError:

@@ -1,13 +1,13 @@
-"""A file descriptor that is readable while work waits, so that one poll covers everything."""
+"""Wakes a thread that polls file descriptors, by a descriptor that is readable while work waits."""
 
 import os
 from contextlib import suppress
 
 
 class Doorbell:
-    """An eventfd; any thread may ring. Readers call `clear` before they check for work.
+    """An eventfd; any thread may ring. The woken thread calls `clear` before it checks for work.
 
-    In the other order a ring between the two would be lost.
+    In the other order, a ring between the two calls would be lost.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class Doorbell:
             os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Make it unreadable until the next ring. No effect after `close`."""
+        """Make the descriptor unreadable until the next ring. No effect after `close`."""
         if self._descriptor >= 0:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Close the descriptor. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,14 +1,14 @@
-"""Errors between the engines of a group."""
+"""Errors in the exchange of frames (on lanes) and of KV and parameters (by the mover)."""
 
 from services.worker.errors import WorkerError
 
 
 class FrameError(WorkerError):
-    """Invalid bytes instead of a frame; the connection to their sender is closed."""
+    """Received bytes are not a valid frame; the connection to their sender is closed."""
 
 
 class ChecksumMismatch(FrameError):
-    """The frame was damaged in transit."""
+    """A frame was damaged in transit."""
 
 
 class VersionMismatch(FrameError):
@@ -24,7 +24,7 @@ class LaneFull(LaneError):
 
 
 class PeerUnknown(LaneError):
-    """No connection to the peer exists or is being established."""
+    """There is no connection to the peer, not even one being established."""
 
 
 class LaneClosed(LaneError):
@@ -32,12 +32,12 @@ class LaneClosed(LaneError):
 
 
 class TransferRefused(WorkerError):
-    """Raised by `pack` and `unpack` for a piece whose memory is not available (any more)."""
+    """A piece cannot be read from or written to its memory, which is not available (any more)."""
 
 
 class MoverFull(WorkerError):
-    """Too many transfers are queued; none was started."""
+    """Too many transfers are queued; the new transfer was not queued."""
 
 
 class UcxUnavailable(WorkerError):
-    """UCX cannot be loaded; the worker serves alone and cannot merge."""
+    """UCX cannot be loaded; the worker can only serve without a pipeline group."""

@@ -1,4 +1,4 @@
-"""Frames between engines: a fixed envelope, a msgspec header, raw bytes.
+"""The binary format of frames between engines, its codec, and memory for frames.
 
     envelope  fixed size, little-endian: see `_ENVELOPE`; contains the lengths of all other parts
     ids       group id, sender's worker id, sender's incarnation, in UTF-8
@@ -28,7 +28,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 ALIGNMENT_BYTES = 64
 HEADER_BYTES_MAX = 16 << 20
 ROOM_BYTES = 4096
-"""Space for envelope and header before a payload in a `PayloadRoom`; enough for most frames."""
+"""Space before the payload in a `PayloadRoom`, for envelope, ids and header of most frames."""
 KIND_MAX = 0xFFFF
 
 _MAGIC = b"TSF1"
@@ -44,10 +44,10 @@ _NO_BYTES.flags.writeable = False
 class PayloadRoom:
     """Memory for a payload that is sent without a copy.
 
-    The codec writes the envelope and the header right before the payload.
+    The codec writes all other parts of the frame right before the payload.
     """
 
-    memory: Bytes  # of a single frame: `ROOM_BYTES`, then the payload
+    memory: Bytes  # of a single frame: `ROOM_BYTES` of space, then the payload
 
     @property
     def payload(self) -> Bytes:
@@ -55,7 +55,7 @@ class PayloadRoom:
         return self.memory[ROOM_BYTES:]
 
     def with_front(self, size_bytes: int) -> Bytes | None:
-        """A view of the payload and `size_bytes` before it; None if the room is too small."""
+        """Return a view of the payload and `size_bytes` before it; None if there is less space."""
         return self.memory[ROOM_BYTES - size_bytes :] if size_bytes <= ROOM_BYTES else None
 
 
@@ -78,14 +78,14 @@ class Frame:
     encoded: Bytes | None = field(default=None, repr=False)
 
     def stamped(self, sender: str, incarnation: str, sequence: int) -> "Frame":
-        """A copy with the fields that the sending lane fills in."""
+        """Return a copy with the fields that the sending lane fills in."""
         return Frame(
             self.group_id, self.epoch, self.header, self.payload, sender, incarnation, sequence
         )
 
     @property
     def size_bytes(self) -> int:
-        """Size of a received frame with its envelope; 0 for a frame that was not received."""
+        """Size of a received frame, all parts included; 0 for a frame that was not received."""
         return 0 if self.encoded is None else int(self.encoded.size)
 
     def verify(self) -> None:
@@ -128,7 +128,7 @@ class FrameCodec:
         if len(header) > HEADER_BYTES_MAX:
             raise ValueError(f"a header of {len(header)} bytes is too large")
         ids = [name.encode() for name in (frame.group_id, frame.sender, frame.incarnation)]
-        # Write in place before the payload if it is in a room with space; else into new memory.
+        # In a `PayloadRoom` with enough space, write the parts before the payload in place.
         room = frame.payload if isinstance(frame.payload, PayloadRoom) else None
         payload = as_bytes(frame.payload if room is None else room.payload)
         header_start = _IDS_START + sum(map(len, ids))
@@ -150,9 +150,9 @@ class FrameCodec:
         return encoded
 
     def decode(self, encoded: Bytes) -> Frame:
-        """Decode the frame in `encoded`, which the frame keeps as its memory. Raises FrameError.
+        """Decode the frame in `encoded`; its payload is a view of `encoded`. Raises FrameError.
 
-        Checks the lengths, but not the checksum: call `verify` before the payload is used.
+        Checks the lengths and not the checksum: call `Frame.verify` before the payload is used.
         """
         if encoded.size < _IDS_START:
             raise FrameError(f"{encoded.size} bytes are too few for a frame")
@@ -191,9 +191,9 @@ class FrameCodec:
 
 
 def as_bytes(payload: Any) -> Bytes:
-    """A payload (uint8 tensor or array, bytes) as a flat array over the same memory.
+    """Return a payload (uint8 tensor or array, bytes) as a flat array over the same memory.
 
-    Raises ValueError unless it is contiguous and of bytes.
+    Raises ValueError unless the payload is contiguous uint8.
     """
     if isinstance(payload, bytes | bytearray | memoryview):
         return np.frombuffer(payload, np.uint8)
@@ -218,16 +218,16 @@ LARGE_BYTES = 256 << 10  # smaller buffers are not worth keeping
 
 
 class FrameMemory:
-    """A pool of frame buffers, thread-safe; keeps the latest `bytes_max`."""
+    """A thread-safe pool of frame buffers; keeps at most `bytes_max`, of the latest returned."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._lock = Lock()  # guards the next two
+        self._lock = Lock()  # guards the two attributes below
         self._free: list[Bytes] = []
         self._free_bytes = 0
 
     def take(self, size_bytes: int) -> Bytes:
-        """An uninitialized buffer of that size, backed by less than twice as much memory."""
+        """Return an uninitialized buffer of that size, backed by less than twice as much memory."""
         with self._lock:
             for number in reversed(range(len(self._free))):
                 if size_bytes <= self._free[number].size < 2 * size_bytes:

@@ -1,4 +1,4 @@
-"""Makes bulk transfers pause while activations are being sent."""
+"""Makes bulk transfers (KV, parameters) pause while activations of a pipeline are being sent."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -11,7 +11,7 @@ from services.worker.engine.transfer.lane import Lane
 class ActivationGate:
     """Counts the activation frames being sent; thread-safe.
 
-    A thread enters before it sends activations and leaves when they are sent.
+    A thread calls `enter` before it sends a frame and `leave` when the frame was sent.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class ActivationGate:
             self._inside += 1
 
     def leave(self) -> None:
-        """End an `enter`. Raises ValueError without a preceding `enter`."""
+        """Undo an `enter`. Raises ValueError without a preceding `enter`."""
         with self._lock:
             if self._inside == 0:
                 raise ValueError("left the activation gate without having entered it")
@@ -54,8 +54,9 @@ class ActivationGate:
         sent.when_done(self.leave)
 
     def on_clear(self, callback: Callable[[], None]) -> None:
-        """Register a callback for each time that the gate clears, before the first `enter`.
+        """Register a callback that runs whenever no activation frame is being sent any more.
 
-        The last thread to leave calls it, so it must return at once.
+        Call this before the first `enter`. The callback must return at once: it runs on the thread
+        that called `leave`.
         """
         self._on_clear.append(callback)

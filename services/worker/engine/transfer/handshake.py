@@ -1,8 +1,8 @@
-"""Mutual authentication of a connection's two ends by a nonce of the control plane.
+"""Mutual authentication of the two ends of a connection, by a nonce from the control plane.
 
-The control plane gives both ends the same single-use nonce over its authenticated channel. Neither
-end sends the nonce: each sends its facts with their HMAC under the nonce. An eavesdropper learns
-nothing that it could use, and the listening end is authenticated, too.
+The control plane sends both ends the same single-use nonce over its authenticated channel. Neither
+end sends the nonce to the other: each sends facts about itself (`Facts`) with their HMAC under the
+nonce. An eavesdropper learns nothing that it could use, and the listening end is authenticated too.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     worker_id: str
     incarnation: str
     endpoint: bytes  # UCX worker address
-    tag: int  # of frames to this end
+    tag: int  # UCX tag of frames to this end
     version: int = 0  # of the protocol between workers; 0 in releases before versions existed
 
     @property
@@ -53,8 +53,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def proof_of(kind: type[Hello] | type[Welcome], facts: Facts, nonce: bytes) -> bytes:
-    """The HMAC of `facts` and the message kind under `nonce`."""
-    # The kind is covered, or an attacker could echo a Hello as a valid Welcome.
+    """Return the HMAC of the message kind and `facts` under `nonce`."""
+    # Include the kind, or an attacker could echo a Hello as a valid Welcome.
     message = kind.__name__.encode() + _encoder.encode(facts)
     return hmac.digest(nonce, message, hashlib.sha256)
 
@@ -65,9 +65,9 @@ def is_proven(message: Hello | Welcome, nonce: bytes) -> bool:
 
 
 def check_version(facts: Facts) -> None:
-    """Raise VersionMismatch unless the other end speaks this version.
+    """Raise VersionMismatch unless the other end speaks this version of the protocol.
 
-    Check the version before the proof: the proof of another version covers other facts.
+    Call this before the proof is checked: the proof of another version covers other facts.
     """
     if facts.version != PROTOCOL_VERSION:
         raise VersionMismatch(
@@ -83,7 +83,7 @@ class _Expectation:
 
 
 class ExpectedPeers:
-    """The peers that may connect, each once; thread-safe and bounded."""
+    """The peers that may connect, each once; thread-safe, at most `EXPECTED_MAX` peers."""
 
     def __init__(self) -> None:
         self._expected: dict[Identity, _Expectation] = {}
@@ -107,13 +107,13 @@ class ExpectedPeers:
             self._expected[peer] = _Expectation(nonce, until_s)
 
     def redeem(self, hello: Hello, now_s: float) -> bytes:
-        """Verify `hello` and consume its nonce, which is returned. Raises FrameError."""
+        """Verify `hello`, and consume and return the nonce. Raises FrameError."""
         with self._lock:
             expectation = self._expected.get(hello.facts.identity)
             if expectation is None or expectation.until_s <= now_s:
                 raise FrameError("the peer is not expected")
             check_version(hello.facts)
-            # A wrong proof does not consume the nonce, or an attacker could lock the peer out.
+            # Keep the nonce after a wrong proof, or an attacker could lock the peer out.
             if not is_proven(hello, expectation.nonce):
                 raise FrameError("the peer does not hold the nonce")
             del self._expected[hello.facts.identity]

@@ -1,8 +1,8 @@
-"""The interface of a lane: non-blocking exchange of frames with peers.
+"""The interface of a lane: non-blocking exchange of frames with the engines of other workers.
 
 A worker has two lanes, for activations (small, urgent) and for bulk data (KV blocks, parameters).
-Frames of a peer arrive in order and exactly once, or the peer is reported lost. Exactly one end of
-a pair connects; the other end must have called `expect` before.
+Frames of a peer arrive in order and exactly once, or the peer is reported lost. Of two peers, one
+calls `connect`, and the other must have called `expect` before.
 """
 
 from abc import ABC, abstractmethod
@@ -25,16 +25,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """The connection to the peer is open: frames flow."""
+    """The connection to the peer is open in both directions."""
 
     peer: Identity
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection has ended, and frames in transit are lost. Reported once per connection.
+    """The connection has ended or was not established; frames in transit are lost.
 
-    The incarnation of a peer that was never reached is empty.
+    Reported once per connection. The incarnation of a peer that was never reached is empty.
     """
 
     peer: Identity
@@ -48,12 +48,13 @@ LaneEvent = PeerConnected | PeerLost
 class Sent:
     """The future of a sent frame; thread-safe.
 
-    Done without an error means that the transport has sent the frame, not that the peer read it.
+    `done` without an error means that the transport has sent the frame; the peer may not have read
+    it yet.
     """
 
     done: bool = False  # the payload may be reused
     error: LaneError | None = None  # why the frame was not sent; set before `done`
-    _then: Callable[[], None] | None = None
+    _then: Callable[[], None] | None = None  # callback of `when_done`
     _lock: Lock = field(default_factory=Lock)
 
     def finish(self, error: LaneError | None = None) -> None:
@@ -66,9 +67,9 @@ class Sent:
             then()
 
     def when_done(self, then: Callable[[], None]) -> None:
-        """Call `then` once the frame is done: at once, or later on the lane's thread.
+        """Call `then` once the frame is done: now, or later on the lane's thread.
 
-        `then` must not block.
+        `then` must not block. A second callback replaces the first.
         """
         with self._lock:
             if not self.done:
@@ -78,7 +79,7 @@ class Sent:
 
 
 class Lane(ABC):
-    """All methods are thread-safe and do not block."""
+    """A lane. All methods are thread-safe and do not block."""
 
     @property
     @abstractmethod
@@ -101,7 +102,7 @@ class Lane(ABC):
     def disconnect(self, peer: str) -> None:
         """Close the connection, if any; queued frames may be lost.
 
-        The peer gets PeerLost; this end gets no event.
+        The peer reports PeerLost; this end reports no event.
         """
 
     @abstractmethod
@@ -117,10 +118,10 @@ class Lane(ABC):
 
     @abstractmethod
     def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
-        """The received frames with their senders' worker ids; clears `fileno`.
+        """Return the received frames with their senders' worker ids; clears `fileno`.
 
-        Frames of the peers in `leave` are kept and count as in flight. Raises LaneClosed if the
-        lane's thread has died.
+        Frames of the peers in `leave` stay in the lane and count as in flight. Raises LaneClosed
+        if the lane's thread has died.
         """
 
     @abstractmethod
@@ -132,14 +133,14 @@ class Lane(ABC):
 
     @abstractmethod
     def events(self) -> list[LaneEvent]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
 
     @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that is readable when there are frames or events, or a send has completed.
+        """A descriptor that is readable while frames or events wait, or after a send.
 
-        Sends count only if their payload is in a `PayloadRoom`, since others are copied, or if
-        frames were refused with LaneFull and there is room again.
+        Only two kinds of completed sends make it readable: a payload in a `PayloadRoom`, which may
+        be reused now, and a send that makes room after frames were refused with LaneFull.
         """
 
     @contextmanager

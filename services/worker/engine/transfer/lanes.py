@@ -1,4 +1,4 @@
-"""Opens the two lanes of an engine: over UCX, or dummy lanes that reach no peer without UCX."""
+"""Opens the activation lane and the bulk lane of an engine: over UCX, or dummies without UCX."""
 
 import logging
 from collections import deque
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class NoLane(Lane):
-    """The lane of a worker that cannot load UCX: dialled peers are lost at once."""
+    """The lane of a worker that cannot load UCX: every peer that it dials is lost at once."""
 
     def __init__(self) -> None:
         self._bell = Doorbell()
@@ -64,7 +64,7 @@ class NoLane(Lane):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The activation lane and the bulk lane; they reach no peer unless `reachable`."""
+    """The two lanes of an engine; without `reachable` they are dummies."""
 
     activations: Lane
     bulk: Lane
@@ -73,7 +73,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class LanesConfig:
-    """Addresses of the lanes."""
+    """Addresses and UCX options of the lanes."""
 
     host: str  # to listen on
     advertise: str  # host that peers dial
@@ -83,7 +83,7 @@ class LanesConfig:
 
 
 def open_lanes(identity: Identity, config: LanesConfig, kinds: Mapping[int, type[Any]]) -> Lanes:
-    """Open both lanes; without UCX the worker serves alone and cannot merge.
+    """Open both lanes; without UCX the worker cannot merge with others into a pipeline group.
 
     `kinds`: header types of the activation lane by their number.
 

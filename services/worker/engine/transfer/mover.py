@@ -1,7 +1,8 @@
-"""Moves KV blocks and parameters between engines in the background.
+"""Moves KV blocks and parameters between engines in the background, over the bulk lane.
 
-It moves a piece at a time, so that activations and cancels wait for a single piece at most. It runs
-on a thread of its own (`start`), or its owner steps it (`step`), with the same code.
+A transfer is the KV of a sequence or a slab of parameters, cut into pieces. The mover handles a
+piece at a time, so activations and cancels wait for at most the time of a piece. It runs on its
+own thread (`start`), or its owner calls `step`, which is the same code.
 
 Every transfer that `send` has accepted, that a peer has started, or that was cancelled ends with
 exactly one TransferOutcome; until then its memory is in use.
@@ -40,10 +41,11 @@ from services.worker.engine.transfer.receiver import (
 from services.worker.engine.transfer.sender import Sender, SenderBounds
 
 CHUNK_BYTES_MAX = 1 << 20
-FAST_LINK_TIMES = 4  # growth of pieces over a link that carries them within a millisecond
-PATIENCE = 4.0  # times the link's time: it has other transfers, and yields to activations
+FAST_LINK_TIMES = 4  # maximum growth of pieces over a link that carries them within a millisecond
+# Factor on the time of a transfer alone on the link, which it shares with others and activations.
+PATIENCE = 4.0
 PATIENCE_MIN_S = 2.0
-REST_S = 1.0  # the longest sleep of the thread
+REST_S = 1.0  # maximum time between two steps
 CLOSE_TIMEOUT_S = 10.0
 
 MoverEvent = TransferOutcome | PeerConnected | PeerLost
@@ -55,27 +57,28 @@ log = logging.getLogger(__name__)
 class MoverConfig:
     """Limits and timeouts of a mover.
 
-    `answer_timeout_s` must be longer than `future_wait_s`, for which a receiver may hold a piece.
+    `answer_timeout_s` must exceed `future_wait_s`: a receiver keeps a piece of a newer epoch that
+    long before it answers.
     """
 
-    chunk_bytes: int = CHUNK_BYTES_MAX  # of a piece; up to `FAST_LINK_TIMES` as much on fast links
-    link_bytes_per_s: float = 1e9  # least bandwidth of a link
+    chunk_bytes: int = CHUNK_BYTES_MAX  # size of a piece; on fast links up to `FAST_LINK_TIMES`×
+    link_bytes_per_s: float = 1e9  # minimum bandwidth of a link
     coordinated: bool = True  # pieces yield to activations (KunServe §4.2)
     frames_in_flight_max: int = 48  # unanswered pieces per peer, within `PieceWindow`
     bytes_in_flight_max: int = 48 << 20  # the same in bytes
-    active_max: int = 8  # transfers per peer that take turns
-    transfers_max: int = 4096  # outgoing, queued ones included
-    yield_s: float = 0.005  # how long at most a piece waits for activations
-    answer_timeout_s: float = 30.0  # for a piece
-    idle_timeout_s: float = 60.0  # between the pieces of an incoming transfer
-    future_wait_s: float = 10.0  # for the epoch of a piece to begin
+    active_max: int = 8  # transfers per peer that send pieces in turn; further ones are queued
+    transfers_max: int = 4096  # outgoing transfers, queued ones included
+    yield_s: float = 0.005  # maximum time that a piece waits for activations
+    answer_timeout_s: float = 30.0  # for the answer to a piece
+    idle_timeout_s: float = 60.0  # between two pieces of an incoming transfer
+    future_wait_s: float = 10.0  # for this member to enter the epoch of a received piece
 
 
 class Mover:
     """Sends and receives all frames of a bulk lane; it does not close the lane.
 
-    `epoch_status` and `unpack` are called on the stepping thread. `unpack` stores the payload of a
-    piece, or raises TransferRefused (any WorkerError refuses the piece).
+    `epoch_status` and `unpack` are called on the thread that calls `step`. `unpack` stores the
+    payload of a piece, or raises TransferRefused (any WorkerError refuses the transfer).
     """
 
     def __init__(
@@ -96,12 +99,13 @@ class Mover:
             raise ValueError(
                 f"chunk_bytes must be between 1 and {CHUNK_BYTES_MAX}, not {config.chunk_bytes}"
             )
-        self._lock = Lock()  # guards the next three
-        self._ids: set[str] = set()
-        self._commands: deque[OutgoingTransfer | str] = deque()
+        self._lock = Lock()  # guards the three attributes below
+        self._ids: set[str] = set()  # outgoing transfers that have not ended
+        self._commands: deque[OutgoingTransfer | str] = deque()  # transfers to send, ids to cancel
         self._events: deque[MoverEvent] = deque()
-        self._out_bell = Doorbell()  # rung for the engine
-        self._in_bell = Doorbell()  # rung for the thread that steps; the rest belongs to it
+        self._out_bell = Doorbell()  # wakes the engine's thread
+        self._in_bell = Doorbell()  # wakes the thread that calls `step`
+        # The attributes below belong to that thread.
         gate.on_clear(self._gate_cleared)
         window = WindowBounds(
             config.chunk_bytes,
@@ -118,11 +122,11 @@ class Mover:
         self._thread: Thread | None = None
 
     def piece_bytes(self, peer: str) -> int:
-        """The size of the next piece to a peer; `kv_pieces` and `parameter_pieces` read it."""
+        """Return the size of the next piece to a peer, for `kv_pieces` and `parameter_pieces`."""
         return self._sender.piece_bytes(peer)
 
     def patience_s(self, size_bytes: int) -> float:
-        """How long to wait for a transfer of that size before trying another source."""
+        """Return how long to wait for a transfer of that size before trying another source."""
         return max(PATIENCE_MIN_S, PATIENCE * size_bytes / self._link_bytes_per_s)
 
     def send(
@@ -159,7 +163,7 @@ class Mover:
         self._in_bell.ring()
 
     def events(self) -> list[MoverEvent]:
-        """The events since the last call, in order; clears `fileno`.
+        """Return the events since the last call, in order; clears `fileno`.
 
         Raises LaneClosed if the mover's thread has ended.
         """
@@ -176,7 +180,7 @@ class Mover:
         return self._out_bell.fileno()
 
     def start(self) -> None:
-        """Start a thread that steps until `close`."""
+        """Start a thread that calls `step` until `close`."""
         self._thread = Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
 
@@ -191,18 +195,18 @@ class Mover:
             self._out_bell.close()
 
     def step(self, now_s: float) -> float:
-        """Do all work that need not wait, with at most a piece in each direction.
+        """Do all work that is due, with at most a piece in each direction.
 
-        Returns the time of the next step unless a bell rings earlier; `now_s` if work is left.
-        Raises LaneClosed.
+        Returns the time of the next step, or `now_s` if work is left. A ring of the doorbell makes
+        a step due earlier. Raises LaneClosed.
         """
         self._take_commands()
         self._take_lane(now_s)
         self._receiver.take_held(now_s)
         self._move_pieces(now_s)
-        over = self._sender.finish(now_s)
+        ended = self._sender.finish(now_s)
         with self._lock:
-            self._ids.difference_update(over)
+            self._ids.difference_update(ended)
         self._receiver.expire(now_s)
         return self._wake_s(now_s)
 
@@ -222,7 +226,7 @@ class Mover:
             self._out_bell.ring()
 
     def _sleep(self, waiting: select.poll, duration_s: float) -> None:
-        """Wait for a command or a clear gate, and for the lane if the receiver has room."""
+        """Wait for a command, the end of activations or, if there is room, for frames."""
         duration_ms = math.ceil(duration_s * 1000)
         if not self._receiver.has_room:
             waiting.poll(duration_ms)
@@ -249,10 +253,10 @@ class Mover:
                 self._receiver.cancel(command)
 
     def _take_lane(self, now_s: float) -> None:
-        """Read the lane: answers are handled at once, pieces are queued."""
+        """Read the lane: handle answers now, queue pieces for `_move_pieces`."""
         if self._receiver.has_room:
             for peer, frame in self._lane.receive():
-                self._sort(peer, frame, now_s)
+                self._route(peer, frame, now_s)
         for event in self._lane.events():
             if isinstance(event, PeerLost):
                 reason = f"the peer is lost: {event.reason}"
@@ -260,7 +264,7 @@ class Mover:
                 self._receiver.forget_peer(event.peer.worker_id, reason)
             self._report(event)
 
-    def _sort(self, peer: str, frame: Frame, now_s: float) -> None:
+    def _route(self, peer: str, frame: Frame, now_s: float) -> None:
         header = frame.header
         if isinstance(header, KvPiece | ParameterPiece):
             self._receiver.add(peer, header, frame)
@@ -283,18 +287,18 @@ class Mover:
         if not (sends or self._receiver.has_piece):
             self._yield_until_s = None
             return
-        if self._yields_to_activations(now_s):
+        if self._pause_for_activations(now_s):
             return
         if self._receiver.has_piece:
             self._receiver.receive_piece(now_s)
         if sends:
             self._sender.send_piece(now_s)
 
-    def _yields_to_activations(self, now_s: float) -> bool:
-        """Whether the next piece waits for activations, for `yield_s` at most (KunServe §4.2)."""
+    def _pause_for_activations(self, now_s: float) -> bool:
+        """Return whether to let activations pass, for `yield_s` at most (KunServe §4.2)."""
         if not self.coordinated:
             return False
-        # Set before the gate is read, or the ring of `_gate_cleared` in between would be lost.
+        # Set this before reading the gate, or a `_gate_cleared` in between would not ring.
         if self._yield_until_s is None:
             self._yield_until_s = now_s + self._yield_s
         if self._gate.busy and now_s < self._yield_until_s:
@@ -303,12 +307,12 @@ class Mover:
         return False
 
     def _gate_cleared(self) -> None:
-        """Ring if a piece waits; needless rings would cost the threads that send activations."""
+        """Wake the mover if a piece waits; other rings would only slow down senders."""
         if self._yield_until_s is not None:
             self._in_bell.ring()
 
     def _wake_s(self, now_s: float) -> float:
-        """The time at which the next work is due."""
+        """Return the time at which the next work is due."""
         dues = [now_s + REST_S, *self._sender.dues_s(), *self._receiver.dues_s(now_s)]
         if self._receiver.has_piece or self._sender.has_piece(now_s):
             dues.append(now_s if self._yield_until_s is None else self._yield_until_s)

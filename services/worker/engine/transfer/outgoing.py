@@ -1,4 +1,7 @@
-"""Outgoing transfers: the turns in which they send, and their unanswered pieces."""
+"""The outgoing transfers of the mover (KV of a sequence or a parameter slab, sent in pieces).
+
+Tracks their turns to send, and the pieces that the receiver has not answered yet.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -21,19 +24,19 @@ class PackedPiece:
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """A transfer; it is kept until it is answered or abandoned, and no send reads its memory."""
+    """A transfer, from `Mover.send` until it is over (`is_over`)."""
 
     transfer_id: str
     peer: str
     group_id: str
     epoch: int
-    pieces: Iterator[OutgoingPiece]
-    packed: PackedPiece | None = None  # a piece that found the lane full
-    complete: bool = False  # its last piece is packed
-    ended: str | None = None  # why it was abandoned
+    pieces: Iterator[OutgoingPiece]  # not packed yet
+    packed: PackedPiece | None = None  # the next piece, packed while the lane was full
+    complete: bool = False  # whether its last piece is packed
+    ended: str | None = None  # the reason, once abandoned
     size_bytes: int = 0  # sent so far
     unanswered: dict[int, PieceSent] = field(default_factory=dict)  # by piece number
-    sends: deque[tuple[Sent, PayloadRoom]] = field(default_factory=deque)  # not reaped yet
+    sends: deque[tuple[Sent, PayloadRoom]] = field(default_factory=deque)  # not recycled yet
 
     @property
     def has_more(self) -> bool:
@@ -47,7 +50,7 @@ class OutgoingTransfer:
         return not self.sends and (self.ended is not None or answered)
 
     def forget_done_sends(self, memory: FrameMemory) -> str | None:
-        """Recycle the memory of completed sends; returns the first error, None without."""
+        """Recycle the memory of completed sends; returns their first error, or None."""
         problem = None
         while self.sends and self.sends[0][0].done:
             sent, room = self.sends.popleft()
@@ -57,14 +60,14 @@ class OutgoingTransfer:
         return problem
 
     def oldest_s(self) -> float | None:
-        """When the oldest unanswered piece was sent; None if no answer is due."""
+        """Return when the oldest unanswered piece was sent; None if no answer is due."""
         if self.ended is not None:
             return None
         return min((piece.sent_s for piece in self.unanswered.values()), default=None)
 
 
 class OutgoingTransfers:
-    """Outgoing transfers by peer; of each peer, `active_max` transfers take turns."""
+    """Outgoing transfers by peer. The first `active_max` of each peer send pieces in turn."""
 
     def __init__(self, active_max: int, bounds: WindowBounds) -> None:
         self._active_max = active_max
@@ -87,7 +90,7 @@ class OutgoingTransfers:
         self._promote(transfer.peer)
 
     def find(self, transfer_id: str) -> OutgoingTransfer | None:
-        """The transfer of that id."""
+        """Return the transfer with that id, or None."""
         return self._by_id.get(transfer_id)
 
     def all(self) -> list[OutgoingTransfer]:
@@ -95,18 +98,18 @@ class OutgoingTransfers:
         return list(self._by_id.values())
 
     def active(self) -> list[OutgoingTransfer]:
-        """The transfers that take turns; no others have sent pieces."""
+        """The transfers that send in turn; all other transfers have not sent a piece yet."""
         return [transfer for active in self._active.values() for transfer in active]
 
     def has_turn(self) -> bool:
-        """Whether a piece may be sent now."""
+        """Whether any transfer has a piece that its peer's window allows now."""
         return any(
             self._has_room(peer) and any(transfer.has_more for transfer in active)
             for peer, active in self._active.items()
         )
 
     def next_turn(self) -> OutgoingTransfer | None:
-        """The transfer that sends next: round-robin over peers, and over a peer's transfers."""
+        """Return the transfer that sends next: round-robin over peers and a peer's transfers."""
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)
@@ -119,21 +122,23 @@ class OutgoingTransfers:
         return None
 
     def piece_bytes(self, peer: str) -> int:
-        """The size of the next piece to a peer."""
+        """Return the size of the next piece to a peer."""
         window = self._windows.get(peer)
         return self._bounds.piece_bytes if window is None else window.piece_bytes
 
     def note_sent(self, transfer: OutgoingTransfer, packed: PackedPiece, now_s: float) -> None:
-        """Note that a piece was handed to the lane."""
+        """Record that a piece was handed to the lane."""
         size_bytes = packed.room.payload.size
-        transfer.unanswered[packed.number] = self._windows[transfer.peer].depart(size_bytes, now_s)
+        transfer.unanswered[packed.number] = self._windows[transfer.peer].note_sent(
+            size_bytes, now_s
+        )
         transfer.size_bytes += size_bytes
 
     def note_answered(self, transfer: OutgoingTransfer, piece: int, now_s: float) -> None:
-        """Note a receiver's answer to a piece; duplicates are ignored."""
+        """Record a receiver's answer to a piece; duplicates are ignored."""
         sent = transfer.unanswered.pop(piece, None)
         if sent is not None:
-            self._windows[transfer.peer].arrive(sent, now_s)
+            self._windows[transfer.peer].note_answered(sent, now_s)
 
     def remove(self, transfer: OutgoingTransfer) -> None:
         """Forget a transfer; the next waiting transfer of its peer becomes active."""

@@ -1,19 +1,19 @@
-"""Congestion window of the pieces in flight to a peer, and their size.
+"""Congestion window for the pieces of bulk transfers to a peer, and the size of the pieces.
 
-The window is slightly more than bandwidth × delay. With less the link idles until answers arrive;
-more would only queue, and delay activations. The delay is the shortest time until an answer. The
-bandwidth is a moving average of what was answered while a piece was in flight; its maximum, as BBR
-uses it, would let pieces queue where processors and not links are the bottleneck.
+The window is slightly more than bandwidth × delay. With less, the link would idle until answers
+arrive; with more, pieces would queue and delay activations. The delay is the shortest time until an
+answer. The bandwidth is a moving average of the bytes answered while a piece was in flight. BBR
+uses the maximum instead, but then pieces would queue where the processors are the bottleneck.
 
-A piece is what the link carries in `PIECE_S`: each piece costs the processors the same, and
-activations wait for a single piece at most.
+A piece has the size that the link carries in `PIECE_S`: larger pieces cost the processors less per
+byte, and activations wait for at most a piece.
 """
 
 import math
 from dataclasses import dataclass, field
 
-PIECES_MIN = 2  # window of at least as many pieces
-PIECE_S = 0.001
+PIECES_MIN = 2  # minimum window, in pieces
+PIECE_S = 0.001  # time of a piece on the link
 GAIN = 1.25  # window over bandwidth × delay
 SMOOTHING = 0.1  # weight of a new bandwidth sample
 
@@ -22,8 +22,8 @@ SMOOTHING = 0.1  # weight of a new bandwidth sample
 class WindowBounds:
     """Limits of a window."""
 
-    piece_bytes: int  # size of pieces at first, and over the slowest link
-    piece_bytes_max: int  # over the fastest link
+    piece_bytes: int  # initial and minimum size of pieces
+    piece_bytes_max: int  # maximum size of pieces
     pieces_max: int  # in flight
     bytes_max: int  # in flight
 
@@ -34,7 +34,7 @@ class PieceSent:
 
     size_bytes: int
     sent_s: float
-    answered_bytes: int  # of the peer in total, by then
+    answered_bytes: int  # total bytes that the peer had answered at `sent_s`
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class PieceWindow:
 
     bounds: WindowBounds
     piece_bytes: int = field(init=False)  # size of the next piece
-    limit_bytes: int = field(init=False)  # soft limit of bytes in flight: the last piece may exceed
+    limit_bytes: int = field(init=False)  # limit of bytes in flight; the last piece may exceed it
     _pieces: int = 0  # in flight
     _bytes: int = 0  # in flight
     _answered_bytes: int = 0  # in total
@@ -59,8 +59,8 @@ class PieceWindow:
         """Whether another piece may be sent."""
         return self._pieces < self.bounds.pieces_max and self._bytes < self.limit_bytes
 
-    def depart(self, size_bytes: int, now_s: float) -> PieceSent:
-        """Note that a piece was sent."""
+    def note_sent(self, size_bytes: int, now_s: float) -> PieceSent:
+        """Record that a piece was sent."""
         self._pieces += 1
         self._bytes += size_bytes
         return PieceSent(size_bytes, now_s, self._answered_bytes)
@@ -70,14 +70,14 @@ class PieceWindow:
         self._pieces -= 1
         self._bytes -= piece.size_bytes
 
-    def arrive(self, piece: PieceSent, now_s: float) -> None:
-        """Note an answer, and update bandwidth, delay, piece size and window."""
+    def note_answered(self, piece: PieceSent, now_s: float) -> None:
+        """Record an answer; updates bandwidth, delay, piece size and window."""
         self.forget(piece)
         self._answered_bytes += piece.size_bytes
         delay_s = now_s - piece.sent_s
         if delay_s <= 0:
             return
-        # Delay: the minimum excludes queueing. Bandwidth: the bytes answered meanwhile.
+        # The minimum delay excludes time in queues. The bandwidth is what was answered meanwhile.
         self._delay_s = min(self._delay_s, delay_s)
         bytes_per_s = (self._answered_bytes - piece.answered_bytes) / delay_s
         self._bytes_per_s += SMOOTHING * (bytes_per_s - self._bytes_per_s)

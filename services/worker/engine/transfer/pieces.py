@@ -1,7 +1,8 @@
 """The frames of the bulk lane, and the division of KV and parameters into pieces.
 
-A transfer is a series of pieces 0, 1, … of a request's KV or of a parameter slab; each piece is a
-frame. The receiver answers each piece, so that the sender knows when to free the original.
+A transfer sends the KV of a sequence, or a parameter slab (the memory with the parameters of a
+layer or of the embeddings), as pieces 0, 1, …; each piece is a frame. The receiver answers each
+piece, so that the sender knows when to free the original.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ PackBytes = Callable[[int, Bytes], None]  # offset_bytes, target
 
 
 class KvPiece(msgspec.Struct, frozen=True, array_like=True):
-    """KV of consecutive logical blocks of a request in a single layer.
+    """KV of consecutive logical blocks of a sequence in a single layer.
 
     Payload: [block, 2, slot, kv_head, head_dim] in the model's dtype.
     """
@@ -50,7 +51,7 @@ class PieceTaken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferAborted(msgspec.Struct, frozen=True, array_like=True):
-    """A notice that a side has abandoned a transfer. `by_sender`: the sender of the pieces."""
+    """A notice that a side has abandoned a transfer; `by_sender` if that side sends the pieces."""
 
     transfer_id: str
     by_sender: bool
@@ -69,7 +70,7 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPiece:
-    """A piece to send; `pack` writes its `size_bytes` bytes right before it is sent."""
+    """A piece to send; `pack` writes its payload of `size_bytes` right before it is sent."""
 
     header: BulkPiece
     size_bytes: int
@@ -78,7 +79,7 @@ class OutgoingPiece:
 
 @dataclass(frozen=True, slots=True)
 class KvCut:
-    """The non-empty KV of a request to send; `block_bytes` is a block's size in a single layer."""
+    """The KV of a sequence to send, not empty; `block_bytes` is a block's size in one layer."""
 
     transfer_id: str
     seq_id: str

@@ -1,8 +1,9 @@
-"""Checks whether UCX still receives, after a process of this machine was lost.
+"""Checks whether UCX still receives after a peer process on this machine was lost.
 
-Processes of a machine write their messages into a shared queue in the receiver's memory, which UCX
-reads in order. A process that dies or is stopped in the middle of such a write leaves an unfinished
-entry. UCX then reads nothing behind that entry, from any sender, and reports no error.
+Processes of a machine write messages into a queue in shared memory of the receiver, which UCX reads
+in order. A process that dies or is stopped in the middle of such a write leaves an unfinished
+entry. UCX then reads no later entry of any sender, and reports no error. The lane must then replace
+its UCX worker.
 """
 
 import logging
@@ -23,25 +24,25 @@ from services.worker.engine.transfer.ucx_transport import (
 )
 
 WAIT_S = 0.25
-"""Longer than a live process is descheduled in the middle of a write."""
+"""Wait before the check fails; longer than a live process pauses in the middle of a write."""
 POLLS_MIN = 100
-"""Empty polls that are required, too: this process itself may have been paused for `WAIT_S`."""
+"""Polls without a message before the check fails: this process may have paused for `WAIT_S`."""
 PAUSE_S = 0.001
-"""Poll interval during a check."""
+"""Poll interval of the lane's thread during a check."""
 
 log = logging.getLogger(__name__)
 
 
 class ReceiveCheck:
-    """Sends a message from this process to its own lane, behind all entries of the lost process.
+    """Sends check messages from this process to its own lane, queued after the lost peer's entries.
 
-    For the thread that drives the lane.
+    If a message arrives, UCX still receives. All calls are made by the thread that drives the lane.
     """
 
     def __init__(
         self, transport: UcxTransport, open_sender: Callable[[], UcxTransport], name: str
     ) -> None:
-        """`open_sender` creates another transport over shared memory; `name` is the lane's."""
+        """`open_sender` creates a second transport over shared memory; `name` is the lane's."""
         self._transport = transport
         self._open_sender = open_sender
         self._name = name
@@ -49,7 +50,7 @@ class ReceiveCheck:
         self._endpoint: Endpoint | None = None
         self._sent: dict[int, UcxRequest] = {}  # by tag, oldest first
         self._since_s = 0.0  # start of the wait for the next message
-        self._polls = 0  # empty polls since then
+        self._polls = 0  # polls without a message since then
 
     @property
     def under_way(self) -> bool:
@@ -58,12 +59,12 @@ class ReceiveCheck:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the messages no longer arrive."""
+        """Whether a check message is overdue, so that UCX does not receive any more."""
         waited = self._polls >= POLLS_MIN and monotonic_s() - self._since_s >= WAIT_S
         return self.under_way and waited
 
     def begin(self) -> None:
-        """Send a check message; earlier messages prove nothing about later writes."""
+        """Send a check message, also during a check: it is queued after the newest loss."""
         try:
             if self._sender is None:
                 self._sender = self._open_sender()
@@ -76,14 +77,14 @@ class ReceiveCheck:
             self._give_up(str(error))
 
     def end(self) -> None:
-        """Stop the check."""
+        """Stop the check. Idempotent."""
         if self._endpoint is not None:
             self._endpoint.abort()
         self._sender = self._endpoint = None
         self._sent.clear()
 
     def note_arrived(self, tag: int) -> None:
-        """Note a message that belongs to no connection; it may be a check message."""
+        """Record a message that belongs to no connection; it may be a check message."""
         if tag not in self._sent:
             return
         newest = next(reversed(self._sent))
@@ -93,7 +94,7 @@ class ReceiveCheck:
             self.end()
 
     def note_idle_poll(self) -> None:
-        """Note a poll of the lane that found no message."""
+        """Record a poll of the lane that returned no message."""
         if self._sender is None:
             return
         self._polls += 1
@@ -118,5 +119,5 @@ class ReceiveCheck:
 
 
 def memory_sender(config: UcxConfig) -> Callable[[], UcxTransport]:
-    """A factory of transports that reach only processes of this machine."""
+    """Return a factory of transports that only reach processes on this machine."""
     return lambda: UcxTransport(replace(config, transports="sm"))

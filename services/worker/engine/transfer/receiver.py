@@ -1,4 +1,9 @@
-"""The receiving half of the mover: verifies, stores and answers pieces."""
+"""The receiving half of the mover: verifies, stores and answers the pieces of transfers.
+
+A transfer is the KV of a sequence, or a slab of parameters; it arrives in pieces. The epoch of a
+piece numbers the configuration of the sender's group. Pieces of an epoch that this member has yet
+to enter are held until then.
+"""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -25,7 +30,7 @@ class IncomingTransfer:
 
     group_id: str
     epoch: int
-    until_s: float = 0.0  # it fails then, unless another piece arrives
+    until_s: float = 0.0  # deadline of the next piece
     last: int | None = None  # number of its last piece, once known
     highest: int = -1  # highest piece number so far
     size_bytes: int = 0  # received so far
@@ -58,7 +63,7 @@ class IncomingTransfer:
 
 
 class IncomingTransfers:
-    """Incoming transfers by sender and id. Bounded; remembers the latest `ENDED_MAX` that ended."""
+    """Incoming transfers in progress, at most `TRANSFERS_MAX`, and the last `ENDED_MAX` ended."""
 
     def __init__(self) -> None:
         self._transfers: dict[Key, IncomingTransfer] = {}
@@ -71,7 +76,7 @@ class IncomingTransfers:
         return list(self._transfers.items())
 
     def transfer_of(self, key: Key, frame: Frame) -> IncomingTransfer:
-        """The transfer of a piece, created for its first. Raises TransferRefused."""
+        """Return the transfer of a piece, created for its first piece. Raises TransferRefused."""
         transfer = self._transfers.get(key)
         if transfer is None:
             if len(self._transfers) >= TRANSFERS_MAX:
@@ -89,24 +94,24 @@ class IncomingTransfers:
             self._ended_ids[transfer_id] -= 1
             self._ended_ids += Counter()  # drops zeros
 
-    def ending(self, key: Key) -> bool | None:
-        """True if the transfer is complete, False if it was abandoned, None otherwise."""
+    def completion(self, key: Key) -> bool | None:
+        """Return True if the transfer has completed, False if it was abandoned, else None."""
         return False if key[1] in self._unwanted else self._ended.get(key)
 
     def is_over(self, transfer_id: str) -> bool:
         """Whether the end of a transfer with that id, from any peer, was reported."""
         return transfer_id in self._ended_ids or transfer_id in self._unwanted
 
-    def refuse_later(self, transfer_id: str) -> None:
-        """Refuse a transfer in advance, before its first piece."""
+    def refuse_in_advance(self, transfer_id: str) -> None:
+        """Refuse the pieces of a transfer that has not started yet."""
         self._unwanted[transfer_id] = None
         while len(self._unwanted) > ENDED_MAX:
             self._unwanted.popitem(last=False)
 
 
 BACKLOG_BYTES_MAX = 64 << 20  # of pieces that wait to be stored; with more, the lane is not read
-HELD_BYTES_MAX = 256 << 20  # of pieces of future epochs
-EPOCH_POLL_S = 0.01  # poll interval for the start of an epoch, which rings no bell
+HELD_BYTES_MAX = 256 << 20  # of held pieces (of future epochs)
+EPOCH_POLL_S = 0.01  # poll interval for the start of an epoch, which does not wake the mover
 
 EpochStatusOf = Callable[[str, int], EpochStatus]  # group id, epoch
 Unpack = Callable[[BulkPiece, Bytes], None]
@@ -117,7 +122,7 @@ class ReceiverTimeouts:
     """Timeouts of incoming transfers."""
 
     idle_timeout_s: float  # between two pieces of a transfer
-    future_wait_s: float  # for a future epoch to begin
+    future_wait_s: float  # for this member to enter a future epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class _Arrived:
     key: Key
     piece: BulkPiece
     frame: Frame
-    until_s: float = 0.0  # deadline for its epoch to begin, if that is in the future
+    until_s: float = 0.0  # deadline for its epoch to begin, if the piece is held
 
 
 @dataclass(slots=True)
@@ -152,7 +157,7 @@ class _Pieces:
 
 
 class Receiver:
-    """Incoming transfers of a mover; for the thread that steps it."""
+    """Incoming transfers of a mover. All calls are made by the thread that calls `Mover.step`."""
 
     def __init__(
         self,
@@ -168,8 +173,8 @@ class Receiver:
         self._unpack = unpack
         self._report = report
         self._inbox = IncomingTransfers()
-        self._arrived = _Pieces()
-        self._held = _Pieces()
+        self._arrived = _Pieces()  # to be stored
+        self._held = _Pieces()  # of future epochs
 
     @property
     def has_piece(self) -> bool:
@@ -182,7 +187,7 @@ class Receiver:
         return self._arrived.size_bytes < BACKLOG_BYTES_MAX
 
     def add(self, peer: str, piece: BulkPiece, frame: Frame) -> None:
-        """Queue a piece."""
+        """Queue a piece for `receive_piece`."""
         self._arrived.add(_Arrived((peer, piece.transfer_id), piece, frame))
 
     def cancel(self, transfer_id: str) -> None:
@@ -191,13 +196,13 @@ class Receiver:
         for key in keys:
             self._end(key, CANCELLED)
         if not keys and not self._inbox.is_over(transfer_id):
-            self._inbox.refuse_later(transfer_id)
+            self._inbox.refuse_in_advance(transfer_id)
             self._report(TransferOutcome(transfer_id, TransferStatus.FAILED, reason=CANCELLED))
 
     def handle(self, peer: str, aborted: TransferAborted) -> None:
         """Handle a sender's notice that it has abandoned a transfer."""
         key = (peer, aborted.transfer_id)
-        if self._inbox.ending(key) is None:
+        if self._inbox.completion(key) is None:
             self._end(key, f"abandoned by its sender: {aborted.reason}", notify_sender=False)
 
     def forget_peer(self, peer: str, reason: str) -> None:
@@ -209,17 +214,17 @@ class Receiver:
                 self._end(key, reason, notify_sender=False)
 
     def receive_piece(self, now_s: float) -> None:
-        """Verify, store and answer the oldest piece; late and duplicate pieces have no effect."""
+        """Verify, store and answer the oldest piece; late and duplicate pieces are not stored."""
         arrived = self._arrived.take()
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
-        ending = self._inbox.ending(key)
+        completion = self._inbox.completion(key)
         status = self._epoch_status(frame.group_id, frame.epoch)
-        if ending is not None:
-            self._answer_late(arrived, whole=ending)
+        if completion is not None:
+            self._answer_late(arrived, whole=completion)
         elif status is EpochStatus.CURRENT:
             self._store(arrived, now_s)
         elif status is EpochStatus.FUTURE and self._held.size_bytes < HELD_BYTES_MAX:
-            # This member has yet to switch: hold the piece until its epoch begins here.
+            # This member has not entered the epoch yet: hold the piece until it does.
             until_s = now_s + self._timeouts.future_wait_s
             self._held.add(_Arrived(key, piece, frame, until_s))
             return
@@ -236,7 +241,7 @@ class Receiver:
                 self._arrived.add(held)
             elif now_s < held.until_s:
                 self._held.add(held)
-            elif self._inbox.ending(held.key) is None:
+            elif self._inbox.completion(held.key) is None:
                 self._end(held.key, f"epoch {frame.epoch} did not begin in time")
 
     def expire(self, now_s: float) -> None:
@@ -246,13 +251,13 @@ class Receiver:
                 self._end(key, "the sender sent no more pieces")
 
     def dues_s(self, now_s: float) -> list[float]:
-        """The times at which `expire` or `take_held` is due."""
+        """Return the times at which `expire` or `take_held` is due."""
         dues = [transfer.until_s for _, transfer in self._inbox.under_way()]
         return [*dues, now_s + EPOCH_POLL_S] if self._held.pieces else dues
 
     def _store(self, arrived: _Arrived, now_s: float) -> None:
         key, piece, frame = arrived.key, arrived.piece, arrived.frame
-        # Any failure, of the checksum too, fails this transfer only, never the connection.
+        # A failure, even of the checksum, abandons this transfer and not the connection.
         try:
             frame.verify()
             transfer = self._inbox.transfer_of(key, frame)
@@ -272,7 +277,7 @@ class Receiver:
             self._report(TransferOutcome(transfer_id, status, peer, size_bytes))
 
     def _answer_late(self, arrived: _Arrived, whole: bool) -> None:
-        """Answer a piece of an ended transfer: the first answer may have been lost."""
+        """Answer a piece of an ended transfer again: the first answer may have been lost."""
         peer, transfer_id = arrived.key
         if whole:
             self._answer(arrived)

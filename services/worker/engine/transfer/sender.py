@@ -1,4 +1,4 @@
-"""The sending half of the mover: packs and sends pieces, and tracks their answers."""
+"""The sending half of the mover: packs and sends KV and parameters in pieces, tracks answers."""
 
 import logging
 from collections import OrderedDict
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 class SenderBounds:
     """Limits of outgoing transfers."""
 
-    active_max: int  # transfers per peer that take turns
+    active_max: int  # transfers per peer that send pieces in turn
     window: WindowBounds  # per peer
     answer_timeout_s: float  # for each piece
 
 
 class Sender:
-    """Outgoing transfers of a mover; for the thread that steps it."""
+    """Outgoing transfers of a mover. All calls are made by the thread that calls `Mover.step`."""
 
     def __init__(
         self, lane: Lane, bounds: SenderBounds, report: Callable[[TransferOutcome], None]
@@ -47,7 +47,7 @@ class Sender:
         self._report = report
         self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
         self._memory = FrameMemory()
-        self._ended: OrderedDict[str, None] = OrderedDict()  # the latest `ENDED_MAX` ids
+        self._ended: OrderedDict[str, None] = OrderedDict()  # ids of the last `ENDED_MAX` ended
         self._retry_s: float | None = None  # when to send again after LaneFull
 
     def begin(self, transfer: OutgoingTransfer) -> None:
@@ -55,7 +55,7 @@ class Sender:
         self._outbox.add(transfer)
 
     def cancel(self, transfer_id: str) -> bool:
-        """Abandon a transfer; returns False if this sender has had none with that id."""
+        """Abandon a transfer; returns False if this sender knows no transfer with that id."""
         transfer = self._outbox.find(transfer_id)
         if transfer is not None:
             self._abandon(transfer, CANCELLED)
@@ -78,7 +78,7 @@ class Sender:
                 self._abandon(transfer, reason, notify_receiver=False)
 
     def piece_bytes(self, peer: str) -> int:
-        """The size of the next piece to a peer: small enough to occupy the link only briefly."""
+        """Return the size of the next piece to a peer, which occupies the link only briefly."""
         return self._outbox.piece_bytes(peer)
 
     def has_piece(self, now_s: float) -> bool:
@@ -92,7 +92,7 @@ class Sender:
         if transfer is None:
             return
         try:
-            # A piece that found the lane full stays packed for the next try.
+            # If the lane is full, the piece stays packed for the next try.
             packed = transfer.packed = transfer.packed or self._pack(transfer)
             sent = self._lane.send(transfer.peer, packed.frame)
         except LaneFull:
@@ -107,7 +107,7 @@ class Sender:
     def finish(self, now_s: float) -> list[str]:
         """Report the transfers that have ended; returns their ids."""
         over = []
-        # A transfer ends only when no send reads its memory: the owner reuses it after the report.
+        # Report a transfer only when no send reads its memory, which the engine may reuse then.
         for transfer in self._outbox.all():
             problem = transfer.forget_done_sends(self._memory)
             oldest_s = transfer.oldest_s()
@@ -123,7 +123,7 @@ class Sender:
         return over
 
     def dues_s(self) -> list[float]:
-        """The times at which `finish` or `send_piece` is due."""
+        """Return the times at which `finish` or `send_piece` is due."""
         sent = [transfer.oldest_s() for transfer in self._outbox.active()]
         dues = [oldest_s + self._answer_timeout_s for oldest_s in sent if oldest_s is not None]
         return dues if self._retry_s is None else [*dues, self._retry_s]
@@ -144,7 +144,7 @@ class Sender:
     def _abandon(
         self, transfer: OutgoingTransfer, reason: str, notify_receiver: bool = True
     ) -> None:
-        """Abandon a transfer; `finish` reports it when no send reads its memory any more."""
+        """Abandon a transfer; `finish` reports it later, when no send reads its memory."""
         if transfer.ended is not None:
             return
         transfer.ended = reason
@@ -160,11 +160,11 @@ class Sender:
 
 
 class _CannotPack(TransferRefused):
-    """Packing a piece failed."""
+    """A piece could not be packed."""
 
 
 def notify(lane: Lane, peer: str, group_id: str, epoch: int, header: msgspec.Struct) -> None:
-    """Send a small frame, best effort: if it is lost, the peer's timeout ends the transfer."""
+    """Try to send an answer; if it is lost, a timeout of the peer ends the transfer."""
     try:
         lane.send(peer, Frame(group_id, epoch, header))
     except (LaneFull, PeerUnknown) as error:

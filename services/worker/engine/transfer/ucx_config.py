@@ -1,4 +1,4 @@
-"""Settings of a UCX lane."""
+"""Settings of a lane (frames between engines) over UCX."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 class UcxConfig:
     """The UCX transports of a lane.
 
-    `rendezvous_bytes`: messages of at least that size stay at their sender until they are fetched,
-    and occupy no buffers of UCX.
+    `rendezvous_bytes`: messages of at least that size stay in their sender's memory until the
+    receiver fetches them, and occupy no buffers of UCX.
 
-    `segment_bytes`: through shared memory the sender copies into segments, of which a lane has 256,
-    and the receiver copies out of them. If the pieces in flight do not fit, their sender busy-waits
-    until the receiver's process runs.
+    `segment_bytes`: size of a segment in shared memory, of which a lane has 256. The sender copies
+    into segments, the receiver out of them. If the messages in flight do not fit, the sender
+    busy-waits until the receiver's process runs.
     """
 
     transports: str = "sm,tcp"  # UCX_TLS: shared memory first, then TCP
@@ -22,7 +22,7 @@ class UcxConfig:
     segment_bytes: int = 32_768
 
     def options(self) -> dict[str, str]:
-        """The options by UCX's names."""
+        """Return the options by UCX's names, without the prefix UCX_."""
         # Without the two *_ERROR_HANDLING options UCX would not use shared memory here.
         options = {
             "TLS": self.transports,
@@ -39,23 +39,23 @@ class UcxConfig:
 class UcxLaneConfig:
     """Settings of a lane. Hosts may be names.
 
-    `verify`: the lane verifies frames, and closes the connection to the sender of a damaged frame.
-    Otherwise the receiver of a frame calls `Frame.verify`.
+    `verify`: the lane verifies the checksums of frames, and closes the connection to the sender of
+    a damaged frame. Otherwise the receiver of a frame calls `Frame.verify`.
     """
 
-    host: str = "127.0.0.1"  # for handshakes
-    port: int = 0  # for handshakes; 0: any
+    host: str = "127.0.0.1"  # to listen on for handshakes
+    port: int = 0  # to listen on for handshakes; 0: any free port
     advertise: str = ""  # host that peers dial
     ucx: UcxConfig = field(default_factory=UcxConfig)
     verify: bool = True
     frame_bytes_max: int = 64 << 20
-    queue_bytes_max: int = 64 << 20  # per peer, not sent yet
-    frames_in_flight_max: int = 1024  # per peer, not taken by its engine yet
-    received_bytes_max: int = 64 << 20  # of all peers, not taken by this engine yet
+    queue_bytes_max: int = 64 << 20  # per peer: frames not sent yet
+    frames_in_flight_max: int = 1024  # per peer: frames not taken by its engine yet
+    received_bytes_max: int = 64 << 20  # of all peers: frames not taken by this engine yet
     connect_timeout_s: float = 5.0
     hello_timeout_s: float = 1.0
     nonce_lifetime_s: float = 60.0
     heartbeat_s: float = 1.0
-    silence_timeout_s: float = 5.0  # a peer without heartbeats for so long is lost
+    silence_timeout_s: float = 5.0  # without heartbeats, after which a peer is lost
     send_timeout_s: float = 30.0
     name: str = "lane"  # in logs

@@ -1,15 +1,15 @@
-"""A lane over UCX: a UCX worker and a thread, which sleeps until there is work.
+"""A lane (frames between engines) over UCX: a UCX worker, and a thread that sleeps without work.
 
-Only one thread at a time drives UCX: usually the lane's thread, so that frames arrive while the
-engine computes. Waking another thread takes long while all processors are busy. A thread that sends
-therefore tries to drive UCX itself, and so does a thread that waits (`attended`).
+A single thread at a time drives UCX: usually the lane's own thread, so that frames arrive while the
+engine computes. Waking another thread takes long while all processors are busy. So a thread that
+sends tries to drive UCX itself, and so does a thread that waits for frames (`attended`).
 
-An engine has two such lanes, for activations and for bulk data: beside bulk transfers, small
-messages of the same UCX worker would wait for milliseconds.
+An engine has two such lanes, for activations and for bulk data. In a common UCX worker, activations
+would wait for milliseconds behind bulk transfers.
 
-`ConnectionTable` handles handshakes, `Traffic` frames, `Heartbeats` silent peers, and
-`ReceiveCheck` the damage that a lost peer may have done to UCX's shared memory. `UcxLane` decides
-which thread drives them, and when.
+`ConnectionTable` handles handshakes, `Traffic` frames, and `Heartbeats` silent peers. A process
+that is lost in the middle of a write can block UCX's queue in shared memory; `ReceiveCheck` detects
+that. `UcxLane` decides which thread drives them, and when.
 """
 
 import logging
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """Sends heartbeats and detects silent peers; for the thread of the lane."""
+    """Sends heartbeats and detects silent peers. All calls are made by the lane's own thread."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Heartbeats:
         silence_timeout_s: float,
         now_s: float,
     ) -> None:
-        """A beat is sent every `interval_s`; a peer silent for `silence_timeout_s` is lost."""
+        """A heartbeat is sent every `interval_s`; a peer silent for `silence_timeout_s` is lost."""
         self._connections = connections
         self._interval_s = interval_s
         self._silence_timeout_s = silence_timeout_s
-        self._beat_s = now_s  # time of the last beat to all peers
+        self._beat_s = now_s  # time of the last heartbeat to all peers
         self.ticked_s = now_s  # time of the last `tick`
 
     def tick(self, now_s: float) -> None:
-        """Send due beats, and lose connections whose peers are overdue."""
+        """Send due heartbeats, and end connections whose peers are silent or too slow."""
         if now_s - self.ticked_s >= self._silence_timeout_s / 2:
-            # This process was paused: it has not read yet what the peers sent meanwhile.
+            # This process was paused, and the peers' heartbeats of that time are not read yet.
             for connection in self._connections.by_descriptor.values():
                 connection.heard_s = now_s
         self.ticked_s = now_s
@@ -66,12 +66,12 @@ class Heartbeats:
             self._beat_s = now_s
         self._beat(to_all=due)
         for connection in list(self._connections.by_descriptor.values()):
-            reason = connection.overdue(now_s, self._silence_timeout_s)
+            reason = connection.loss_reason(now_s, self._silence_timeout_s)
             if reason is not None:
                 self._connections.lose(connection, reason)
 
     def acknowledge(self) -> None:
-        """Send a beat to each peer that is about to reach its limit of frames in flight."""
+        """Send a heartbeat to each peer that may soon reach its limit of frames in flight."""
         self._beat(to_all=False)
 
     def _beat(self, *, to_all: bool) -> None:
@@ -82,11 +82,11 @@ class Heartbeats:
 
 
 CLOSE_TIMEOUT_S = 10.0
-CLOSE_TURNS = 100  # calls of `progress` in which UCX completes aborted requests
+CLOSE_TURNS = 100  # maximum calls of `progress` until UCX has completed aborted requests
 
 
 class UcxLane(Lane):
-    """Raises UcxUnavailable, or ConfigError if it cannot listen."""
+    """A lane over UCX. Raises UcxUnavailable, or ConfigError if it cannot listen."""
 
     def __init__(self, identity: Identity, codec: FrameCodec, config: UcxLaneConfig) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class UcxLane(Lane):
         self._commands: deque[Callable[[], None]] = deque()  # for the lane's thread
         self._stopping = False
         self._ended = False
-        self._attended = False  # a thread that waits for `fileno` drives UCX
+        self._attended = False  # whether UCX wakes a thread that waits for `fileno`
         self._listener = listen(config.host, config.port, UNPROVEN_MAX)
         self._listener.setblocking(False)
         self._poll = select.epoll()
@@ -105,7 +105,7 @@ class UcxLane(Lane):
         self._engine_poll = select.epoll()
         self._engine_poll.register(self._out_bell.fileno(), select.EPOLLIN)
         self._engine_poll.register(self._transport.fileno(), 0)
-        self._driving = Lock()  # the thread that holds it drives the next three
+        self._driving = Lock()  # held by the thread that drives the objects below
         self._connections = ConnectionTable(
             identity, codec, config, self._transport, self._poll, self._out_bell.ring
         )
@@ -151,7 +151,7 @@ class UcxLane(Lane):
         if connection is None:
             raise PeerUnknown(f"there is no connection to {peer}")
         sent = connection.queue(frame)
-        if not self._went_out(connection, sent):
+        if not self._try_send(connection, sent):
             self._in_bell.ring()
         return sent
 
@@ -219,7 +219,7 @@ class UcxLane(Lane):
             now_s = monotonic_s()
             if now_s - self._heartbeats.ticked_s >= self._tick_s:
                 self._heartbeats.tick(now_s)
-            self._look_after_memory()
+            self._check_receiving()
             asleep = self._transport.arm()
             pause_s = PAUSE_S if self._check.under_way else self._tick_s
         ready = self._poll.poll(pause_s if asleep else 0)
@@ -245,32 +245,32 @@ class UcxLane(Lane):
             return
         self._connections.accept(ControlLink(accepted))
 
-    def _look_after_memory(self) -> None:
-        """After the loss of a peer, check that UCX still receives; replace its worker if not."""
+    def _check_receiving(self) -> None:
+        """After the loss of a peer, check whether UCX still receives; else replace its worker."""
         if self._connections.lost_in_memory:
             self._connections.lost_in_memory = False
             self._check.begin()
         if self._check.has_failed:
             self._check.end()
-            self._renew()
+            self._replace_worker()
 
-    def _renew(self) -> None:
+    def _replace_worker(self) -> None:
         """Replace the UCX worker; all connections are lost.
 
         The old worker is released first: both may need the same ports, for which UCX waits without
-        limit. If that is impossible, the lane ends, and the engine with it.
+        limit. If it cannot be released or replaced, the lane ends, and the engine with it.
         """
         reason = "UCX receives nothing any more: a process was lost while it wrote to this process"
         log.warning("the %s is restarted: %s", self._config.name, reason)
         self._connections.lose_all(reason)
         self._connections.lost_in_memory = False  # their writes went to the old UCX worker
-        self._let_go()
+        self._complete_lost_requests()
         if self._connections.lingering and self._config.ucx.ports:
             log.error("the %s ends: UCX still uses memory of a lost connection", self._config.name)
             self._stopping = True
             return
-        # Take all messages: a released UCX worker waits without limit for the rest of a message
-        # whose sender is lost.
+        # Take all messages out of the old UCX worker: on its release it would wait without limit
+        # for the rest of a message whose sender is lost.
         while self._transport.probe() is not None:
             pass
         self._traffic.forget_strays()
@@ -287,7 +287,7 @@ class UcxLane(Lane):
         self._watch_transport()
 
     def _watch_transport(self) -> None:
-        """Let UCX wake the thread that waits for `fileno`, or else the lane's thread."""
+        """Let UCX wake the thread that waits for `fileno` (`attended`), else the lane's thread."""
         own, engine = (0, select.EPOLLIN) if self._attended else (select.EPOLLIN, 0)
         self._poll.modify(self._transport.fileno(), own)
         self._engine_poll.modify(self._transport.fileno(), engine)
@@ -299,24 +299,25 @@ class UcxLane(Lane):
     def _send_until_s(self) -> float:
         return self._heartbeats.ticked_s + self._config.send_timeout_s
 
-    def _went_out(self, connection: Connection, sent: Sent) -> bool:
-        """Send at once unless another thread drives; returns whether the lane's thread may sleep.
+    def _try_send(self, connection: Connection, sent: Sent) -> bool:
+        """Send now unless another thread drives; returns whether the lane's thread may sleep on.
 
-        It may if the frame was sent, or if UCX will wake it when a large frame is fetched.
+        It may if the frame was sent, or if UCX will wake it when the peer fetches a large frame.
         """
         if not self._driving.acquire(blocking=False):
             return False
         try:
             self._traffic.send_now(connection, self._send_until_s)
-            # Everything that UCX has completed is delivered; `arm` makes it signal further work.
+            # All that UCX has completed is delivered; `arm` makes UCX signal further work.
             return sent.done or self._transport.arm()
         finally:
             self._driving.release()
 
     def _attend_directly(self) -> bool:
-        """Let UCX wake the threads that wait for `fileno`; returns False if that is not possible.
+        """Let UCX wake the threads that wait for `fileno` until `_stop_attending`.
 
-        The lane's own thread then sleeps until `_stop_attending`.
+        Meanwhile UCX does not wake the lane's own thread. Returns False without an effect on
+        wake-ups if another thread drives, no peer is connected, or there is work already.
         """
         if not self._driving.acquire(blocking=False):
             return False
@@ -336,7 +337,7 @@ class UcxLane(Lane):
         return True
 
     def _stop_attending(self) -> None:
-        """Receive frames, and let UCX wake the lane's thread again."""
+        """Send and receive frames, and let UCX wake the lane's thread again."""
         with self._driving:
             if self._ended or self._stopping:
                 return
@@ -346,8 +347,8 @@ class UcxLane(Lane):
                 self._in_bell.ring()
             self._watch_transport()
 
-    def _let_go(self) -> None:
-        """Progress UCX until the requests of lost connections are complete, or `CLOSE_TURNS`."""
+    def _complete_lost_requests(self) -> None:
+        """Progress UCX until the requests of lost connections are complete, or too many turns."""
         for _ in range(CLOSE_TURNS):
             self._transport.progress()
             self._traffic.reap()
@@ -355,13 +356,13 @@ class UcxLane(Lane):
                 break
 
     def _end(self) -> None:
-        """Close everything; requests that UCX has not completed by then are abandoned to it."""
+        """Close all connections and the lane; requests that UCX has not completed are abandoned."""
         with self._driving:
             self._ended = True
             for connection in list(self._connections.by_descriptor.values()):
                 self._connections.disconnect(connection)
             self._check.end()
-            self._let_go()
+            self._complete_lost_requests()
         self._poll.close()
         self._listener.close()
         self._out_bell.ring()

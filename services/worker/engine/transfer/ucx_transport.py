@@ -1,10 +1,11 @@
-"""The part of UCX that a lane uses, through the core API of `ucxx`: tagged messages of any size.
+"""Wraps the part of UCX that a lane uses: tagged messages of any size (core API of `ucxx`).
 
-Endpoints connect to UCX worker addresses. The lanes exchange these in their handshake, so UCX opens
-no listener of its own on all interfaces. A lane first probes for a message, which returns its size,
-and then fetches it: a large message stays at its sender until it is fetched.
+Endpoints connect to UCX worker addresses. The lanes exchange the addresses in their handshake, so
+UCX needs no listener of its own, which would accept on all interfaces. A lane first probes for a
+message, which returns its size, and then fetches it: a large message stays in its sender's memory
+until it is fetched.
 
-Not thread-safe: a single thread at a time. No other module loads `ucxx`.
+Not thread-safe: at most one thread at a time may call. No other module loads `ucxx`.
 """
 
 import ctypes
@@ -49,7 +50,7 @@ class _Attributes(ctypes.Structure):
 
 
 def routes_of(handle: int) -> list[str]:
-    """The endpoint's transports with their devices, such as "tcp/eth0" or "sysv/memory".
+    """Return the endpoint's transports and devices, such as "tcp/eth0" or "sysv/memory".
 
     `handle` is the UCP endpoint; call this on the thread that uses it. Empty if UCX reports none.
     """
@@ -144,11 +145,11 @@ class Endpoint:
 
     @property
     def routes(self) -> list[str]:
-        """Its transports and devices, such as "tcp/eth0"; see `routes_of`."""
+        """The endpoint's transports and devices, such as "tcp/eth0"; see `routes_of`."""
         return routes_of(int(self._endpoint.handle))
 
     def send(self, message: Bytes, tag: int) -> UcxRequest:
-        """Start to send. Raises ConnectionError."""
+        """Start to send a message. Raises ConnectionError."""
         array = self._array(message)
         try:
             request = self._endpoint.tag_send(array, tag=self._ucxx.UCXXTag(tag))
@@ -187,7 +188,7 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """The UCX worker address, to which peers open endpoints; thread-safe."""
+        """The UCX worker address, to which peers open endpoints. Any thread may read it."""
         return self._address
 
     def fileno(self) -> int:
@@ -217,7 +218,7 @@ class UcxTransport:
             self._worker.progress()
 
     def arm(self) -> bool:
-        """Request a wake-up through `fileno`; returns False if there is work already."""
+        """Request a wake-up through `fileno`; returns False if `progress` has work already."""
         return bool(self._worker.arm())
 
     def open(self, address: bytes) -> Endpoint:
@@ -233,7 +234,7 @@ class UcxTransport:
         return Endpoint(ucxx, endpoint, self._array)
 
     def probe(self) -> IncomingMessage | None:
-        """Take the oldest message that has started to arrive; the caller must fetch it."""
+        """Return the oldest message that has begun to arrive, if any; the caller must fetch it."""
         probed = self._worker.tag_probe(self._any_tag, self._no_mask, remove=True)
         return IncomingMessage(probed.sender_tag, probed.length, probed) if probed.matched else None
 

@@ -198,8 +198,8 @@ def test_one_that_is_aborted_in_the_turn_in_which_it_was_checked_never_comes(ben
 
 
 def test_only_so_many_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "CHECKING_MAX", 3)
-    monkeypatch.setattr(grammar_check, "OWNED_MAX", 2)
+    monkeypatch.setattr(grammar_check, "WAITING_MAX", 3)
+    monkeypatch.setattr(grammar_check, "WAITING_PER_TENANT_MAX", 2)
     for owner, name in (("x", "a"), ("x", "b"), ("x", "c"), ("y", "d"), ("y", "e")):
         bench.check.submit(request_id_of(name, f"{name}+", owner))
     refused = bench.check.take()

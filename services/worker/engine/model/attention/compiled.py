@@ -1,4 +1,4 @@
-"""Paged attention by a compiled call per layer, without copies of K and V (CPU, single thread)."""
+"""Paged attention on a CPU by a compiled kernel (single thread), without copies of K and V."""
 
 import torch
 
@@ -7,7 +7,7 @@ from services.worker.engine.model.cpu_kernels.paged_attention import PagedAttent
 
 
 class CompiledPagedAttention:
-    """Compiled paged attention, for cache shapes that the kernel supports (`fits`)."""
+    """Compiled paged attention, for the shapes of `cpu_kernels.paged_attention.fits`."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         self._kernel = PagedAttentionKernel(head_dim, storage_dtype)

@@ -1,8 +1,8 @@
-"""Paged attention with torch operations: gather, upcast, scaled-dot-product attention (SDPA).
+"""Paged attention with torch operations: gather K and V, cast, scaled-dot-product attention (SDPA).
 
-It works on every torch device and is optimized for CPUs: it gathers few sequences at a time, which
-keeps their upcast K/V in the CPU cache and measured best. A compiled kernel replaces decode if
-`cpu_kernels` fit and the block size is a multiple of four.
+It works on every torch device and is optimized for CPUs: it gathers few sequences at a time, so
+that their K and V stay in the CPU cache, which measured best. On a CPU with `cpu_kernels` and a
+suitable block size, a compiled kernel runs decode steps.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from services.worker.engine.model.attention.paged import (
 )
 
 QUERY_TILE_ROWS = 128
-"""Rows of a prefill chunk per SDPA call if a mask is needed."""
+"""Maximum rows of a prefill chunk per SDPA call with a mask."""
 
 
 def mask_bytes(max_context: int, itemsize: int) -> int:
-    """Upper bound of mask memory per window: the current mask and the larger mask replacing it."""
+    """Return an upper bound of mask memory per window: a mask and the larger one replacing it."""
     return 2 * QUERY_TILE_ROWS * (max(max_context, GROUP_TOKENS) + QUERY_TILE_ROWS) * itemsize
 
 
 class SdpaPagedAttention:
-    """Owns the gather buffers; `max_context` bounds the context of a sequence in tokens.
+    """Attention by SDPA, with buffers for contexts of up to `max_context` tokens per sequence.
 
     `compiled`: use the kernels of `cpu_kernels`.
     """
@@ -46,7 +46,7 @@ class SdpaPagedAttention:
     ) -> None:
         self._half_shape = (block_size, num_kv_heads, head_dim)
         half_elements = block_size * num_kv_heads * head_dim
-        # An extra block, because a sliding window may start within a block.
+        # Add a block, because a sliding window may start within a block.
         halves = 2 * (-(-max(max_context, GROUP_TOKENS) // block_size) + 1)
         self._stored = torch.empty(halves, half_elements, dtype=storage_dtype, device=device)
         self._upcast = (
@@ -130,7 +130,7 @@ class SdpaPagedAttention:
         target = output[span.first_row : end].view(span.rows, kv_heads, share, head_dim)
         target = target.permute(1, 2, 0, 3)
         offset = span.start - span.base
-        # A chunk from position 0 that fits the window needs no mask: SDPA's causal path is faster.
+        # Use SDPA's faster causal path if the chunk starts at position 0 and fits the window.
         if offset == 0 and (sliding_window is None or span.rows <= sliding_window):
             target.copy_(
                 functional.scaled_dot_product_attention(
@@ -142,7 +142,7 @@ class SdpaPagedAttention:
                 )
             )
             return
-        # Tiles of rows bound the size of the mask and skip keys that no row of a tile sees.
+        # Attend in tiles of rows, to bound the mask and skip keys that no row of a tile sees.
         for first in range(0, span.rows, QUERY_TILE_ROWS):
             last = min(first + QUERY_TILE_ROWS, span.rows)
             lowest = 0 if sliding_window is None else max(0, offset + first - sliding_window + 1)
@@ -165,9 +165,9 @@ class SdpaPagedAttention:
         return self._upcast[:count].copy_(stored)
 
     def _mask(self, prefix: int, rows: int, sliding_window: int | None) -> torch.Tensor:
-        """Mask [rows, prefix + rows]: row i sees keys 0 .. prefix + i, limited by the window."""
-        # Visibility depends only on prefix + row - column, so every mask is a view of a matrix per
-        # window, without its first `left` columns.
+        """Return a mask [rows, prefix + rows]: row i sees keys 0 .. prefix + i in its window."""
+        # Visibility depends only on prefix + row - column, so a mask is a view of a larger matrix,
+        # without its first `left` columns.
         mask = self._masks.get(sliding_window)
         if mask is None or prefix > mask.shape[1] - QUERY_TILE_ROWS:
             # Double the size, so that a growing prefix rarely rebuilds the matrix.
@@ -179,7 +179,7 @@ class SdpaPagedAttention:
         return mask[:rows, left : left + prefix + rows]
 
     def _build_mask(self, prefix: int, sliding_window: int | None) -> torch.Tensor:
-        """Matrix [tile, prefix + tile]: 0 for visible keys, -inf elsewhere."""
+        """Return a matrix [tile, prefix + tile]: 0 for visible keys, -inf elsewhere."""
         shape = (QUERY_TILE_ROWS, prefix + QUERY_TILE_ROWS)
         mask = self._upcast.new_full(shape, -torch.inf).triu_(prefix + 1)
         if sliding_window is not None:

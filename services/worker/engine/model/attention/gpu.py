@@ -1,6 +1,9 @@
-"""Paged attention on a GPU by the kernels of `gpu_kernels`, and their inputs per iteration.
+"""Paged attention on a GPU by the kernels of `gpu_kernels`.
 
-The host assembles the inputs of all kernels of an iteration and copies them to the device once.
+A program (a Triton thread block) computes a *tile*: consecutive tokens of a sequence, with all
+query heads of a KV head (the *group*). It may attend to a part of the context only: a long context
+is split into `splits` parts of `share` tokens. The host assembles the inputs of all kernels of an
+iteration and copies them to the device at once.
 """
 
 from collections.abc import Sequence
@@ -21,10 +24,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE_TOKENS = 64
 """Context tokens that a program loads at a time."""
 DECODE_ROWS, PREFILL_ROWS, WIDE_PREFILL_ROWS = 16, 128, 32
-"""Rows of a program (query heads of a KV head × tokens); `WIDE_PREFILL_ROWS` for float32."""
+"""Rows of a program (tokens × query heads of the group); `WIDE_PREFILL_ROWS` for float32."""
 PROGRAMS_WANTED = 1024
 PREFILL_PROGRAMS_WANTED = 256
-"""Programs per launch: several per multiprocessor, so that the last wave is short."""
+"""Programs per launch of decodes and of prefills: several per multiprocessor, so that few idle
+while the last programs run."""
 SHARE_MIN, SPLITS_MAX = 256, 64
 """Minimum context tokens per program, and maximum programs per context."""
 PARTS_ROWS = 8192
@@ -33,12 +37,12 @@ LOG2_E = log2(e)
 
 
 def fits(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels support the shape and dtype of the cache."""
+    """Whether the kernels support the head size and dtype of the KV cache."""
     return head_dim in HEAD_DIMS and dtype in DTYPES
 
 
 def parts_bytes(num_heads: int, head_dim: int) -> int:
-    """Upper bound of the memory of split attention: partial results and weights in float32."""
+    """Return an upper bound of the memory of split attention: partial results and weights."""
     return PARTS_ROWS * num_heads * (head_dim + 1) * 4
 
 
@@ -47,8 +51,8 @@ class Tiles:
     """Kernel arguments for tiles whose programs have `rows` rows; tensors are [tiles].
 
     A tile is `counts` consecutive tokens of a sequence, from row `starts` of the batch and from
-    position `positions`; its blocks start at `firsts` in the tables. `lengths`: context up to the
-    last token. `most`: maximum of `counts`. `shares`: a fixed (share, splits) for `split`.
+    position `positions`; its blocks start at `firsts` in the block tables. `lengths`: context up to
+    the last token. `most`: maximum of `counts`. `shares`: the result of `split` if it is fixed.
     """
 
     starts: torch.Tensor
@@ -61,12 +65,12 @@ class Tiles:
     shares: tuple[int, int] | None = None
 
     def split(self, kv_heads: int, window: int | None) -> tuple[int, int]:
-        """(share, splits): context tokens per program, and programs per context."""
+        """Return (share, splits): context tokens per program, and programs per context."""
         if self.shares is not None:
             return self.shares
         visible = self.lengths
         if window is not None:
-            # Programs start at a multiple of TILE_TOKENS, hence up to a tile before the window.
+            # Programs start at a multiple of TILE_TOKENS, possibly before the window.
             visible = np.minimum(visible, window + self.most + TILE_TOKENS)
         wanted = PROGRAMS_WANTED if self.rows == DECODE_ROWS else PREFILL_PROGRAMS_WANTED
         return split_contexts(visible, len(visible) * self.most, kv_heads, wanted)
@@ -75,7 +79,7 @@ class Tiles:
 def split_contexts(
     lengths: np.ndarray, rows: int, kv_heads: int, programs_wanted: int
 ) -> tuple[int, int]:
-    """(share, splits) for contexts of `lengths` whose tiles have `rows` tokens in total."""
+    """Return (share, splits) for contexts of `lengths` whose tiles have `rows` tokens in total."""
     longest, total = int(lengths.max()), int(lengths.sum())
     splits_max = min(SPLITS_MAX, PARTS_ROWS // rows)
     # Do not split if the GPU is full already, unless a context is much longer than the others.
@@ -117,7 +121,7 @@ class GpuPagedAttention:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.block_size = head_dim, block_size
         self._group = num_heads // num_kv_heads
-        # A program holds all query heads of a KV head, so its rows must cover the group.
+        # A program computes all query heads of a group, so it has at least as many rows.
         least = triton.next_power_of_2(self._group)
         prefill = PREFILL_ROWS if dtype.itemsize == 2 else WIDE_PREFILL_ROWS
         self.decode_rows, self._prefill_rows = max(DECODE_ROWS, least), max(prefill, least)
@@ -161,7 +165,7 @@ class GpuPagedAttention:
         return attended
 
     def inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
-        """The inputs of the iteration, computed once for all layers."""
+        """Return the inputs of the iteration, computed once for all layers."""
         if self._inputs is None or metadata is not self._metadata:
             self._metadata, self._inputs = metadata, self._inputs_of(metadata)
         return self._inputs
@@ -177,7 +181,7 @@ class GpuPagedAttention:
         attended: torch.Tensor,
     ) -> None:
         share, splits = tiles.split(self.num_kv_heads, window)
-        # Without splits the kernel writes the result directly; `weights` is then unused.
+        # Without splits, the kernel writes the result directly and does not use `weights`.
         parts, weights = attended, attended
         if splits > 1:
             shape = (len(tiles.starts), tiles.most, self.num_heads, splits)
@@ -227,8 +231,7 @@ class GpuPagedAttention:
 
 def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy int64 `columns` to the device in a single transfer."""
-    # Align each column to 16 bytes: Triton specializes, hence recompiles, kernels for pointers that
-    # are not.
+    # Align each column to 16 bytes, because Triton would compile another kernel for other pointers.
     sizes = [len(column) + len(column) % 2 for column in columns]
     host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     for column, place in zip(columns, host.split(sizes), strict=True):
@@ -238,15 +241,15 @@ def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch
 
 
 def single_tiles(spans: np.ndarray) -> Sequence[np.ndarray]:
-    """A tile per single-token span: starts, counts, positions and firsts, as in `Tiles`."""
+    """Return a tile per single-token span: starts, counts, positions, firsts as in `Tiles`."""
     start, count, position, first = spans[spans[:, 1] == 1, :4].T
     return start, count, position, first
 
 
 def longer_tiles(spans: np.ndarray, tile_tokens: int) -> Sequence[np.ndarray]:
-    """The longer spans, cut into tiles of at most `tile_tokens`."""
+    """Return the longer spans, cut into tiles of at most `tile_tokens`; see `single_tiles`."""
     spans = spans[spans[:, 1] > 1]
-    # Vectorized: the span of each tile, and the tokens of that span in earlier tiles.
+    # `owner`: the span of each tile. `done`: the tokens of that span in earlier tiles.
     pieces = -(-spans[:, 1] // tile_tokens)
     owner = np.repeat(np.arange(len(spans)), pieces)
     done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tile_tokens

@@ -19,8 +19,9 @@ from services.core.request import blocks_for
 from services.worker.errors import InvalidBatch
 
 GROUP_TOKENS = 2048
-"""Padded context tokens of a decode group. Its float32 K/V (3 MiB for SmolLM2) fits the caches of a
-core; measured best between 1,024 and 4,096."""
+"""Maximum padded context tokens of a decode group; a single longer sequence is a group of its own.
+The float32 K and V of a group (3 MiB for SmolLM2) fit the caches of a core. Of 1,024 to 4,096
+tokens, this measured best."""
 GROUP_PADDING_TOKENS = 256
 """Maximum padding of a sequence in a decode group."""
 
@@ -39,7 +40,7 @@ class DecodeGroup:
 
 
 class Decode(NamedTuple):
-    """A decode step: row in the batch, position relative to `table`, visible blocks."""
+    """A decode step: row in the batch, position relative to `table`, ids of the visible blocks."""
 
     row: int
     position: int
@@ -66,8 +67,8 @@ class AttentionMetadata:
 
     `spans` int64 [sequences, 5]: first row in the batch, number of rows, position of the first row,
     offset of the sequence's blocks in `tables`, and 1 for a decode step. `tables` int64: the block
-    ids of all sequences up to their last rows. Properties that only some backends need are computed
-    on first use.
+    ids of all sequences up to their last rows. Properties are computed on first use, because each
+    backend needs only some.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class AttentionMetadata:
     @cached_property
     def slots_of_keys(self) -> np.ndarray:
         """[tokens]: K's slot of each token, on the host; V's slot is `block_size` higher."""
-        # Vectorized over tokens: the span of each token, and its offset in that span.
+        # `owner`: the span of each token. `within`: its offset in that span.
         rows = self.spans[:, 1]
         owner = np.repeat(np.arange(len(rows)), rows)
         within = np.arange(len(owner)) - self.spans[owner, 0]
@@ -104,8 +105,10 @@ class AttentionMetadata:
 
     @cached_property
     def begun_blocks(self) -> torch.Tensor | None:
-        """Blocks that this iteration starts without filling them; None if there are none."""
-        # The caller clears them: attention reads whole blocks, and masked garbage must be finite.
+        """Blocks whose first slot this iteration writes, and not the last; None without any.
+
+        The backend must clear them: attention reads whole blocks, and masked values must be finite.
+        """
         begun = []
         for _, rows, start, first_block, _ in self.spans:
             last, left = divmod(start + rows, self._block_size)
@@ -114,7 +117,7 @@ class AttentionMetadata:
         return self._tensor(np.array(begun)) if begun else None
 
     def decode_groups(self, window: int | None) -> tuple[DecodeGroup, ...]:
-        """The decode steps, grouped for layers with sliding window `window` (None: full)."""
+        """Return the decode steps in groups, for layers with this sliding window (None: full)."""
         if window not in self._groups:
             decodes = [
                 Decode(span[0], span[2] - base, table)
@@ -126,7 +129,7 @@ class AttentionMetadata:
         return self._groups[window]
 
     def prefill_spans(self, window: int | None) -> tuple[PrefillSpan, ...]:
-        """The prefill chunks, for layers with sliding window `window` (None: full)."""
+        """Return the prefill chunks, for layers with this sliding window (None: full)."""
         if window not in self._prefills:
             self._prefills[window] = tuple(
                 PrefillSpan(span[0], span[1], span[2], base, self._tensor(_halves(table)))
@@ -136,8 +139,7 @@ class AttentionMetadata:
         return self._prefills[window]
 
     def _visible(self, window: int | None) -> Iterator[tuple[list[int], int, np.ndarray]]:
-        """Each span with the first visible position, rounded down to a block, and its blocks."""
-        # A sliding window skips the blocks that the span's first row does not see.
+        """Yield each span, its first visible position (rounded down to a block) and its blocks."""
         for span in self.spans.tolist():
             _, rows, start, first_block, _ = span
             skipped = 0 if window is None else max(0, start - window + 1) // self._block_size
@@ -148,7 +150,7 @@ class AttentionMetadata:
         width = len(members[0].table)
         tables = np.empty((len(members), width), dtype=np.int64)
         for padded, member in zip(tables, members, strict=True):
-            # Pad with the sequence's own first block: finite values that the mask hides.
+            # Pad with the sequence's own first block, which has finite values; the mask hides them.
             padded[:] = member.table[0]
             padded[: len(member.table)] = member.table
         position = np.array([member.position for member in members])[:, None]
@@ -168,7 +170,7 @@ class AttentionMetadata:
 
 
 class PagedAttention(Protocol):
-    """Causal grouped-query attention over a paged KV cache."""
+    """Causal grouped-query attention over a paged KV cache; the backends implement it."""
 
     def forward(
         self,
@@ -204,8 +206,8 @@ class MetadataBuilder:
         row = first_block = 0
         for span, chunk, blocks in zip(spans, batch.chunks, needed, strict=True):
             rows = len(chunk.token_ids)
-            # A single prompt token is not a decode step: the prefill path gives its K and V, and
-            # all later ones, the same bits however the prompt is cut into chunks.
+            # A single prompt token counts as prefill, not as a decode step: the two paths round
+            # differently, and results must not depend on the cuts of the prompt into chunks.
             decodes = rows == 1 and chunk.sample is not None and chunk.sample.index > 0
             span[:] = row, rows, chunk.start, first_block, decodes
             row, first_block = row + rows, first_block + blocks
@@ -250,6 +252,6 @@ def group_by_length(members: Sequence[Decode], block_size: int) -> list[list[Dec
 
 
 def _halves(tables: np.ndarray) -> np.ndarray:
-    """Half-block ids of `tables` (any shape), flattened: all K, then all V."""
+    """Return the half-block ids of `tables` (any shape), flattened: all K, then all V."""
     flat = tables.reshape(-1)
     return np.concatenate([2 * flat, 2 * flat + 1])

@@ -1,7 +1,7 @@
-"""Fills the cache of kernels: `python -m services.worker.engine.model.cpu_kernels [MODULE ...]`.
+"""Compiles kernels ahead: `python -m services.worker.engine.model.cpu_kernels [MODULE ...]`.
 
-It compiles for all dtypes and for the CPU that it runs on. MODULE is a module name of this package;
-the default is all modules.
+Fills the cache of machine code for all dtypes and the CPU that it runs on. MODULE is the name of a
+module in this package; the default is all modules.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""bfloat16 in LLVM: its type, and detection of the instructions that round and multiply it."""
+"""bfloat16 in LLVM: its type, and detection of the CPU instructions that round and multiply it."""
 
 from functools import cache
 
@@ -19,9 +19,9 @@ define <{_LANES} x bfloat> @rounded(<{_LANES} x float> %sums) {{
 @cache
 def has_pair_products() -> bool:
     """Whether LLVM can emit avx512_bf16 instructions for this CPU, in 512-bit vectors."""
-    # The CPU's feature flags do not suffice: LLVM disables an extension together with any that it
-    # depends on, and aborts the process if it must emit a missing instruction. Rounding belongs to
-    # the same extension and always compiles, so check which instruction LLVM emits for it.
+    # The CPU's feature flags do not suffice: LLVM disables an extension if an extension that it
+    # depends on is missing, and aborts the process if it must emit a disabled instruction. Rounding
+    # belongs to the same extension and always compiles, so check which instruction LLVM emits.
     return any("vcvtneps2bf16" in line and "zmm" in line for line in assembly(_ROUNDED))
 
 

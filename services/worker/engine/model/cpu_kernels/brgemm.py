@@ -1,6 +1,6 @@
-"""torch's `at::native::cpublas::brgemm`, called from compiled code by its address.
+"""Calls torch's `at::native::cpublas::brgemm` from numba kernels, by its address.
 
-It is oneDNN's batch-reduce GEMM, the building block of torch's own kernels.
+It is oneDNN's batch-reduce GEMM, a matrix product of small tiles that torch's own kernels use.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ def product(
     right_stride: Any, sum_stride: Any, add: Any, left: Any, left_at: Any, right: Any,
     right_at: Any, sums: Any, sums_at: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """`sums` [rows, columns] = `left` [rows, depth] times `right` [depth, columns]; added if `add`.
+    """Store `left` [rows, depth] · `right` [depth, columns] in `sums` [rows, columns].
 
-    Each matrix starts at an element offset (`…_at`) of its array and has a stride in elements.
-    `sums` is float32. `left` and `right` are bfloat16 bits; `right` interleaves pairs of its rows:
-    [depth / 2, columns, 2] (VNNI layout).
+    With `add`, add it to `sums`. `address`: that of `brgemm`. Each matrix starts at an element
+    offset (`…_at`) of its array and has a stride in elements. `sums` is float32. `left` and `right`
+    are bfloat16 bits; `right` interleaves pairs of its rows: [depth / 2, columns, 2] (VNNI layout).
     """
     assert left.dtype == types.uint16
     integer = types.int64
@@ -39,8 +39,8 @@ def product(
             offset = builder.mul(arguments[index + 1], made.itemsize)
             return builder.ptrtoint(cgutils.pointer_add(builder, made.data, offset), _LONG)
 
-        # The C++ signature takes 64-bit integers and pointers; the bool at the end, which says that
-        # `right` interleaves pairs, occupies a 64-bit register as well.
+        # The C++ function takes 64-bit integers and pointers, and then a bool: whether `right`
+        # interleaves pairs. The bool occupies a 64-bit register as well.
         function = ir.FunctionType(ir.VoidType(), [_LONG] * 11).as_pointer()
         address, *numbers = arguments[:8]
         operands = [*numbers, at(8), at(10), at(12), _LONG(1)]
@@ -52,7 +52,7 @@ def product(
 
 @intrinsic
 def release(typing_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    """Release the matrix registers (AMX tiles) after products."""
+    """Release the matrix registers (AMX tiles) after products; `address`: of torch's function."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         function = ir.FunctionType(ir.VoidType(), [_LONG]).as_pointer()

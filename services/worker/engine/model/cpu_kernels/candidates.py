@@ -1,11 +1,11 @@
-"""Selects the best tokens of a row of logits without a sort; called from kernels only.
+"""Selects the best tokens of a row of logits without a sort; the functions are called from kernels.
 
-Token i belongs to *lane* i modulo `LANES`. The maxima of the lanes are tokens, so the `count`-th
-largest maximum is a lower bound for the best `count` tokens of the row. A first pass computes the
-maxima, a second pass gathers the few tokens that reach the bound, and quickselect finds the best
-among them.
+Token i belongs to *lane* i modulo `LANES`. Each lane's maximum is the logit of a token, so at least
+`count` tokens reach the `count`-th largest maximum. A first pass computes the maxima, a second pass
+gathers the few tokens that reach this bound, and quickselect selects the best of them.
 
-A token is better than another if its value is higher, or if it is equal and its id is lower.
+A token is better than another if its value is higher, or if the values are equal and its id is
+lower. The *mass* of tokens is the sum of their weights.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ def lane_peaks(row, lanes):  # type: ignore[no-untyped-def]
         part = row[begin : begin + LANES]
         for lane in range(len(part)):
             value = part[lane]
-            # A comparison, not `max`: False for NaN, and it vectorizes.
+            # Compare instead of calling `max`: a comparison is False for NaN, and it vectorizes.
             lanes[lane] = value if value > lanes[lane] else lanes[lane]
     peak = lanes[0]
     for lane in range(1, LANES):
@@ -70,8 +70,8 @@ def lane_peaks(row, lanes):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def best_token(row, lanes, peak):  # type: ignore[no-untyped-def]
-    """The lowest id with the value `peak`; 0 if there is none (a row of NaN)."""
-    # Only lanes whose maximum is `peak` are searched, each up to the best id so far.
+    """Return the lowest id with the value `peak`; 0 if there is none (a row of NaN)."""
+    # Search only the lanes whose maximum is `peak`, each up to the best id so far.
     size = len(row)
     best = size
     for lane in range(min(LANES, size)):
@@ -85,7 +85,7 @@ def best_token(row, lanes, peak):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def lane_threshold(lanes, count, ids, values, weights):  # type: ignore[no-untyped-def]
-    """A lower bound that at least `count` tokens of the row reach: the `count`-th largest maximum.
+    """Return the `count`-th largest maximum, which at least `count` tokens of the row reach.
 
     Minus infinity if `count` exceeds `LANES`. Overwrites the first `LANES` entries of `ids`,
     `values` and `weights`.
@@ -105,7 +105,7 @@ def gather(row, threshold, ids):  # type: ignore[no-untyped-def]
     size, count = len(row), 0
     for begin in range(0, size, _STEP):
         part = row[begin : min(begin + _STEP, size)]
-        # Count in a vectorized loop first: most steps have no candidate.
+        # Count in a vectorized loop first, because most steps have no candidate.
         reaching = 0
         for index in range(len(part)):
             reaching += 1 if part[index] >= threshold else 0
@@ -119,12 +119,12 @@ def gather(row, threshold, ids):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def select_prefix(ids, values, weights, count, target, beyond):  # type: ignore[no-untyped-def]
-    """Move the smallest best-first prefix of `count` tokens with mass `target` to the front.
+    """Move the fewest best of `count` tokens whose mass reaches `target` to the front.
 
-    Returns its length, at least 1; its last token is its worst. If the total mass is less than
-    `target`, the prefix is all tokens. With `beyond`, the mass must exceed `target`.
+    Returns their number, at least 1; the last of them is the worst. If the total mass is less than
+    `target`, these are all tokens. With `beyond`, the mass must exceed `target`.
     """
-    # Weighted quickselect: narrow [begin, end) to the boundary; `before` is the mass left of it.
+    # Weighted quickselect: narrow [begin, end) to the boundary; `before` is the mass before it.
     begin, end, before = 0, count, 0.0
     while end - begin > 1:
         place, better = _split(ids, values, weights, begin, end)
@@ -143,7 +143,7 @@ def select_prefix(ids, values, weights, count, target, beyond):  # type: ignore[
 def _split(ids, values, weights, begin, end):  # type: ignore[no-untyped-def]
     """Partition a range by its middle token (the pivot), better tokens first.
 
-    Returns the place of the pivot, and the mass of the better tokens in the range.
+    Returns the index of the pivot, and the mass of the better tokens in the range.
     """
     last = end - 1
     _swap(ids, values, weights, (begin + end) // 2, last)

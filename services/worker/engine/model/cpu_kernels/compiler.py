@@ -1,4 +1,8 @@
-"""Compilation and cache of the kernels, and operations that numba lacks."""
+"""Settings and cache of compiled kernels, and operations that numba lacks.
+
+A kernel is a function that numba compiles to machine code for the CPU and the storage dtype of the
+model's weights (float32, or bfloat16 as uint16).
+"""
 
 import hashlib
 import logging
@@ -28,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> Path:
-    """The cache folder for machine code of the kernels in the folder `sources`.
+    """Return the cache folder for machine code of the kernels in the folder `sources`.
 
     It is beside the sources, or in the folder `TIDESERVE_KERNEL_CACHE`. Machine code is specific to
     a CPU model; other CPUs ignore it and add their own. The function warns about a folder that
     other users can write to, and returns the folder beside the sources instead.
     """
-    # numba does not notice changes of functions in other files that a kernel inlines, so every
-    # version of the sources has a folder of its own.
+    # Use a folder per version of the sources: numba does not detect changes of functions in other
+    # files that a kernel inlines.
     digest = hashlib.sha256()
     for path in sorted(sources.glob("*.py")):
         digest.update(path.read_bytes())
@@ -43,7 +47,7 @@ def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> 
     chosen = environment.get(CACHE_VARIABLE)
     if not chosen:
         return own
-    # An image contains compiled kernels but is read-only: start with a copy of them.
+    # Start with a copy of the kernels beside the sources: a container image contains compiled ones.
     folder = Path(chosen).expanduser().absolute() / own.name
     seed_folder(own, folder)
     # The process executes the cached code, so no other user may be able to write it.
@@ -60,7 +64,7 @@ def cache_folder(sources: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def untrusted_reason(folder: Path) -> str | None:
-    """Why another user can write to the folder; None if it is private or does not exist."""
+    """Return why another user can write to the folder; None if none can or it does not exist."""
     try:
         status = folder.stat()
     except OSError:
@@ -90,7 +94,7 @@ def seed_folder(seed: Path, folder: Path) -> None:
             copied.chmod(_PRIVATE)
             copied.rename(folder)
     except OSError as error:
-        # Another process was faster, or the folder is not writable: kernels are compiled then.
+        # Another process has created the folder, or it is not writable and kernels are compiled.
         if not os.path.isdir(folder):  # Path.is_dir raises without permission
             log.info("the cache of kernels starts empty: %s", error)
 
@@ -101,7 +105,7 @@ WIDE_FLOATS = 16
 
 
 def stored_array(stored: torch.Tensor) -> np.ndarray:
-    """A view of a tensor in a dtype of `STORED_TYPES` as an array of float32 or uint16."""
+    """Return a view of a tensor in a dtype of `STORED_TYPES` as an array of float32 or uint16."""
     array: np.ndarray = (
         stored if stored.dtype == torch.float32 else stored.view(torch.uint16)
     ).numpy()
@@ -109,14 +113,14 @@ def stored_array(stored: torch.Tensor) -> np.ndarray:
 
 
 def wide_vectors(features: str) -> str:
-    """The `features` of a CPU, with vectors of 512 bits enabled if it has them."""
+    """Return the `features` of a CPU, with vectors of 512 bits enabled if it has them."""
     # By default LLVM prefers vectors of 256 bits, to keep the clock rate of other code high.
     has_wide = "+avx512f" in features.split(",")
     return f"{features},-prefer-256-bit" if has_wide else features
 
 
 def vector_floats(features: str) -> int:
-    """float32 values in the widest vector of a CPU with `features`; at least eight."""
+    """Return the float32 values in the widest vector of a CPU with `features`; at least eight."""
     return WIDE_FLOATS if "+avx512f" in features.split(",") else WIDE_FLOATS // 2
 
 
@@ -128,12 +132,12 @@ VECTOR_FLOATS = vector_floats(numba.config.CPU_FEATURES)
 
 
 def processor_features() -> set[str]:
-    """The CPU features that kernels may use (+name) or not (-name); see `NUMBA_CPU_FEATURES`."""
+    """Return the CPU features that kernels may use (+name) or not (-name)."""
     return set(numba.config.CPU_FEATURES.split(","))
 
 
 def assembly(module: str) -> list[str]:
-    """The assembly lines of a `module` in LLVM IR, compiled with the options of kernels."""
+    """Return the assembly lines of a `module` in LLVM IR, compiled with the options of kernels."""
     initialize_llvm()
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     machine = binding.Target.from_default_triple().create_target_machine(
@@ -153,7 +157,7 @@ def compiled(signature: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 @intrinsic
 def float32_of(typing_context: Any, number: Any) -> tuple[Any, Callable[..., Any]]:
-    """Widen a stored value to float32; bfloat16 comes as uint16."""
+    """Widen a stored value to float32; a bfloat16 is passed as uint16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         if signature.args[0] == types.float32:
@@ -177,7 +181,7 @@ def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[
             return number
         word = ir.IntType(32)
         bits = builder.bitcast(number, word)
-        # Ties to even: add half of the dropped range, minus a unit unless the kept part is odd.
+        # Round ties to even: add half of the removed range, minus 1 if the kept part is even.
         odd = builder.and_(builder.lshr(bits, word(16)), word(1))
         rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
         # The addition could turn a NaN into another value, so select the quiet NaN instead.
@@ -190,7 +194,7 @@ def narrow(typing_context: Any, number: Any, array: Any) -> tuple[Any, Callable[
 
 @intrinsic
 def larger(typing_context: Any, first: Any, second: Any) -> tuple[Any, Callable[..., Any]]:
-    """The larger of two float32 that are not NaN; unlike `max`, it vectorizes."""
+    """Return the larger of two float32 that are not NaN; unlike `max`, it vectorizes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         real = ir.FloatType()
@@ -219,7 +223,7 @@ def prefetch(
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Emit a prefetch of a cache line into L1. Any address is safe."""
+    """Emit a prefetch of a cache line into the L1 cache. Any address is safe."""
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, word, word, word])

@@ -1,8 +1,9 @@
-"""Decode attention: a new token per sequence attends directly over the paged KV cache.
+"""Kernel of decode attention: a new token per sequence attends directly over the paged KV cache.
 
-The alternative gathers K and V of the sequences into a buffer, padded to equal lengths. Measured
-against it on AVX2 with SmolLM2-135M, single thread: 14 sequences with 48 tokens each took a quarter
-of the time, with 300 tokens half, 8 sequences with 1,000 tokens three quarters.
+The alternative gathers K and V of the sequences into a buffer, padded to equal lengths. Measured on
+AVX2 with SmolLM2-135M, single thread, this kernel took a quarter of the time of the alternative for
+14 sequences with 48 tokens each, half for 300 tokens, and three quarters for 8 sequences with 1,000
+tokens.
 """
 
 import numpy as np
@@ -27,14 +28,15 @@ from services.worker.engine.model.cpu_kernels.vector_attention import (
 )
 
 SLOTS = 4
-"""Positions per step, a divisor of the block size: independent sums overlap in the CPU pipeline."""
+"""Positions per step, whose independent sums overlap in the CPU pipeline. Divides the block size.
+"""
 _ROWS, _CACHE = "float32[:, ::1]", "STORED[:, :, :, :, ::1]"
 _PLACE = "int64, int64, float32, int64[::1]"
 
 
 @register_jitable
 def unpacked(array):  # type: ignore[no-untyped-def]
-    """The first four elements, e.g. first row, rows, position and first block of a span."""
+    """Return the first four elements, e.g. first row, rows, position and first block of a span."""
     return array[0], array[1], array[2], array[3]
 
 
@@ -46,14 +48,14 @@ def _score(queries, blocks, table, scores):  # type: ignore[no-untyped-def]
     sharing, slot_bytes = heads // kv_heads, blocks.strides[2]
     for block in range(len(table)):
         keys = blocks[table[block], 0]
-        # Prefetch the keys of the next block; during the last block, the first values.
+        # Prefetch the keys of the next block or, during the last block, the first values.
         is_last = block + 1 == len(table)
         ahead, half = (table[0], blocks.strides[1]) if is_last else (table[block + 1], 0)
         for slot in range(0, slots, SLOTS):
             for offset in range(slot * slot_bytes, (slot + SLOTS) * slot_bytes, CACHE_LINE_BYTES):
                 prefetch(blocks, ahead, half + offset)
             position = block * slots + slot
-            # All heads of a position, so that memory is read sequentially.
+            # Handle all heads of a position, so that memory is read sequentially.
             for kv_head in range(kv_heads):
                 key0, key1 = keys[slot, kv_head], keys[slot + 1, kv_head]
                 key2, key3 = keys[slot + 2, kv_head], keys[slot + 3, kv_head]
@@ -74,7 +76,7 @@ def _score(queries, blocks, table, scores):  # type: ignore[no-untyped-def]
 
 @compiled("void(float32[::1], int64, int64)")
 def _soften(scores, begin, end):  # type: ignore[no-untyped-def]
-    """Softmax of `scores` from `begin` to `end`, in place; scores outside become 0."""
+    """Replace `scores` from `begin` to before `end` by their softmax, and all others by 0."""
     # Subtract the maximum, so that the exponentials cannot overflow.
     peak = float32(-np.inf)
     for index in range(begin, end):
@@ -103,7 +105,7 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
     attended[:] = 0
     for block in range(len(table)):
         values = blocks[table[block], 1]
-        # Prefetch the values of the next block; during the last block, the next row's keys.
+        # Prefetch the values of the next block or, during the last block, the next row's keys.
         is_last = block + 1 == len(table)
         ahead, half = (after, 0) if is_last else (table[block + 1], blocks.strides[1])
         for slot in range(0, slots, SLOTS):
@@ -113,7 +115,7 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
             for kv_head in range(kv_heads):
                 value0, value1 = values[slot, kv_head], values[slot + 1, kv_head]
                 value2, value3 = values[slot + 2, kv_head], values[slot + 3, kv_head]
-                # Four positions per pass, so that `attended` is loaded and stored less often.
+                # Add four positions per pass, so that `attended` is loaded and stored less often.
                 for head in range(kv_head * sharing, (kv_head + 1) * sharing):
                     weight0, weight1 = weights[head, position], weights[head, position + 1]
                     weight2, weight3 = weights[head, position + 2], weights[head, position + 3]
@@ -130,10 +132,10 @@ def _collect(weights, blocks, table, after, attended):  # type: ignore[no-untype
 def _attend_row(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):
-    """Attend with all heads of a row to positions `begin` to `end` of the blocks in `seen`.
+    """Attend with all heads of a row to the positions from `begin` to before `end` in `seen`.
 
-    `query` [head, head_dim]. `scores` [head, position] is scratch. `following`: the blocks of the
-    next row, empty after the last row.
+    Positions count from the start of the blocks `seen`. `query` is [head, head_dim], and `scores`
+    [head, position] is scratch. `following`: the blocks of the next row, empty after the last row.
     """
     queries = query * scaling
     _score(queries, blocks, seen, scores)
@@ -144,7 +146,7 @@ def _attend_row(  # type: ignore[no-untyped-def]
 
 
 def _attend_best(*arguments):  # type: ignore[no-untyped-def]
-    """Dispatch to `attend_row` if it supports the shape, else to `_attend_row`; see `_choose`."""
+    """Attend by `attend_row` if it supports the shape, else by `_attend_row`; see `_choose`."""
 
 
 @overload(_attend_best)
@@ -166,7 +168,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @register_jitable
 def _seen_blocks(span, tables, window, slots):  # type: ignore[no-untyped-def]
-    """The blocks that are visible to the first row of a span."""
+    """Return the ids of the blocks that are visible to the first row of a span."""
     _, _, start, first_block = unpacked(span)
     lowest = max(0, start - window + 1) if window else 0
     return tables[first_block + lowest // slots : first_block + start // slots + 1]
@@ -183,7 +185,7 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
     number of last positions to attend to; 0 for all.
     """
     slots = blocks.shape[2]
-    # Collect the decode steps first: each row prefetches the first block of the next.
+    # Collect the decode steps first, because each row prefetches the first block of the next row.
     longest, decodes = 0, np.empty(len(spans), np.int64)
     count = 0
     for index in range(len(spans)):
@@ -191,7 +193,7 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
             longest = max(longest, spans[index, 2] + 1)
             decodes[count] = index
             count += 1
-    # One score buffer for all rows, padded as `attend_row` requires.
+    # All rows share a score buffer, padded as `attend_row` requires.
     positions = -(-(longest + slots) // WHOLE) * WHOLE
     scores = np.empty((query.shape[1], positions), np.float32)
     for turn in range(count):
@@ -221,7 +223,7 @@ def attend(
     """
     _, _, slots, kv_heads, head_dim = blocks.shape
     _, heads, query_dim = query.shape
-    # Kernels do not check bounds.
+    # Check the shapes here, because kernels do not check bounds.
     if query_dim != head_dim or heads % kv_heads or slots % SLOTS:
         raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
     attend_rows(

@@ -1,7 +1,7 @@
-"""A decoder layer with row-major weights, for few rows: one kernel before attention, one after.
+"""A decoder layer with row-major weights, for few rows: a kernel before attention, another after.
 
-With few rows, a layer is some forty operations of a few microseconds each, and calling them from
-Python costs as much again.
+With few rows, the forty operations of a layer take a few microseconds each, and calling each from
+Python would take as long again.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ _ROWS, _INPUTS = "float32[:, ::1]", "float32[:, :, ::1]"
 
 @compiled(f"void({_ROWS}, {_INPUTS}, STORED[:, ::1], STORED[::1], {_ROWS})")
 def _project(rows, inputs, weight, bias, output):  # type: ignore[no-untyped-def]
-    """A product plus `bias` [out]; an empty `bias` [0] means no bias."""
+    """Store a product plus `bias` [out] in `output`; an empty `bias` [0] means no bias."""
     multiply(rows, inputs, weight, output)
     add_bias(bias, output)
 

@@ -1,4 +1,4 @@
-"""The exponential function as polynomials, for loops that numba vectorizes and for LLVM vectors."""
+"""The exponential function by polynomials, for loops that numba vectorizes and for LLVM vectors."""
 
 from collections.abc import Sequence
 from math import factorial, log
@@ -17,29 +17,30 @@ _LEAST, _LARGEST = np.float32(-126), np.float32(127)
 # Taylor series of 2^x for x in [-0.5, 0.5]; its error is below 1e-8.
 _SERIES = [np.float32(log(2) ** n / factorial(n)) for n in range(8)]
 _T0, _T1, _T2, _T3, _T4, _T5, _T6, _T7 = _SERIES
-# Interpolation of 2^x for x in [0, 1] at five Chebyshev nodes. Its error is below 1e-5; rounding to
-# bfloat16 has an error of up to 4e-3.
+# Interpolation of 2^x for x in [0, 1] at five Chebyshev nodes. Its error is below 1e-5, which is
+# little beside that of rounding to bfloat16, up to 4e-3.
 _NODES = (1 - np.cos(np.pi * np.arange(1, 10, 2) / 10)) / 2
 _ROUGH_SERIES = list(np.linalg.solve(np.vander(_NODES, increasing=True), np.exp2(_NODES)))
 _TOWARDS_MINUS, _SAME_ROUNDING = 1, 4
-"""Immediates: `vreduceps` subtracts the integer below (rounds down); keep the rounding mode."""
+"""Constants of instructions: `vreduceps` subtracts the next lower integer; unchanged rounding mode.
+"""
 
 
 @register_jitable(inline="always")
 def exponential(number):  # type: ignore[no-untyped-def]
-    """e^`number` in float32, clamped to the range of 2^-126 to 2^127."""
+    """Return e^`number` in float32, clamped to the range of 2^-126 to 2^127."""
     # Range reduction: e^x = 2^whole · 2^rest with rest in [-0.5, 0.5].
     exponent = min(max(number * _LOG2_E, _LEAST), _LARGEST)
     whole = np.floor(exponent + float32(0.5))
     rest = exponent - whole
     power = ((_T7 * rest + _T6) * rest + _T5) * rest + _T4
     power = (((power * rest + _T3) * rest + _T2) * rest + _T1) * rest + _T0
-    # 2^whole as a float32: the biased exponent in the upper 16 bits, with a zero mantissa.
+    # Build 2^whole as a float32: the biased exponent in the upper 16 bits, with a zero mantissa.
     return power * float32_of(uint16((int32(whole) + int32(127)) << int32(7)))
 
 
 def vector_exponential(builder: Any, numbers: Any) -> Any:
-    """Emit `exponential` for a vector of float32 that are at most 0."""
+    """Emit `exponential` for a vector of float32 numbers that are at most 0."""
     kind = numbers.type
     exponent = builder.fmul(numbers, _each(kind, _LOG2_E))
     exponent = vector_call(builder, "maxnum", exponent, _each(kind, _LEAST))
@@ -79,12 +80,12 @@ def rough_exponential(builder: Any, numbers: Any, peak: Any, scaling: Any) -> An
 
 
 def _each(kind: Any, number: Any) -> Any:
-    """A vector whose lanes are all `number`."""
+    """Return a constant vector whose lanes are all `number`."""
     return ir.Constant(kind, [float(number)] * kind.count)
 
 
 def _polynomial(builder: Any, series: Sequence[Any], numbers: Any) -> Any:
-    """Evaluate a polynomial per lane (Horner); `series` starts with the constant coefficient."""
+    """Emit a polynomial per lane (Horner); `series` starts with the constant coefficient."""
     power = _each(numbers.type, series[-1])
     for factor in series[-2::-1]:
         power = vector_call(builder, "fma", power, numbers, _each(numbers.type, factor))
@@ -92,7 +93,7 @@ def _polynomial(builder: Any, series: Sequence[Any], numbers: Any) -> Any:
 
 
 def vector_call(builder: Any, name: str, *vectors: Any) -> Any:
-    """Call an LLVM intrinsic on vectors of float32 without NaN."""
+    """Emit the call of an LLVM intrinsic on vectors of float32 without NaN."""
     kind = vectors[0].type
     function = cgutils.get_or_insert_function(
         builder.module,

@@ -1,4 +1,7 @@
-"""Kernels, compiled or loaded from the cache on demand, per storage dtype."""
+"""The class of numba kernels, compiled or loaded from the cache on demand, per storage dtype.
+
+The storage dtype is that of the model's weights and KV cache: float32, or bfloat16 as uint16.
+"""
 
 import logging
 import pickle
@@ -26,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class _KernelCache(FunctionCache):
-    """numba's cache, without the half second in which numba initializes its compiler."""
+    """numba's cache; a load skips the initialization of numba's compiler, half a second."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # Initialize only the runtime that machine code calls; compiling initializes the rest.
@@ -38,20 +41,20 @@ class _KernelCache(FunctionCache):
 class Kernel(CPUDispatcher):
     """A numba function with a signature per storage dtype if its signature contains `STORED`.
 
-    A signature gets machine code from `load`, from a first call from Python, or when a kernel that
-    calls it is compiled. Cached machine code includes its callees.
+    A signature is compiled or loaded by `load`, at the first call from Python, or when a kernel
+    that calls it is compiled. Cached machine code includes its callees.
     """
 
     _can_compile: bool  # an attribute of numba
 
     def __init__(self, function: Callable[..., Any], signature: str) -> None:
         super().__init__(py_func=function, locals={}, targetoptions=_OPTIONS)
-        # Signatures without machine code so far.
+        # Signatures that are neither compiled nor loaded yet.
         self._pending = {
             dtype: signature.replace(STORED, name) for dtype, name in STORED_TYPES.items()
         }
         if STORED not in signature:
-            # Both dtypes have the same signature: compile it once.
+            # Both dtypes have the same signature, so compile it once.
             del self._pending[torch.bfloat16]
         self._has_dtypes = STORED in signature
         try:
@@ -64,9 +67,9 @@ class Kernel(CPUDispatcher):
         self._make(dtypes if self._has_dtypes else tuple(self._pending))
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """numba's hook for a call from another kernel; restricted to declared signatures."""
+        """Compile for a call from another kernel (numba's hook), for declared signatures only."""
         self._make([dtype for dtype in self._pending if self._accepts(self._pending[dtype], args)])
-        # Without this, numba would compile a new signature for arguments that none accepts.
+        # Forbid compiling: numba would compile another signature for arguments that none accepts.
         may_compile = self._can_compile
         self._can_compile = False
         try:
@@ -75,7 +78,7 @@ class Kernel(CPUDispatcher):
             self._can_compile = may_compile
 
     def _compile_for_args(self, *args: Any, **kws: Any) -> Any:
-        """numba's hook for a call without machine code; numba then calls the returned function."""
+        """Compile for a call from Python (numba's hook); numba then calls the returned function."""
         self._make(tuple(self._pending))
         return self
 
@@ -90,8 +93,8 @@ class Kernel(CPUDispatcher):
                 self._can_compile = True  # numba refuses to compile otherwise
                 self._compile(self._pending[dtype])
                 del self._pending[dtype]
-        # While signatures are pending, a call without a match compiles them (`_compile_for_args`);
-        # afterwards it is an error.
+        # While signatures are pending, a call that matches none of the compiled ones compiles them
+        # (`_compile_for_args`). Afterwards such a call is an error.
         self._can_compile = bool(self._pending)
 
     def _compile(self, signature: str) -> None:

@@ -1,4 +1,4 @@
-"""The base class of layer kernels: a decoder layer as two kernel calls around attention."""
+"""The base class of decoder layers by CPU kernels: a call before attention, and a call after it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class LayerWeights:
 class LayerKernel(ABC):
     """A Llama layer: norm, attention, norm, gated MLP with SiLU.
 
-    `rows_max`: up to this number of rows it is faster than the modules; None: always.
+    `rows_max`: maximum rows for which it is faster than torch's modules; None: any number.
     """
 
     rows_max: int | None = None
@@ -63,8 +63,8 @@ class LayerKernel(ABC):
         self._sizes = [outputs_of(weight) for weight in (weights.query, weights.key, weights.value)]
         self.hidden_size = len(weights.input_norm)
         self.gated_size = outputs_of(weights.gate)
-        # Argument tuples are built once; a call adds only the activations.
-        # Kernel signatures have no optional arguments: an empty array means no parameter.
+        # Build the arguments for weights once; a call adds the activations. Kernels have no
+        # optional arguments, so pass an empty array for a missing parameter.
         empty = stored_array(weights.input_norm[:0])
 
         def array(tensor: torch.Tensor | None) -> np.ndarray:
@@ -85,13 +85,14 @@ class LayerKernel(ABC):
     def before(
         self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[rows, hidden] → query, key, value [rows, head, head_dim], rotated; all float32.
+        """Return query, key and value [rows, head, head_dim], rotated, for `hidden` [rows, hidden].
 
-        `cosine` and `sine` are [rows, head_dim]. Raises ValueError if the shapes do not match.
+        All are float32. `cosine` and `sine` are [rows, head_dim]. Raises ValueError if the shapes
+        do not match.
         """
         rows = len(hidden)
         angles = (rows, self.head_dim)
-        # Kernels do not check bounds.
+        # Check the shapes here, because kernels do not check bounds.
         if hidden.shape[1] != self.hidden_size or cosine.shape != angles or sine.shape != angles:
             raise ValueError(f"hidden states {tuple(hidden.shape)} do not match this layer")
         outputs = [hidden.new_empty(rows, size) for size in self._sizes]
@@ -101,7 +102,7 @@ class LayerKernel(ABC):
         return query, key, value
 
     def after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output [rows, hidden]; `attended` is [rows, head, head_dim]."""
+        """Return the layer's output [rows, hidden]; `attended` is [rows, head, head_dim]."""
         rows = len(hidden)
         attended = attended.view(rows, -1)
         if attended.shape[1] != self._sizes[0] or hidden.shape[1] != self.hidden_size:

@@ -1,7 +1,7 @@
-"""A range of consecutive layers in a single kernel call, attention included.
+"""A kernel that runs a range of consecutive layers in a single call, attention included.
 
-The call returns before a layer if a descriptor is readable, so that the caller can check for an
-interrupt and continue from that layer.
+Weights are in panels (a packed layout). The call returns before a layer if a descriptor is
+readable, so that the caller can check for an interrupt and continue from that layer.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ _PARTS = (
 )
 _LONG, _WORD = ir.IntType(64), ir.IntType(32)
 _READABLE = 1 << 32
-"""POLLIN in the events of a `struct pollfd`, which packs into 64 bits with its descriptor."""
+"""POLLIN as events of a `struct pollfd`, whose 64 bits start with the descriptor."""
 
 
 @intrinsic
 def _values_at(typing_context: Any, address: Any, like: Any) -> tuple[Any, Callable[..., Any]]:
-    """Convert an address to a pointer to elements with the dtype of the array `like`."""
+    """Return an address as a pointer to elements with the dtype of the array `like`."""
     pointer = types.CPointer(like.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
@@ -57,7 +57,7 @@ def _is_readable(typing_context: Any, poll: Any, descriptor: Any) -> tuple[Any, 
         poll, descriptor = arguments
         pollfd = cgutils.alloca_once_value(builder, builder.or_(descriptor, _LONG(_READABLE)))
         function = ir.FunctionType(_WORD, [_LONG.as_pointer(), _LONG, _WORD]).as_pointer()
-        # poll(&pollfd, 1, 0): the number of ready descriptors, without waiting.
+        # Call poll(&pollfd, 1, 0), which returns the number of ready descriptors without waiting.
         ready = builder.call(builder.inttoptr(poll, function), [pollfd, _LONG(1), _WORD(0)])
         return builder.icmp_signed(">", ready, _WORD(0))
 
@@ -66,13 +66,13 @@ def _is_readable(typing_context: Any, poll: Any, descriptor: Any) -> tuple[Any, 
 
 @register_jitable
 def _vector(address, size, like):  # type: ignore[no-untyped-def]
-    """View a bias or norm at an address; empty for address 0."""
+    """Return a view of a bias or norm at an address; empty for address 0."""
     return carray(_values_at(address, like), (size if address else 0,))
 
 
 @register_jitable
 def _panels(address, outputs, inputs, like):  # type: ignore[no-untyped-def]
-    """View a weight [outputs, inputs] in panels at an address."""
+    """Return a view of a weight [outputs, inputs] in panels at an address."""
     per_word = WORD_BYTES // like.itemsize
     return carray(
         _values_at(address, like), (outputs // PANEL, inputs // per_word, PANEL, per_word)
@@ -103,10 +103,10 @@ def _run(  # type: ignore[no-untyped-def]
     width, kv_width, gated_width = query.shape[1], key.shape[1], gated.shape[1]
     heads = width // head_dim
     for layer in range(first, last):
-        # The caller has checked before the first layer, so at least one layer makes progress.
+        # Do not check before the first layer, so that every call runs at least a layer.
         if layer > first and descriptor >= 0 and _is_readable(calls[2], descriptor):
             return layer
-        # Parameters are addresses, not arrays, so that a call takes any number of layers.
+        # Parameters are passed by address, so that a call takes any number of layers.
         part = parts[layer]
         before_attention(
             calls, hidden, cosine, sine, _vector(part[0], size, normed), epsilon,

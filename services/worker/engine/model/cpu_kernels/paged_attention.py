@@ -1,4 +1,7 @@
-"""Attention of a batch over the paged KV cache in a single call: store, decode, prefill."""
+"""Kernel of attention for a batch over the paged KV cache: store K and V, decode, prefill.
+
+`spans` and `tables` describe the sequences of a batch; see `attention.paged.AttentionMetadata`.
+"""
 
 import numpy as np
 import torch
@@ -33,8 +36,8 @@ def store(key, value, blocks, spans, tables):  # type: ignore[no-untyped-def]
     _, _, slots, kv_heads, size = blocks.shape
     for index in range(len(spans)):
         first_row, rows, start, first_block = unpacked(spans[index])
-        # Clear a block that is started but not filled: products read whole blocks, and masked
-        # garbage must be finite.
+        # Clear a block that is started and not filled: products read whole blocks, and masked
+        # values must be finite.
         last, left = (start + rows) // slots, (start + rows) % slots
         if left and start <= last * slots:
             blocks[tables[first_block + last]] = 0
@@ -58,11 +61,12 @@ def attend(  # type: ignore[no-untyped-def]
     calls, query, key, value, blocks, spans, tables, window, scaling, output, inputs, states, keys,
     values, scores, weights,
 ):  # fmt: skip
-    """Store `key` and `value`, then attend: `output` [tokens, head, head_dim]. `window` 0: none.
+    """Store `key` and `value`, then attend; writes `output` [tokens, head, head_dim].
 
-    Arguments from `inputs` on are scratch for `attend_chunk`.
+    `window`: number of last positions to attend to; 0 for all. Arguments from `inputs` on are
+    scratch for `attend_chunk`.
     """
-    # Store first: the new tokens attend to each other through the cache.
+    # Store first, because the new tokens attend to each other through the cache.
     store(key, value, blocks, spans, tables)
     attend_rows(query, blocks, spans, tables, window, scaling, output)
     for index in range(len(spans)):
@@ -77,7 +81,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
-    """Whether this CPU has products for the dtype, and tiles divide the shape of the cache."""
+    """Whether the kernel supports this CPU, the dtype and the shape of the KV cache."""
     return (
         block_size % SLOTS == 0
         and head_dim % WORD_BYTES == 0
@@ -86,7 +90,7 @@ def fits(block_size: int, head_dim: int, storage_dtype: torch.dtype) -> bool:
 
 
 class AttentionScratch:
-    """Scratch for `attend_chunk`, for caches of a dtype."""
+    """Allocates scratch for `attend_chunk`, for KV caches of a dtype."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         self._head_dim = head_dim
@@ -103,14 +107,14 @@ class AttentionScratch:
         )
 
     def arrays(self, spans: np.ndarray, heads: int) -> tuple[np.ndarray, ...]:
-        """The scratch arguments of `attend`, sized for the longest of `spans`."""
+        """Return the scratch arguments of `attend`, sized for the longest of `spans`."""
         longest = int(spans[:, 1].max())
         inputs = torch.empty(longest, heads, self._head_dim, dtype=self._storage_dtype)
         return (stored_array(inputs), torch.empty(heads, longest, 2).numpy(), *self._tile)
 
 
 class PagedAttentionKernel:
-    """`attend` with its scratch, for caches of a dtype."""
+    """Calls `attend` with its scratch, for KV caches of a dtype."""
 
     def __init__(self, head_dim: int, storage_dtype: torch.dtype) -> None:
         attend.load(storage_dtype)
@@ -134,7 +138,7 @@ class PagedAttentionKernel:
         """
         _, _, slots, kv_heads, head_dim = blocks.shape
         tokens, heads, query_dim = query.shape
-        # Kernels do not check bounds.
+        # Check the shapes here, because kernels do not check bounds.
         if query_dim != head_dim or heads % kv_heads or slots % SLOTS:
             raise ValueError(f"a query {tuple(query.shape)} cannot attend to {tuple(blocks.shape)}")
         if not key.shape == value.shape == (tokens, kv_heads, head_dim):

@@ -1,7 +1,7 @@
-"""Matrix products with weights in panels (`memory/panels.py`).
+"""Kernels of matrix products with weights in panels, the packed layout of `memory/panels.py`.
 
 The micro-kernel (`small_product.py`) reads the packed weight sequentially; a library would first
-repack it into a layout of its own.
+repack a weight into its own layout.
 
 Measured on Zen 4, single thread, weights of 576 x 1536, as shares of the time of
 `functional.linear` in float32: 4 / 16 / 64 / 256 rows take 0.10 / 0.25 / 0.37 / 0.42 in bfloat16.
@@ -37,18 +37,18 @@ _VECTORS = {"+avx512f", "+avx512bw", "+avx512dq", "+avx512vl"}
 _NAMES = {"+avx512bf16": "avx512_bf16", "+amx-bf16": "amx_bf16"}
 """Instructions that multiply bfloat16, with their names in /proc/cpuinfo.
 
-Without `_VECTORS` and one of these, oneDNN has no bfloat16 brgemm and aborts the process.
+oneDNN requires `_VECTORS` and any of these for a bfloat16 brgemm, else it aborts the process.
 """
 _FUSED_VECTORS = {"+avx2", "+fma"}
-"""Required by the vector product; it was not measured without them."""
+"""Required for the vector product, which was not measured without them."""
 
 
 @cache
 def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
-    """The addresses that `product` and `release` call for a dtype, int64 [2].
+    """Return the addresses that `product` and `release` call for a dtype, int64 [2].
 
     Zeros select the vector product: for float32, and for bfloat16 if the CPU or torch has no brgemm
-    or its test product is wrong. None if the vector product is not available either.
+    or its test product is wrong. None if the vector product is not usable either.
     """
     if dtype not in STORED_TYPES:
         return None
@@ -59,7 +59,7 @@ def panel_calls(dtype: torch.dtype) -> np.ndarray | None:
 
 
 def product_instructions(dtype: torch.dtype) -> list[str]:
-    """The instructions of the panel product for a dtype, with their names in /proc/cpuinfo."""
+    """Return the CPU instructions of the panel product, by their names in /proc/cpuinfo."""
     calls = panel_calls(dtype)
     if calls is None:
         return []
@@ -81,7 +81,7 @@ def _torch_calls() -> np.ndarray | None:
         loaded = ctypes.CDLL(str(library))
         functions = [getattr(loaded, symbol) for symbol in (_PRODUCT, _RELEASE)]
     except (OSError, AttributeError):
-        # Not a public interface of torch: another version may lack the symbols.
+        # The symbols are no public interface of torch, so another version may lack them.
         return None
     return np.array([ctypes.cast(f, ctypes.c_void_p).value for f in functions], np.int64)
 
@@ -102,9 +102,10 @@ def narrow_rows(rows, narrowed):  # type: ignore[no-untyped-def]
 def multiply_panel(  # type: ignore[no-untyped-def]
     calls, count, rows, first, panels, panel, output, row, column, add
 ):
-    """Multiply `count` rows from `first` on by a panel, to `output` from (`row`, `column`) on.
+    """Multiply `count` rows from `first` on by panel `panel` of `panels`.
 
-    Adds to `output` if `add`. `calls`: see `panel_calls`.
+    Writes to `output` from (`row`, `column`) on, or adds to it if `add`. `calls`: see
+    `panel_calls`.
     """
     inputs, outputs = rows.shape[1], output.shape[1]
     product(
@@ -115,9 +116,9 @@ def multiply_panel(  # type: ignore[no-untyped-def]
 
 @compiled("void(int64[::1], STORED[:, ::1], STORED[:, :, :, ::1], float32[:, ::1], int64)")
 def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untyped-def]
-    """`output` [rows, out] = `rows` [rows, in] times a weight in panels; adds to it if `add`."""
-    # Loop blocking: a block of rows stays in L2 while the weight streams past it, and a panel stays
-    # in a cache for all steps of the block.
+    """Write `rows` [rows, in] · a weight in panels to `output` [rows, out]; add to it if `add`."""
+    # Loop blocking: a block of rows stays in the L2 cache while all panels are read, and a panel
+    # stays in a cache for all steps of the block.
     block_rows = rows_at_once(calls[0], rows)
     for begin in range(0, len(rows), block_rows):
         end = min(begin + block_rows, len(rows))
@@ -130,7 +131,7 @@ def multiply_panels(calls, rows, panels, output, add):  # type: ignore[no-untype
 
 
 class PanelProduct:
-    """The product with a weight [out, in] whose panels are contiguous in host memory."""
+    """Multiplies by a weight [out, in] whose panels are contiguous in host memory."""
 
     rows_max = None
 
@@ -148,7 +149,7 @@ class PanelProduct:
         Raises ValueError if `in` does not match.
         """
         panels, lines, _, per_word = self._panels.shape
-        # The kernel does not check bounds.
+        # Check the shape here, because the kernel does not check bounds.
         if rows.shape[1] != lines * per_word:
             raise ValueError(f"rows {tuple(rows.shape)} do not match panels {self._panels.shape}")
         output = torch.empty(len(rows), panels * PANEL)
@@ -159,8 +160,8 @@ class PanelProduct:
 
 
 def _is_correct(calls: np.ndarray, dtype: torch.dtype) -> bool:
-    """Compare a test product with torch's."""
-    # Small integers: exact in bfloat16, and their sums are exact in float32.
+    """Whether a test product equals torch's."""
+    # Use small integers, which are exact in bfloat16 and whose sums are exact in float32.
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(-8, 8, (STEP_ROWS + 3, 200), generator=generator).float()
     weight = torch.randint(-8, 8, (2 * PANEL, 200), generator=generator).float()

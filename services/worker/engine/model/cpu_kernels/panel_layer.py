@@ -1,4 +1,4 @@
-"""A decoder layer with weights in panels: a kernel before attention and a kernel after it.
+"""A decoder layer with weights in panels (packed): a kernel before attention, another after it.
 
 With bfloat16 weights, rows are rounded to bfloat16 for each product; sums, norms and the residual
 stream stay in float32.
@@ -38,7 +38,7 @@ _VECTOR = "STORED[::1]"
 
 @compiled(f"void({_ROWS}, {_VECTOR}, float32, {_NARROWED})")
 def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
-    """The norm of `rms_norm`, rounded to the storage dtype."""
+    """Write the RMSNorm of `rows` times `weight` to `output`, rounded to the storage dtype."""
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
@@ -49,7 +49,7 @@ def _normalize_narrowed(rows, weight, epsilon, output):  # type: ignore[no-untyp
 
 @compiled(f"void(int64[::1], {_NARROWED}, {_PANELS}, {_VECTOR}, {_ROWS})")
 def _project(calls, rows, panels, bias, output):  # type: ignore[no-untyped-def]
-    """A product plus `bias` [out]; an empty `bias` [0] means no bias."""
+    """Store a product plus `bias` [out] in `output`; an empty `bias` [0] means no bias."""
     multiply_panels(calls, rows, panels, output, 0)
     add_bias(bias, output)
 
@@ -74,7 +74,7 @@ def before_attention(  # type: ignore[no-untyped-def]
 
 @register_jitable
 def _gate(gate, up, count, output, column):  # type: ignore[no-untyped-def]
-    """SiLU(`gate`) · `up` for `count` rows, to the columns of `output` from `column` on."""
+    """Write SiLU(`gate`) · `up` of `count` rows to `output`, from its column `column` on."""
     for m in range(count):
         target = output[m, column : column + PANEL]
         for k in range(PANEL):
@@ -97,7 +97,7 @@ def _multiply_gated(  # type: ignore[no-untyped-def]
 
     `gate` and `up` [STEP_ROWS, PANEL] are scratch.
     """
-    # Fused per panel: the gate and up values of a step are consumed while they are in the cache.
+    # Fuse the steps per panel, so that gate and up values are used while they are in the cache.
     block_rows = rows_at_once(calls[0], rows)
     for begin in range(0, len(rows), block_rows):
         end = min(begin + block_rows, len(rows))

@@ -1,4 +1,4 @@
-"""Philox4x64-10 (Philox §3), a counter-based random number generator."""
+"""Philox4x64-10 (Philox §3), a counter-based random number generator, as a kernel."""
 
 import numpy as np
 from numba import float64, uint64
@@ -15,7 +15,7 @@ _DROPPED_BITS, _RESOLUTION = np.uint64(11), 2.0**-53
 
 @register_jitable(inline="always")
 def _upper(first, second):  # type: ignore[no-untyped-def]
-    """The upper 64 bits of a product of two uint64 (schoolbook multiplication of halves)."""
+    """Return the upper 64 bits of the product of two uint64, from products of their halves."""
     low0, high0 = first & _LOW_HALF, first >> _HALF
     low1, high1 = second & _LOW_HALF, second >> _HALF
     mixed0, mixed1 = low0 * high1, high0 * low1
@@ -36,7 +36,7 @@ def _fill(keys, counters, numbers):  # type: ignore[no-untyped-def]
             part2, part3 = upper0 ^ part3 ^ key1, lower0
             key0 += _STEP0
             key1 += _STEP1
-        # The upper 53 bits are the mantissa of a number in [0, 1).
+        # Use the upper 53 bits as the mantissa of a number in [0, 1).
         numbers[index] = float64(part0 >> _DROPPED_BITS) * _RESOLUTION
 
 
@@ -44,12 +44,12 @@ _fill.load()
 
 
 def uniform_numbers(keys: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) at counters `indices[i]` with `keys[i]`: float64 [numbers].
+    """Return uniform numbers in [0, 1) for counters `indices[i]` and `keys[i]`: float64 [numbers].
 
     `keys` [numbers, 2] and `indices` are uint64. Equal to the first number of numpy's
     `Generator(Philox(key=…, counter=…))`.
     """
     numbers = np.empty(len(keys))
-    # numpy increments the counter before each draw.
+    # Add 1, because numpy increments the counter before each draw.
     _fill(keys, indices + np.uint64(1), numbers)
     return numbers

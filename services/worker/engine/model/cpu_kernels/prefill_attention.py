@@ -1,11 +1,11 @@
-"""Prefill attention: a chunk of a sequence attends directly over the paged KV cache.
+"""Kernel of prefill attention: a chunk of a sequence attends directly over the paged KV cache.
 
-Keys are processed in tiles with an online softmax (FlashAttention-2), so that scores exist for a
-single tile at a time. A tile is packed once for all rows of the chunk and for all query heads of
-its KV head.
+Keys are processed in tiles of `KEYS` positions with an online softmax (FlashAttention-2), so that
+scores exist for a single tile at a time. K and V of a tile are packed once for all rows of the
+chunk and all query heads of the KV head. A *pair* is `ROWS` rows of the chunk with a query head.
 
 Tiles start at multiples of `KEYS` positions, and the result of a row does not depend on other rows.
-A row therefore has the same bits however a prompt is cut into chunks.
+So a row has the same bits for every division of a prompt into chunks.
 """
 
 import numpy as np
@@ -21,18 +21,18 @@ from services.worker.engine.model.cpu_kernels.small_product import product
 from services.worker.engine.model.cpu_kernels.softmax_row import weigh_row
 
 KEYS = PANEL
-"""Positions per tile; a panel of keys, and a multiple of the positions per word of values."""
+"""Positions per tile, as many as a panel has columns."""
 ROWS = 64
-"""Rows per pair (rows × head) that attends to a tile."""
+"""Rows of a pair."""
 AMX_PAIRS = 8
-"""Pairs that are batched per tile if products use AMX; a single pair otherwise."""
+"""Pairs that attend to a tile together if products use AMX; otherwise a single pair."""
 _CACHE = "STORED[:, :, :, :, ::1]"
 _KEYS, _VALUES = "uint32[:, ::1]", "uint32[:, :, ::1]"
 
 
 @compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_KEYS})")
 def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
-    """Pack `count` keys from position `first` on: `packed` [head_dim in words, KEYS]."""
+    """Pack `count` keys from position `first` on into `packed` [head_dim in words, KEYS]."""
     slots = blocks.shape[2]
     block, slot = first // slots, first % slots
     for index in range(count):
@@ -48,9 +48,9 @@ def _pack_keys(blocks, table, kv_head, first, count, packed):  # type: ignore[no
 
 @compiled(f"void({_CACHE}, int64[::1], int64, int64, int64, {_VALUES})")
 def _pack_values(blocks, table, kv_head, first, count, packed):  # type: ignore[no-untyped-def]
-    """Pack the values of the same positions: `packed` [panel, KEYS in words, PANEL], zero-padded.
+    """Pack the values of the same positions into `packed` [panel, KEYS in words, PANEL].
 
-    The positions of a word are in the same block.
+    Missing positions become 0. The positions of a word are in the same block.
     """
     slots, size = blocks.shape[2], blocks.shape[4]
     per_word = WORD_BYTES // blocks.itemsize
@@ -107,12 +107,12 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
         row = first_row + m
         highest = states[head, row, 0]
         place = begin_row + m
-        # The constants select a variant at compile time; most rows see the whole tile.
+        # The constants 1 and 0 select a variant at compile time: most rows see the whole tile.
         if begin == 0 and end == KEYS:
             peak, total = weigh_row(scores, place, KEYS, 1, 0, KEYS, highest, scaling, weights)
         else:
             peak, total = weigh_row(scores, place, KEYS, 0, begin, end, highest, scaling, weights)
-        # Online softmax: a new maximum rescales the sum and the output accumulated so far.
+        # Online softmax: after a new maximum, rescale the sum and the output accumulated so far.
         if peak > highest:
             shrink = exponential((highest - peak) * scaling)
             states[head, row, 0] = peak
@@ -132,15 +132,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     calls, inputs, first_head, sharing, first_row, first_pair, last_pair, keys, values, distance,
     window, scaling, scores, weights, states, output,
 ):  # fmt: skip
-    """Attend to a tile with pairs `first_pair` to `last_pair`; a pair is `ROWS` rows × a head.
+    """Attend to a tile with pairs `first_pair` to before `last_pair`.
 
-    Pair 0 is `first_row`, which is `distance` positions after the start of the tile, with
-    `first_head`; pairs iterate over the `sharing` heads of the KV head, then over rows. `inputs`,
-    `states` and `output` cover the rows of the chunk.
+    Pair 0 starts at `first_row`, which is `distance` positions after the start of the tile, and has
+    head `first_head`. The next pairs have the other of the `sharing` heads of the KV head, then
+    come further rows. `inputs`, `states` and `output` cover the rows of the chunk.
     """
     rows, heads, size = output.shape
-    # Phase by phase for all pairs: with AMX, switching between the two products costs 1.5 to 2
-    # microseconds, as long as both take.
+    # Run each phase for all pairs: with AMX, switching between the two products takes 1.5 to 2
+    # microseconds, as long as both products.
     for pair in range(first_pair, last_pair):
         row, head = first_row + pair // sharing * ROWS, first_head + pair % sharing
         product(
@@ -173,18 +173,19 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     calls, query, blocks, table, start, window, scaling, output, inputs, states, keys, values,
     scores, weights,
 ):  # fmt: skip
-    """Attend with `query` [rows, head, head_dim] from position `start`; `output` has its shape.
+    """Attend with `query` [rows, head, head_dim] from position `start` on; writes `output`.
 
     `table`: blocks of the sequence up to the last row. `window`: number of last positions that a
-    row sees; 0 for all. Scratch: `inputs` like `query` or longer, `states` [head, rows, 2] or
-    longer, `keys`, `values`, `scores` [batched pairs × ROWS, KEYS], `weights` likewise.
+    row sees; 0 for all. `output` has the shape of `query`. Scratch: `inputs` like `query` or
+    longer, `states` [head, rows, 2] or longer, `keys` and `values` as packed, `scores` and
+    `weights` [batched pairs × ROWS, KEYS].
     """
     rows, heads, size = query.shape
     kv_heads = blocks.shape[3]
     sharing, end = heads // kv_heads, start + rows
     lowest = max(0, start - window + 1) if window else 0
     width, batched = heads * size, len(scores) // ROWS
-    # Products take queries in the storage dtype.
+    # Round the queries to the storage dtype, which products take.
     narrow_rows(query.reshape((rows, width)), inputs[:rows].reshape((rows, width)))
     output[:] = 0
     states[:, :rows, 0] = -np.inf

@@ -1,6 +1,7 @@
-"""Root mean square norm (RMSNorm): two passes over each row while it is in the cache.
+"""Kernels of the root mean square norm (RMSNorm) and of rotary embeddings (RoPE).
 
-Measured with 14 rows of 576: half the time of torch, which needs six operations.
+The norm makes two passes over a row while it is in the cache. Measured with 14 rows of 576: half
+the time of torch, which needs six operations.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from services.worker.engine.model.cpu_kernels.compiler import compiled, float32_
 
 @compiled("float32(float32[::1], float32)")
 def norm_scale(row, epsilon):  # type: ignore[no-untyped-def]
-    """The factor that scales a row to root mean square 1."""
+    """Return the factor that scales a row to root mean square 1."""
     total = float32(0)
     for k in range(len(row)):
         total += row[k] * row[k]
@@ -21,7 +22,7 @@ def norm_scale(row, epsilon):  # type: ignore[no-untyped-def]
 
 @compiled("void(float32[:, ::1], STORED[::1], float32, float32[:, ::1])")
 def normalize(rows, weight, epsilon, output):  # type: ignore[no-untyped-def]
-    """`output` [rows, size] = RMSNorm of `rows` times `weight`; may be `rows` itself."""
+    """Write RMSNorm(`rows`) · `weight` to `output` [rows, size], which may be `rows`."""
     count, size = rows.shape
     for m in range(count):
         row, normed = rows[m], output[m]
@@ -51,7 +52,7 @@ _ROWS = "float32[:, ::1]"
 
 @compiled(f"void({_ROWS}, STORED[::1], float32, {_ROWS}, {_ROWS})")
 def rotate(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
-    """Apply RoPE to `rows` [rows, head × head_dim] in place, after a head norm if `norm` is given.
+    """Apply RoPE to `rows` [rows, head × head_dim] in place, after a head norm unless it is empty.
 
     `cosine` and `sine` are [rows, head_dim]. The halves of a head are real and imaginary parts.
     """
@@ -62,7 +63,7 @@ def rotate(rows, norm, epsilon, cosine, sine):  # type: ignore[no-untyped-def]
         if len(norm):
             normalize(heads, norm, epsilon, heads)
         for head in heads:
-            # Complex multiplication of (first, second) by (cosine, sine).
+            # Multiply the complex number (first, second) by (cosine, sine).
             for k in range(half):
                 first, second = head[k], head[half + k]
                 head[k] = first * cosine[m, k] - second * sine[m, k]

@@ -1,4 +1,7 @@
-"""The GEMM micro-kernel: torch's brgemm for bfloat16 if available, else the vector product."""
+"""The GEMM micro-kernel (product of small tiles): torch's brgemm if usable, else vectors.
+
+brgemm only multiplies bfloat16; `vector_product.py` also multiplies float32.
+"""
 
 from numba import types
 from numba.extending import overload, register_jitable
@@ -8,16 +11,16 @@ from services.worker.engine.model.cpu_kernels import brgemm
 from services.worker.engine.model.cpu_kernels.vector_product import multiply
 
 STEP_ROWS = 64
-"""Maximum rows per product."""
+"""Maximum rows per call of `product`."""
 _CACHED_BYTES, _CACHED_LEAST, _CACHED_MOST = 1 << 20, 4 * STEP_ROWS, 8 * STEP_ROWS
-"""L2 capacity for a block of rows, and the bounds of its number of rows."""
+"""Bytes of the L2 cache for a block of rows, and minimum and maximum rows of a block."""
 
 
 def product(  # type: ignore[no-untyped-def]
     call, rows, columns, depth, left_stride, sum_stride, add, left, left_at, right,
     right_at, sums, sums_at,
 ):  # fmt: skip
-    """`sums` [rows, columns] = `left` [rows, depth] times `right` [depth, columns]; added if `add`.
+    """Write `left` [rows, depth] · `right` [depth, columns] to `sums`; add to it if `add`.
 
     Arguments as for `brgemm.product`. `call` is the address of brgemm; 0, or float32, selects the
     vector product. There are at most `PANEL` columns; a line of `right` has exactly `PANEL`.
@@ -70,11 +73,12 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @register_jitable
 def rows_at_once(call, rows):  # type: ignore[no-untyped-def]
-    """Number of `rows` [rows, in] to multiply by the whole weight per block; at least 1.
+    """Return the number of `rows` [rows, in] to multiply by a whole weight per block, at least 1.
 
     A larger block reads the weight less often; a smaller block stays in the cache.
     """
-    # The vector product is so slow for 64 rows that reading the weight again costs little.
+    # For the vector product use small blocks: it is so slow that reading the weight again for the
+    # next 64 rows costs little.
     if call == 0:
         return STEP_ROWS
     # AMX needs larger blocks: on a Xeon of family 6, model 207, products of 2,048 rows with a
@@ -87,6 +91,6 @@ def rows_at_once(call, rows):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def release(call):  # type: ignore[no-untyped-def]
-    """Release AMX state after products; `call` is an address of `panel_calls`, or 0."""
+    """Release AMX registers after products; `call` is an address of `panel_calls`, or 0."""
     if call:
         brgemm.release(call)

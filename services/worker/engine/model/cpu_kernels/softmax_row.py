@@ -1,7 +1,7 @@
-"""Softmax weights of a row of scores, emitted as LLVM instructions: the row stays in registers.
+"""Softmax weights of a row of scores, emitted as LLVM instructions for numba kernels.
 
-Loops that the compiler vectorizes take four times as long: 5.9 against 1.4 microseconds for 64 rows
-of 64 keys (EPYC of family 26).
+The row stays in registers. Loops that the compiler vectorizes take four times as long: 5.9 against
+1.4 microseconds for 64 rows of 64 keys (EPYC of family 26).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +33,12 @@ def weigh_row(
     typing_context: Any, scores: Any, row: Any, keys: Any, whole: Any, begin: Any, end: Any,
     highest: Any, scaling: Any, weights: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """Turn `keys` scores of a row into softmax weights relative to the running maximum.
+    """Write the unnormalized softmax weights of `keys` scores of a row to `weights`.
 
     `scores` [rows, keys] are float32, `weights` float32 or bfloat16 bits, 0 outside `begin` to
     `end` unless the row is `whole`. `keys`, a multiple of `LANES`, and `whole`, 0 or 1, are
-    compile-time constants. Returns the new maximum, at least `highest`, and the sum of weights.
+    compile-time constants. Weights are relative to the maximum of the scores and `highest`, the
+    maximum so far. Returns this maximum and the sum of weights.
     """
     result = types.UniTuple(types.float32, 2)
     integer, real = types.int64, types.float32
@@ -56,7 +57,7 @@ def weigh_row(
         loaded, visible = [_load(builder, source, part) for part in parts], []
         if masked:
             visible = [_between(builder, part, begins, ends) for part in parts]
-            # Masked scores must not raise the maximum.
+            # Exclude masked scores from the maximum.
             loaded = [
                 builder.select(sees, values, _LOWEST)
                 for sees, values in zip(visible, loaded, strict=True)
@@ -69,7 +70,7 @@ def weigh_row(
         zeros = ir.Constant(_VECTOR, [0.0] * LANES)
         powers = _exponentials(builder, loaded, peaks, scalings, signature.args[8].dtype)
         if masked:
-            # The exponential clamps its argument, so masked lanes are not exactly 0 yet.
+            # Set masked lanes to 0: the exponential clamps its argument, so they are not exactly 0.
             powers = [builder.select(s, p, zeros) for s, p in zip(visible, powers, strict=True)]
         total = reduce(builder.fadd, powers)
         for part, values in enumerate(powers):
@@ -83,7 +84,7 @@ def weigh_row(
 def _exponentials(
     builder: Any, loaded: Sequence[Any], peaks: Any, scalings: Any, stored: Any
 ) -> list[Any]:
-    """The weights of `loaded` scores, as precise as the `stored` dtype requires."""
+    """Emit the weights of `loaded` scores, as precise as the `stored` dtype requires."""
     has_rough = has_pair_products() and "+avx512dq" in processor_features()
     if stored != types.float32 and has_rough:
         return [rough_exponential(builder, values, peaks, scalings) for values in loaded]
@@ -93,19 +94,19 @@ def _exponentials(
 
 
 def _row(context: Any, builder: Any, kind: Any, array: Any, row: Any, size: Any) -> Any:
-    """The address of row `row` of an array with `size` columns."""
+    """Return the address of row `row` of an array with `size` columns."""
     made = context.make_array(kind)(context, builder, array)
     return builder.gep(made.data, [builder.mul(row, size)])
 
 
 def _each(builder: Any, value: Any, kind: Any) -> Any:
-    """A vector whose lanes are all `value`."""
+    """Return a vector whose lanes are all `value`."""
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _WORD(0))
     return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
 
 
 def _between(builder: Any, part: int, begins: Any, ends: Any) -> Any:
-    """The lanes of a part of the row whose positions are in [begin, end)."""
+    """Return which lanes of a part of the row have positions in [begin, end)."""
     lanes = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
     after = builder.icmp_signed(">=", lanes, begins)
     return builder.and_(after, builder.icmp_signed("<", lanes, ends))
@@ -126,7 +127,7 @@ def _store(builder: Any, address: Any, part: int, values: Any, stored: Any) -> N
         halves = builder.fptrunc(values, ir.VectorType(BFloat16(), LANES))
         builder.store(halves, builder.bitcast(place, halves.type.as_pointer()), align=2)
         return
-    # Ties to even: add half of the dropped range, minus a unit unless the kept part is odd.
+    # Round ties to even: add half of the removed range, minus 1 if the kept part is even.
     half, unit, most = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
     bits = builder.bitcast(values, _WORDS)
     odd = builder.and_(builder.lshr(bits, half), unit)

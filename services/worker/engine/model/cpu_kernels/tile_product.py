@@ -1,8 +1,8 @@
-"""The inner loop of `skinny_gemm`, emitted as LLVM instructions: its sums stay in registers.
+"""The inner loop of `skinny_gemm`, emitted as LLVM instructions, so that sums stay in registers.
 
 A vector holds `PART` = 4 consecutive inputs of each of several rows, a *team*. Four weights are
-loaded once, repeated across a vector, and multiplied by every team. A sum has four partial sums,
-which the caller adds up.
+loaded once, repeated across a vector, and multiplied by every team. A sum consists of four partial
+sums, which the caller adds.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ def tile_product(
     typing_context: Any, teams: Any, height: Any, inputs: Any, first: Any, weight: Any, n: Any,
     sums: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """Multiply `teams` teams by `height` weight rows: `sums` [height × teams, VECTOR_FLOATS].
+    """Multiply `teams` teams by `height` weight rows; writes `sums`.
 
-    `inputs` [team, blocks × BLOCK / PART, VECTOR_FLOATS], from team `first` on; `weight` [out, in]
-    in float32 or bfloat16 bits, from row `n` on. `teams` and `height` are compile-time constants.
-    Ignores the inputs after the last whole block.
+    `sums` is [height × teams, VECTOR_FLOATS]. `inputs` [team, blocks × BLOCK / PART, VECTOR_FLOATS]
+    are read from team `first` on, `weight` [out, in] in float32 or bfloat16 bits from row `n` on.
+    `teams` and `height` are compile-time constants. Ignores the inputs after the last whole block.
     """
     signature = types.void(teams, height, inputs, types.int64, weight, types.int64, sums)
     return signature, _Loop(teams.literal_value, height.literal_value)
@@ -61,7 +61,7 @@ class _Loop:
         last = builder.sub(builder.extract_value(weight.shape, 0), _LONG(1))
         vectors = [_row(builder, inputs, builder.add(first, _LONG(team))) for team in self._teams]
         rows, next_rows = [], []
-        # Beyond the end of the weight, repeat the last row: the caller ignores those sums.
+        # After the end of the weight, repeat the last row; the caller ignores these sums.
         for index in self._height:
             row = builder.add(n, _LONG(index))
             beyond = builder.icmp_signed(">", row, last)
@@ -74,7 +74,7 @@ class _Loop:
         ]
         with cgutils.for_range(builder, builder.sdiv(size, _LONG(BLOCK))) as loop:
             begin = builder.mul(loop.index, _LONG(BLOCK))
-            # Prefetch the rows of the next step; beyond the end a prefetch is harmless.
+            # Prefetch the rows of the next step; a prefetch after the end has no effect.
             for row in next_rows:
                 fetch(builder, builder.gep(row, [begin]))
             self._multiply_block(builder, vectors, rows, begin, totals)
@@ -102,7 +102,7 @@ class _Loop:
 
 
 def _row(builder: Any, array: Any, index: Any) -> Any:
-    """A pointer to row `index` of an array in C order."""
+    """Return a pointer to row `index` of an array in C order."""
     stride = builder.extract_value(array.strides, 0)
     return cgutils.pointer_add(builder, array.data, builder.mul(index, stride))
 
@@ -120,7 +120,7 @@ def _weights(builder: Any, address: Any) -> Any:
 
 
 def _load(builder: Any, address: Any, vector: Any) -> Any:
-    """Load a vector from memory that is aligned only for its elements."""
+    """Load a vector from memory that may only be aligned for its elements."""
     size = vector.element.width // 8 if isinstance(vector.element, ir.IntType) else 4
     return builder.load(builder.bitcast(address, vector.as_pointer()), align=size)
 

@@ -1,4 +1,7 @@
-"""Log probabilities and ranks of tokens, and the most likely tokens, from raw logits."""
+"""Kernel of log probabilities and ranks of tokens, and of the most likely tokens, from logits.
+
+A token's *weight* is its probability relative to the best token, whose logit is `peak`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,13 +25,13 @@ from services.worker.engine.model.cpu_kernels.kernel import Kernel
 
 _LOG2_E, _LN2 = np.float32(1 / log(2)), log(2)
 _LEAST = np.float32(-87.0)
-"""Exponents below it would yield subnormal float32 values, which count as zero."""
+"""Exponents below it would yield subnormal float32 values; they yield 0."""
 # Taylor series of e^x for x in [-0.35, 0.35]; its error is below 1e-8.
 _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / factorial(n)) for n in range(2, 8))
 
 
 def element(number: Any, row: Any) -> Any:
-    """`number` in the dtype of the array `row`."""
+    """Return `number` in the dtype of the array `row`."""
     return row.dtype.type(number)
 
 
@@ -39,7 +42,7 @@ def _element(number, row):  # type: ignore[no-untyped-def]
 
 
 def power(number: Any) -> Any:
-    """e^`number` for a number that is at most 0, in its dtype."""
+    """Return e^`number` for a number that is at most 0, in its dtype."""
     return np.exp(number)
 
 
@@ -55,34 +58,34 @@ def _float64_power(number):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def _float32_power(number):  # type: ignore[no-untyped-def]
-    """e^`number` with a relative error of about 1e-7; NaN yields 0."""
+    """Return e^`number` with a relative error of about 1e-7; 0 for NaN."""
     clipped = max(number, _LEAST)
     whole = np.floor(clipped * _LOG2_E + float32(0.5))
     # Subtract in float64: rounding the reduced argument would lose digits of small powers.
     rest = float32(float64(clipped) - float64(whole) * _LN2)
     series = ((_T7 * rest + _T6) * rest + _T5) * rest + _T4
     series = (((series * rest + _T3) * rest + _T2) * rest + float32(1)) * rest + float32(1)
-    # 2^whole as a float32: the biased exponent in the upper 16 bits, with a zero mantissa.
+    # Build 2^whole as a float32: the biased exponent in the upper 16 bits, with a zero mantissa.
     scaled = series * float32_of(uint16((int32(whole) + int32(127)) << int32(7)))
     return scaled if number >= _LEAST else float32(0)
 
 
 @register_jitable
 def weight(logit, peak, temperature, least):  # type: ignore[no-untyped-def]
-    """The probability of a token relative to the best token, whose logit is `peak`.
+    """Return the weight of a token, or 0 if its logarithm is below `least`.
 
-    It is 0 if its logarithm is below `least`. All values have the dtype of the logits.
+    All values have the dtype of the logits.
     """
-    # numpy's division; Python's would check for zero, which prevents vectorization.
+    # Use numpy's division: Python's would check for zero, which prevents vectorization.
     scaled = np.true_divide(logit - peak, temperature)
     likelihood = power(scaled)
-    # The difference is a zero of the right dtype.
+    # The difference is a zero of the dtype.
     return likelihood if scaled >= least else likelihood - likelihood
 
 
 @register_jitable
 def mass_of(row, peak, temperature, least):  # type: ignore[no-untyped-def]
-    """The sum of the weights of a row, in float64."""
+    """Return the sum of the weights of a row, in float64."""
     total = 0.0
     for index in range(len(row)):
         total += float64(weight(row[index], peak, temperature, least))
@@ -107,7 +110,7 @@ def _score(  # type: ignore[no-untyped-def]
         row = logits[rows[index]]
         peak = lane_peaks(row, lanes)
         temperature = element(1.0, row)
-        # Log-sum-exp relative to the maximum, so that the sum cannot overflow.
+        # Compute log-sum-exp relative to the maximum, so that the sum cannot overflow.
         base = peak + log(mass_of(row, peak, temperature, element(-np.inf, row)))
         own, better = row[tokens[index]], 0
         for token in range(len(row)):
@@ -132,7 +135,7 @@ def _kernel(real: str) -> Kernel:
     return kernel
 
 
-# Compile for float32 at import; few models compute in float64.
+# Compile for float32 at import; float64 is rare.
 _kernel("float32")
 
 

@@ -1,11 +1,13 @@
-"""Decode attention with vector products (`attention_products.py`).
+"""Kernel of decode attention with vector products (`attention_products.py`).
 
 Reading keys and values takes longer than computing with them, and the blocks of a sequence are
-scattered in memory, so hardware prefetching fails. Each row therefore prefetches its next blocks,
-interleaved with its products: a burst of prefetches would stall the computation. A row of a model
-with 9 heads of 64 values and a cached context of 128 tokens takes 2.6 microseconds in bfloat16; 64
-such rows in 30 layers take 10 ms, 22 ms without prefetching, and 7 ms for the memory reads alone
-(EPYC of family 26).
+scattered in memory, so the CPU's own prefetching fails. Each row (a decode step) therefore
+prefetches its next blocks, a few cache lines per product, because many prefetches at once would
+stall the computation. A row of a model with 9 heads of 64 values and a cached context of 128 tokens
+takes 2.6 microseconds in bfloat16; 64 such rows in 30 layers take 10 ms, 22 ms without prefetching,
+and 7 ms for the memory reads alone (EPYC of family 26).
+
+*Factors* are what keys and values are multiplied by: queries and softmax weights.
 """
 
 import numpy as np
@@ -29,7 +31,7 @@ from services.worker.engine.model.cpu_kernels.exponential import exponential
 from services.worker.engine.model.cpu_kernels.panel_gemm import narrow_rows
 
 WHOLE = 64
-"""Rows of scores are padded to a multiple of it, so that loops need no scalar remainder."""
+"""Rows of scores are padded to a multiple of it, so that vectorized loops have no remainder."""
 AHEAD = 2
 """Prefetch distance in half blocks (keys or values of a block)."""
 _LEAST = np.float32(-3e38)
@@ -41,18 +43,18 @@ def in_pairs(stored: object) -> bool:
 
 
 def values_at_once(stored: object) -> int:
-    """Number of values of a head per vector product."""
+    """Return the number of values of a head per vector product."""
     return 2 * LANES if in_pairs(stored) else LANES
 
 
 @register_jitable
 def _half_ahead(seen, following, reads):  # type: ignore[no-untyped-def]
-    """(block, half) to prefetch at half block `reads` of a row; half 0 is keys, 1 is values.
+    """Return the (block, half) to prefetch at half block `reads` of a row; half 0 is keys.
 
     A row reads the keys of all its blocks, then their values; the next row starts with the keys of
     `following`. Block -1: nothing to prefetch.
     """
-    # Position in the sequence: keys of the row's blocks, values of the row's blocks, next row.
+    # `due` is an index into: keys of the row's blocks, their values, keys of the next row.
     due = reads + AHEAD
     if due < len(seen):
         return seen[due], 0
@@ -95,11 +97,12 @@ def _score(queries, blocks, seen, following, scores):  # type: ignore[no-untyped
 
 @compiled("float32(float32[::1], int64, int64, float32, STORED[::1])")
 def _weigh(scores, begin, end, scaling, weights):  # type: ignore[no-untyped-def]
-    """Unnormalized softmax `weights` of `scores` from `begin` to `end`; returns their sum.
+    """Write unnormalized softmax `weights` of `scores` from `begin` to before `end`.
 
-    The length of both is a multiple of `WHOLE`; scores outside the interval are overwritten.
+    Returns their sum. The length of both arrays is a multiple of `WHOLE`; scores outside the
+    interval are overwritten.
     """
-    # Mask before the loops, which then run over whole vectors without a condition.
+    # Mask before the loops, so that they run over whole vectors without a condition.
     scores[:begin] = _LEAST
     scores[end:] = _LEAST
     peak = _LEAST
@@ -164,21 +167,21 @@ def _choose_weights_for(scores, blocks):  # type: ignore[no-untyped-def]
 def attend_row(  # type: ignore[no-untyped-def]
     query, blocks, seen, begin, end, scaling, following, scores, output
 ):
-    """Attend with all heads of a row to positions `begin` to `end` of the blocks in `seen`.
+    """Attend with all heads of a row to the positions from `begin` to before `end` in `seen`.
 
-    `scores` [head, position] is scratch, with rows padded to a multiple of `WHOLE`. `following`:
-    the blocks of the next row, empty after the last row. The slots per block are a multiple of
-    `LANES`, head_dim is a multiple of `values_at_once`.
+    Positions count from the start of the blocks `seen`. `scores` [head, position] is scratch, with
+    rows padded to a multiple of `WHOLE`. `following`: the blocks of the next row, empty after the
+    last row. The slots per block are a multiple of `LANES`, head_dim of `values_at_once`.
     """
     heads, size = query.shape
     weights, totals = _weights_for(scores, blocks), np.empty(heads, np.float32)
     _score(_as_factors(query, blocks), blocks, seen, following, scores)
-    # Softmax over padded rows: no scalar remainder loop.
+    # Compute the softmax over padded rows, without a scalar loop for a remainder.
     padded = -(-len(seen) * blocks.shape[2] // WHOLE) * WHOLE
     for head in range(heads):
         totals[head] = _weigh(scores[head, :padded], begin, end, scaling, weights[head, :padded])
     _collect(weights, blocks, seen, following, output)
-    # Normalize the output rather than the weights, which are rounded to the storage dtype.
+    # Normalize the output instead of the weights, which are rounded to the storage dtype.
     for head in range(heads):
         share = float32(1) / totals[head]
         for k in range(size):

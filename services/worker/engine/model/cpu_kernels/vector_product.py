@@ -1,9 +1,10 @@
 """A GEMM micro-kernel with vectors of fused multiply-adds (FMA), emitted as LLVM instructions.
 
-The sums of a tile of rows and columns stay in registers while the loop runs over lines of the right
-matrix: an input per line in float32, two in bfloat16, which are widened in registers. Every sum
-adds its inputs in order, so it does not depend on other rows. The right matrix is processed in
-blocks that stay in L1 for all rows, while the next block is prefetched.
+The right matrix is in panels (a packed layout) and consists of lines. A line has a word for each of
+`PANEL` columns: an input in float32, or two in bfloat16, which are widened in registers. The sums
+of a tile of rows and columns stay in registers while the loop runs over lines. Every sum adds its
+inputs in order, so it does not depend on other rows. The right matrix is processed in blocks that
+stay in the L1 cache for all rows, while the next block is prefetched.
 
 Measured on a Xeon of family 6, model 207, single thread, all weights of SmolLM2-135M's layers in
 turn, in milliseconds: `functional.linear` in float32, then panels in float32 and bfloat16. With
@@ -58,7 +59,7 @@ def _tile(
     typing_context: Any, rows: Any, lines: Any, left: Any, stride: Any, right: Any, begun: Any,
     sums: Any, sum_stride: Any, add: Any, ahead: Any, step: Any, stored: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """A tile of a product: `rows` (compile-time constant) × `tile_columns(rows)`.
+    """Compute a tile of a product: `rows` (compile-time constant) × `tile_columns(rows)`.
 
     `left`, `right` and `sums` are addresses: of rows in float32, of lines in the dtype `stored`,
     and of the output, which is added to if `add`. Strides count float32. `begun`: the address of
@@ -79,8 +80,8 @@ class _TileLoop:
     def __call__(self, context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         _, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, _ = arguments
         rows = [_row(builder, left, stride, n) for n in self._rows]
-        # Hide how the addresses were computed; otherwise the compiler recomputes them in each loop
-        # iteration, and registers do not suffice.
+        # Hide how the addresses were computed. Otherwise the compiler recomputes them in each loop
+        # iteration and needs more registers than there are.
         rows = [_opaque(builder, row) for row in rows]
         # Accumulators [row][vector]; LLVM promotes these stack slots to registers.
         totals = [[cgutils.alloca_once(builder, _VECTOR) for _ in self._vectors] for _ in rows]
@@ -88,7 +89,7 @@ class _TileLoop:
         first = builder.inttoptr(right, _FLOATS)
         fetched = cgutils.alloca_once_value(builder, builder.inttoptr(ahead, _BYTES))
         with cgutils.for_range(builder, lines) as loop:
-            # Prefetch the next block at the rate at which this block is consumed.
+            # Prefetch the next block at the rate at which this block is read.
             for _ in range(0, len(self._vectors) * VECTOR_FLOATS, _LINE_FLOATS):
                 place = builder.load(fetched)
                 fetch(builder, place)
@@ -115,7 +116,7 @@ class _TileLoop:
                     builder.store(builder.load(place, align=_FLOAT_BYTES), total)
 
     def _add_line(self, builder: Any, index: Any, rows: Any, line: Any, totals: Any) -> None:
-        """Add the products of a line of the right matrix, which has one or two inputs."""
+        """Add the products of a line of the right matrix, which has a single input or two."""
         loaded = [
             builder.load(_vector_at(builder, line, vector), align=_FLOAT_BYTES)
             for vector in self._vectors
@@ -146,7 +147,7 @@ def _is_set(builder: Any, number: Any) -> Any:
 
 
 def _row(builder: Any, address: Any, stride: Any, row: int) -> Any:
-    """A pointer to row `row` of a matrix at an address; the stride counts float32."""
+    """Return a pointer to row `row` of a matrix at an address; the stride counts float32."""
     offset = builder.mul(stride, _LONG(row * _FLOAT_BYTES))
     return builder.inttoptr(builder.add(address, offset), _FLOATS)
 
@@ -157,13 +158,13 @@ def _vector_at(builder: Any, line: Any, vector: int) -> Any:
 
 
 def _opaque(builder: Any, pointer: Any) -> Any:
-    """The same pointer through empty inline assembly, which hides its origin from the compiler."""
+    """Pass a pointer through empty inline assembly, which hides its origin from the compiler."""
     kind = ir.FunctionType(pointer.type, [pointer.type])
     return builder.asm(kind, "", "=r,0", [pointer], False)
 
 
 def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """`left` · `right` + `total` as an FMA, so that the compiler cannot reorder the sums."""
+    """Emit `left` · `right` + `total` as an FMA, so that the compiler cannot reorder the sums."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(_VECTOR, 3 * [_VECTOR]),
@@ -180,7 +181,7 @@ def _repeated(builder: Any, number: Any) -> Any:
 
 @register_jitable
 def _tiles(rows, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, stored):  # type: ignore[no-untyped-def]
-    """Dispatch a runtime number of rows to `_tile`, which needs a compile-time constant."""
+    """Call `_tile`, which needs a compile-time constant, with a number of rows."""
     if rows == 1:
         _tile(1, lines, left, stride, right, begun, sums, sum_stride, add, ahead, step, stored)
     elif rows == 2:
@@ -196,7 +197,7 @@ def _tiles(rows, lines, left, stride, right, begun, sums, sum_stride, add, ahead
 
 
 def _widened(left, at, stride, count, inputs, scratch):  # type: ignore[no-untyped-def]
-    """(address, stride) of `count` rows of `left` as float32.
+    """Return (address, stride) of `count` rows of `left` as float32.
 
     bfloat16 rows are widened to `scratch` [MOST_ROWS, inputs of a block], `inputs` of each row.
     """
@@ -220,7 +221,7 @@ def _choose_widened(left, at, stride, count, inputs, scratch):  # type: ignore[n
 
 @register_jitable
 def _store_edge(totals, begin, end, sums, sums_at, sum_stride, add):  # type: ignore[no-untyped-def]
-    """Write columns `begin` to `end` of `totals` [row, column]: a tile at the right edge."""
+    """Write columns `begin` to before `end` of `totals` to `sums`: a tile at the right edge."""
     for m in range(len(totals)):
         for n in range(begin, end):
             place = sums_at + m * sum_stride + n
@@ -239,15 +240,14 @@ def multiply(  # type: ignore[no-untyped-def]
     per_word = WORD_BYTES // left.itemsize
     lines, line_bytes = depth // per_word, COLUMNS * WORD_BYTES
     blocks, groups = -(-lines // _LINES), -(-rows // MOST_ROWS)
-    # Partial sums between blocks; the last block writes to `sums`.
+    # `totals` holds the partial sums between blocks; the last block writes to `sums`.
     totals = np.empty((rows, COLUMNS), np.float32)
     scratch = np.empty((MOST_ROWS, _LINES * per_word), np.float32)
     for block in range(blocks):
         is_last = block == blocks - 1
         size = min(_LINES, lines - block * _LINES)
         following = right + size * line_bytes
-        # All groups of rows together prefetch the next block once; at the end of the matrix, none
-        # follows.
+        # All groups of rows together prefetch the next block once, if there is one.
         step = -(-CACHE_LINE_BYTES // groups) if following < right_end else 0
         for group in range(groups):
             first = group * MOST_ROWS
@@ -260,7 +260,7 @@ def multiply(  # type: ignore[no-untyped-def]
                 offset = column * WORD_BYTES
                 into, into_stride, adds = totals[first:].ctypes.data + offset, COLUMNS, 0
                 begun = into if block else 0
-                # A tile that exceeds the output writes to `totals`, from where columns are copied.
+                # A tile that exceeds the output writes to `totals`; its columns are copied later.
                 is_whole = column + width <= columns
                 if is_last and is_whole:
                     into = sums.ctypes.data + target_at * _FLOAT_BYTES + offset

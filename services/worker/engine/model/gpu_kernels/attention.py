@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, without a copy of K and V.
+"""Triton kernels of attention over a paged KV cache, without a copy of K and V.
 
-A program computes a *tile*: a decode token, or consecutive tokens of a prompt, with all query heads
-of a KV head. A long context is split over several programs; `combine` merges their partial results
-(flash decoding).
+A program (a Triton thread block) computes a *tile*: a decode token, or consecutive tokens of a
+prompt, with all query heads of a KV head. A long context is split over several programs; `combine`
+merges their partial results (flash decoding).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,7 +54,7 @@ def attend(
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
-    # First the tiles of keys that every row sees completely (no mask), then the others.
+    # First read the keys that every row sees (without a mask), then the others.
     whole = begin
     if not WINDOWED:
         whole = tl.maximum(begin, tl.minimum(end, position + 1) // TILE * TILE)
@@ -68,7 +68,7 @@ def attend(
             queries, kv, table, first, end, token + position, most, total, sums, scale, head,
             window, KV_HEADS, DIM, BLOCK, TILE, True, WINDOWED,
         )  # fmt: skip
-    # A row without visible keys in this part has total 0: avoid 0 / 0.
+    # A row without visible keys in this part has total 0: do not divide by it.
     divisor = tl.where(total > 0, total, 1.0)
     part = sums / divisor[:, None]
     if SPLIT:
@@ -91,12 +91,13 @@ def _accumulate(
 ):  # fmt: skip
     """Online softmax step: returns `most` (maximum), `total` and `sums` after `TILE` more keys.
 
-    `places` [ROWS]: position of each row. MASKED: apply the causal mask, and read no key from `end`
-    on.
+    `total` and `sums` are the softmax denominator and the weighted sums of values, relative to
+    `most`. `places` [ROWS]: position of each row. MASKED: apply the causal mask, and read no key
+    from `end` on.
     """
     tokens = first + tl.arange(0, TILE)
     at = tl.arange(0, DIM)
-    # Slots after the last token hold garbage, possibly NaN: do not load them.
+    # Do not load slots after the last token, which may contain NaN.
     there = tokens < end
     block = tl.load(table + tokens // BLOCK, there if MASKED else None).to(tl.int64)
     rows = (block * 2 * BLOCK + tokens % BLOCK) * KV_HEADS + head
@@ -112,7 +113,7 @@ def _accumulate(
             visible &= tokens[None, :] > places[:, None] - window
         score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(most, tl.max(score, 1))
-    # For a row without visible keys so far, -inf - -inf would be NaN.
+    # In a row without visible keys so far, -inf - -inf would be NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher)
     portion = tl.exp2(score - level[:, None])
     kept = tl.exp2(most - level)  # rescales the state to the new maximum
@@ -137,7 +138,7 @@ def combine(
         split = tl.arange(0, SPLITS_MAX)
         place = part_row * splits + split
         weight = tl.load(weights + place, split < splits, float("-inf"))
-        # Softmax over the parts' log-denominators gives the share of each part.
+        # The softmax of the parts' log-denominators is the share of each part.
         portion = tl.exp2(weight - tl.max(weight, 0))
         portion = portion / tl.sum(portion, 0)
         places = place[:, None] * DIM + at[None, :]

@@ -1,10 +1,10 @@
 """Launches a Triton kernel without inspecting its arguments each time.
 
 Triton inspects every argument of every launch: its type, whether an address is a multiple of 16,
-whether a number is 1. This takes the host longer than a small kernel runs. `Launcher` inspects only
-the first launch for each set of constants, so all its launches must have equivalent arguments:
-tensors of the same dtypes aligned to 16 bytes, and numbers that are always equal or marked
-`do_not_specialize`.
+whether a number is 1. This takes the host longer than a small kernel runs. `Launcher` lets Triton
+inspect only the first launch for each dtype of the first argument and set of constants. All further
+launches with these must have equivalent arguments: tensors of the same dtypes aligned to 16 bytes,
+and numbers that are always equal or marked `do_not_specialize`.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class Launcher:
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], *constants: Any, **options: int
     ) -> None:
-        """Launch on `grid`; `constants` follow `arguments`. The first call with them compiles."""
+        """Launch on `grid`; the first launch with these `constants` compiles the kernel."""
         key = (arguments[0].dtype, *constants)
         compiled = self._compiled.get(key)
         if compiled is None:

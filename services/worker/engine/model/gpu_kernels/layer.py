@@ -1,4 +1,4 @@
-"""The steps of a decoder layer between its matrix products."""
+"""Triton kernels for the steps of a decoder layer between its matrix products."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -24,7 +24,7 @@ def add_norm(update, residual, weight, normed, count, epsilon, WIDTH: tl.constex
     inside = at < count
     total = tl.load(update + row + at, inside, 0.0).to(tl.float32)
     total += tl.load(residual + row + at, inside, 0.0).to(tl.float32)
-    # Norm the rounded sum, as `transformers` does.
+    # Normalize the rounded sum, as `transformers` does.
     stored = total.to(residual.dtype.element_ty)
     tl.store(residual + row + at, stored, inside)
     _store_norm(stored.to(tl.float32), weight, normed + row, count, epsilon, at)

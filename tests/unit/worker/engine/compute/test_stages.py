@@ -299,13 +299,13 @@ def test_grammars_are_compiled_while_the_last_stage_runs(
     pipeline = Pipeline((first, range(0, 1)), (last, range(1, 2)))
     pipeline.merge()
     built: list[tuple[Grammar, int]] = []
-    real = grammar_module._built
+    real = grammar_module._build_matcher
 
     def noted(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         built.append((grammar, get_ident()))
         return real(tokenizer, grammar)
 
-    monkeypatch.setattr(grammar_module, "_built", noted)
+    monkeypatch.setattr(grammar_module, "_build_matcher", noted)
     grammar = Grammar(GrammarKind.REGEX, "[0-9]+")
     terms = SampleTerms(replace(GREEDY, grammar=grammar), stop_ids=frozenset({EOS_TOKEN_ID}))
     batch = Batch((Chunk("r", 0, (5, 6, 7), (0,), SampleSpec(terms, 0)),))

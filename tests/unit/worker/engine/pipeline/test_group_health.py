@@ -16,8 +16,8 @@ def test_a_lost_member_is_named_until_the_next_configuration() -> None:
 
 def test_a_microbatch_that_does_not_come_back_is_noticed() -> None:
     health = GroupHealth()
-    health.launched(0.0)
-    health.launched(1.0)
+    health.note_launched(0.0)
+    health.note_launched(1.0)
     assert health.trouble(STALLED_S) == ""
     assert health.trouble(STALLED_S + 1) == "a microbatch has not returned for 6 s"
     health.enter(0.0)
@@ -26,9 +26,9 @@ def test_a_microbatch_that_does_not_come_back_is_noticed() -> None:
 
 def test_microbatches_that_are_slow_raise_the_limit() -> None:
     health = GroupHealth()
-    health.launched(0.0)
-    health.finished(3.0)
-    health.launched(3.0)
+    health.note_launched(0.0)
+    health.note_returned(3.0)
+    health.note_launched(3.0)
     assert health.trouble(3.0 + 3.0 * STALLED_FACTOR) == ""
     assert health.trouble(3.5 + 3.0 * STALLED_FACTOR) != ""
 
@@ -37,36 +37,36 @@ def test_the_same_microbatch_has_twice_the_time_when_it_runs_again() -> None:
     """One that is slow for the first time is not discarded for ever."""
     health = GroupHealth()
     for limit_s in (STALLED_S, 2 * STALLED_S, 4 * STALLED_S):
-        health.launched(0.0)
+        health.note_launched(0.0)
         assert health.trouble(limit_s) == ""
         assert health.trouble(limit_s + 0.1) != ""
         assert health.trouble(limit_s + 0.2) != "", "it is one alarm"
         health.enter(0.0)
-    health.launched(0.0)
-    health.finished(1.0)
-    health.launched(1.0)
+    health.note_launched(0.0)
+    health.note_returned(1.0)
+    health.note_launched(1.0)
     assert health.trouble(1.1 + max(STALLED_S, STALLED_FACTOR)) != "", "the limit is as before"
 
 
 def test_one_microbatch_that_a_fault_held_up_does_not_blunt_the_alarm_for_good() -> None:
     health = GroupHealth()
-    health.launched(0.0)
-    health.finished(4.0)  # a member stood still for a moment
+    health.note_launched(0.0)
+    health.note_returned(4.0)  # a member stood still for a moment
     now_s = 4.0
     for _ in range(500):
-        health.launched(now_s)
+        health.note_launched(now_s)
         now_s += 0.1
-        health.finished(now_s)
-    health.launched(now_s)
+        health.note_returned(now_s)
+    health.note_launched(now_s)
     assert health.trouble(now_s + STALLED_S + 0.1) != ""
 
 
 def test_an_alarm_ends_when_the_microbatch_comes_back_after_all() -> None:
     health = GroupHealth()
-    health.launched(0.0)
+    health.note_launched(0.0)
     assert health.trouble(STALLED_S + 1) != ""
-    health.finished(STALLED_S + 2)
-    health.launched(STALLED_S + 2)
+    health.note_returned(STALLED_S + 2)
+    health.note_launched(STALLED_S + 2)
     assert health.trouble(STALLED_S + 3) == ""
 
 
@@ -77,7 +77,7 @@ def test_a_stage_that_does_not_join_is_noticed() -> None:
     assert health.trouble(10.0 + limit_s, joining=True) == ""
     assert health.trouble(1000.0) == "", "all have joined"
     assert health.trouble(11.0 + limit_s, joining=True).startswith("not every stage has joined")
-    health.launched(1000.0)
+    health.note_launched(1000.0)
     assert health.trouble(1000.1) == "", "a microbatch has its own time"
     health.enter(1000.0)
     assert health.trouble(1001.0, joining=True) == ""
@@ -86,8 +86,8 @@ def test_a_stage_that_does_not_join_is_noticed() -> None:
 
 def test_a_stage_in_the_middle_of_slow_iterations_has_longer_to_join() -> None:
     health = GroupHealth()
-    health.launched(0.0)
-    health.finished(2.0)
+    health.note_launched(0.0)
+    health.note_returned(2.0)
     health.enter(10.0)
     limit_s = DRAINED_TIMEOUT_S + 2.0 * STALLED_FACTOR
     assert health.trouble(10.0 + limit_s, joining=True) == ""

@@ -78,7 +78,7 @@ def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: 
     for layer in range(3):
         other.blocks(layer)[:] = 0
     for piece in place.pieces:
-        other.transfers.take(cast(KvPiece, piece.header), packed(piece))
+        other.transfers.store(cast(KvPiece, piece.header), packed(piece))
     for layer in range(3):
         found = {i: int(block[0, 0, 0, 0]) for i, block in enumerate(other.blocks(layer))}
         stored = {7: 2, 5: 3, 6: 4} if layer else {}
@@ -118,8 +118,8 @@ def test_blocks_that_are_not_the_requests_any_more_are_not_written(place: Place)
     for expected in ((), (3, 4), (3, 4, 5)):
         place.expected["t"] = expected
         with pytest.raises(TransferRefused, match="r is not expected here any more"):
-            place.transfers.take(piece, payload)
+            place.transfers.store(piece, payload)
     assert (place.blocks(1) == 9).all()
     place.expected["t"] = (3, 4, 5, 6)
-    place.transfers.take(piece, payload)
+    place.transfers.store(piece, payload)
     assert [i for i, block in enumerate(place.blocks(1)) if (block == 0).all()] == [5, 6]

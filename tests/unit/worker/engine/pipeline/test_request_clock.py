@@ -2,16 +2,16 @@
 
 import random
 
-from services.worker.engine.pipeline.serving import PREEMPTIONS_REPORTED, SLACK, RequestClock
+from services.worker.engine.pipeline.serving import PREEMPTION_TIMES_MAX, PRUNE_MARGIN, RequestClock
 
 
 def test_wait_prefill_decode() -> None:
     clock = RequestClock()
     clock.begin("r", 10.0)
-    clock.launched(lambda: ["other", "r"], 10.5)
-    clock.launched(lambda: ["r"], 11.0)
-    clock.emitted("r", 12.0)
-    clock.emitted("r", 12.5)
+    clock.note_launched(lambda: ["other", "r"], 10.5)
+    clock.note_launched(lambda: ["r"], 11.0)
+    clock.note_emitted("r", 12.0)
+    clock.note_emitted("r", 12.5)
     times = clock.end("r", 14.0)
     assert times is not None
     assert (times.wait_s, times.prefill_s, times.decode_s) == (0.5, 1.5, 2.0)
@@ -21,12 +21,12 @@ def test_wait_prefill_decode() -> None:
 def test_a_preempted_request_waits_and_decodes_again() -> None:
     clock = RequestClock()
     clock.begin("r", 0.0)
-    clock.launched(lambda: ["r"], 1.0)
-    clock.emitted("r", 2.0)
-    clock.preempted(["r", "unknown"], 3.0)
-    clock.preempted(["r"], 3.5)
-    clock.launched(lambda: ["r"], 5.0)
-    clock.emitted("r", 6.0)
+    clock.note_launched(lambda: ["r"], 1.0)
+    clock.note_emitted("r", 2.0)
+    clock.note_preempted(["r", "unknown"], 3.0)
+    clock.note_preempted(["r"], 3.5)
+    clock.note_launched(lambda: ["r"], 5.0)
+    clock.note_emitted("r", 6.0)
     times = clock.end("r", 7.0)
     assert times is not None
     assert (times.wait_s, times.prefill_s, times.decode_s) == (3.0, 1.0, 3.0)
@@ -36,7 +36,7 @@ def test_a_preempted_request_waits_and_decodes_again() -> None:
 def test_a_request_from_elsewhere_has_no_prefill_here() -> None:
     clock = RequestClock()
     clock.begin("r", 0.0, decodes=True)
-    clock.launched(lambda: ["r"], 0.25)
+    clock.note_launched(lambda: ["r"], 0.25)
     times = clock.end("r", 1.0)
     assert times is not None
     assert (times.wait_s, times.prefill_s, times.decode_s) == (0.25, 0.0, 0.75)
@@ -45,8 +45,8 @@ def test_a_request_from_elsewhere_has_no_prefill_here() -> None:
 def test_while_nobody_waits_a_microbatch_is_not_looked_at() -> None:
     clock, looked = RequestClock(), []
     clock.begin("r", 0.0)
-    clock.launched(lambda: ["r"], 0.0)
-    clock.launched(lambda: looked.append(1) or [], 1.0)
+    clock.note_launched(lambda: ["r"], 0.0)
+    clock.note_launched(lambda: looked.append(1) or [], 1.0)
     assert looked == []
 
 
@@ -61,20 +61,20 @@ def test_the_parts_are_the_whole_and_nothing_is_kept() -> None:
                 known[f"r{number}"] = now_s
                 clock.begin(f"r{number}", now_s, decodes=rng.random() < 0.3)
             case 2:
-                clock.launched(lambda: list(known), now_s)
+                clock.note_launched(lambda: list(known), now_s)
             case 3:
-                clock.emitted(name, now_s)
+                clock.note_emitted(name, now_s)
             case 4:
-                clock.preempted([name], now_s)
+                clock.note_preempted([name], now_s)
             case _ if name in known:
                 times = clock.end(name, now_s)
                 assert times is not None
                 whole_s = now_s - known.pop(name)
                 assert abs(times.wait_s + times.prefill_s + times.decode_s - whole_s) < 1e-6
-                assert len(times.preempted_s) <= PREEMPTIONS_REPORTED
+                assert len(times.preempted_s) <= PREEMPTION_TIMES_MAX
         clock.check_invariants(known)
-    for number in range(SLACK + 10):
+    for number in range(PRUNE_MARGIN + 10):
         clock.begin(f"lost{number}", now_s)
     clock.prune({}, 0)
     clock.check_invariants({})
-    assert all(clock.end(f"lost{number}", now_s) is None for number in range(SLACK + 10))
+    assert all(clock.end(f"lost{number}", now_s) is None for number in range(PRUNE_MARGIN + 10))

@@ -31,7 +31,7 @@ def test_what_has_ended_is_out_of_the_clock(make_group: MakeGroup) -> None:
     refused = lone.take_outbox().refusals
     assert [one.request_id for one in refused] == ["r0"]
     asked: list[int] = []
-    clock.launched(lambda: asked.append(1) or [], 1.0)
+    clock.note_launched(lambda: asked.append(1) or [], 1.0)
     assert not asked, "somebody waits"
     assert len(clock._entries) == 1
     lone.handle(RequestAborted(0.0, "r0"))

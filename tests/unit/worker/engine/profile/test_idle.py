@@ -94,7 +94,7 @@ def profiler(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> IdleProfiler:
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    monkeypatch.setattr(idle, "MIN_IDLE_S", 0.0)
     own = ProfileSession(TINY, batch_limits_of(runner, 64, 16))
     measurer = Measurer(runner, state.pool)
     return IdleProfiler(own, measurer, runner, config, 1, tmp_path / "p" / "mine.yaml")
@@ -104,7 +104,7 @@ def test_it_waits_for_quiet(
     profiler: IdleProfiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert profiler.step(nobody)
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 60.0)
+    monkeypatch.setattr(idle, "MIN_IDLE_S", 60.0)
     profiler.note_work()
     assert not profiler.step(nobody)
     assert not (tmp_path / "p").exists()
@@ -230,7 +230,7 @@ def test_a_stored_profile_is_not_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A damaged profile is measured again."""
-    monkeypatch.setattr(idle, "IDLE_BEFORE_S", 0.0)
+    monkeypatch.setattr(idle, "MIN_IDLE_S", 0.0)
     monkeypatch.setattr("services.worker.engine.process.IDLE", TINY)
     own = worker_config(model_dir, profile_dir=str(tmp_path))
     profiler = idle_profiler(runner, state.pool, own)

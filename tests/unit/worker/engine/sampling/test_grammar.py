@@ -240,13 +240,13 @@ def test_a_lexer_that_others_have_filled_up_is_built_anew(
     grammar = regex("[ab]*a[ab]{8}")
     a, b = tokenizer.encode("ab").ids
     built: list[Grammar] = []
-    real = grammar_module._built
+    real = grammar_module._build_matcher
 
     def counted(tokenizer: grammar_module.LLTokenizer, wanted: Grammar) -> object:
         built.append(wanted)
         return real(tokenizer, wanted)
 
-    monkeypatch.setattr(grammar_module, "_built", counted)
+    monkeypatch.setattr(grammar_module, "_build_matcher", counted)
     rng = random.Random(0)
     for _ in range(60):
         matcher = grammars.matcher(grammar, STOP)
@@ -261,14 +261,14 @@ def test_a_grammar_that_is_needed_soon_is_compiled_by_another_thread_and_once(
 ) -> None:
     grammars = Grammars(model_dir, ROWS)
     built: list[tuple[Grammar, int]] = []
-    real, may_go = grammar_module._built, Event()
+    real, may_go = grammar_module._build_matcher, Event()
 
     def noted(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         built.append((grammar, get_ident()))
         assert may_go.wait(60)
         return real(tokenizer, grammar)
 
-    monkeypatch.setattr(grammar_module, "_built", noted)
+    monkeypatch.setattr(grammar_module, "_build_matcher", noted)
     good, bad = regex("a+"), regex("a(")
     for _ in range(2):
         grammars.start_compiling(good)

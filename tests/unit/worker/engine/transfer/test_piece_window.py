@@ -28,10 +28,10 @@ def rate_over(window: PieceWindow, delay_s: float, bytes_per_s: float, pieces: i
     for number in range(pieces):
         while not window.has_room:
             now_s, piece = under_way.popleft()
-            window.arrive(piece, now_s)
+            window.note_answered(piece, now_s)
         piece_s = window.piece_bytes / bytes_per_s
         free_s = max(free_s, now_s) + piece_s
-        under_way.append((free_s + delay_s, window.depart(window.piece_bytes, now_s)))
+        under_way.append((free_s + delay_s, window.note_sent(window.piece_bytes, now_s)))
         if number == pieces // 2:
             half_s = now_s
         busy_s += piece_s if number >= pieces // 2 else 0.0
@@ -58,7 +58,7 @@ def test_it_is_bounded() -> None:
     few = PieceWindow(replace(BOUNDS, pieces_max=3))
     for _ in range(3):
         assert few.has_room
-        sent = few.depart(1, 0.0)
+        sent = few.note_sent(1, 0.0)
     assert not few.has_room
     few.forget(sent)
     assert few.has_room
