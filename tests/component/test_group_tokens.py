@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from services.core.changeover.kv_exchange import Move
+from services.core.changeover.kv_exchange import SequenceMove
 from services.core.groups.layer_map import Stage
 from services.core.planner import sequence
 from services.core.planner.budget import Spent
@@ -495,7 +495,7 @@ def is_fetching(group: EngineGroup, worker_id: str) -> bool:
     return any(transfer.source != worker_id for move in moves for transfer in move.transfers)
 
 
-def moves_of(leader: Member) -> list[Move]:
+def moves_of(leader: Member) -> list[SequenceMove]:
     exchange = leader.changeover._moves._exchange
     return [*exchange.waiting.values(), *(one.move for one in exchange.underway.values())]
 

@@ -14,7 +14,7 @@ from services.core.changeover.vocabulary import (
     StageSwitched,
 )
 from services.core.groups.slab_names import layer_name, stage_slabs
-from services.core.planner.block_table import Move
+from services.core.planner.block_table import BlockMove
 
 BLOCK_SIZE = 2
 
@@ -136,7 +136,7 @@ class FakeMemory:
         self._grow()
         return RestoreUndone(self.num_blocks)
 
-    def relocate(self, moves: Iterable[Move]) -> None:
+    def relocate(self, moves: Iterable[BlockMove]) -> None:
         """Copy blocks to lower ids, in every layer."""
         for move in moves:
             for layer in (*self.layers, *self.departed_layers):

@@ -224,8 +224,7 @@ class SendKv:
 class KvEnded:
     """To the leader: a transfer is verified at its destination (`intact`), or has failed.
 
-    Reports a `TransferOutcome`. It is a separate type, because its fields are part of the wire
-    format.
+    Reports a `TransferOutcome` of the destination to the leader of the group.
     """
 
     seq_id: str

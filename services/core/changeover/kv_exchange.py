@@ -37,7 +37,7 @@ def transfer_id_of(epoch: int, seq_id: str, transfer: Transfer) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SequenceMove:
     """The move of a sequence's KV to the stages that will run it."""
 
     seq_id: str
@@ -65,7 +65,7 @@ class Move:
         old: Row[Stage],
         new: Row[Stage],
         highest_block: int,
-    ) -> "Move":
+    ) -> "SequenceMove":
         """The move of a sequence's KV from `old` stages to `new` stages."""
         before, now = ({stage.worker_id for stage in stages} for stages in (old, new))
         return cls(
@@ -84,7 +84,7 @@ class Move:
 class MoveAdded:
     """A held sequence was adopted by this leader, or stayed with it while layers moved."""
 
-    move: Move
+    move: SequenceMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ added."""
 class _ActiveMove:
     """A started move: first all destinations reserve blocks, then all transfers run."""
 
-    move: Move
+    move: SequenceMove
     unreserved: set[str]  # destinations that have yet to confirm their reservation
     unfinished: dict[str, Transfer]  # transfers without a successful end, by transfer id
 
@@ -148,7 +148,7 @@ class ExchangeState:
     epoch: int  # of the configuration; part of transfer ids
     block_size: int  # tokens per block
     window: MoveWindow = field(default_factory=MoveWindow)  # limits the KV in flight
-    waiting: dict[str, Move] = field(default_factory=dict)  # not started
+    waiting: dict[str, SequenceMove] = field(default_factory=dict)  # not started
     underway: dict[str, _ActiveMove] = field(default_factory=dict)  # started, not complete
     _free: dict[str, int] = field(default_factory=dict)  # the ledger: free blocks by worker
     # Sequence and worker of each `FreeKv` that awaits its `KvFreed`.
@@ -208,7 +208,7 @@ class ExchangeState:
             assert entry.unreserved or entry.unfinished, "a finished move is still under way"
         assert not self._lost & {worker_id for _, worker_id in self._freeing}
 
-    def _add(self, move: Move, commands: list[ExchangeCommand]) -> None:
+    def _add(self, move: SequenceMove, commands: list[ExchangeCommand]) -> None:
         assert move.seq_id not in self.waiting
         assert move.seq_id not in self.underway
         if any(transfer.source in self._lost for transfer in move.transfers):
@@ -232,9 +232,9 @@ class ExchangeState:
                 move = self._abandon(seq_id) if is_underway else self.waiting[seq_id]
                 self._recompute(move, commands)
 
-    def _queues(self) -> dict[str, deque[Move]]:
+    def _queues(self) -> dict[str, deque[SequenceMove]]:
         """The waiting moves by origin, highest block first."""
-        queues: dict[str, deque[Move]] = {}
+        queues: dict[str, deque[SequenceMove]] = {}
         by_block = sorted(
             self.waiting.values(),
             key=lambda move: (move.highest_block, move.seq_id),
@@ -244,7 +244,7 @@ class ExchangeState:
             queues.setdefault(move.origin, deque()).append(move)
         return queues
 
-    def _next_fitting(self, queues: dict[str, deque[Move]]) -> Move | None:
+    def _next_fitting(self, queues: dict[str, deque[SequenceMove]]) -> SequenceMove | None:
         """Pop the move that starts next from `queues`; None if no move can start.
 
         Prefers a different origin from the last move's, so that both sides of an exchange free
@@ -267,10 +267,10 @@ class ExchangeState:
         )
         return queues[move.origin].popleft()
 
-    def _fits(self, move: Move) -> bool:
+    def _fits(self, move: SequenceMove) -> bool:
         return all(self._free.get(worker_id, 0) >= move.blocks for worker_id in move.lacking)
 
-    def _begin(self, move: Move, now_s: float, commands: list[ExchangeCommand]) -> None:
+    def _begin(self, move: SequenceMove, now_s: float, commands: list[ExchangeCommand]) -> None:
         """Start a move: have every destination reserve blocks and accept the transfers."""
         del self.waiting[move.seq_id]
         self.window.note_started(move.seq_id, move.sizes, now_s)
@@ -315,22 +315,22 @@ class ExchangeState:
             self.window.note_arrived(frame.seq_id, move.sizes, now_s)
             self._complete(move, commands)
 
-    def _abandon(self, seq_id: str) -> Move:
+    def _abandon(self, seq_id: str) -> SequenceMove:
         """Remove a started move from the state; later frames about it are ignored."""
         move = self.underway.pop(seq_id).move
         self.window.note_abandoned(seq_id, move.sizes)
         return move
 
-    def _complete(self, move: Move, commands: list[ExchangeCommand]) -> None:
+    def _complete(self, move: SequenceMove, commands: list[ExchangeCommand]) -> None:
         commands.append(ResumeRequest(move.seq_id))
         self._free_sources(move, commands)
 
-    def _recompute(self, move: Move, commands: list[ExchangeCommand]) -> None:
+    def _recompute(self, move: SequenceMove, commands: list[ExchangeCommand]) -> None:
         self.waiting.pop(move.seq_id, None)
         commands.append(RecomputeRequest(move.seq_id))
         self._free_sources(move, commands)
 
-    def _free_sources(self, move: Move, commands: list[ExchangeCommand]) -> None:
+    def _free_sources(self, move: SequenceMove, commands: list[ExchangeCommand]) -> None:
         """Send `FreeKv` to all workers with a source copy, apart from lost workers."""
         sources = {transfer.source for transfer in move.transfers} | move.leaving
         for worker_id in sorted(sources - self._lost):

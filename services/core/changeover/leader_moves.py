@@ -13,12 +13,12 @@ from services.core.changeover.kv_exchange import (
     ExchangeCommand,
     ExchangeFrame,
     ExchangeState,
-    Move,
     MoveAdded,
     RecomputeRequest,
     RequestGone,
     ResumeRequest,
     RoomReported,
+    SequenceMove,
     SourceLost,
 )
 from services.core.changeover.member_context import MemberContext
@@ -60,7 +60,7 @@ class LeaderMoves:
     def add(self, seq_id: str, origin: str, old: Row[Stage], highest_block: int) -> None:
         """Move a held sequence's KV from `old` stages to the present stages, then resume it."""
         sequence = self._context.planner.sequences[seq_id]
-        move = Move.between(sequence, origin, old, self._context.stages, highest_block)
+        move = SequenceMove.between(sequence, origin, old, self._context.stages, highest_block)
         self._execute(self._exchange.handle(MoveAdded(move)))
 
     def advance(self) -> None:

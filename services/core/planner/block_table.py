@@ -18,7 +18,7 @@ from services.core.planner.block_pool import BlockPool
 from services.core.prefix.cache_update import NO_PREFIX_UPDATE, PrefixCacheUpdate
 
 
-class Move(NamedTuple):
+class BlockMove(NamedTuple):
     """Copy the K/V of block `source` of a sequence to block `target`, in every layer."""
 
     seq_id: str
@@ -123,7 +123,7 @@ class StageTable:
         # predecessors.
         self.pool.release(reversed(self.tables.pop(seq_id, ())))
 
-    def relocate(self, limit: int, most: int | None = None) -> list[Move]:
+    def relocate(self, limit: int, most: int | None = None) -> list[BlockMove]:
         """Move at most `most` blocks with ids ≥ `limit` to free lower ones, highest first.
 
         The tables refer to the new blocks at once: the caller must copy the K/V after all
@@ -144,7 +144,7 @@ class StageTable:
             for seq_id in above[block]:
                 table = self.tables[seq_id]
                 self.tables[seq_id] = tuple([target if old == block else old for old in table])
-            moves.append(Move(above[block][0], block, target))
+            moves.append(BlockMove(above[block][0], block, target))
         return moves
 
     def highest_block(self, seq_ids: Iterable[str]) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import Microbatch, SampleNotes
-from services.core.planner.block_table import Move
+from services.core.planner.block_table import BlockMove
 from services.core.planner.configuration_events import ConfigurationEvent
 from services.core.request import FinishReason, Request
 
@@ -120,7 +120,7 @@ class BlocksFreed:
 class MoveBlocks:
     """Copy KV to lower blocks, in every layer; the block tables already refer to the new blocks."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[BlockMove, ...]
 
 
 ClientCommand = EmitToken | RefuseRequest

@@ -9,8 +9,8 @@ sequence and continue it under its sequence id.
 
 An engine creates a sequence id for each arriving request, and translates back when tokens and
 refusals leave it. So inside an engine the field `request_id` of its copy of a `Request`, of
-`EmitToken`, `RefuseRequest` and `RequestAborted` is a sequence id; and so it is in frames between
-engines, whose field names are fixed by their wire format.
+`EmitToken`, `RefuseRequest` and `RequestAborted` is a sequence id. All other fields with a sequence
+id, also in frames between engines, are named `seq_id`.
 """
 
 from collections.abc import Iterable

@@ -49,7 +49,7 @@ class KeySource:
         except ConfigError as error:
             # Log each invalid content once.
             self._invalid_stamp, self.failing = stamp, True
-            log.error("the keys file is invalid, the previous keys stay in force: %s", error)
+            log.error("the keys file cannot be loaded, the previous keys stay in force: %s", error)
             return False
         self._confirmed, self._stamp, self.failing = stamp == self._stamp, stamp, False
         if entries == self.entries:

@@ -10,12 +10,12 @@ from services.core.changeover.frames import FreeKv, KvEnded, KvFreed, Reserve, R
 from services.core.changeover.kv_exchange import (
     ExchangeCommand,
     ExchangeState,
-    Move,
     MoveAdded,
     RecomputeRequest,
     RequestGone,
     ResumeRequest,
     RoomReported,
+    SequenceMove,
     SourceLost,
     transfer_id_of,
 )
@@ -63,7 +63,7 @@ class Cluster:
     lacking: dict[str, frozenset[str]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
 
-    def add(self, move: Move, held_by: list[str]) -> None:
+    def add(self, move: SequenceMove, held_by: list[str]) -> None:
         self.lacking[move.seq_id] = move.lacking
         for worker_id in held_by:
             self.holding[move.seq_id, worker_id] = move.blocks
@@ -124,10 +124,10 @@ class Cluster:
         self.carry_out(self.exchange.handle(FrameReceived(self.now_s, peer, frame)))
 
 
-def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> Move:
+def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> SequenceMove:
     """A request of `origin`, "a" or "b", on its way into the merged group."""
     old, other = (ALONE_A, "b") if origin == "a" else (ALONE_B, "a")
-    return Move(
+    return SequenceMove(
         name,
         origin,
         blocks,
@@ -195,10 +195,10 @@ def test_both_sides_full_is_no_deadlock() -> None:
     assert cluster.ended["a0"] == "recomputed", "the cheapest goes first"
 
 
-def split_move(name: str) -> Move:
+def split_move(name: str) -> SequenceMove:
     """A request of the merged group that "a" takes with it; half of its KV comes from "b"."""
     transfers = transfers_between(MERGED, ALONE_A)
-    return Move(name, "ab", 2, 32, transfers, frozenset(), frozenset({"b"}), 0)
+    return SequenceMove(name, "ab", 2, 32, transfers, frozenset(), frozenset({"b"}), 0)
 
 
 def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_it() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from services.core.planner.block_pool import BlockPool
-from services.core.planner.block_table import Move, StageTable
+from services.core.planner.block_table import BlockMove, StageTable
 
 
 def test_a_microbatch_releases_before_it_allocates() -> None:
@@ -39,8 +39,8 @@ def test_moves_go_below_the_limit_highest_first() -> None:
     table.release("a")
     table.release("d")
     table.pool.limit(6)
-    assert table.relocate(6, most=1) == [Move("e", 9, 0)]
-    assert table.relocate(6) == [Move("e", 8, 1)]
+    assert table.relocate(6, most=1) == [BlockMove("e", 9, 0)]
+    assert table.relocate(6) == [BlockMove("e", 8, 1)]
     assert table.block_ids("e") == (1, 0)
     assert table.relocate(6) == []
     table.check_invariants()
