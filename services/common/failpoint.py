@@ -2,9 +2,9 @@
 
 `hit("memmgr.commit.sent")` marks a place. It has no effect unless the option `failpoints` arms that
 name, such as `memmgr.commit.sent=kill` or `engine.merge.kv_piece.leader=stop:12@3`: an action, its
-seconds, and the number of the hit at which it happens (by default the first). A failpoint fires
-once per file of hits, even if several processes pass the place or the killed process restarts: the
-first process appends a line to the file before it acts.
+seconds, and the number of the hit, counted in each process, at which it fires (by default the
+first). A failpoint fires once per hits file, even if several processes pass the place or the killed
+process restarts: the first process appends a line to the file before it acts.
 """
 
 import fcntl
@@ -37,7 +37,8 @@ note         no action by this process; the test that reads the hits file acts
 hold         SIGSTOP to this process until the test that reads the hits file sends SIGCONT, for at
              most `HOLD_MAX_S`, so that the test can act exactly at this place
 kill         SIGKILL to this process
-kill-parent  SIGKILL to the servicer of this engine, which also ends the engine
+kill-parent  SIGKILL to the servicer of this engine, which also ends the engine; in a servicer to
+             itself
 kill-worker  SIGKILL to servicer and engine; in a servicer to itself, which also ends its engine
 stop         SIGSTOP to this process for some seconds
 stop-worker  SIGSTOP to the servicer of this engine and to the engine
@@ -102,9 +103,9 @@ def on_cut(cut: Callable[[bool, bool], None]) -> None:
 def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
     """Arm the failpoints of this process, replacing earlier ones.
 
-    `file` gets a JSON line per hit: name, action, pid and `monotonic_s` (a clock that all processes
-    of a machine share). Failpoints already in the file are not armed again. `parent` is the
-    servicer's process id, in an engine.
+    `file` gets a JSON line per failpoint that fires: name, action, pid and `monotonic_s` (a clock
+    that all processes of a machine share). Failpoints already in the file are not armed again.
+    `parent` is the servicer's process id, in an engine.
     """
     check(specs, file)
     _armed.clear()
@@ -119,7 +120,7 @@ def arm(specs: Sequence[str], file: Path | None, parent: int = 0) -> None:
 
 
 def read_hits(file: Path) -> list[dict[str, Any]]:
-    """All hits in order; empty if there is no file."""
+    """The lines of failpoints that fired, in order; empty if there is no file."""
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:

@@ -41,7 +41,7 @@ def packed(frames: Sequence[T]) -> Iterator[T]:
             head = None
             continue
         if head is not None and count < FRAMES_MAX and size + frame_bytes <= BYTES_MAX:
-            head.more.append(frame)  # type: ignore[attr-defined]  # every such frame has it
+            head.more.append(frame)  # type: ignore[attr-defined]  # batched types have it
             count, size = count + 1, size + frame_bytes
             continue
         if head is not None:

@@ -6,7 +6,7 @@ import grpc.aio
 
 MESSAGE_BYTES_MAX = 64 * 2**20
 
-# A frozen peer is detected after keepalive_time + ping_timeout, with defaults a minute later.
+# gRPC reports a frozen peer as lost after keepalive_time + ping_timeout.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),

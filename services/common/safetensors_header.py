@@ -12,7 +12,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.erro
 
 
 class SafetensorsHeader(NamedTuple):
-    """Length of the header in the file, and its entries by tensor name."""
+    """Length of the header with its 8-byte prefix, and its entries by tensor name."""
 
     length_bytes: int
     tensors: Mapping[str, Mapping[str, Any]]

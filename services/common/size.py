@@ -27,7 +27,7 @@ def parse_size_bytes(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The size in the largest binary unit that divides it; `parse_size_bytes` reads it back."""
+    """The size in the largest binary unit that divides it, as `parse_size_bytes` accepts it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _SIZE_UNITS[unit.lower()]
         if size_bytes >= scale and size_bytes % scale == 0:

@@ -77,7 +77,8 @@ class ActionRunner:
     def act(self, logged: LoggedDecision) -> ActionPlan | None:
         """Start the changes of a decision, and record their progress in `logged`.
 
-        Returns the plan; None if another memory manager leads, or if the decision cancels splits.
+        Returns the plan; None if this memory manager does not lead or has stopped, or if the
+        decision cancels splits.
         """
         decision, driver = logged.decision, self._driver
         if self._tasks is None or not driver.leads:

@@ -8,7 +8,7 @@ NAME = "scheduler"
 
 
 class Leadership:
-    """Keeps `leads` current by the service records in etcd, while `services.run` runs."""
+    """Keeps `leads` current by the service records in etcd, while `self.services.run` runs."""
 
     def __init__(self, store: Store, incarnation: str) -> None:
         """`incarnation` is the id in this instance's own record."""

@@ -37,7 +37,7 @@ class SchedulerCollector(Collector):
 
 
 def _queue(now: Snapshot) -> Iterable[Metric]:
-    """Metrics of this instance's queue; zero on a standby."""
+    """Metrics of this instance's queue; a standby has no queued requests."""
     gauges = {
         "queued_requests": (now.queued, "Requests waiting for a group with room."),
         "oldest_wait_seconds": (now.oldest_wait_s, "Longest wait that counts against a deadline."),

@@ -98,7 +98,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Wait until no request is active."""
         await self._idle.wait()
 
-    async def Generate(  # type: ignore[override]  # the stub knows generators only
+    async def Generate(  # type: ignore[override]  # the stub's signature allows only generators
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         await context.send_initial_metadata(TAKES_MANY)
@@ -185,15 +185,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Send due coalesced tokens, expire handovers, and abort requests without a reader."""
         for event in self._coalescer.due(self._clock()):
             self._streams[event.request_id].post([event])
-        overdue, timed_out = self._handovers.expire(self._clock())
-        for expected in timed_out:
+        unattached_ids, unmatched_readers = self._handovers.expire(self._clock())
+        for expected in unmatched_readers:
             message = (
                 f"the request was not adopted with {expected.group_id} at epoch {expected.epoch}; "
                 f"{_role_text(self._place())}"
             )
             reason = pb.FINISH_REASON_STALE_EPOCH
             expected.reader.post([failure(expected.request_id, reason, message)])
-        self._to_abort.update(overdue)
+        self._to_abort.update(unattached_ids)
         self._note_activity()
         while self._to_abort:
             await self._engine.abort_request(self._to_abort.pop())
@@ -361,7 +361,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _discard(
         self, request_id: str, unread: UnreadOutput | None, stream: GatewayStream
     ) -> None:
-        """Abort an unread request; if it has moved, send `stream` its new worker to abort there."""
+        """Abort an unread request; if the request has moved, report its new worker on `stream`."""
         if unread is None:
             return
         if unread.ending is None:

@@ -21,8 +21,8 @@ class ConfigurationEnded:
 
     Frees the blocks of sequences that have not run yet, since only this leader knows of them, and
     of sequences that grew for a discarded microbatch. Evicts all cached prefixes, since the layers
-    change. From here on the stage's block table is the count of its used blocks, which the next
-    leader receives.
+    change. Afterwards this worker's block table determines the number of its used blocks, which the
+    frame `Joined` reports to the next leader.
     """
 
 
@@ -41,9 +41,9 @@ class StagesConfigured:
 class GroupDivided:
     """The loss of a worker ended the group that this worker led, or an unfinished split of it.
 
-    `members` workers survive that can serve its requests, including this worker. `seq_ids` are
-    the sequences that lost their KV; None: all that have no KV now. Answered by a refusal for each
-    sequence that returns to the scheduler; see `excess_lost_sequences`.
+    `members`: number of surviving workers, including this worker, that can serve its requests.
+    `seq_ids`: the sequences that lost their KV; None: all that have no KV now. Answered by a
+    refusal for each sequence that returns to the scheduler; see `excess_lost_sequences`.
     """
 
     members: int
@@ -146,7 +146,7 @@ class SequencePlaced:
 class MicrobatchFollowed:
     """Apply a microbatch of the leader to this stage's block tables, before it runs.
 
-    `chunks` holds the number of blocks that each sequence needs.
+    `chunks`: per sequence, the total number of blocks that it needs.
     """
 
     released: tuple[str, ...]
@@ -200,7 +200,7 @@ class PoolShrunk:
 
 @dataclass(frozen=True, slots=True)
 class BatchYielded:
-    """Preempt batch sequences until `stage` uses at most `blocks` blocks or none of them runs.
+    """Preempt sequences of batch work until `stage` uses at most `blocks` blocks or none runs.
 
     No effect under policies in which batch work does not yield.
     """
@@ -228,6 +228,7 @@ StageEvent = (
     | ReleasedTaken
     | FlightDiscarded
 )
+# Events that shrink the pool, for which blocks move to lower ids.
 MovingBlockEvent = BlocksRelocated | PoolLimited | PoolShrunk
 BlockEvent = (
     MicrobatchFollowed

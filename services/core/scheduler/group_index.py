@@ -1,7 +1,7 @@
 """Index of a model's worker groups by score and room, from which the scheduler picks a group.
 
-With it a pick looks at few of a thousand groups. A load change only marks its group, which the next
-pick sorts again. Room is the number of KV blocks in which a new request may start.
+The index lets a pick examine only a few of a thousand groups. A load change only marks its group,
+which the next pick sorts again. Room is the number of KV blocks in which a new request may start.
 """
 
 import heapq
@@ -62,7 +62,7 @@ class GroupIndex:
     _touched: dict[str, GroupLoad] = field(default_factory=dict)
     # Heap of expiry times of reservations, with group ids.
     _expiries: list[tuple[float, str]] = field(default_factory=list)
-    # Longest sequence of each group in tokens, and a cache of the maximum.
+    # Longest sequence, in tokens, that each group can hold, and a cache of the maximum.
     _tokens: dict[str, int] = field(default_factory=dict)
     _tokens_max: int | None = None
     _tokens_changed: bool = False

@@ -100,7 +100,7 @@ class ClusterClient:
         self._store = store
 
     async def cluster(self) -> ClusterStatus | None:
-        """Workers' memory and the groups, or None if the memory manager does not respond."""
+        """The cluster's state from the memory manager; None if it does not respond."""
         address = self._view.address_of("memmgr")
         if address is None:
             return None
@@ -150,7 +150,8 @@ class ClusterClient:
         async def row(name: str, role: str, address: str, recorded_pid: int) -> dict[str, Any]:
             async with slots:
                 state = await _process(self._dial(address, role))
-            # A process that does not respond still has a row, with the pid of its registration.
+            # A process that does not respond still has a row, with its registered pid (0: a
+            # worker).
             if state is None:
                 return {"name": name, "pid": recorded_pid, "rss_bytes": 0, "ready": False}
             pid = state.pids[0] if state.pids else recorded_pid

@@ -27,7 +27,7 @@ from services.gateway.vocabulary.delta import TOOL_CALLS, Delta, ToolCallDelta
 
 
 def call_id(form: ToolFormat) -> str:
-    """A new tool call id; Mistral's templates accept only nine letters and digits."""
+    """A new tool call id; Mistral's templates accept only ids of nine letters and digits."""
     if form is ToolFormat.MISTRAL:
         return secrets.token_hex(5)[:9]
     return f"call_{secrets.token_hex(12)}"
@@ -57,7 +57,7 @@ class ChatOutput:
         flushed = self._finish() if last else []
         deltas = [self._delta(group) for group in self._grouped([*events, *flushed])]
         reason: str | None = piece.finish_reason
-        # A tool call that was cut off by the end of the output does not count as a call.
+        # If the output ends inside a tool call, the finish reason stays `stop`.
         stopped = piece.finish_reason is FinishReason.STOP
         if stopped and self._called and not any(isinstance(event, CallEnd) for event in flushed):
             reason = TOOL_CALLS

@@ -36,13 +36,13 @@ class CheckClient:
     def __init__(
         self,
         process: Child,
-        written: asyncio.WriteTransport,
-        read: asyncio.StreamReader,
+        input_pipe: asyncio.WriteTransport,
+        output_reader: asyncio.StreamReader,
         setup_message: bytes,
     ) -> None:
         """Use `start`."""
         self._process = process
-        self._input, self._output = written, read
+        self._input, self._output = input_pipe, output_reader
         self._numbers = itertools.count()
         # Results that are awaited, by number of the check.
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -52,7 +52,7 @@ class CheckClient:
 
     @classmethod
     async def start(cls, setup_message: bytes) -> "CheckClient":
-        """Start a process and send it the vocabulary. Raises ServiceUnavailable."""
+        """Start a process and send it `setup_message`. Raises ServiceUnavailable."""
         try:
             process = Child(
                 (sys.executable, "-m", _MODULE), output=True, new_session=True, quiet=True
@@ -118,5 +118,5 @@ class CheckClient:
         for pending in self._pending.values():
             if not pending.done():
                 pending.set_exception(ServiceUnavailable(error))
-                # Retrieve the exception: asyncio logs it if the caller was cancelled.
+                # Mark the exception as retrieved, or asyncio logs it if the caller was cancelled.
                 pending.exception()

@@ -42,7 +42,8 @@ class GroupHealth:
     def trouble(self, now_s: float, joining: bool = False) -> str:
         """Return a human-readable reason why the group cannot continue; "" while it can.
 
-        `joining`: this leader waits for stages to join. A new reason raises the stall limit.
+        `joining`: this leader waits for stages to join. A new overdue condition raises the stall
+        limit.
         """
         if self.lost:
             return f"the connection to {', '.join(self.lost)} is lost"

@@ -39,8 +39,8 @@ class BatchLimits:
 class Effort:
     """The grid to measure, and the target time of all measurements.
 
-    Prefills: all `prefixes` × `new_tokens`. Decodes: all numbers `decodes` × `contexts`, with at
-    most `decode_context_tokens` context tokens per batch. `held_out_each`: validation batches of
+    Prefills: all `prefixes` × `new_tokens`. Decodes: all numbers `decodes` × `contexts`, if
+    their product is at most `decode_context_tokens`. `held_out_each`: validation batches of
     each kind.
     """
 
@@ -92,7 +92,8 @@ def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
         for p in effort.contexts
         if n * p <= effort.decode_context_tokens
     ]
-    # Only batches of several prefills and mixed batches identify the coefficients γ, λ and β.
+    # Only batches of several prefills and mixed batches identify the costs of a chunk (γ), of a
+    # batch (λ) and of a token (β).
     several: list[Chunks] = [
         ((p, c),) * n for p in (0, 256) for n, c in ((2, 16), (4, 16), (3, 32))
     ]
@@ -101,7 +102,7 @@ def fit_batches(effort: Effort, limits: BatchLimits) -> list[Chunks]:
 
 
 def _decodes(count: int, context: int) -> Chunks:
-    """Return `count` decodes with contexts of half to twice `context`, evenly spaced in logs."""
+    """Return `count` decodes with contexts of half to twice `context`, on a log scale."""
     if count == 1:
         return ((context, 1),)
     # Vary the lengths as real batches do. Attention groups decodes of similar length, so equal

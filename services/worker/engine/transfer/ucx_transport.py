@@ -1,4 +1,6 @@
-"""Wraps the part of UCX that a lane uses: tagged messages of any size (core API of `ucxx`).
+"""Wraps the part of UCX that lanes use: tagged messages of any size (core API of `ucxx`).
+
+A lane carries one kind of traffic, activations or bulk data, between two engines.
 
 Endpoints connect to UCX worker addresses. The lanes exchange the addresses in their handshake, so
 UCX needs no listener of its own, which would accept on all interfaces. A lane first probes for a
@@ -166,7 +168,7 @@ class Endpoint:
 
 
 class UcxTransport:
-    """A UCX context and worker. Raises UcxUnavailable if none of the transports works."""
+    """A UCX context and worker. Raises UcxUnavailable if UCX or all of its transports fail."""
 
     def __init__(self, config: UcxConfig) -> None:
         self._ucxx = load_ucxx()
