@@ -83,22 +83,26 @@ class WorldMember:
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
             vocabulary.SendFrame: self._send,
             vocabulary.SwitchStage: self._switch,
-            vocabulary.ReleaseDeparted: lambda one: self.memory.release_departed(one.blocks),
-            vocabulary.MeasureRestore: lambda one: self.memory.measure(
-                one.first_layer, one.end_layer
+            vocabulary.ReleaseDeparted: lambda command: self.memory.release_departed(
+                command.blocks
+            ),
+            vocabulary.MeasureRestore: lambda command: self.memory.measure(
+                command.first_layer, command.end_layer
             ),
             vocabulary.ShrinkKv: self._shrink,
-            vocabulary.MapKv: lambda one: self.memory.map_kv(one.layers),
+            vocabulary.MapKv: lambda command: self.memory.map_kv(command.layers),
             vocabulary.UndoRestore: lambda _one: self.memory.undo(),
-            MoveBlocks: lambda one: self.memory.relocate(one.moves),
+            MoveBlocks: lambda command: self.memory.relocate(command.moves),
             vocabulary.ConnectMembers: self._begin_restoring,
             vocabulary.RestoreSlab: self._restore,
             vocabulary.EndPreparation: self._end_preparation,
             vocabulary.NoteAborted: self._stop_restoring,
-            vocabulary.NoteAdopted: lambda one: self.world.clients.adopt(self.worker_id, one),
-            vocabulary.NoteMoved: lambda one: self.world.clients.move(self.worker_id, one),
-            EmitToken: lambda one: self.world.clients.tell(self.worker_id, one),
-            RefuseRequest: lambda one: self.world.clients.tell(self.worker_id, one),
+            vocabulary.NoteAdopted: lambda command: self.world.clients.adopt(
+                self.worker_id, command
+            ),
+            vocabulary.NoteMoved: lambda command: self.world.clients.move(self.worker_id, command),
+            EmitToken: lambda command: self.world.clients.tell(self.worker_id, command),
+            RefuseRequest: lambda command: self.world.clients.tell(self.worker_id, command),
         }
 
     # --- what happens to it
@@ -150,10 +154,12 @@ class WorldMember:
         """It hears of this commit, perhaps instead of one before: it reads what records say now."""
         if self.world.rng.random() < 0.5:
             known = (
-                one for one in self.control if isinstance(one, vocabulary.ConfigurationCommitted)
+                commit
+                for commit in self.control
+                if isinstance(commit, vocabulary.ConfigurationCommitted)
             )
-            for one in tuple(known):
-                self.control.remove(one)
+            for commit in tuple(known):
+                self.control.remove(commit)
         self.control.append(left)
 
     def take_turn(self) -> None:
@@ -323,7 +329,7 @@ class WorldMember:
         return self._sample(name, truth[:end], sample) if sample and is_last else None
 
     def _sample(self, name: str, tokens: tuple[int, ...], sample: SampleSpec) -> int:
-        self.known = {one for one in self.known if one in self.planner.table}
+        self.known = {seq_id for seq_id in self.known if seq_id in self.planner.table}
         require(sample.terms is not None or name in self.known, f"{name} has no terms")
         self.known.add(name)
         prompt = self.world.clients.streams[request_id_of(name)].request.prompt_ids

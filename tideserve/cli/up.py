@@ -359,7 +359,7 @@ class Up:
     def _stop(self) -> None:
         if self.cluster.pids:
             self.report.line(
-                f"Stopping ({self.signals.reason}) after running requests finish;"
+                f"Stopping ({self.signals.reason}): running requests may finish;"
                 " press Ctrl-C again to stop at once."
                 if self.signals.stopping
                 else "Stopping all processes."

@@ -305,7 +305,7 @@ class ExchangeState:
         entry = self.underway.get(frame.seq_id)
         if entry is None or frame.transfer_id not in entry.unfinished:
             return
-        # Without the KV of the failed transfer's layers, the sequence cannot run.
+        # A failed transfer is not retried: recompute the sequence, and free its sources.
         if not frame.intact:
             self._recompute(self._abandon(frame.seq_id), commands)
             return

@@ -75,23 +75,23 @@ def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> No
 def test_a_report_told_beside_the_stream_makes_up_for_the_last_of_it() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received("a")
-    told = [
+    reports = [
         loads.create_out_of_band(7, IDLE),
         loads.create_next(7, IDLE, 0.0),
         loads.create_out_of_band(7, IDLE),
     ]
     loads.note_received("b")
-    told += [
+    reports += [
         loads.create_out_of_band(7, IDLE),
         loads.create_next(7, IDLE, 1.0),
         loads.create_next(8, IDLE, 2.0),
     ]
-    assert [report.received_request_ids for report in told] == [
+    assert [report.received_request_ids for report in reports] == [
         *(("a",), ("a",), ("a",)),
         *(("a", "b"), ("a", "b"), ("b",)),
     ]
-    assert [report.number for report in told] == [1, 2, 3, 4, 5, 6]
-    assert (told[-1].worker_id, told[-1].incarnation, told[-1].epoch) == ("w", "i", 8)
+    assert [report.number for report in reports] == [1, 2, 3, 4, 5, 6]
+    assert (reports[-1].worker_id, reports[-1].incarnation, reports[-1].epoch) == ("w", "i", 8)
     assert loads.schedule.heartbeat_due_s == 6.0
 
 
@@ -135,20 +135,20 @@ def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
 def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
     loads, busy = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(1, 0, 8, 0)
 
-    def told(epoch: int, load: Load, now_s: float) -> bool:
+    def is_sent(epoch: int, load: Load, now_s: float) -> bool:
         loads.schedule.note_change()
         return loads.create_if_due(epoch, load, now_s) is not None
 
-    assert told(7, IDLE, 0.0)
-    assert not told(7, IDLE, 1.0) and loads.schedule.due_s == 4.0
-    assert told(7, busy, 1.5) and told(8, busy, 2.0) and not told(8, busy, 5.0)
-    assert told(8, busy, 6.0), "the heartbeat"
+    assert is_sent(7, IDLE, 0.0)
+    assert not is_sent(7, IDLE, 1.0) and loads.schedule.due_s == 4.0
+    assert is_sent(7, busy, 1.5) and is_sent(8, busy, 2.0) and not is_sent(8, busy, 5.0)
+    assert is_sent(8, busy, 6.0), "the heartbeat"
     loads.note_received("a")
-    assert told(8, busy, 7.0) and not told(8, busy, 7.5)
+    assert is_sent(8, busy, 7.0) and not is_sent(8, busy, 7.5)
     loads.note_evicted([1])
-    assert told(8, busy, 8.0)
+    assert is_sent(8, busy, 8.0)
     loads.force_next()
-    assert told(8, busy, 8.5)
+    assert is_sent(8, busy, 8.5)
 
 
 def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
@@ -157,7 +157,7 @@ def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
     loads.create_out_of_band(7, IDLE)
     assert loads.create_if_due(7, IDLE, 1.0) is None
     loads.create_out_of_band(7, busy)
-    assert loads.create_if_due(7, IDLE, 2.0) is not None, "the reader may have the other one"
+    assert loads.create_if_due(7, IDLE, 2.0) is not None, "the reader may have the other report"
 
 
 def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() -> None:
@@ -165,23 +165,23 @@ def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() ->
         load = Load(2, waiting, free, 0, kv_blocks_total=100)
         return memory_report("w", replace(EngineReport(load, 1), **changes))
 
-    told = report(80)
-    assert memory_report_urgency(None, told) is ReportUrgency.MAJOR
+    sent = report(80)
+    assert memory_report_urgency(None, sent) is ReportUrgency.MAJOR
     assert (
-        memory_report_urgency(told, report(70, iteration_tokens=IterationTokens(1)))
+        memory_report_urgency(sent, report(70, iteration_tokens=IterationTokens(1)))
         is ReportUrgency.MINOR
     )
-    assert memory_report_urgency(told, report(24)) is ReportUrgency.MAJOR
-    assert memory_report_urgency(told, report(80)) is ReportUrgency.NONE
+    assert memory_report_urgency(sent, report(24)) is ReportUrgency.MAJOR
+    assert memory_report_urgency(sent, report(80)) is ReportUrgency.NONE
     assert memory_report_urgency(report(80, 1), report(79, 1)) is ReportUrgency.MAJOR
     lost, lost_on = report(80, trouble="lost"), report(79, trouble="lost")
     assert memory_report_urgency(lost, lost_on) is ReportUrgency.MAJOR
-    assert memory_report_urgency(told, report(80, 1)) is ReportUrgency.MAJOR
+    assert memory_report_urgency(sent, report(80, 1)) is ReportUrgency.MAJOR
     changes = {"epoch": 2, "unsettled": True, "trouble": "lost", "parameter_bytes": 1}
     for name, value in changes.items():
-        assert memory_report_urgency(told, report(80, **{name: value})) is ReportUrgency.MAJOR, name
-    assert memory_report_urgency(told, replace(told, engine_hung=True)) is ReportUrgency.MAJOR
-    assert memory_report_urgency(told, replace(told, incarnation="another")) is ReportUrgency.MAJOR
+        assert memory_report_urgency(sent, report(80, **{name: value})) is ReportUrgency.MAJOR, name
+    assert memory_report_urgency(sent, replace(sent, engine_hung=True)) is ReportUrgency.MAJOR
+    assert memory_report_urgency(sent, replace(sent, incarnation="another")) is ReportUrgency.MAJOR
 
 
 def test_batch_work_that_waits_and_yields_makes_no_report_urgent() -> None:

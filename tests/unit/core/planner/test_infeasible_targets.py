@@ -1,4 +1,4 @@
-"""A target that no request can keep is told once, with both numbers."""
+"""A target that no request can meet is reported once, with both numbers."""
 
 from services.core.cost.model import CostModel
 from services.core.planner.infeasible_targets import REPORTED_MAX, InfeasibleTargets
@@ -14,13 +14,13 @@ def promise(ttft_s: float | None, tpot_s: float | None) -> Service:
 
 def test_each_class_and_value_is_told_once_with_both_numbers() -> None:
     targets = InfeasibleTargets(MODEL)
-    (found,) = targets.unreported(promise(0.5, 0.005))
-    assert "tpot_ms is 5 ms for a request of the class interactive" in str(found)
-    assert "takes 12 ms here" in str(found)
+    (warning,) = targets.unreported(promise(0.5, 0.005))
+    assert "tpot_ms is 5 ms for a request of the class interactive" in str(warning)
+    assert "takes 12 ms here" in str(warning)
     assert targets.unreported(promise(0.5, 0.005)) == []
-    assert [one.name for one in targets.unreported(promise(0.004, 0.005))] == ["ttft_ms"]
+    assert [target.name for target in targets.unreported(promise(0.004, 0.005))] == ["ttft_ms"]
     other = Service(ServiceClass.STANDARD, None, 0.005)
-    assert [one.service_class for one in targets.unreported(other)] == ["standard"]
+    assert [target.service_class for target in targets.unreported(other)] == ["standard"]
 
 
 def test_what_can_be_kept_is_not_told() -> None:
@@ -32,7 +32,9 @@ def test_what_can_be_kept_is_not_told() -> None:
 
 def test_a_client_with_ever_new_targets_does_not_fill_the_log() -> None:
     targets = InfeasibleTargets(MODEL)
-    told = [
-        one for step in range(500) for one in targets.unreported(promise(None, 1e-6 * (step + 1)))
+    warnings = [
+        target
+        for step in range(500)
+        for target in targets.unreported(promise(None, 1e-6 * (step + 1)))
     ]
-    assert len(told) == REPORTED_MAX
+    assert len(warnings) == REPORTED_MAX

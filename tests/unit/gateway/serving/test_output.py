@@ -111,23 +111,23 @@ def test_what_of_the_client_has_stopped_the_output_is_told(
     assert piece.stop_reason == expected
 
 
-def told(count: int) -> list[TokenLogprobs]:
+def logprobs_of(count: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(-float(i), i) for i in range(count)]
 
 
 def test_log_probabilities_end_with_the_tokens_that_count() -> None:
     output = OutputText(choice(["b"], logprobs=LogprobOptions(0)), Detokenizer(decode))
-    piece: OutputPiece = output.push(UnreadTokens([0, 1, 2, 3], None, told(4)))
+    piece: OutputPiece = output.push(UnreadTokens([0, 1, 2, 3], None, logprobs_of(4)))
     assert piece.token_ids == (0, 1)
     assert piece.logprobs == (
-        TokenWithLogprobs(0, 0, told(2)[0]),
-        TokenWithLogprobs(1, 1, told(2)[1]),
+        TokenWithLogprobs(0, 0, logprobs_of(2)[0]),
+        TokenWithLogprobs(1, 1, logprobs_of(2)[1]),
     )
 
 
 def test_the_stop_token_has_a_log_probability_and_no_text() -> None:
     output = OutputText(choice(logprobs=LogprobOptions(0)), Detokenizer(decode))
-    piece = output.push(UnreadTokens([3, 25], Finish.STOP, told(2)))
+    piece = output.push(UnreadTokens([3, 25], Finish.STOP, logprobs_of(2)))
     assert (piece.text, piece.token_ids) == ("d", (3, 25))
     assert [note.offset for note in piece.logprobs] == [0, 1]
 
@@ -139,13 +139,15 @@ def test_offsets_are_those_of_complete_characters(groups: list[list[int]]) -> No
         return "x" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
 
     output = OutputText(choice(logprobs=LogprobOptions(0)), Detokenizer(halves))
-    pieces = [output.push(UnreadTokens(ids, None, told(len(ids)))) for ids in groups]
+    pieces = [output.push(UnreadTokens(ids, None, logprobs_of(len(ids)))) for ids in groups]
     assert [note.offset for piece in pieces for note in piece.logprobs] == [0, 0, 1, 1]
 
 
 def test_nothing_is_noted_of_tokens_where_it_is_not_wanted() -> None:
     output = OutputText(choice(), Detokenizer(decode))
-    assert output.push(UnreadTokens([0, 1], None, told(2), told(1))) == OutputPiece("ab", (0, 1))
+    assert output.push(UnreadTokens([0, 1], None, logprobs_of(2), logprobs_of(1))) == OutputPiece(
+        "ab", (0, 1)
+    )
 
 
 @pytest.mark.parametrize("echo", ["", "say: bcd"])
@@ -153,13 +155,13 @@ def test_an_echo_comes_first_and_moves_the_offsets(echo: str) -> None:
     options = LogprobOptions(0, 0)
     asked = choice(logprobs=options, prompt_ids=(1, 2, 3), echo=echo)
     output = OutputText(asked, Detokenizer(decode), Detokenizer(decode))
-    first = output.push(UnreadTokens([4], None, told(1), told(2)))
+    first = output.push(UnreadTokens([4], None, logprobs_of(1), logprobs_of(2)))
     assert first.text == f"{echo}e"
     assert [note.token_id for note in first.prompt_logprobs] == [1, 2, 3]
-    assert [note.logprobs for note in first.prompt_logprobs] == [None, *told(2)]
+    assert [note.logprobs for note in first.prompt_logprobs] == [None, *logprobs_of(2)]
     offsets = [note.offset for note in (*first.prompt_logprobs, *first.logprobs)]
     assert offsets == ([0, 1, 2, 8] if echo else [0, 0, 0, 0])
-    second = output.push(UnreadTokens([5], None, told(1)))
+    second = output.push(UnreadTokens([5], None, logprobs_of(1)))
     assert (second.text, second.prompt_logprobs) == ("f", ())
     assert second.logprobs[0].offset == len(echo) + 1
 
@@ -167,7 +169,7 @@ def test_an_echo_comes_first_and_moves_the_offsets(echo: str) -> None:
 def test_of_a_prompt_alone_nothing_of_the_output_is_shown() -> None:
     asked = choice(logprobs=LogprobOptions(0, 0), prompt_ids=(1, 2), echo="bc", prompt_only=True)
     output = OutputText(asked, Detokenizer(decode), Detokenizer(decode))
-    piece = output.push(UnreadTokens([4], Finish.LENGTH, told(1), told(1)))
+    piece = output.push(UnreadTokens([4], Finish.LENGTH, logprobs_of(1), logprobs_of(1)))
     assert (piece.text, piece.token_ids, piece.logprobs) == ("bc", (), ())
     assert piece.finish_reason is FinishReason.LENGTH
     assert [note.token_id for note in piece.prompt_logprobs] == [1, 2]
