@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.admin.port import PAGE
 from services.worker.start_frame import to_request
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
 from tests.support.gateway import TEXT, Case, text_ids
@@ -374,6 +375,24 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         assert (await case.http.get(path)).status_code == 200
     description = (await case.http.get("/openapi.json")).json()
     assert "/v1/chat/completions" in description["paths"]
+
+
+async def test_head_on_every_route_that_has_get(case: Case) -> None:
+    await eventually(case.ready)
+    for client, extra in (
+        (case.http, ["/openapi.json", "/v1/models/nobody"]),
+        (case.admin, ["/openapi.json", *PAGE]),
+    ):
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        served = [path for path, methods in paths.items() if "get" in methods]
+        assert served
+        for path in [*served, *extra]:
+            async with client.stream("GET", path) as got:
+                head = await client.head(path, timeout=20)
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            assert head.headers.get("content-type") == got.headers.get("content-type"), path
+        assert (await client.head("/nowhere")).status_code == 404
+        assert all("head" not in methods for methods in paths.values())
 
 
 @pytest.mark.gateway(api_key="secret")

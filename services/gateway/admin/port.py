@@ -20,6 +20,7 @@ from services.gateway.admin.live_state import LiveState
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
 from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.http.app import include_with_head
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.server import HttpServer, ServerTls
 from services.gateway.http.sse import DONE, HEADERS, event
@@ -57,9 +58,8 @@ def build(
     """The application with all routes, behind the guard; `host` and `names`: see AdminGuard."""
     app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
-    app.include_router(_page())
-    app.include_router(_state(cluster, feed, metrics))
-    app.include_router(_groups(group_client))
+    for router in (_page(), _state(cluster, feed, metrics), _groups(group_client)):
+        include_with_head(app, router)
     return AdminGuard(app, host, names, keys, frozenset(PAGE))
 
 
@@ -110,6 +110,9 @@ class _FeedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the feed. Raises ServiceUnavailable first if there are too many viewers."""
         headers = {name.decode(): value.decode() for name, value in HEADERS}
+        if scope["method"] == "HEAD":
+            await Response(headers=headers)(scope, receive, send)
+            return
         with self._feed.viewer() as frames:
             await StreamingResponse(frames, headers=headers)(scope, receive, send)
 

@@ -82,6 +82,17 @@ class DirectDispatch:
         await response(scope, receive, send)
 
 
+def include_with_head(app: FastAPI, router: APIRouter) -> None:
+    """Include a router in `app`, and serve HEAD on its routes that have GET."""
+    # Starlette serves HEAD for GET, FastAPI does not.
+    router.routes += [
+        APIRoute(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+        for route in router.routes
+        if isinstance(route, APIRoute) and "GET" in route.methods
+    ]
+    app.include_router(router)
+
+
 def build(
     model: ServedModel,
     serving: RequestServing,
@@ -109,7 +120,7 @@ def build(
         operations.router(canceller, probe, serving.metrics, public_metrics),
     )
     for router in routers:
-        app.include_router(router)
+        include_with_head(app, router)
     checked = RequestMiddleware(DirectDispatch(app, routers), keys, recorder)
     # CORS outside the key check: browsers send preflight requests without a key.
     return CloseWhenDraining(with_cors(checked, cors_origins), serving.drain)
