@@ -55,25 +55,31 @@ class LogprobFormat:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         if self._by_id:
-            text = self._text(token_id)
+            text = _id_text(token_id)
             return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
         data = self._texts.data(token_id)
         text = data.decode(errors="replace")
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     def _text(self, token_id: int) -> str:
+        """The token in completions; parts of characters as OpenAI's "bytes:\\xe2\\x80"."""
         if self._by_id:
-            return f"token_id:{token_id}"
-        return self._texts.data(token_id).decode(errors="replace")
+            return _id_text(token_id)
+        data = self._texts.data(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
-        """Log probabilities of the top tokens and the token itself, by text.
-
-        Of several tokens with the same text, the first counts.
-        """
-        top: dict[str, float] = {}
+        """Log probabilities of the top tokens and the token itself, by text."""
+        own, top = self._text(token_id), dict[str, float]()
         for other, logprob in (*entry.top, (token_id, entry.logprob)):
-            top.setdefault(self._text(other), finite(logprob))
+            text = own if other == token_id else self._text(other)
+            # Some vocabularies have several tokens of the same text.
+            if other != token_id and (text == own or text in top):
+                text = _id_text(other)
+            top[text] = finite(logprob)
         return top
 
     def _ranked(self, token: TokenWithLogprobs) -> dict[str, Any]:
@@ -91,6 +97,10 @@ class LogprobFormat:
             }
             for token_id, (logprob, rank) in rows.items()
         }
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _encoded(entry: dict[str, Any]) -> msgspec.Raw:
