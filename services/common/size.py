@@ -17,12 +17,17 @@ def parse_size_bytes(text: str) -> int:
     unit = stripped[len(digits) :].strip()
     try:
         size = float(digits) * _SIZE_UNITS[unit]
+        # A fraction without a unit, such as 0.5, would be rounded down to a few bytes.
+        if _SIZE_UNITS[unit] == 1 and not size.is_integer():
+            raise ValueError
     except (ValueError, KeyError):
         raise ConfigError(
             f"'{text}' is not a size; write a number and a unit, such as 1GiB or 400MiB"
         ) from None
-    if not 0 < size < 2**60:
-        raise ConfigError(f"the size '{text}' is out of range; it must be above 0 and below 1 EiB")
+    if not 1 <= size < 2**60:
+        raise ConfigError(
+            f"the size '{text}' is out of range; it must be from 1 byte to below 1 EiB"
+        )
     return int(size)
 
 

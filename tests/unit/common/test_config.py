@@ -106,13 +106,15 @@ def test_sizes(text: str, size_bytes: int) -> None:
     assert parse_size_bytes(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "x", "1 Gib b", "1.2.3", "--1", "nan", "1 PiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "x", "1 Gib b", "1.2.3", "--1", "nan", "1 PiB", "0.5", "2.5b"]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["0", "-1GiB", "1e40", "99999999 TiB"])
+@pytest.mark.parametrize("text", ["0", "-1GiB", "1e40", "99999999 TiB", "0.0001KiB", "1e-10GiB"])
 def test_sizes_out_of_range(text: str) -> None:
     with pytest.raises(ConfigError, match="out of range"):
         parse_size_bytes(text)
