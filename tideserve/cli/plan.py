@@ -134,14 +134,15 @@ def merges_table(planned: PlannedMerges) -> Table:
     """A row for each merged group, at most `ROWS_MAX`."""
     table = Table(title="Merges", title_justify="left", title_style="bold", box=SIMPLE)
     for name in ("groups", "members", "layers"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True, overflow="fold")
     for name in ("frees", "KV tokens now", "then"):
         table.add_column(name, justify="right")
     for target in planned.targets[:ROWS_MAX]:
         table.add_row(
-            escape(", ".join(target.merge.group_ids)),
-            escape(", ".join(stage.worker_id for stage in target.stages)),
-            " + ".join(str(stage.num_layers) for stage in target.stages),
+            # A line per name, because lists would break within names on a narrow terminal.
+            escape("\n".join(target.merge.group_ids)),
+            escape("\n".join(stage.worker_id for stage in target.stages)),
+            "\n".join(str(stage.num_layers) for stage in target.stages),
             size_text(target.merge.freed_bytes),
             f"{target.tokens_before:,}",
             f"{target.tokens_after:,}",
