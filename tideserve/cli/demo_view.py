@@ -132,19 +132,28 @@ def outcome(score: Score) -> str:
 
 
 def conclusion(scores: Sequence[Score]) -> str:
-    """A sentence that compares the P99 TTFT of the last policy with the first."""
+    """A sentence that compares median and P99 TTFT of the last policy with the first."""
     base, other = scores[0], scores[-1]
-    if base.ttft_p99_s is None or other.ttft_p99_s is None:
+    median = _compared(base.ttft_p50_s, other.ttft_p50_s)
+    p99 = _compared(base.ttft_p99_s, other.ttft_p99_s)
+    if median is None or p99 is None:
         return f"no comparison: {base.policy} or {other.policy} has no figures"
-    times_shorter = base.ttft_p99_s / max(other.ttft_p99_s, 1e-3)
-    wait, policies = "The p99 wait for the first token is", (other.policy, base.policy)
+    return (
+        f"The wait for the first token with {other.policy}, compared with {base.policy}: the median"
+        f" is {median}, the p99 {p99}."
+    )
+
+
+def _compared(base_s: float | None, other_s: float | None) -> str | None:
+    """How much shorter or longer `other_s` is than `base_s`; None if either is missing."""
+    if base_s is None or other_s is None:
+        return None
+    times_shorter = base_s / max(other_s, 1e-3)
     if SAME_MIN < times_shorter < 1 / SAME_MIN:
-        return "{} about the same with {} and {}.".format(wait, *policies)
+        return "about the same"
     if times_shorter > 1:
-        return "{} {:.1f} times shorter with {} than with {}.".format(
-            wait, times_shorter, *policies
-        )
-    return "{} {:.1f} times longer with {} than with {}.".format(wait, 1 / times_shorter, *policies)
+        return f"{times_shorter:.1f} times shorter"
+    return f"{1 / times_shorter:.1f} times longer"
 
 
 def plain_line(progress: FloodProgress, snapshot: ClusterSnapshot, score: Score) -> str:
