@@ -80,6 +80,10 @@ def _reason(row: Mapping[str, Any]) -> str:
 GATEWAY_AWAY = (
     "the gateway is down; the status comes from the other services; see `tideserve logs gateway`"
 )
+KV_OF_MERGED = (
+    "KV blocks are counted per worker. In a merged group a block holds only the KV of the worker's"
+    " layers, so the group has room for as many blocks as its smallest member, not for their sum."
+)
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
 LISTS = ("pids", "members")
@@ -130,6 +134,8 @@ def _print(status: Mapping[str, Any], why: bool) -> None:
     if (batch := batch_table(status)) is not None:
         console.print(batch)
     console.print(groups_table(status))
+    if any(len(row["members"]) > 1 for row in status.get("groups", [])):
+        console.print(KV_OF_MERGED, soft_wrap=True)
     if scheduling := status.get("scheduling"):
         console.print(f"scheduling {escape(scheduling)}")
     console.print(etcd_line(status))

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from tideserve.cli import status as status_module
 from tideserve.cli.status import (
     batch_table,
     decision_lines,
@@ -259,6 +260,17 @@ def test_losses_say_which_group_and_why() -> None:
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
     row = {"id": "g", "epoch": 7, "members": ["w0", "w1"], "layers": [[0, 14], [14, 30]]}
     assert "w0 (layers 0-13), w1 (layers 14-29)" in shown(groups_table({"groups": [row]}))
+
+
+@pytest.mark.parametrize("members", [["worker-0"], ["worker-0", "worker-1"]])
+def test_the_kv_of_merged_groups_is_explained(
+    members: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [{"id": "group-worker-0", "epoch": 6, "members": members}]
+    monkeypatch.setattr(status_module, "read_status", lambda *_: STATUS | {"groups": groups})
+    status_module.show_status("http://here", None, as_json=False, why=False)
+    said = "as many blocks as its smallest member, not for their sum" in capsys.readouterr().out
+    assert said == (len(members) > 1)
 
 
 def test_a_group_that_has_lost_a_member_is_shown_as_degraded() -> None:
