@@ -4,6 +4,7 @@ Uses the standard library only and is fast enough for every start: weights are n
 """
 
 import json
+import math
 from pathlib import Path
 
 from services.common.manifest import MANIFEST_NAME, file_digest, read_manifest
@@ -12,6 +13,7 @@ from services.common.safetensors_header import DAMAGED, read_header
 # Files up to this size are hashed at every start; above it (weights) only the length is checked.
 HASHED_BYTES_MAX = 16 * 2**20
 DUMMY = "dummy"
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class ModelUnavailable(Exception):
@@ -67,6 +69,31 @@ def check_model_folder(folder: Path, load_format: str = "auto") -> None:
         raise ModelUnavailable(
             f"{folder} has no *.safetensors weights, the only supported format."
             " Save the model once with transformers' save_pretrained and try again."
+        )
+
+
+def check_memory(folder: Path, memory_bytes: int, dtype: str) -> None:
+    """Raise `ModelUnavailable` if the parameters alone exceed the memory of a worker.
+
+    The worker's own check includes staging buffers and KV cache, but it runs after seconds.
+    """
+    try:
+        shapes = [
+            entry["shape"]
+            for path in folder.glob("*.safetensors")
+            for name, entry in read_header(path).tensors.items()
+            # Not an output layer, which may be a copy of a tied embedding.
+            if name.startswith("model.")
+        ]
+        parameter_bytes = DTYPE_BYTES[dtype] * sum(map(math.prod, shapes))
+    except DAMAGED:
+        # The worker's error names the damaged file.
+        return
+    if parameter_bytes > memory_bytes:
+        raise ModelUnavailable(
+            f"a worker with {memory_bytes >> 20} MiB of memory cannot hold {folder.name}, whose"
+            f" parameters take {-(-parameter_bytes >> 20)} MiB in {dtype}. Raise --memory to at"
+            " least that, plus room for KV cache."
         )
 
 

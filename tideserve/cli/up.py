@@ -40,6 +40,7 @@ from tideserve.cli.host import (
     url_of,
 )
 from tideserve.cli.metrics_ports import MetricsPorts, targets_json
+from tideserve.cli.model_folder import DUMMY, check_memory
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.process import Program, child_environment, service_command
 from tideserve.cli.report import Report
@@ -186,6 +187,8 @@ class Up:
             model_dir = resolve_model(
                 options.model, cache_root(), self.report.line, options.load_format
             )
+            if options.load_format != DUMMY:
+                check_memory(model_dir, options.memory, options.dtype)
         return model_dir
 
     def _start(self, model_dir: Path) -> None:

@@ -6,7 +6,12 @@ import pytest
 
 from services.common.manifest import MANIFEST_NAME, write_manifest
 from tideserve.cli import model_folder
-from tideserve.cli.model_folder import ModelUnavailable, check_model_folder, damaged_files
+from tideserve.cli.model_folder import (
+    ModelUnavailable,
+    check_memory,
+    check_model_folder,
+    damaged_files,
+)
 
 
 def make_weights(size_bytes: int) -> bytes:
@@ -107,3 +112,30 @@ def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelUnavailable):
         check_model_folder(folder)
+
+
+def header_of(shapes: dict[str, list[int]]) -> bytes:
+    """A safetensors file without its data, which nothing reads here."""
+    entries = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
+    }
+    header = json.dumps(entries).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+@pytest.mark.parametrize(("dtype", "parameters_mib"), [("bfloat16", 6), ("float32", 12)])
+def test_memory_below_the_parameters_is_refused(
+    folder: Path, dtype: str, parameters_mib: int
+) -> None:
+    layer = {"model.layers.0.w": [1024, 1024], "model.norm.weight": [1]}
+    (folder / "model.safetensors").write_bytes(header_of(layer | {"lm_head.weight": [2**40]}))
+    (folder / "more.safetensors").write_bytes(header_of({"model.layers.1.w": [2, 2**20]}))
+    check_memory(folder, (parameters_mib << 20) + 8, dtype)
+    with pytest.raises(ModelUnavailable, match=f"{parameters_mib + 1} MiB in {dtype}. Raise --mem"):
+        check_memory(folder, parameters_mib << 20, dtype)
+
+
+def test_damaged_weights_are_left_to_the_worker(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    check_memory(folder, 1, "float32")

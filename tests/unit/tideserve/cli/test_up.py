@@ -1,13 +1,20 @@
 """What `up` derives before it starts anything."""
 
 import io
+import json
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tideserve.cli.cluster_options import ClusterOptions
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.host import unused_variables
+from tideserve.cli.local_cluster import free_port
 from tideserve.cli.report import Report
-from tideserve.cli.up import DRAINING, Missing, drain_time_s, missing_of
+from tideserve.cli.stop_signals import StopSignals
+from tideserve.cli.up import DRAINING, Missing, Up, drain_time_s, missing_of
 
 
 @pytest.mark.parametrize(
@@ -57,3 +64,22 @@ def test_a_step_that_was_stopped_is_not_done(stopped: bool, words: str) -> None:
     with Report(stream).step("Services", lambda: stopped):
         pass
     assert stream.getvalue() == "Services\n" + words
+
+
+def test_memory_below_the_parameters_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model, cluster = tmp_path / "model", tmp_path / "cluster"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text("{}")
+    entry = {"dtype": "F32", "shape": [2**25], "data_offsets": [0, 0]}
+    header = json.dumps({"model.layers.0.w": entry}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    options = ClusterOptions(
+        model=str(model), memory=10 << 20, cluster_dir=cluster, port=free_port(), threads=1
+    )
+    up = Up(options, StopSignals())
+    with pytest.raises(CommandError, match="10 MiB of memory cannot hold model") as caught:
+        up.run()
+    assert caught.value.exit_code == EXIT_UNUSABLE
+    assert up.run_dir is None and up.cluster.programs == []
+    assert not list((cluster / "logs").glob("*.log"))
