@@ -57,7 +57,7 @@ def chat(
     temperature: float | None,
     max_tokens: int | None,
 ) -> None:
-    """Answer `prompt`, else standard input, else lines of a terminal. Raises CommandError."""
+    """Answer `prompt`, else a pipe as one message, else a terminal's lines. Raises CommandError."""
     with HttpClient(url, api_key, STREAM_TIMEOUT_S) as client:
         conversation = Conversation(client, "", temperature, max_tokens)
         if system:

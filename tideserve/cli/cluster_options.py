@@ -142,7 +142,8 @@ class ClusterOptions:
         CLUSTER,
         "gateway",
         default=KEPT,
-        help="HTTP port; services discover all other ports through etcd.",
+        help="HTTP port; if they are free, the live page has this port + 10,000 and gRPC + 20,000."
+        " Services discover the other ports through etcd.",
         range=(1, 65535),
     )
     grpc_port: int = _of(

@@ -140,7 +140,8 @@ def restore(
 )
 def chat(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; default: standard input.")
+        str | None,
+        typer.Argument(help="The prompt; default: all of standard input, as one message."),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
