@@ -13,6 +13,11 @@ def cpu_s() -> float:
     return time.process_time()
 
 
+def thread_cpu_s() -> float:
+    """CPU seconds used by the calling thread."""
+    return time.thread_time()
+
+
 def unix_s() -> int:
     """Seconds since 1970, for timestamps that clients see."""
     return int(time.time())

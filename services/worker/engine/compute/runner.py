@@ -93,18 +93,18 @@ class ModelRunner:
         self.suspended: Suspended | None = None
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
         self._max_batch_tokens = config.max_batch_tokens
-        self._device = torch.device(config.device)
-        self._compute_dtype = compute_dtype(self._device, config.dtype)
-        self._logit_rows = logit_rows(self._device)
+        self.device = torch.device(config.device)
+        self._compute_dtype = compute_dtype(self.device, config.dtype)
+        self._logit_rows = logit_rows(self.device)
         self._description = _description(config.model_dir) + summation_order(
-            self._device, config.dtype, self._compute_dtype
+            self.device, config.dtype, self._compute_dtype
         )
         self.sampler = Sampler(
             geometry.vocab_size, self.grammars, logits_dtype(self._compute_dtype)
         )
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
-            device=self._device,
+            device=self.device,
             compute_dtype=self._compute_dtype,
         )
 
@@ -253,7 +253,7 @@ class ModelRunner:
         if payload.size != tokens * self.hidden_bytes_per_token:
             raise InvalidBatch(f"{payload.size} bytes are no hidden states of shape {shape}")
         hidden = torch.from_numpy(payload).view(self._compute_dtype).view(shape)
-        return hidden.to(self._device)
+        return hidden.to(self.device)
 
     def metadata(self, batch: Batch) -> AttentionMetadata:
         """Return the attention metadata of `batch` for all layers. Raises InvalidBatch."""
@@ -317,7 +317,7 @@ class ModelRunner:
         return PromptRows(chunk.start + score.row + 1, joined(parts))
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 def _description(model_dir: Path) -> bytes:

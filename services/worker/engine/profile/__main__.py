@@ -58,9 +58,10 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     try:
         limits = batch_limits_of(runner, config.max_batch_tokens, config.max_running)
         session = ProfileSession(config.effort, limits)
+        measurer = Measurer(runner, BlockPool(runner.num_blocks))
         with start_co_runners(config) as co_runners:
-            measure(session, Measurer(runner, BlockPool(runner.num_blocks)), co_runners)
-        outcome = session.outcome()
+            measure(session, measurer, co_runners)
+        outcome = session.outcome(measurer.cpu_share)
         measured = measured_profile(runner, runner_config, config.threads, outcome)
     finally:
         runner.close()
@@ -106,7 +107,8 @@ def summary(outcome: ProfileOutcome) -> dict[str, Any]:
         "noise": accuracy.noise,
         "error_max": outcome.error_max,
         "passed": outcome.passed,
-        "quiet": outcome.quiet,
+        "quiet": outcome.quiet and not outcome.crowded,
+        "cpu_share": outcome.cpu_share,
         "rounds": outcome.rounds,
         "kinds": [
             {"kind": kind, "batches": count, "error": error}

@@ -61,7 +61,7 @@ class IdleProfiler:
         return True
 
     def _finish(self, session: ProfileSession) -> None:
-        outcome = session.outcome()
+        outcome = session.outcome(self._measurer.cpu_share)
         # Other processes slowed the measurements down. A stored profile is never measured again, so
         # store none; the next start measures again.
         if not outcome.quiet:
@@ -84,3 +84,10 @@ class IdleProfiler:
             100 * outcome.accuracy.noise,
             self._path,
         )
+        if outcome.crowded:
+            log.warning(
+                "this worker had a processor for only %.0f %% of the measurements, so the profile"
+                " is too slow; delete %s on an idle machine to measure again",
+                100 * outcome.cpu_share,
+                self._path,
+            )

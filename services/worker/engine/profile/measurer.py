@@ -6,7 +6,7 @@ new tokens to compute.
 
 from collections.abc import Callable
 
-from services.common.clock import monotonic_s
+from services.common.clock import monotonic_s, thread_cpu_s
 from services.core.cost.model import Chunks, CostModel, Sample, fit
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
@@ -23,6 +23,17 @@ class Measurer:
     def __init__(self, runner: ModelRunner, pool: BlockPool) -> None:
         self._runner = runner
         self._pool = pool
+        self._ran_s = 0.0
+        self._cpu_s = 0.0
+
+    @property
+    def cpu_share(self) -> float:
+        """Share of the batches' durations in which this thread had a processor.
+
+        Always 1 on a GPU, for which the thread waits.
+        """
+        on_cpu = self._runner.device.type == "cpu"
+        return min(1.0, self._cpu_s / self._ran_s) if on_cpu and self._ran_s else 1.0
 
     def duration_s(
         self, chunks: Chunks, interrupted: Callable[[], bool] | None = None
@@ -50,9 +61,12 @@ class Measurer:
                     for index, ((prefix, new), table) in enumerate(zip(chunks, tables, strict=True))
                 )
             )
-            started_s = monotonic_s()
+            started_s, started_cpu_s = monotonic_s(), thread_cpu_s()
             sampled = self._runner.run(batch, interrupted)
-            return monotonic_s() - started_s if sampled is not None else None
+            duration_s = monotonic_s() - started_s
+            self._ran_s += duration_s
+            self._cpu_s += thread_cpu_s() - started_cpu_s
+            return duration_s if sampled is not None else None
         finally:
             for table in tables:
                 self._pool.release(table)

@@ -33,6 +33,8 @@ ERROR_MAX = 0.05  # acceptable mean error on held-out batches of a machine witho
 NOISE_FACTOR = 1.5  # acceptable error as a multiple of the noise
 QUIET_NOISE_MAX = 0.15
 """With more repeat-to-repeat noise, other processes probably load the machine."""
+CPU_SHARE_MIN = 0.8
+"""With a smaller share of a processor, other processes slow all repeats of a batch alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class ProfileOutcome:
     fitted: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
     rounds: int
+    cpu_share: float
 
     @property
     def error_max(self) -> float:
@@ -55,6 +58,11 @@ class ProfileOutcome:
     def quiet(self) -> bool:
         """Whether the machine was idle enough for meaningful measurements."""
         return self.accuracy.noise <= QUIET_NOISE_MAX
+
+    @property
+    def crowded(self) -> bool:
+        """Whether other processes took the processors during the measurements."""
+        return self.cpu_share < CPU_SHARE_MIN
 
     @property
     def passed(self) -> bool:
@@ -112,8 +120,11 @@ class ProfileSession:
             self._rounds_wanted = max(ROUNDS_MIN, min(ROUNDS_MAX, affordable))
             self._begin_round()
 
-    def outcome(self) -> ProfileOutcome:
-        """Return the fit and its accuracy; call this when `complete`."""
+    def outcome(self, cpu_share: float) -> ProfileOutcome:
+        """Return the fit and its accuracy; call this when `complete`.
+
+        `cpu_share`: see `Measurer.cpu_share`.
+        """
         # Medians are robust against interruptions by other processes.
         samples = [
             Sample(chunks, median(durations))
@@ -140,6 +151,7 @@ class ProfileSession:
             fitted=tuple(fitted),
             held_out=tuple(held_out),
             rounds=self._rounds_done,
+            cpu_share=cpu_share,
         )
 
     def _begin_round(self) -> None:

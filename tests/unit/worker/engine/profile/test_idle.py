@@ -16,7 +16,7 @@ from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.process import idle_profiler
-from services.worker.engine.profile import idle, session
+from services.worker.engine.profile import idle, measurer, session
 from services.worker.engine.profile.batches import Effort
 from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, batch_limits_of
@@ -151,6 +151,35 @@ def test_what_a_busy_machine_measures_is_not_stored(
         pass
     assert "nothing is stored" in caplog.text
     assert not (tmp_path / "p").exists()
+
+
+def test_a_profile_of_a_crowded_machine_is_stored_with_a_warning(
+    profiler: IdleProfiler,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(session, "CPU_SHARE_MIN", 2.0)
+    while profiler.step(nobody):
+        pass
+    assert "had a processor for only" in caplog.text
+    assert (tmp_path / "p" / "mine.yaml").exists()
+
+
+def test_the_share_of_a_processor_is_that_of_the_batches(
+    runner: ModelRunner, state: PlannerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = {
+        "monotonic_s": iter([0.0, 2.0, 10.0, 12.0]),
+        "thread_cpu_s": iter([5.0, 6.0, 7.0, 9.0]),
+    }
+    for name, values in clocks.items():
+        monkeypatch.setattr(measurer, name, values.__next__)
+    measured = Measurer(runner, state.pool)
+    assert measured.cpu_share == 1.0
+    for share in (0.5, 0.75):
+        assert measured.duration_s(((0, 2),)) == 2.0
+        assert measured.cpu_share == share
 
 
 def test_a_folder_that_cannot_be_written_is_only_a_warning(

@@ -42,7 +42,7 @@ def profiled(effort: Effort, noise: float, seed: int = 0) -> tuple[ProfileSessio
     while not session.complete:
         exact_s = DEVICE.batch_s(session.next_batch())
         session.record(exact_s * rng.uniform(1 - noise, 1 + noise))
-    return session, session.outcome()
+    return session, session.outcome(1.0)
 
 
 @pytest.mark.parametrize("effort", [FULL, QUICK, IDLE, GPU])
@@ -99,7 +99,7 @@ def test_a_fast_device_is_measured_more_often_but_not_forever() -> None:
     session = ProfileSession(QUICK, ROOM)
     while not session.complete:
         session.record(1e-3)
-    assert session.outcome().rounds == ROUNDS_MAX
+    assert session.outcome(1.0).rounds == ROUNDS_MAX
 
 
 def test_noise_raises_what_is_allowed() -> None:
@@ -113,7 +113,14 @@ def test_a_device_of_another_shape_does_not_pass() -> None:
     while not session.complete:
         tokens = sum(new for _, new in session.next_batch())
         session.record(1.0 if tokens < 50 else 0.05)
-    assert not session.outcome().passed
+    assert not session.outcome(1.0).passed
+
+
+def test_a_steady_load_is_noticed_without_noise() -> None:
+    session, outcome = profiled(QUICK, noise=0.0)
+    assert outcome.quiet and not outcome.crowded
+    crowded = session.outcome(0.5)
+    assert crowded.quiet and crowded.crowded
 
 
 def test_repeat_noise() -> None:
