@@ -13,6 +13,8 @@ LOGIT_BIAS_MAX = 1024
 """Maximum number of entries of `logit_bias`."""
 BIAS_MAX = 100
 """Maximum absolute value of a logit bias."""
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 2.0
+"""Range of `repetition_penalty`: a logit divided by the minimum stays finite."""
 BAD_WORDS_MAX = 128
 """Maximum number of `bad_words`."""
 BAD_WORD_TOKENS_MAX = 4096

@@ -14,6 +14,8 @@ from services.core.request import (
     LOGIT_BIAS_MAX,
     NO_LOGPROBS,
     PROMPT_LOGPROBS_MAX,
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
     STOP_TOKEN_IDS_MAX,
     TOP_LOGPROBS_MAX,
     Grammar,
@@ -109,7 +111,11 @@ def _sampling(sampling: pb.Sampling, vocab_size: int) -> Sampling:
     _require(0 <= sampling.min_p <= 1, "min_p must lie in 0 to 1")
     _require(-2 <= sampling.presence_penalty <= 2, "presence_penalty must lie in -2 to 2")
     _require(-2 <= sampling.frequency_penalty <= 2, "frequency_penalty must lie in -2 to 2")
-    _require(0 < repetition_penalty <= 2, "repetition_penalty must be above 0 and at most 2")
+    # Without a minimum, a divided logit could become infinite.
+    _require(
+        REPETITION_PENALTY_MIN <= repetition_penalty <= REPETITION_PENALTY_MAX,
+        f"repetition_penalty must lie in {REPETITION_PENALTY_MIN} to {REPETITION_PENALTY_MAX}",
+    )
     allowed = sampling.allowed_token_ids
     _require(
         len(allowed) <= vocab_size, f"allowed_token_ids must be at most {vocab_size} token ids"

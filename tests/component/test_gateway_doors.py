@@ -186,7 +186,7 @@ def some_body(random: Random) -> tuple[str, dict[str, Any]]:
         bad_words=["no"],
         min_tokens=random.choice([0, 2]),
         ignore_eos=random.choice([True, False]),
-        n=random.choice([1, 2, 3, 17]),
+        n=random.choice([1, 2, 3, 129]),
         cache_salt="salt",
         priority=random.choice([-3, 0, 3]),
         user="somebody",

@@ -115,6 +115,20 @@ async def test_choices_of_one_prompt_differ_in_their_seeds_only(case: Case) -> N
     assert "tideserve_gateway_prompt_tokens_total " + f"{usage['prompt_tokens']}.0" in metrics
 
 
+async def test_as_many_choices_and_stop_strings_as_allowed(case: Case) -> None:
+    stop = [f"never {number}" for number in range(15)] + ["tide"]
+    for answer in (
+        await case.complete(n=128, max_tokens=2, stop=stop),
+        await case.chat(n=128, max_tokens=2, stop=stop),
+    ):
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"]) == 128
+    choices = await case.grpc.complete("hi", model="m", n=128, max_tokens=2, stop=stop)
+    assert len(choices.choices) == 128
+    refused = await case.complete(n=128, max_tokens=8193)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+
+
 async def test_choices_of_several_prompts_come_prompt_by_prompt(case: Case) -> None:
     case.cluster.workers[0].script = lambda ids: [*ids] * 9
     body = {"prompt": ["a", "bc"], "n": 2, "max_tokens": 4, "seed": 1}
@@ -535,6 +549,8 @@ async def test_tokens_of_prompts_and_chats(case: Case) -> None:
     await case.chat(messages=messages, max_tokens=1)
     assert chat["tokens"] == list(last_start(case).prompt_ids)
     assert chat["token_strs"] is None
+    empty = (await case.http.post("/tokenize", json={"prompt": ""})).json()
+    assert (empty["count"], empty["tokens"]) == (0, [])
     # More than fits can be counted, too.
     long = await case.http.post("/tokenize", json={"prompt": "x" * 900, "odd": 1})
     assert long.json()["count"] == 900

@@ -214,6 +214,15 @@ def unknown_requests() -> dict[str, Any]:
     }
 
 
+async def test_tokens_of_an_empty_text(case: Case) -> None:
+    empty = pb.TokenizeRequest(model="m", text="").SerializeToString()
+    answer = await raw(case, f"/{SERVICE}/Tokenize", empty)
+    assert list(pb.TokenizeResponse.FromString(answer).token_ids) == []
+    none = pb.DetokenizeRequest(model="m").SerializeToString()
+    answer = await raw(case, f"/{SERVICE}/Detokenize", none)
+    assert pb.DetokenizeResponse.FromString(answer).text == ""
+
+
 async def test_fields_that_nobody_knows_are_told(case: Case) -> None:
     async with grpc.aio.insecure_channel(case.target) as channel:
         for method, request in unknown_requests().items():

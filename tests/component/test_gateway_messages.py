@@ -256,7 +256,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 9}, "'temperature'"),
     ({"top_k": VOCAB_SIZE + 1}, "'top_k'"),
     ({"stop_sequences": [""]}, "'stop_sequences'"),
-    ({"stop_sequences": ["x"] * 5}, "'stop_sequences'"),
+    ({"stop_sequences": ["x"] * 17}, "'stop_sequences'"),
     ({"container": "c"}, "'container'"),
     ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, "web_search"),
 ]

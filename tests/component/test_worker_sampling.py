@@ -300,7 +300,7 @@ def fuzzed_sampling(rng: random.Random) -> pb.Sampling:
         "min_p": (5e-324, 1, 1.01),
         "presence_penalty": (-2, 2, -infinity),
         "frequency_penalty": (-2, 2, nan),
-        "repetition_penalty": (5e-324, 2, 0, infinity),
+        "repetition_penalty": (5e-324, 0.01, 2, 0, infinity),
         "logit_bias": (
             [pb.LogitBias(token_id=token, bias=100)],
             [pb.LogitBias(token_id=VOCAB, bias=1)],

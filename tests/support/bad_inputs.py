@@ -48,7 +48,7 @@ BOTH: dict[str, list[Any]] = {
     "model": [None, 1, "", "x" * 513],
     "max_tokens": [-1, 1.5, 1.0, "5", True, 2**31, 2**63, [], {}],
     "min_tokens": [-1, 1.5, "1", True],
-    "n": [0, -1, 17, 1_000_000, 1.5, True, "1"],
+    "n": [0, -1, 129, 1_000_000, 1.5, True, "1"],
     "best_of": [0, 2, -1, True, "1"],
     "temperature": [-0.1, 2.1, 1e308, "1", True, [1]],
     "top_p": [0, 0.0, 1.01, -1, "0.5", True],
@@ -56,9 +56,12 @@ BOTH: dict[str, list[Any]] = {
     "min_p": [-1, -0.01, 1.01, "0.1", True],
     "presence_penalty": [2.01, -2.01, "0", True, 1e308],
     "frequency_penalty": [2.01, -2.01, "0", True],
-    "repetition_penalty": [0, -1, 2.01, "1", True],
+    "repetition_penalty": [0, -1, 1e-45, 0.0099, 2.01, "1", True],
     "seed": [2**63, 2**64, -(2**63) - 1, 1.5, "1", True],
-    "stop": [["a"] * 5, "", [""], ["a", ""], "x" * 257, "x" * 2**20, 1, [1], {}, "\ud800", [["a"]]],
+    "stop": [
+        *(["a"] * 17, "", [""], ["a", ""], "x" * 257, "x" * 2**20),
+        *(1, [1], {}, "\ud800", [["a"]]),
+    ],
     "stop_token_ids": [[-1], [1.5], [True], ["1"], [2**31], list(range(257)), 5, "5"],
     "bad_words": ["", [""], [1], {}, ["x" * 257], ["a"] * 129, "\ud800"],
     "allowed_token_ids": [[], [-1], [1.5], [True], ["1"], [2**31], 5, "5"],
@@ -187,7 +190,7 @@ MESSAGES: list[Any] = [
     [{"role": "user", "content": [{"type": "file", "file": {}}]}],
 ]
 PROMPTS: list[Any] = [
-    *(None, "", [], [[]], [""], [1, "a"], [True], [1.5], [-1], [2**31], ["a", [1], 2]),
+    *(None, [], [[]], [1, "a"], [True], [1.5], [-1], [2**31], ["a", [1], 2]),
     *({"a": 1}, 5, ["a"] * 65, "lone \ud800", [[1], []], [None], [[[1]]]),
 ]
 # Fields that contradict each other, and the one that the error names.
@@ -206,6 +209,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"tools": [tool()], "tool_choice": {"type": "function",
      "function": {"name": "g"}}}, "tool_choice"),
     ("completion", {"prompt": ["a"] * 64, "n": 3}, "n"),
+    ("completion", {"prompt": ["a"] * 2, "n": 65}, "n"),
     ("completion", {"max_tokens": 0, "echo": False}, "max_tokens"),
 ]  # fmt: skip
 # It keeps llguidance busy for ever.
@@ -214,6 +218,8 @@ BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 994
 MODEL: list[tuple[str, dict[str, Any], str, int]] = [
     ("chat", {"model": "other"}, "model", 404),
     ("chat", {"model": "../x"}, "model", 404),
+    ("completion", {"prompt": ""}, "prompt", 400),
+    ("completion", {"prompt": ["a", ""]}, "prompt", 400),
     ("completion", {"prompt": [VOCABULARY]}, "prompt", 400),
     ("completion", {"prompt": [2**31 - 1]}, "prompt", 400),
     ("chat", {"stop_token_ids": [VOCABULARY]}, "stop_token_ids", 400),

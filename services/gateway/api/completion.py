@@ -44,13 +44,17 @@ class CompletionRequest(GenerationRequest):
                 "'max_tokens' 0 needs 'echo': true; send 'echo', or at least 1", param="max_tokens"
             )
         # Each choice is scheduled separately, so bound the choices per request.
-        if len(self.prompt) * self.choices > CHOICES_MAX:
+        if self.all_choices > CHOICES_MAX:
             raise BadRequest(
                 f"'n' {self.choices} with {len(self.prompt)} prompts exceeds {CHOICES_MAX} choices;"
                 " send several requests",
                 param="n",
             )
         return self
+
+    @property
+    def all_choices(self) -> int:
+        return len(self.prompt) * self.choices
 
     @property
     def output_logprobs(self) -> int | None:

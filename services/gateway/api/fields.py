@@ -10,7 +10,7 @@ from services.core.request import BAD_WORDS_MAX, BIAS_MAX, LOGIT_BIAS_MAX
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-STOP_STRINGS_MAX = 4
+STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
 BAD_WORD_CHARS_MAX = 256
 # Restricted to safe characters: the client's id appears in headers and logs.

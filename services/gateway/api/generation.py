@@ -7,6 +7,8 @@ from pydantic import Field, PrivateAttr, model_validator
 from services.core.request import (
     CACHE_SALT_CHARS_MAX,
     PROMPT_LOGPROBS_MAX,
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
     STOP_TOKEN_IDS_MAX,
     TOP_LOGPROBS_MAX,
 )
@@ -33,16 +35,15 @@ from services.gateway.structure.structured_outputs import Structure
 from services.gateway.vocabulary.class_targets import TARGET_MS_MAX
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
-N_MAX = 16
-"""Maximum choices per prompt."""
 CHOICES_MAX = 128
 """Maximum choices per request, over all its prompts."""
+OUTPUT_TOKENS_MAX = 2**20
+"""Maximum output tokens of several choices together, unless they stream: the gateway keeps them."""
 CHOICE_IDS_MAX = 2**20
 """Maximum token ids of all choices of a request; each choice is sent to a worker separately."""
 NO_EFFECT = "x-no-effect"
 """Schema mark of fields that are checked but have no effect."""
 TEMPERATURE_MAX = 2.0
-REPETITION_PENALTY_MAX = 2.0
 
 Tokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Top = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
@@ -75,12 +76,12 @@ class GenerationRequest(Strict):
     model: Annotated[str, Field(min_length=1, max_length=512)] = Field(
         description="The served model's name or an alias."
     )
-    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = Field(
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = Field(
         None,
         description=f"Choices per prompt; at most {CHOICES_MAX} over all prompts. The first choice"
         " uses the seed, the others use seeds derived from it. All choices together may have"
         f" {CHOICE_IDS_MAX:,} tokens: for each choice those of its prompt, logit_bias, bad_words"
-        " and allowed_token_ids.",
+        f" and allowed_token_ids; and {OUTPUT_TOKENS_MAX:,} output tokens unless they stream.",
     )
     best_of: int | None = Field(None, description="Must equal n.")
     stream: bool | None = Field(
@@ -110,7 +111,9 @@ class GenerationRequest(Strict):
     )
     presence_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
     frequency_penalty: Penalty | None = Field(None, description="OpenAI's formula.")
-    repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION_PENALTY_MAX)] | None = Field(
+    repetition_penalty: (
+        Annotated[float, Field(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)] | None
+    ) = Field(
         None,
         description="Applies to prompt and output. Default: the model's generation_config.json,"
         " else 1.",
@@ -119,7 +122,10 @@ class GenerationRequest(Strict):
         (), description="Biases by token id; ids below the vocabulary size."
     )
     bad_words: BadWords = Field(
-        (), description="Words that never appear in the output, with or without a space before."
+        (),
+        description="Words whose tokens never appear in this order in the output; each word is"
+        " tokenised with and without a space before it, as in vLLM. Other tokens may spell a word,"
+        " and longer tokens may contain it.",
     )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="Only these tokens are sampled."
@@ -261,6 +267,11 @@ class GenerationRequest(Strict):
     def choices(self) -> int:
         """Choices per prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def all_choices(self) -> int:
+        """Choices over all prompts."""
+        return self.choices
 
     @property
     def output_logprobs(self) -> int | None:

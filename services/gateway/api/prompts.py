@@ -19,7 +19,7 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (_text_prompt(value),)
     if not isinstance(value, list) or not value:
-        raise refusal("must be a nonempty string, list of token ids, or list of these")
+        raise refusal("must be a string, nonempty list of token ids, or list of these")
     if isinstance(value[0], int):
         return (_token_prompt(value),)
     if len(value) > PROMPTS_MAX:
@@ -31,8 +31,8 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _text_prompt(value: Any) -> str:
-    if not is_text(value) or not value:
-        raise refusal("must have nonempty strings of valid Unicode")
+    if not is_text(value):
+        raise refusal("must have strings of valid Unicode")
     return str(value)
 
 
@@ -64,7 +64,7 @@ def _parse_content(value: Any) -> str:
     return "".join(texts)
 
 
-_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+_TEXT_SCHEMA = {"type": "string"}
 _TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 Prompts = Annotated[
     tuple[Prompt, ...],

@@ -138,8 +138,6 @@ def _tokenize_body(data: bytes, unknown: UnknownFields) -> GenerationRequest:
 
 def _detokenize_body(data: bytes, unknown: UnknownFields) -> Detokenize:
     request = decoded_known(pb.DetokenizeRequest, data, unknown)
-    if not request.token_ids:
-        raise BadRequest("'token_ids' is empty; send token ids", param="token_ids")
     return Detokenize(request.model, request.token_ids, unknown.warnings)
 
 

@@ -13,7 +13,8 @@ from services.core.request import (
     LogprobOptions,
     Sampling,
 )
-from services.gateway.api.generation import CHOICE_IDS_MAX, GenerationRequest
+from services.gateway.api.fields import INT32_MAX
+from services.gateway.api.generation import CHOICE_IDS_MAX, OUTPUT_TOKENS_MAX, GenerationRequest
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.vocabulary.errors import BadRequest
 
@@ -104,6 +105,24 @@ def check_choices(
             " fewer choices, or send several requests",
             param=param,
         )
+
+
+def kept_output_tokens(body: GenerationRequest) -> int:
+    """Maximum output tokens of each choice, so that the gateway can keep all choices in memory.
+
+    Raises:
+        BadRequest: if the body asks for more.
+    """
+    if body.stream or body.all_choices == 1:
+        return INT32_MAX
+    kept, wanted = OUTPUT_TOKENS_MAX // body.all_choices, body.output_limit()
+    if wanted is not None and wanted > kept:
+        raise BadRequest(
+            f"{body.all_choices} choices of up to {wanted} tokens exceed {OUTPUT_TOKENS_MAX}"
+            " output tokens together; lower 'max_tokens' or 'n', or stream",
+            param="max_tokens",
+        )
+    return kept
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
-from services.core.request import EOS_IDS_MAX
+from services.core.request import (
+    EOS_IDS_MAX,
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+)
 from services.gateway.api.fields import INT32_MAX
-from services.gateway.api.generation import REPETITION_PENALTY_MAX, TEMPERATURE_MAX
+from services.gateway.api.generation import TEMPERATURE_MAX
 from services.gateway.keys.principal import Principal
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.sampling import PLAIN_DEFAULTS, SamplingDefaults
@@ -97,7 +101,7 @@ def _defaults(model_dir: Path, vocab_size: int) -> SamplingDefaults:
         "temperature": (0.0, TEMPERATURE_MAX),
         "top_p": (math.ulp(0.0), 1.0),
         "min_p": (0.0, 1.0),
-        "repetition_penalty": (math.ulp(0.0), REPETITION_PENALTY_MAX),
+        "repetition_penalty": (REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX),
         "top_k": (-1, math.inf),
         "max_new_tokens": (1, INT32_MAX),
     }

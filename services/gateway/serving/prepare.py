@@ -22,6 +22,7 @@ from services.gateway.model.sampling import (
     check_choices,
     check_ids,
     choice_seed,
+    kept_output_tokens,
     logprob_options,
     sampling_of,
 )
@@ -328,7 +329,7 @@ class Preparer:
         if prompt_tokens == 0:
             raise BadRequest("the prompt is empty; send some text", param="prompt")
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        wanted = body.output_limit() or 1
+        wanted, kept = body.output_limit() or 1, kept_output_tokens(body)
         if prompt_tokens + wanted > context:
             raise ContextExceeded(
                 f"this model's maximum context length is {context} tokens, but you requested "
@@ -340,7 +341,7 @@ class Preparer:
         if body.output_limit() is None:
             default = COMPLETION_TOKENS if isinstance(body, CompletionRequest) else None
             default = default or self._model.defaults.max_tokens or context
-            max_tokens = min(default, context - prompt_tokens)
+            max_tokens = min(default, context - prompt_tokens, kept)
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
             raise BadRequest(
@@ -390,15 +391,13 @@ def _coalesced(body: GenerationRequest, service: Service) -> bool:
 
 def _record_settings(record: RequestRecord, body: GenerationRequest, model: str) -> None:
     """Write the settings of the request to its record, never its texts."""
-    prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
-    choices = prompts * body.choices
     settings = {
         genai.REQUEST_MAX_TOKENS: body.output_limit(),
         genai.REQUEST_TEMPERATURE: body.temperature,
         genai.REQUEST_TOP_P: body.top_p,
         genai.REQUEST_TOP_K: body.top_k,
         genai.REQUEST_SEED: body.seed,
-        genai.REQUEST_CHOICE_COUNT: choices if choices > 1 else None,
+        genai.REQUEST_CHOICE_COUNT: body.all_choices if body.all_choices > 1 else None,
     }
     record.parsed_s = monotonic_s()
     record.model = model

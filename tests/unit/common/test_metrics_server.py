@@ -39,6 +39,7 @@ async def test_a_scrape_gets_the_registry() -> None:
         assert b"Content-Type: text/plain; version=0.0.4" in head
         assert f"Content-Length: {len(body)}".encode() in head
         assert b"depth 7.0\n" in body
+        assert await ask(port, b"HEAD /metrics HTTP/1.1\r\n\r\n") == head + b"\r\n\r\n"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from services.core.request import PROMPT_LOGPROBS_MAX
 from services.gateway.api.conversation import MESSAGES_MAX
-from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX
+from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX, OUTPUT_TOKENS_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX, SMALL_BYTES
 from services.gateway.cluster import outbox
@@ -30,6 +30,7 @@ def test_bounds_are_those_of_the_code() -> None:
     assert rows["body"] == f"{BODY_BYTES_MAX >> 20} MiB"
     assert rows["messages of a chat"] == f"{MESSAGES_MAX:,}"
     assert rows["choices"] == str(CHOICES_MAX)
+    assert rows["output tokens of several choices"] == f"{OUTPUT_TOKENS_MAX:,}"
     assert rows["token ids over all choices"] == f"{CHOICE_IDS_MAX:,}"
     assert rows["prompt log probabilities"] == f"{PROMPT_LOGPROBS_MAX:,}"
     assert rows["output log probabilities"] == f"{OUTPUT_LOGPROBS_MAX:,}"

@@ -136,7 +136,7 @@ def test_values_are_told_in_words() -> None:
     rows = {row.name: row for row in fields_of("/v1/chat/completions")}
     assert rows["temperature"].values == "0 to 2"
     assert rows["top_p"].values == "above 0 to 1"
-    assert rows["n"].values == "1 to 16, whole"
+    assert rows["n"].values == "1 to 128, whole"
     assert rows["seed"].values == "-2^63 to 2^63 - 1, whole"
     assert rows["slo_class"].values == "interactive, standard, batch"
     assert rows["stop"].values == ("text, 1 to 256 characters, or list of texts, 0 to 4 of them")

@@ -165,6 +165,7 @@ def test_a_class_of_a_later_version_is_read_as_standard() -> None:
         (sampled(presence_penalty=NAN), "presence_penalty"),
         (sampled(frequency_penalty=-2.01), "frequency_penalty"),
         (sampled(repetition_penalty=0), "repetition_penalty"),
+        (sampled(repetition_penalty=1e-45), "repetition_penalty must lie in 0.01 to 2"),
         (sampled(repetition_penalty=2.01), "repetition_penalty"),
         (sampled(repetition_penalty=NAN), "repetition_penalty"),
         (sampled(logit_bias=bias((10, 1.0))), "logit_bias"),

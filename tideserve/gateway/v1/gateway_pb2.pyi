@@ -1050,7 +1050,7 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted once for each occurrence of the token in the output, in [-2, 2]."""
     repetition_penalty: _builtins.float
-    """Above 1 it makes tokens of the prompt and the output less likely; must be above 0."""
+    """Above 1 it makes tokens of the prompt and the output less likely; in [0.01, 2]."""
     min_tokens: _builtins.int
     """Minimum number of output tokens, before which no stop condition applies."""
     max_tokens: _builtins.int
@@ -1073,7 +1073,9 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that the output must not contain."""
+        """Words whose tokens never appear in this order in the output, with and without a space before
+        the word; other tokens may spell a word, and longer tokens may contain it.
+        """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

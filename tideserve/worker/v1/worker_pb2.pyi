@@ -489,7 +489,7 @@ class Sampling(_message.Message):
     """Subtracted once for each occurrence of the token in the output, in [-2, 2]; 0: off."""
     repetition_penalty: _builtins.float
     """Divides positive and multiplies negative logits of tokens that prompt or output contain, in
-    (0, 2]; 1 and missing: off.
+    [0.01, 2]; 1 and missing: off.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:

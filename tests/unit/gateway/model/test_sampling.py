@@ -1,5 +1,7 @@
 """From fields and the model's defaults to core's sampling."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from services.core.request import PROMPT_LOGPROBS_MAX, LogprobOptions, Sampling
 from services.gateway.api.chat import parse_chat
 from services.gateway.api.completion import parse_completion
+from services.gateway.api.fields import INT32_MAX
 from services.gateway.api.generation import CHOICE_IDS_MAX
 from services.gateway.model.sampling import (
     PLAIN_DEFAULTS,
@@ -14,6 +17,7 @@ from services.gateway.model.sampling import (
     bad_word_ids,
     check_choices,
     choice_seed,
+    kept_output_tokens,
     logprob_options,
     sampling_of,
 )
@@ -75,6 +79,28 @@ def test_choices_that_name_too_many_tokens_together(sampling: Sampling, param: s
         with pytest.raises(BadRequest, match=f"{prompts * n} choices name") as caught:
             check_choices(prompts * (prompt_tokens + 1), prompts, n, sampling, "prompt")
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"n": 128, "max_tokens": 8192}, 8192),
+        ({"n": 128}, 8192),
+        ({"prompt": ["a"] * 64, "n": 2}, 8192),
+        ({"n": 128, "max_tokens": 8193}, None),
+        ({"prompt": ["a"] * 64, "n": 2, "max_tokens": 8193}, None),
+        ({"n": 128, "max_tokens": 8193, "stream": True}, INT32_MAX),
+        ({"max_tokens": 2**21}, INT32_MAX),
+    ],
+)
+def test_output_tokens_of_several_choices(fields: dict[str, Any], kept: int | None) -> None:
+    body = parse_completion({"model": "m", "prompt": "a"} | fields)
+    if kept is not None:
+        assert kept_output_tokens(body) == kept
+        return
+    with pytest.raises(BadRequest, match="128 choices of up to 8193 tokens") as caught:
+        kept_output_tokens(body)
+    assert caught.value.param == "max_tokens"
 
 
 def test_too_many_bad_words() -> None:

@@ -58,6 +58,7 @@ def test_a_folder_without_advice(tmp_path: Path) -> None:
         {"top_k": 1.5},
         {"min_p": -1},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-45},
         {"max_new_tokens": 0},
     ],
 )

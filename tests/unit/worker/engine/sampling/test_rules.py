@@ -7,6 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
@@ -16,6 +19,8 @@ from transformers import (
 
 from services.core.planner.batch import SampleSpec, SampleTerms
 from services.core.request import Sampling
+from services.gateway.model.sampling import bad_word_ids
+from services.gateway.text.tokenizer import Tokenizer
 from services.worker.engine.model.cpu_kernels.candidates import Scratch
 from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, TokenChooser
 from services.worker.engine.sampling.grammar import Grammars
@@ -117,6 +122,30 @@ def test_bad_words_are_those_of_transformers() -> None:
         assert torch.equal(found, expected)
         banned.update((found[0] == -torch.inf).nonzero().flatten().tolist())
     assert set(banned) == {2, 3, 5, 6, 7, 8}
+
+
+def test_bad_words_forbid_the_tokens_of_the_word_alone() -> None:
+    """As in vLLM: neither another tokenisation of the word nor a longer token that contains it."""
+    pieces = ["P", "a", "r", "i", "s", "\u0120", "Pa", "ri", "Pari", "Paris", "\u0120Paris"]
+    merges = ["P a", "r i", "Pa ri", "Pari s", "\u0120 Paris"]
+    backend = Backend(
+        BPE({piece: i for i, piece in enumerate(pieces)}, [tuple(m.split()) for m in merges])  # type: ignore[misc]
+    )
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    words = bad_word_ids(["Pari"], Tokenizer(backend))
+    assert words == ((pieces.index("Pari"),), (pieces.index("\u0120"), pieces.index("Pari")))
+    words = bad_word_ids(["Paris"], Tokenizer(backend))
+    sampling = replace(GREEDY, bad_words=words)
+
+    def forbidden(*output: str) -> set[str]:
+        ids = tuple(map(pieces.index, output))
+        (kept,) = changed(torch.zeros(1, len(pieces)), sampling, (0,), ids)
+        return {piece for piece, logit in zip(pieces, kept, strict=True) if logit == -torch.inf}
+
+    assert forbidden() == {"Paris", "\u0120Paris"}
+    assert forbidden("Pari") == {"Paris", "\u0120Paris"}, (
+        "then s, which spells the word, is allowed"
+    )
 
 
 def test_only_allowed_tokens_are_left() -> None:
