@@ -88,7 +88,7 @@ def include_with_head(app: FastAPI, router: APIRouter) -> None:
     router.routes += [
         APIRoute(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
         for route in router.routes
-        if isinstance(route, APIRoute) and "GET" in route.methods
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ())
     ]
     app.include_router(router)
 
