@@ -495,6 +495,19 @@ async def test_a_call_that_is_cut_short(roomy: Case) -> None:
     assert 0 < len(block["input"]["INVALID_JSON"]) < len(ARGUMENTS)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", ["max_tokens", "tool_use"])
+async def test_a_truncated_call_leaves_the_stop_reason_of_calls_before_it(
+    roomy: Case, stream: bool, reason: str
+) -> None:
+    text = f'{CALL}\n<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "Ne'
+    roomy.answer_with(text)
+    limit = len(text) if reason == "max_tokens" else 400
+    answer = await send(roomy, tools=[TOOL], max_tokens=limit, stream=stream)
+    message = named_events(answer)[-2]["delta"] if stream else answer.json()
+    assert message["stop_reason"] == reason
+
+
 async def test_a_quota_in_the_form_of_the_api(store: Store, tmp_path: Path) -> None:
     keys = tmp_path / "keys.jsonl"
     keys.touch(0o600)
