@@ -8,12 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.support.byte_tokenizer import EOS_ID
 from tests.support.gateway import Case, text_ids
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
+from tideserve.gateway.v1 import gateway_pb2_grpc
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
@@ -193,3 +195,34 @@ async def test_examples_of_the_page(case: Case) -> None:
     worker.pause_at = 30
     written = await asyncio.to_thread(run, cancelled, case.target)
     assert written.startswith("sea sea ") and written.endswith("ended\n")
+
+
+LOOSE = {
+    "type": "object",
+    "properties": {
+        "mail": {"type": "string", "pattern": "^(?!a)b"},
+        "tags": {"type": "array", "uniqueItems": True},
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tool", [False, True])
+async def test_a_part_that_is_not_enforced_is_in_a_warning(
+    case: Case, stream: bool, tool: bool
+) -> None:
+    chat = pb.ChatRequest(model="m", sampling=pb.Sampling(max_tokens=4))
+    chat.messages.add(role=pb.ROLE_USER, text="hi")
+    if tool:
+        chat.tools.add(name="f", parameters=json.dumps(LOOSE))
+        chat.tool_choice.name = "f"
+    else:
+        chat.structure.json_schema = json.dumps(LOOSE)
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.StreamChat(pb.StreamChatRequest(chat=chat)) if stream else stub.Chat(chat)
+        warnings = [text for name, text in await call.initial_metadata() if name == "warning"]
+    subject = "tool f, " if tool else ""
+    assert len(warnings) == 2
+    assert f"not enforced: {subject}$.properties.mail.pattern (look-around" in warnings[0]
+    assert f"not enforced: {subject}$.properties.tags.uniqueItems" in warnings[1]

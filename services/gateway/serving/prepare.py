@@ -30,6 +30,7 @@ from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.structure.checker import GrammarChecker
+from services.gateway.structure.structured_outputs import Structure
 from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
 from services.gateway.tools.format import Thinking
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
@@ -223,17 +224,31 @@ class Preparer:
         Raises:
             GatewayError: if the grammar is invalid or cannot be checked now.
         """
-        answer = body.structure
+        answer, chat = body.structure, self._model.chat
         if answer is not None:
-            checked = await self._checker.check(answer, record.limit_key)
-            record.warnings += tuple(f"not enforced: {text}" for text in checked.ignored)
-            answer = replace(answer, grammar=checked.grammar)
-        if not isinstance(body, ChatRequest) or self._model.chat is None:
+            (answer,) = await self._checked([answer], record)
+        if not isinstance(body, ChatRequest) or chat is None:
             return None if answer is None else answer.grammar
-        whole = self._model.chat.structure(body, answer, thinking)
+        # Check the schemas on their own, so that errors and warnings name places in them.
+        schemas = await self._checked(chat.argument_schemas(body), record)
+        whole = chat.structure(body, answer, schemas, thinking)
         if whole is None or whole == answer:
             return None if whole is None else whole.grammar
         return (await self._checker.check(whole, record.limit_key)).grammar
+
+    async def _checked(
+        self, structures: Sequence[Structure], record: RequestRecord
+    ) -> list[Structure]:
+        """The structures as they will be enforced; writes warnings to `record`."""
+        if not structures:
+            return []
+        checked = await self._checker.check_all(structures, record.limit_key)
+        for grammar in checked:
+            record.warnings += tuple(f"not enforced: {text}" for text in grammar.ignored)
+        return [
+            replace(structure, grammar=grammar.grammar)
+            for structure, grammar in zip(structures, checked, strict=True)
+        ]
 
     async def _sampling(self, body: GenerationRequest) -> Sampling:
         """The sampling parameters of the first choice of each prompt."""
