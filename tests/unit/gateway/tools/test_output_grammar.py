@@ -213,6 +213,24 @@ def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) ->
     assert not follows(structure, token_ids(bad))
 
 
+PLAIN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        PLAIN,
+        {"$ref": "#/$defs/X", "$defs": {"X": PLAIN}},
+        {"$ref": "#/definitions/X", "definitions": {"X": PLAIN}, "$schema": "s", "type": "object"},
+        {"allOf": [{"$ref": "#/$defs/X"}], "$defs": {"X": PLAIN}},
+    ],
+)
+def test_arguments_have_the_properties_of_the_schema_only(parameters: dict[str, Any]) -> None:
+    text = arguments_schema(Tool("t", parameters=parameters)).grammar.text
+    assert text.count('"additionalProperties":false') == 1
+    assert '"a":{"type":"integer"}},"additionalProperties":false' in text
+
+
 @pytest.mark.parametrize(
     "tool",
     [
