@@ -96,7 +96,7 @@ def arguments_schema(tool: Tool) -> Structure:
     kind = schema.get("type", "object")
     if kind != "object":
         raise BadRequest(
-            f"the parameters of the tool '{tool.name}' must be a schema of type 'object'",
+            f"the parameters of the tool \"{tool.name}\" must be a schema of type 'object'",
             param=PARAM,
         )
     text = schema_text({**schema, "type": "object"}, PARAM, lenient=not tool.strict)
