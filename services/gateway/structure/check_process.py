@@ -248,7 +248,8 @@ def _check_reduced(schema: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, 
     result = _check_schema(schema, options, tokenizer)
     messages = " ".join([result["error"] or "", *result["ignored"]])
     if any(complaint in messages for complaint in COUNT_COMPLAINTS):
-        removed += remove_unenforced(schema, everywhere=COUNTS)
+        again = remove_unenforced(schema, everywhere=COUNTS)
+        removed += [report for report in again if report not in removed]
         result = _check_schema(schema, options, tokenizer)
     if removed and not options.get("lenient"):
         return result | {"error": removed[0]}
