@@ -166,6 +166,17 @@ async def test_an_answer_that_has_begun_goes_on(case: Case) -> None:
     assert case.prompt.endswith("<|im_start|>assistant\nThe")
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+async def test_an_answer_without_text_is_as_if_absent(case: Case, content: Any) -> None:
+    begun = {"role": "assistant", "content": content}
+    prompts = []
+    for messages in (HI, [*HI, begun]):
+        answer = await send(case, messages=messages)
+        assert answer.status_code == 200, answer.text
+        prompts.append(case.prompt)
+    assert prompts[0] == prompts[1]
+
+
 async def test_unknown_fields_are_told_or_refused(store: Store, tmp_path: Path) -> None:
     # Names of the chat that are spelled otherwise here, or have no place, are as unknown as others.
     fields: dict[str, Any] = {"odd": 1, "n": 2, "stop": ["x"]}
