@@ -199,18 +199,82 @@ async def test_what_is_asked_reaches_the_worker(
     assert part in grammar.json_schema + grammar.regex + grammar.lark
 
 
-async def test_what_is_not_enforced_is_told(case: Case) -> None:
-    schema = SCHEMA | {"not": {"required": ["b"]}}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    answer = await case.chat(max_tokens=2, response_format=form)
+LOOSE = {
+    "type": "object",
+    "properties": {
+        "mail": {"type": "string", "format": "email", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"},
+        "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    },
+    "required": ["mail"],
+}
+PATTERN = "$.properties.mail.pattern (look-around, including look-ahead and look-behind, is not"
+UNIQUE = "$.properties.tags.uniqueItems"
 
-    assert answer.status_code == 200
-    assert "not enforced: Unimplemented keys: ['not']" in answer.headers["warning"]
 
-    form["json_schema"]["strict"] = True  # type: ignore[index]
-    strict = await case.chat(max_tokens=2, response_format=form)
-    assert strict.status_code == 400
-    assert strict.json()["error"]["param"] == "response_format"
+def requests_with(schema: dict[str, Any], strict: bool) -> dict[str, tuple[str, dict[str, Any]]]:
+    """A request of each HTTP API whose output, or whose forced call, has the schema."""
+    chat, responses, messages = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+    named = {"name": "f", "strict": strict}
+    form = {"type": "json_schema", "json_schema": named | {"schema": schema}}
+    nested = {"type": "function", "function": named | {"parameters": schema}}
+    flat = {"type": "function", "parameters": schema, **named}
+    tool = {"input_schema": schema, **named}
+    hi = {"messages": [{"role": "user", "content": "hi"}]}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    requests = {
+        "completions": ("/v1/completions", {"prompt": "hi", "response_format": form}),
+        "chat": (chat, hi | {"response_format": form}),
+        "chat tool": (chat, hi | {"tools": [nested], "tool_choice": "required"}),
+        "chat format or tool": (chat, hi | {"tools": [nested], "response_format": FORM}),
+        "responses": (
+            responses,
+            {"input": "hi", "text": {"format": named | {"type": "json_schema", "schema": schema}}},
+        ),
+        "responses tool": (
+            responses,
+            {"input": "hi", "tools": [flat], "tool_choice": {"type": "function", "name": "f"}},
+        ),
+        "messages tool": (messages, hi | {"tools": [tool], "tool_choice": {"type": "any"}}),
+    }
+    # Its format has no flag: it is always strict.
+    return requests | ({"messages": (messages, hi | {"output_config": config})} if strict else {})
+
+
+@pytest.mark.parametrize("api", requests_with(LOOSE, strict=True))
+async def test_a_part_that_is_not_enforced_is_in_a_warning_or_an_error(
+    case: Case, api: str
+) -> None:
+    subject = "tool f, " if "tool" in api else ""
+    for strict in (False, True):
+        requests = requests_with(LOOSE, strict)
+        if api not in requests:
+            continue
+        path, fields = requests[api]
+        for stream in (False, True):
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            body = fields | {"model": "m", limit: 20, "stream": stream}
+            answer = await case.http.post(path, json=body)
+            if strict:
+                assert answer.status_code == 400
+                assert f"{subject}{PATTERN}" in answer.json()["error"]["message"]
+                continue
+            assert answer.status_code == 200, answer.text
+            assert f"not enforced: {subject}{PATTERN}" in answer.headers["warning"]
+            assert f"not enforced: {subject}{UNIQUE}" in answer.headers["warning"]
+            grammar = case.cluster.workers[0].starts[-1].sampling.grammar
+            text = grammar.json_schema + grammar.lark
+            assert '"format":"email"' in text and '"pattern"' not in text
+
+
+@pytest.mark.parametrize("api", requests_with(LOOSE, strict=True))
+async def test_a_schema_that_no_text_matches_is_refused(case: Case, api: str) -> None:
+    loop = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]}
+    schema = loop | {"$defs": {"x": {"$ref": "#/$defs/x"}}}
+    path, fields = requests_with(schema, strict=True)[api]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    answer = await case.http.post(path, json=fields | {"model": "m", limit: 20})
+    assert answer.status_code == 400
+    assert "$.properties.a.$ref refers to itself" in answer.json()["error"]["message"]
 
 
 async def test_a_bomb_is_refused_while_a_stream_goes_on(case: Case) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from services.gateway.grpc import translate
 from services.gateway.grpc.errors import reason_of
 from services.gateway.serving.output import LOGPROB_MIN
 from services.gateway.vocabulary.errors import BadRequest
@@ -59,8 +60,10 @@ async def over_http(case: Case, endpoint: str, body: dict[str, Any], stream: boo
     got = await case.http.post(PATHS[endpoint], content=content, headers=headers)
     if got.status_code != 200:
         error = got.json()["error"]
-        reason = reason_of(BadRequest("", code=error["code"]))
-        return Answer(error=(got.status_code, reason, error["param"], error["message"]))
+        refused = BadRequest(error["message"], param=error["param"], code=error["code"])
+        names = translate.NAMES["Chat" if endpoint == "chat" else "Complete"]
+        message, param = names.translated(refused)
+        return Answer(error=(got.status_code, reason_of(refused), param, message))
     if not stream:
         return _http_answer([got.json()])
     lines = [line.removeprefix("data: ") for line in got.text.split("\n\n") if line]

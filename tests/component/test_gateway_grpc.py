@@ -262,8 +262,8 @@ async def test_unset_oneofs_and_unknown_enums_are_refused(case: Case) -> None:
             pb.ChatRequest(messages=[message], tool_choice=pb.ToolChoice(mode=9)),  # type: ignore[arg-type]
             "tool_choice",
         ),
-        (pb.CompleteRequest(prompts=[pb.Prompt()]), "prompt"),
-        (pb.CompleteRequest(), "prompt"),
+        (pb.CompleteRequest(prompts=[pb.Prompt()]), "prompts"),
+        (pb.CompleteRequest(), "prompts"),
         (pb.ChatRequest(), "messages"),
     ]
     for request, field in cases:

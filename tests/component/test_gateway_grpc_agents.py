@@ -8,12 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.support.byte_tokenizer import EOS_ID
 from tests.support.gateway import Case, text_ids
 from tideserve import client as tide
 from tideserve.gateway.v1 import gateway_pb2 as pb
+from tideserve.gateway.v1 import gateway_pb2_grpc
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
@@ -149,11 +151,11 @@ async def test_the_shape_of_schemas_is_kept(case: Case) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"json_schema": "{"}, "response_format"),
-        ({"json_schema": "[]"}, "response_format"),
-        ({"json_schema": {"type": "str"}}, "response_format"),
-        ({"regex": "("}, "structured_outputs"),
-        ({"choices": []}, "structured_outputs"),
+        ({"json_schema": "{"}, "structure.json_schema"),
+        ({"json_schema": "[]"}, "structure.json_schema"),
+        ({"json_schema": {"type": "str"}}, "structure.json_schema"),
+        ({"regex": "("}, "structure.regex"),
+        ({"choices": []}, "structure.choices"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [{"function": {"name": "f", "parameters": "{"}}]}, "tools"),
@@ -161,10 +163,10 @@ async def test_the_shape_of_schemas_is_kept(case: Case) -> None:
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
 )
-async def test_what_is_wrong_is_named_as_over_http(case: Case, fields: Any, field: str) -> None:
+async def test_errors_name_fields_of_the_contract(case: Case, fields: Any, field: str) -> None:
     with pytest.raises(tide.InvalidRequest) as caught:
         await case.grpc.chat(HI, model="m", **fields)
-    assert (caught.value.field or "").split(".")[0] == field
+    assert caught.value.field == field
 
 
 def run(example: str, target: str) -> str:
@@ -193,3 +195,34 @@ async def test_examples_of_the_page(case: Case) -> None:
     worker.pause_at = 30
     written = await asyncio.to_thread(run, cancelled, case.target)
     assert written.startswith("sea sea ") and written.endswith("ended\n")
+
+
+LOOSE = {
+    "type": "object",
+    "properties": {
+        "mail": {"type": "string", "pattern": "^(?!a)b"},
+        "tags": {"type": "array", "uniqueItems": True},
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tool", [False, True])
+async def test_a_part_that_is_not_enforced_is_in_a_warning(
+    case: Case, stream: bool, tool: bool
+) -> None:
+    chat = pb.ChatRequest(model="m", sampling=pb.Sampling(max_tokens=4))
+    chat.messages.add(role=pb.ROLE_USER, text="hi")
+    if tool:
+        chat.tools.add(name="f", parameters=json.dumps(LOOSE))
+        chat.tool_choice.name = "f"
+    else:
+        chat.structure.json_schema = json.dumps(LOOSE)
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.StreamChat(pb.StreamChatRequest(chat=chat)) if stream else stub.Chat(chat)
+        warnings = [text for name, text in await call.initial_metadata() if name == "warning"]
+    subject = "tool f, " if tool else ""
+    assert len(warnings) == 2
+    assert f"not enforced: {subject}$.properties.mail.pattern (look-around" in warnings[0]
+    assert f"not enforced: {subject}$.properties.tags.uniqueItems" in warnings[1]

@@ -267,3 +267,11 @@ async def test_streams_without_requests_end(
     with pytest.raises(grpc.aio.AioRpcError, match="no request arrived") as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_part_that_is_not_enforced_is_in_a_warning(case: Case, stub: Stub) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    call = stub.ModelInfer(ask("hi", response_format=form, max_tokens=4))
+    warning = {name: text for name, text in await call.initial_metadata()}["warning"]
+    assert warning == '299 tideserve "not enforced: $.uniqueItems"'

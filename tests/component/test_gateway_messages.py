@@ -166,6 +166,17 @@ async def test_an_answer_that_has_begun_goes_on(case: Case) -> None:
     assert case.prompt.endswith("<|im_start|>assistant\nThe")
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+async def test_an_answer_without_text_is_as_if_absent(case: Case, content: Any) -> None:
+    begun = {"role": "assistant", "content": content}
+    prompts = []
+    for messages in (HI, [*HI, begun]):
+        answer = await send(case, messages=messages)
+        assert answer.status_code == 200, answer.text
+        prompts.append(case.prompt)
+    assert prompts[0] == prompts[1]
+
+
 async def test_unknown_fields_are_told_or_refused(store: Store, tmp_path: Path) -> None:
     # Names of the chat that are spelled otherwise here, or have no place, are as unknown as others.
     fields: dict[str, Any] = {"odd": 1, "n": 2, "stop": ["x"]}
@@ -493,6 +504,19 @@ async def test_a_call_that_is_cut_short(roomy: Case) -> None:
     (block,) = message["content"]
     assert block["input"] == {"INVALID_JSON": ARGUMENTS[: len(block["input"]["INVALID_JSON"])]}
     assert 0 < len(block["input"]["INVALID_JSON"]) < len(ARGUMENTS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", ["max_tokens", "tool_use"])
+async def test_a_truncated_call_leaves_the_stop_reason_of_calls_before_it(
+    roomy: Case, stream: bool, reason: str
+) -> None:
+    text = f'{CALL}\n<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "Ne'
+    roomy.answer_with(text)
+    limit = len(text) if reason == "max_tokens" else 400
+    answer = await send(roomy, tools=[TOOL], max_tokens=limit, stream=stream)
+    message = named_events(answer)[-2]["delta"] if stream else answer.json()
+    assert message["stop_reason"] == reason
 
 
 async def test_a_quota_in_the_form_of_the_api(store: Store, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from services.gateway.api.conversation import (
     check_count,
     plain_message,
 )
+from services.gateway.api.field_names import FieldNames
 from services.gateway.api.fields import INT32_MAX, is_text, refusal
 from services.gateway.api.generation import GenerationRequest, Top, validated_generation
 from services.gateway.api.parameters import (
     CHAT,
-    UNKNOWN_PARAMETER,
     Policy,
     UnknownFields,
     escaped_name,
@@ -26,7 +26,7 @@ from services.gateway.api.parameters import (
 )
 from services.gateway.api.tools import Choice, Tools
 from services.gateway.tools.tool import CallMode, Tool
-from services.gateway.vocabulary.errors import BadRequest, GatewayError
+from services.gateway.vocabulary.errors import BadRequest
 
 TEXT_CHARS_MAX = 64
 
@@ -178,7 +178,8 @@ class ChatRequest(GenerationRequest):
         absent = (choice.names or frozenset()) - {tool.name for tool in self.tools}
         if absent:
             raise BadRequest(
-                f"'tool_choice' names '{min(absent)}', which is not in 'tools'; add it to 'tools'",
+                f"'tool_choice' names \"{min(absent)}\", which is not in 'tools'; add it to"
+                " 'tools'",
                 param="tool_choice",
             )
 
@@ -237,28 +238,27 @@ def chat_of(data: Mapping[str, Any], unknown: UnknownFields) -> ChatRequest:
     return validated_generation(ChatRequest, fields, unknown)
 
 
-_QUOTED_NAME = re.compile(r"'([a-z_]+)'")
-_QUOTED_PLACE = re.compile(r"'([a-z_]+)(?:\.[^' ]*)?'")
+_QUOTED_MESSAGE = re.compile(r"'messages\.[^' ]*'")
 
 
 @dataclass(frozen=True, slots=True)
 class BodyFields:
     """The fields of another API's body, which is converted to a chat.
 
-    `own`: fields that the conversion translates. `names`: the API's names of chat fields that it
-    names differently. `absent`: chat fields that the API lacks. In a body of the API, the chat's
-    names of both are unknown fields.
+    `own`: fields that the conversion translates. `names`: the API's names in errors. `absent`: chat
+    fields that the API lacks. In a body of the API, chat fields with other names are unknown.
     """
 
     own: frozenset[str]
     policy: Policy
-    names: Mapping[str, str]
+    names: FieldNames
     absent: frozenset[str]
 
     @property
     def passed_on(self) -> frozenset[str]:
         """Chat fields with the same name in the API."""
-        return frozenset(ChatRequest.model_fields) - self.names.keys() - self.absent - self.own
+        renamed = self.names.names.keys()
+        return frozenset(ChatRequest.model_fields) - renamed - self.absent - self.own
 
     def split(
         self, data: Mapping[str, Any], unknown: UnknownFields
@@ -281,19 +281,9 @@ class BodyFields:
         try:
             return chat_of(fields, unknown)
         except BadRequest as error:
-            # Omit the position within a field: it differs in the API's body.
-            message = _QUOTED_PLACE.sub(self._api_name, error.message)
-            param = error.param and self.names.get(error.param.partition(".")[0], error.param)
-            raise type(error)(message, param=param, code=error.code) from None
-
-    def renamed(self, error: GatewayError) -> tuple[str, str | None]:
-        """Translate the field names in an error of the chat: (message, param)."""
-        if error.code == UNKNOWN_PARAMETER:
-            # The error quotes the client's own field name.
-            return error.message, error.param
-        message = _QUOTED_NAME.sub(self._api_name, error.message)
-        return message, error.param and self.names.get(error.param, error.param)
-
-    def _api_name(self, match: re.Match[str]) -> str:
-        name = self.names.get(match[1])
-        return match[0] if name is None else f"'{name}'"
+            # Omit the position of a message: it differs in the API's body.
+            error.message = _QUOTED_MESSAGE.sub("'messages'", error.message)
+            if error.param is not None and error.param.startswith("messages."):
+                error.param = "messages"
+            error.message, error.param = self.names.translated(error)
+            raise

@@ -130,8 +130,8 @@ def _check_tool_result(message: Message, called: set[str]) -> None:
         raise _invalid("a message of role 'tool' needs the 'tool_call_id' that it answers")
     if message.tool_call_id not in called:
         raise _invalid(
-            f"'tool_call_id' {message.tool_call_id[:64]!a} matches no call in an earlier message;"
-            " include the assistant's message with its 'tool_calls'"
+            f"'tool_call_id' {json.dumps(message.tool_call_id[:64])} matches no call in an earlier"
+            " message; include the assistant's message with its 'tool_calls'"
         )
 
 

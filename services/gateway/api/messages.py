@@ -1,14 +1,17 @@
 """Parses bodies of Anthropic's Messages API and converts them to chats."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from services.gateway.api.chat import BodyFields, ChatRequest
-from services.gateway.api.conversation import MESSAGES_MAX
+from services.gateway.api.conversation import CALLS_MAX, MESSAGES_MAX
+from services.gateway.api.field_names import FieldNames
+from services.gateway.api.fields import is_text
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
+from services.gateway.api.tools import CHOICE_FORM
 from services.gateway.api.validation import Strict, validated
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
@@ -61,12 +64,15 @@ class RedactedThinking(_Block):
     type: Literal["redacted_thinking"]
 
 
+_REASONING = (ThinkingBlock, RedactedThinking)
+
+
 class ToolUse(_Block):
     """A tool call of the model."""
 
     type: Literal["tool_use"]
-    id: Annotated[str, Field(min_length=1)]
-    name: str
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
     input: dict[str, Any]
 
 
@@ -89,7 +95,7 @@ class ToolResult(_Block):
     """The result of a tool."""
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(min_length=1)]
+    tool_use_id: Annotated[str, Field(min_length=1, max_length=256)]
     content: Texts | None = None
 
 
@@ -176,9 +182,10 @@ class CountTokensRequest(Strict):
 
     def chat(self) -> Chat:
         """The fields of the equivalent chat."""
-        fields: Chat = {"model": self.model, "messages": _chat_messages(self)}
-        # Prefill: the model continues a final message of the assistant.
-        if self.messages[-1].role == "assistant":
+        messages = _without_empty_end(self.messages)
+        fields: Chat = {"model": self.model, "messages": _chat_messages(self.system, messages)}
+        # Prefill: the model continues the text of a final message of the assistant.
+        if messages and messages[-1].role == "assistant" and not _calls(messages[-1]):
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools is not None:
             fields["tools"] = [_function(tool) for tool in self.tools]
@@ -239,18 +246,25 @@ FIELDS = BodyFields(
             THREAD: RefusedField("nothing is stored; send all messages"),
         },
     ),
-    names={
-        # Chat fields that this API names differently.
-        "messages": "messages",
-        "stop": "stop_sequences",
-        "response_format": "output_config.format",
-        "reasoning_effort": "output_config.effort",
-        "max_completion_tokens": "max_tokens",
-        "continue_final_message": "messages",
-        "enable_thinking": "thinking",
-        "add_generation_prompt": "messages",
-        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    },
+    names=FieldNames(
+        {
+            "stop": "stop_sequences",
+            "response_format": "output_config.format",
+            "response_format.json_schema": "output_config.format",
+            "reasoning_effort": "output_config.effort",
+            "max_completion_tokens": "max_tokens",
+            "continue_final_message": "messages",
+            "enable_thinking": "thinking",
+            "add_generation_prompt": "messages",
+            "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+            "tool_call_id": "tool_use_id",
+            "tool_calls": "tool_use",
+        },
+        {
+            CHOICE_FORM: "{'type': 'tool', 'name': …}",
+            "send 'continue_final_message': false": "end with a message of the user",
+        },
+    ),
     absent=frozenset(
         {
             "best_of",
@@ -288,20 +302,43 @@ def _parse(
     return FIELDS.chat(rest | fields, unknown)
 
 
-def _chat_messages(body: CountTokensRequest) -> list[Chat]:
-    messages: list[Chat] = []
-    if body.system:
-        messages.append({"role": "system", "content": _joined(body.system)})
-    for message in body.messages:
+def _without_empty_end(messages: Sequence[MessageParam]) -> Sequence[MessageParam]:
+    """The messages without messages of the assistant at the end that have no text and no calls."""
+    end = len(messages)
+    while end and messages[end - 1].role == "assistant" and _is_empty(messages[end - 1]):
+        end -= 1
+    return messages[:end]
+
+
+def _is_empty(message: MessageParam) -> bool:
+    # Reasoning alone is of no use: the model cannot continue it.
+    blocks = (block for block in message.content if not isinstance(block, _REASONING))
+    return not any(not isinstance(block, Text) or block.text for block in blocks)
+
+
+def _calls(message: MessageParam) -> int:
+    return sum(isinstance(block, ToolUse) for block in message.content)
+
+
+def _chat_messages(system: Sequence[Text] | None, messages: Iterable[MessageParam]) -> list[Chat]:
+    converted: list[Chat] = []
+    if system:
+        text = _joined(system)
+        if not is_text(text):
+            raise BadRequest(
+                "'system' contains a lone surrogate; send valid Unicode", param="system"
+            )
+        converted.append({"role": "system", "content": text})
+    for message in messages:
         match message.role:
             case "user":
-                messages += _user_messages(message)
+                converted += _user_messages(message)
             case "assistant":
-                messages.append(_assistant_message(message))
+                converted.append(_assistant_message(message))
             case "system":
                 texts = [_text(block, "system") for block in message.content]
-                messages.append({"role": "system", "content": _joined(texts)})
-    return messages
+                converted.append({"role": "system", "content": _joined(texts)})
+    return converted
 
 
 def _user_messages(message: MessageParam) -> Iterable[Chat]:
@@ -323,6 +360,10 @@ def _user_messages(message: MessageParam) -> Iterable[Chat]:
 
 
 def _assistant_message(message: MessageParam) -> Chat:
+    if _calls(message) > CALLS_MAX:
+        raise BadRequest(
+            f"a message has more than {CALLS_MAX} 'tool_use' blocks; split it", param="messages"
+        )
     fields: Chat = {"role": "assistant", "content": ""}
     for block in message.content:
         match block:
@@ -370,6 +411,8 @@ def _tool_choice(choice: MessagesToolChoice) -> Chat:
         case "any":
             fields["tool_choice"] = "required"
         case "tool":
+            if choice.name is None:
+                raise BadRequest("'tool_choice.name' is missing; send it", param="tool_choice.name")
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         case _:
             fields["tool_choice"] = choice.type

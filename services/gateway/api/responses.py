@@ -8,8 +8,10 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from services.gateway.api.chat import BodyFields, ChatRequest
-from services.gateway.api.conversation import MESSAGES_MAX
+from services.gateway.api.conversation import CALLS_MAX, MESSAGES_MAX
+from services.gateway.api.field_names import FieldNames
 from services.gateway.api.parameters import CHAT, Policy, RefusedField, UnknownFields
+from services.gateway.api.tools import CHOICE_FORM, TOOL_FORM
 from services.gateway.api.validation import Strict, validated
 from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
@@ -56,6 +58,7 @@ def _parts(value: Any) -> Any:
     return parts
 
 
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Parts = Annotated[list[Part], BeforeValidator(_parts)]
 
@@ -80,8 +83,8 @@ class CallItem(_InputPart):
     """A function call of the model."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
+    call_id: CallId
+    name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
 
 
@@ -89,7 +92,7 @@ class OutputItem(_InputPart):
     """The output of a function."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: CallId
     output: Parts
 
 
@@ -199,15 +202,23 @@ FIELDS = BodyFields(
             "prompt": RefusedField("no prompt templates are stored"),
         },
     ),
-    names={
-        # Chat fields that this API names differently.
-        "messages": "input",
-        "max_completion_tokens": "max_output_tokens",
-        "max_tokens": "max_output_tokens",
-        "reasoning_effort": "reasoning.effort",
-        "response_format": "text.format",
-        "verbosity": "text.verbosity",
-    },
+    names=FieldNames(
+        {
+            "messages": "input",
+            "max_completion_tokens": "max_output_tokens",
+            "max_tokens": "max_output_tokens",
+            "reasoning_effort": "reasoning.effort",
+            "response_format": "text.format",
+            "response_format.json_schema": "text.format",
+            "verbosity": "text.verbosity",
+            "tool_call_id": "call_id",
+            "tool_calls": "function_call",
+        },
+        {
+            TOOL_FORM: "{'type': 'function', 'name': …}",
+            CHOICE_FORM: "{'type': 'function', 'name': …}",
+        },
+    ),
     absent=frozenset(
         {
             "add_generation_prompt",
@@ -318,6 +329,12 @@ class _Turn:
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 self._calls.append(call)
+                if len(self._calls) > CALLS_MAX:
+                    raise BadRequest(
+                        f"more than {CALLS_MAX} items 'function_call' follow each other; put their"
+                        " outputs between them",
+                        param="input",
+                    )
             case _:
                 return False
         return True

@@ -12,6 +12,9 @@ from services.gateway.tools.tool import CallMode, Tool, ToolChoice
 from services.gateway.vocabulary.errors import NotSupported
 
 TOOLS_MAX = 128
+TOOL_FORM = "{'type': 'function', 'function': {…}}"
+CHOICE_FORM = "{'type': 'function', 'function': {'name': …}}"
+"""The value of `tool_choice` that names a function."""
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 _NAME = re.compile(NAME_PATTERN)
@@ -27,7 +30,7 @@ def _parse_tools(value: Any) -> tuple[Tool, ...]:
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise refusal(f"must have unique names; '{twice}' is duplicate")
+        raise refusal(f'must have unique names; "{twice}" is duplicate')
     return tools
 
 
@@ -41,17 +44,17 @@ def _parse_tool(value: Any) -> Tool:
         )
     function = value.get("function") if kind == "function" else None
     if not isinstance(function, Mapping):
-        raise refusal("must hold tools of the form {'type': 'function', 'function': {…}}")
+        raise refusal(f"must hold tools of the form {TOOL_FORM}")
     name, description = function.get("name"), function.get("description")
     parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise refusal("must have names of up to 64 letters, digits, _ and -")
     if description is not None and not is_text(description):
-        raise refusal(f"must have text as the description of '{name}'")
+        raise refusal(f'must have text as the description of "{name}"')
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise refusal(f"must have a JSON schema as the parameters of '{name}'")
+        raise refusal(f'must have a JSON schema as the parameters of "{name}"')
     if strict is not None and not isinstance(strict, bool):
-        raise refusal(f"must have true or false as 'strict' of '{name}'")
+        raise refusal(f"must have true or false as 'strict' of \"{name}\"")
     if parameters is not None:
         check_schema(parameters, "tools")
     return Tool(name, description, parameters, bool(strict))
@@ -69,9 +72,7 @@ def _parse_choice(value: Any) -> ToolChoice | None:
             return ToolChoice(CallMode.REQUIRED, frozenset({_function_name(value)}), single=True)
         case "allowed_tools":
             return _allowed(value.get("allowed_tools"))
-    raise refusal(
-        "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}"
-    )
+    raise refusal(f"must be 'none', 'auto', 'required' or {CHOICE_FORM}")
 
 
 def _allowed(value: Any) -> ToolChoice:
@@ -86,7 +87,7 @@ def _function_name(value: Any) -> str:
     function = value.get("function") if isinstance(value, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal("must name a function: {'type': 'function', 'function': {'name': …}}")
+        raise refusal(f"must name a function: {CHOICE_FORM}")
     return name
 
 

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from services.gateway.api.field_names import SAME_NAMES, FieldNames
 from services.gateway.vocabulary import errors
 from services.gateway.vocabulary.errors import GatewayError
 
@@ -63,38 +64,42 @@ def reason_of(error: GatewayError) -> str:
 
 
 def status_of(
-    error: GatewayError, request_id: str, next_index: int | None = None
+    error: GatewayError,
+    request_id: str,
+    next_index: int | None = None,
+    names: FieldNames = SAME_NAMES,
 ) -> status_pb2.Status:
-    """The status of a failed call.
+    """The status of a failed call, with the field names of the call's message.
 
     `next_index`: number of output tokens of the first choice already sent; None before any token.
     """
     code, reason = TABLE[type(error)], reason_of(error)
     metadata = {"http_status": str(error.status)}
-    if error.param is not None:
-        metadata["param"] = error.param
+    message, param = names.translated(error)
+    if param is not None:
+        metadata["param"] = param
     # After the first tokens, use ABORTED: clients would retry other codes and start a new response.
     if next_index is not None and code in _LOST:
         metadata |= {"cause": reason, "next_index": str(next_index)}
         code, reason = grpc.StatusCode.ABORTED, STREAM_LOST
-    message = _shortened(error.message)
+    message = _shortened(message)
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata),
         error_details_pb2.RequestInfo(request_id=request_id),
-        *_details(error, code, message),
+        *_details(error, code, message, param),
     ]
     number: int = code.value[0]
     return status_pb2.Status(code=number, message=message, details=map(_packed, details))
 
 
-def _details(error: GatewayError, code: grpc.StatusCode, message: str) -> Iterable[Message]:
-    if error.param is not None and code is grpc.StatusCode.INVALID_ARGUMENT:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.param, description=message
-        )
+def _details(
+    error: GatewayError, code: grpc.StatusCode, message: str, param: str | None
+) -> Iterable[Message]:
+    if param is not None and code is grpc.StatusCode.INVALID_ARGUMENT:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=param, description=message)
         yield error_details_pb2.BadRequest(field_violations=[violation])
     if code is grpc.StatusCode.NOT_FOUND:
-        yield error_details_pb2.ResourceInfo(resource_type=error.param or "", description=message)
+        yield error_details_pb2.ResourceInfo(resource_type=param or "", description=message)
     if isinstance(error, errors.OverQuota):
         subject = f"owner:{error.owner}"
         quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)

@@ -7,6 +7,7 @@ from typing import TypeVar
 from services.common.clock import unix_s
 from services.gateway.api.chat import chat_of
 from services.gateway.api.completion import completion_of
+from services.gateway.api.field_names import SAME_NAMES
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.api.tokens import Detokenize, ParsedBody
@@ -45,7 +46,9 @@ class GatewayService:
     def methods(self) -> dict[str, Method]:
         """All methods of the service definition, by full name."""
         return {
-            f"/{SERVICE.full_name}/{method.name}": Method(getattr(self, method.name))
+            f"/{SERVICE.full_name}/{method.name}": Method(
+                getattr(self, method.name), names=translate.NAMES.get(method.name, SAME_NAMES)
+            )
             for method in SERVICE.methods
         }
 

@@ -18,6 +18,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from services.common.logging import request_ids
+from services.gateway.api.field_names import SAME_NAMES, FieldNames
 from services.gateway.bounds.client import ClientGone
 from services.gateway.grpc.call import Call, Context
 from services.gateway.grpc.call_limits import CallLimits
@@ -39,12 +40,13 @@ class Method:
 
     `single`: each call is a request, recorded at its end; else the method records several requests
     itself, and the interceptor only records refused calls. `public`: needs no key and is not
-    recorded.
+    recorded. `names`: of the fields in errors.
     """
 
     run: Callable[[Call], Awaitable[None]]
     single: bool = True
     public: bool = False
+    names: FieldNames = SAME_NAMES
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
@@ -121,7 +123,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 await self._run(method, refusal, call)
                 record.status, record.grpc_code = 200, grpc.StatusCode.OK.name
             except GatewayError as error:
-                failure = self._record_failure(error, call), error
+                names = SAME_NAMES if method is None else method.names
+                failure = self._record_failure(error, names, call), error
             except ClientGone:
                 self._record_disconnect(call, counted=not probe)
             except asyncio.CancelledError:
@@ -153,12 +156,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             log.exception("a call failed unexpectedly")
             raise GatewayError("internal error of the gateway; retry") from error
 
-    def _record_failure(self, error: GatewayError, call: Call) -> status_pb2.Status:
+    def _record_failure(
+        self, error: GatewayError, names: FieldNames, call: Call
+    ) -> status_pb2.Status:
         """Record and count a failure; return the status for the client."""
         record, begun = call.record, call.client.started
         record.fail(error)
         next_index = call.tokens_sent if begun else None
-        status = status_of(error, record.client_request_id, next_index)
+        status = status_of(error, record.client_request_id, next_index, names)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if begun:
             self._metrics.count_failed_stream(error.code or "error")

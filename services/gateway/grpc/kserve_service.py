@@ -68,7 +68,9 @@ class KserveService:
         """All methods of the service definition, by full name."""
         return {
             f"/{SERVICE.full_name}/{method.name}": Method(
-                getattr(self, method.name), single=method.name != "ModelStreamInfer"
+                getattr(self, method.name),
+                single=method.name != "ModelStreamInfer",
+                names=translate.NAMES,
             )
             for method in SERVICE.methods
         }
@@ -244,7 +246,7 @@ class KserveService:
         self, call: Call, record: RequestRecord, request_id: str, error: GatewayError
     ) -> None:
         record.fail(error)
-        status = status_of(error, record.client_request_id)
+        status = status_of(error, record.client_request_id, names=translate.NAMES)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
         if record.first_token_s is None:
             self._serving.metrics.count_refusal(error, record.service_class)

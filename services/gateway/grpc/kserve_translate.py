@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.api.completion import CompletionRequest
+from services.gateway.api.field_names import FieldNames
 from services.gateway.api.json_object import parse_object
 from services.gateway.vocabulary.errors import BadRequest, NoSuchModel
 from tideserve.kserve.v2 import inference_pb2 as pb
@@ -56,6 +57,7 @@ _TEXT = frozenset(
     for name, schema in CompletionRequest.model_json_schema()["properties"].items()
     if _takes_text(schema)
 )
+NAMES = FieldNames({"prompt": "text_input"})
 _ENDPOINT = frozenset({"model", "prompt", "stream", "stream_options"})
 
 

@@ -4,14 +4,16 @@ The HTTP and gRPC APIs share the checks of the resulting fields. This module onl
 that have no equivalent in JSON.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 
 from services.common.wire_enum import value_names
 from services.core.request import TokenLogprobs
+from services.gateway.api.field_names import FieldNames
 from services.gateway.api.json_object import parse_object
+from services.gateway.api.tools import CHOICE_FORM
 from services.gateway.serving.output import TokenWithLogprobs, finite
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.delta import AnswerAccumulator, Delta
@@ -45,6 +47,30 @@ _PLAIN = (
 )
 _LISTS = ("bad_words", "allowed_token_ids", "stop", "stop_token_ids")
 _STRUCTURES = {"regex": "regex", "lark": "grammar"}
+
+
+_SHARED = {
+    "response_format": "structure.json_schema",
+    "structured_outputs": "structure",
+    "structured_outputs.choice": "structure.choices",
+    "structured_outputs.grammar": "structure.lark",
+    "slo_class": "options.service_class",
+    "slo": "options.service_level",
+}
+_CHAT = FieldNames(
+    _SHARED | {"reasoning_effort": "reasoning.effort"},
+    {CHOICE_FORM: "'tool_choice.name'", ".function.": "."},
+)
+_COMPLETION = FieldNames(_SHARED | {"prompt": "prompts", "logprobs": "top_logprobs"})
+NAMES: Mapping[str, FieldNames] = {
+    "Chat": _CHAT,
+    "StreamChat": _CHAT,
+    "Complete": _COMPLETION,
+    "StreamComplete": _COMPLETION,
+    "Tokenize": FieldNames({"prompt": "text", "reasoning_effort": "chat.reasoning.effort"}),
+    "Detokenize": FieldNames({"tokens": "token_ids"}),
+}
+"""The contract's names of fields that the HTTP API names differently, by method."""
 
 
 def chat_fields(request: pb.ChatRequest) -> Fields:

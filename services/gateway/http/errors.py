@@ -42,7 +42,7 @@ def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
         return messages_error.error_body(error, record_of(scope).client_request_id)
     body = error.body()
     if path == RESPONSES_PATH:
-        message, param = RESPONSES.renamed(error)
+        message, param = RESPONSES.names.translated(error)
         body["error"] |= {"message": message, "param": param}
     return body
 

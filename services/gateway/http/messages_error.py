@@ -37,7 +37,7 @@ def error_body(error: GatewayError, request_id: str | None = None) -> dict[str, 
     kind = _KINDS.get(error.status)
     if kind is None:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    message, param = FIELDS.renamed(error)
+    message, param = FIELDS.names.translated(error)
     fields: dict[str, Any] = {"type": kind, "message": message}
     if param == THREAD:
         # Anthropic's code for clients to send the whole conversation instead of a thread id.

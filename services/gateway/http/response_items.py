@@ -72,7 +72,9 @@ class Items:
             events += self._start(_Call(len(self._items), delta.id, delta.name))
         assert isinstance(self._open, _Call), "a call's item stays open until the call ends"
         events += self._open.grow(delta.arguments)
-        return events + (self.close("completed") if delta.ended else [])
+        if not delta.ended:
+            return events
+        return events + self.close("incomplete" if delta.truncated else "completed")
 
     def _start(self, item: "_Item") -> list[Event]:
         events = self.close("completed")

@@ -85,7 +85,7 @@ class ResponseBuilder:
 
     def fail(self, error: GatewayError) -> list[Event]:
         """The last events of a failed response."""
-        message, param = FIELDS.renamed(error)
+        message, param = FIELDS.names.translated(error)
         failed = {
             **self._in_progress(),
             "status": "failed",

@@ -7,6 +7,7 @@ from typing import Any
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
 from services.gateway.model.template import ChatTemplate
+from services.gateway.structure.schema import check_size
 from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.tools import mistral
 from services.gateway.tools.format import (
@@ -25,6 +26,7 @@ from services.gateway.tools.hermes import CLOSE, OPEN
 from services.gateway.tools.output_grammar import (
     Rules,
     answer_rules,
+    arguments_schema,
     call_rules,
     is_token,
     output_grammar,
@@ -154,35 +156,46 @@ class ChatModel:
             include_reasoning=body.include_reasoning is not False,
         )
 
-    def structure(
-        self, body: ChatRequest, answer: Structure | None, thinking: Thinking
-    ) -> Structure | None:
-        """Build the grammar of the whole output; `answer`: the grammar of the part after reasoning.
-
-        Returns None if the output is unconstrained.
+    def argument_schemas(self, body: ChatRequest) -> list[Structure]:
+        """The schemas of the arguments of all tools whose calls are constrained, to be checked.
 
         Raises:
-            BadRequest: if a tool's schema cannot become a grammar.
+            BadRequest: if a schema, or all together, exceed a limit.
         """
-        mode = body.call_mode
-        if mode is CallMode.NONE:
+        if not self._constrains_calls(body):
+            return []
+        schemas = list(map(arguments_schema, body.callable_tools))
+        check_size("".join(schema.grammar.text for schema in schemas), PARAM)
+        return schemas
+
+    def structure(
+        self,
+        body: ChatRequest,
+        answer: Structure | None,
+        arguments: Sequence[Structure],
+        thinking: Thinking,
+    ) -> Structure | None:
+        """Build the grammar of the whole output; None if the output is unconstrained.
+
+        `answer`: the grammar of the part after reasoning. `arguments`: the checked
+        `argument_schemas`.
+
+        Raises:
+            BadRequest: if the grammar is too long.
+        """
+        if not arguments:
             if answer is None or thinking is Thinking.OVER:
                 return answer
             return output_grammar(
                 answer.param, [answer_rules(answer.grammar)], thinking, self.spell_marker
             )
-        if mode is CallMode.REQUIRED:
-            return output_grammar(PARAM, [self._calls(body)], thinking, self.spell_marker)
+        calls = self._calls(body, arguments)
+        if body.call_mode is CallMode.REQUIRED:
+            return output_grammar(PARAM, [calls], thinking, self.spell_marker)
         if answer is not None:
-            either = [answer_rules(answer.grammar), self._calls(body)]
+            either = [answer_rules(answer.grammar), calls]
             return output_grammar(answer.param, either, thinking, self.spell_marker)
-        # With tool choice "auto" the model may write any text before a call, so strict schemas can
-        # be enforced only if a special token begins the call.
-        if any(tool.strict for tool in body.callable_tools) and self._calls_begin_with_token():
-            return output_grammar(
-                PARAM, [text_before(self._calls(body))], thinking, self.spell_marker
-            )
-        return None
+        return output_grammar(PARAM, [text_before(calls)], thinking, self.spell_marker)
 
     def spell_marker(self, text: str) -> str:
         """Spell a marker in a grammar: as the model's token for it, else as a literal."""
@@ -201,10 +214,21 @@ class ChatModel:
             )
         return body.tools
 
-    def _calls(self, body: ChatRequest) -> Rules:
+    def _constrains_calls(self, body: ChatRequest) -> bool:
+        if body.call_mode is not CallMode.AUTO:
+            return body.call_mode is CallMode.REQUIRED
+        if body.structure is not None:
+            return True
+        # With tool choice "auto" the model may write any text before a call, so strict schemas can
+        # be enforced only if a special token begins the call.
+        return any(tool.strict for tool in body.callable_tools) and self._calls_begin_with_token()
+
+    def _calls(self, body: ChatRequest, arguments: Sequence[Structure]) -> Rules:
+        names = (tool.name for tool in body.callable_tools)
+        texts = (schema.grammar.text for schema in arguments)
         return call_rules(
             self.tool_format,
-            body.callable_tools,
+            dict(zip(names, texts, strict=True)),
             parallel=body.several_calls,
             spell=self.spell_marker,
             named=mistral.ARGUMENTS in self._ids,

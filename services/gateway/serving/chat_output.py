@@ -45,7 +45,7 @@ class ChatOutput:
         self._calls: Parser | None = None
         if form.names:
             self._calls = tool_parser(form.tool_format, form.names)
-        self._called = False  # whether the output has begun a tool call
+        self._called = False  # whether the output has a complete tool call
 
     def push(self, piece: OutputPiece) -> list[OutputPiece]:
         """Parse a piece; returns it with its delta, split if a delta cannot express the order.
@@ -57,9 +57,8 @@ class ChatOutput:
         flushed = self._finish() if last else []
         deltas = [self._delta(group) for group in self._grouped([*events, *flushed])]
         reason: str | None = piece.finish_reason
-        # If the output ends inside a tool call, the finish reason stays `stop`.
-        stopped = piece.finish_reason is FinishReason.STOP
-        if stopped and self._called and not any(isinstance(event, CallEnd) for event in flushed):
+        # A truncated call is none to run: with no complete call the finish reason stays `stop`.
+        if piece.finish_reason is FinishReason.STOP and self._called:
             reason = TOOL_CALLS
         deltas[-1] = structs.replace(deltas[-1], finish_reason=reason)
         if len(deltas) == 1:
@@ -74,7 +73,7 @@ class ChatOutput:
         return self._content(self._split.push(text) if self._split else [Content(text)])
 
     def _finish(self) -> list[Event]:
-        """Flush the parsers; a CallEnd among the events marks an incomplete tool call."""
+        """Flush the parsers."""
         events = self._content(self._split.finish()) if self._split else []
         return events + (self._calls.finish() if self._calls is not None else [])
 
@@ -109,14 +108,15 @@ class ChatOutput:
                 case Content(text) | Reasoning(text):
                     texts[type(event)].append(text)
                 case CallBegin(index, name):
-                    self._called = True
                     new_id = self._new_id(self._form.tool_format)
                     calls[index] = ToolCallDelta(index, new_id, name)
                 case CallArguments(index, text):
                     call = calls.get(index, ToolCallDelta(index))
                     calls[index] = replace(call, arguments=call.arguments + text)
-                case CallEnd(index):
-                    calls[index] = replace(calls.get(index, ToolCallDelta(index)), ended=True)
+                case CallEnd(index, complete):
+                    self._called |= complete
+                    call = calls.get(index, ToolCallDelta(index))
+                    calls[index] = replace(call, ended=True, truncated=not complete)
         return Delta("".join(texts[Content]), "".join(texts[Reasoning]), tuple(calls.values()))
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
 from services.core.prefix.block_hash import prompt_prefix, tenant_salt
-from services.core.request import Grammar, Limits, LogprobOptions, Request, Sampling
+from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
@@ -28,6 +28,7 @@ from services.gateway.model.sampling import (
 )
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.grammar import checked_grammar
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.structure.checker import GrammarChecker
@@ -85,7 +86,8 @@ class Preparer:
         echoed = isinstance(body, CompletionRequest) and bool(body.echo)
         logprobs = logprob_options(body, echoed, body.choices * prompt_tokens)
         check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
-        sampling = replace(sampling, grammar=await self._grammar(body, record, thinking))
+        grammar = await checked_grammar(body, self._model.chat, thinking, self._checker, record)
+        sampling = replace(sampling, grammar=grammar)
         echoes = [await self._echo(body, *prompt) for prompt in enumerate(prompts)]
         record.tokenised_s = monotonic_s()
         choices = [
@@ -215,26 +217,6 @@ class Preparer:
             return Thinking.OVER
         end = self._model.tokenizer.decode(prompt_ids[-MARK_TOKENS:], skip_special_tokens=False)
         return self._model.chat.thinking(end)
-
-    async def _grammar(
-        self, body: GenerationRequest, record: RequestRecord, thinking: Thinking
-    ) -> Grammar | None:
-        """The checked grammar of the whole output, including reasoning and tool calls.
-
-        Raises:
-            GatewayError: if the grammar is invalid or cannot be checked now.
-        """
-        answer = body.structure
-        if answer is not None:
-            checked = await self._checker.check(answer, record.limit_key)
-            record.warnings += tuple(f"not enforced: {text}" for text in checked.ignored)
-            answer = replace(answer, grammar=checked.grammar)
-        if not isinstance(body, ChatRequest) or self._model.chat is None:
-            return None if answer is None else answer.grammar
-        whole = self._model.chat.structure(body, answer, thinking)
-        if whole is None or whole == answer:
-            return None if whole is None else whole.grammar
-        return (await self._checker.check(whole, record.limit_key)).grammar
 
     async def _sampling(self, body: GenerationRequest) -> Sampling:
         """The sampling parameters of the first choice of each prompt."""

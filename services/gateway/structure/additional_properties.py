@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _ANNOTATIONS = frozenset(
-    {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
+    {
+        *("$comment", "$schema", "default", "deprecated", "description", "examples"),
+        *("readOnly", "title", "writeOnly"),
+    }
 )
 # Keywords by which the client itself states which unnamed properties are allowed.
 _OPEN = frozenset(
@@ -77,7 +80,8 @@ class _Walk:
 
     def _visit_wrapped(self, node: dict[str, Any]) -> None:
         """Visit the schemas that `node` merely refers to or wraps."""
-        match [*(node.keys() - _ANNOTATIONS - _DEFINITIONS)]:
+        # `type` requires no properties.
+        match [*(node.keys() - _ANNOTATIONS - _DEFINITIONS - {"type"})]:
             case ["$ref"]:
                 self._follow(node["$ref"])
             case ["anyOf"] if isinstance(node["anyOf"], list):
@@ -87,6 +91,10 @@ class _Walk:
 
     def _follow(self, reference: Any) -> None:
         match reference.split("/") if isinstance(reference, str) else []:
+            case ["#"]:
+                # The walk begins at the root.
+                self.references += 1
+                return
             case ["#", "$defs" | "definitions" as kind, name]:
                 definitions = self._root.get(kind)
             case _:

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +72,13 @@ class CheckClient:
         """Whether the process still runs."""
         return not self._reading.done()
 
-    def submit(self, grammar: Grammar) -> RunningCheck:
-        """Send a grammar to the process, which starts the check at once."""
+    def submit(self, grammars: Sequence[Grammar]) -> RunningCheck:
+        """Send grammars to the process, which starts their check at once."""
         check = RunningCheck(next(self._numbers), asyncio.get_running_loop().create_future())
         self._pending[check.number] = check.result
         # No flow control: the number of concurrent checks and the size of grammars are bounded.
-        self._send(
-            encode_message({"number": check.number, "kind": grammar.kind, "text": grammar.text})
-        )
+        texts = [(grammar.kind, grammar.text) for grammar in grammars]
+        self._send(encode_message({"number": check.number, "grammars": texts}))
         return check
 
     def cancel(self, check: RunningCheck) -> None:

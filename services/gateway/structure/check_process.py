@@ -26,6 +26,16 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from services.common.grammar import parser_limits, source_of
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
+from services.gateway.structure.references import reference_fault
+from services.gateway.structure.schema import OPTIONS, compact_json
+from services.gateway.structure.unenforced import (
+    COUNT_COMPLAINTS,
+    COUNTS,
+    SILENT,
+    located,
+    regex_reason,
+    remove_unenforced,
+)
 
 CPU_MAX_S = 0.15
 WALL_MAX_S = 10.0
@@ -53,9 +63,9 @@ class _Check:
 
 
 def main() -> None:
-    """Read the vocabulary, then numbered grammars and cancellations, until the input ends.
+    """Read the vocabulary, then numbered checks and cancellations, until the input ends.
 
-    Sends one result per grammar, even if its check is cancelled.
+    A check has one or more grammars. Sends one result per check, even if it is cancelled.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Unbuffered: the selector would not report messages that a buffer has read ahead.
@@ -98,7 +108,7 @@ def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
 
 def _start(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Check]:
     """Fork for a check; return the pipe from which to read its result. The fork exits here."""
-    grammar = Grammar(GrammarKind(message["kind"]), message["text"])
+    grammars = [Grammar(GrammarKind(kind), text) for kind, text in message["grammars"]]
     output, entry = os.pipe()
     pid = os.fork()
     if pid:
@@ -109,12 +119,13 @@ def _start(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Ch
     with contextlib.suppress(BaseException):
         signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
         signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
-        result = json.dumps(check(grammar, tokenizer)).encode()
+        results = [check(grammar, tokenizer) for grammar in grammars]
+        encoded = json.dumps({"results": results}).encode()
         # The limits apply to the check, not to the write of its result.
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with open(entry, "wb") as file:
-            file.write(result)
+            file.write(encoded)
         code = 0
     os._exit(code)
 
@@ -210,9 +221,50 @@ def check(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
     grammar's own, or None; `ignored`: warnings about what will not be enforced.
     """
     result = _check_as_is(grammar, tokenizer)
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        return _check_places(grammar.text, result, tokenizer)
     if result["error"] and grammar.kind is GrammarKind.LARK and _EBNF_MARK in grammar.text:
         return _check_ebnf(grammar.text, tokenizer)
     return result
+
+
+def _check_places(text: str, result: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
+    """Complete the result of a JSON schema, so that messages name places in the schema."""
+    if '"$ref"' in text and (fault := reference_fault(json.loads(text))) is not None:
+        return result | {"error": fault}
+    silent = any(f'"{keyword}"' in text for keyword in SILENT)
+    if result["error"] or result["ignored"] or silent:
+        return _check_reduced(json.loads(text), tokenizer)
+    return result
+
+
+def _check_reduced(schema: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
+    """Check a JSON schema without the parts that cannot be enforced.
+
+    These are an error if the schema is strict, that is, if its options lack `lenient`.
+    """
+    options = schema.pop(OPTIONS)
+    removed = remove_unenforced(schema)
+    result = _check_schema(schema, options, tokenizer)
+    messages = " ".join([result["error"] or "", *result["ignored"]])
+    if any(complaint in messages for complaint in COUNT_COMPLAINTS):
+        again = remove_unenforced(schema, everywhere=COUNTS)
+        removed += [report for report in again if report not in removed]
+        result = _check_schema(schema, options, tokenizer)
+    if removed and not options.get("lenient"):
+        return result | {"error": removed[0]}
+    if result["error"]:
+        return result | {"error": located(schema, result["error"])}
+    # The reports include overlaps of `oneOf`, with their places.
+    rest = [text for text in result["ignored"] if not text.startswith("oneOf")]
+    return result | {"ignored": [*removed, *rest]}
+
+
+def _check_schema(
+    schema: Mapping[str, Any], options: Mapping[str, Any], tokenizer: LLTokenizer
+) -> dict[str, Any]:
+    text = compact_json({**schema, OPTIONS: options})
+    return _check_as_is(Grammar(GrammarKind.JSON_SCHEMA, text), tokenizer) | {"text": text}
 
 
 def _check_ebnf(text: str, tokenizer: LLTokenizer) -> dict[str, Any]:
@@ -232,7 +284,7 @@ def _check_as_is(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
     # A grammar without any output is an error only once the first mask is computed.
     if not matcher.is_error():
         matcher.compute_bitmask()
-    error = matcher.get_error() or None
+    error = regex_reason(matcher.get_error()) or None
     return {"error": error, "text": None, "ignored": matcher.get_grammar_warnings()}
 
 

@@ -7,11 +7,12 @@ requests. A client is a `limit_key`: the owner of the API key, else an address.
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import signal
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from services.common.timeouts import timeout
@@ -109,7 +110,7 @@ CLIENT_CHECKS_MAX = 2
 WAITING_MAX = 256
 """Maximum waiting checks of a client."""
 VERDICTS_MAX = 1024
-"""Maximum cached verdicts; the least recently used is evicted."""
+"""Maximum checks whose verdicts are cached; the least recently used is evicted."""
 CHECK_TIMEOUT_S = 10.0
 """Time limit for queueing, process start and check together; the CPU time has its own limit."""
 START_DELAY_S = 1.0
@@ -150,43 +151,47 @@ class GrammarChecker:
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
         self._semaphore = FairSemaphore(CHECKS_MAX, CLIENT_CHECKS_MAX, WAITING_MAX)
-        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Sequence[GrammarVerdict]] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
         """Start the process after `delay_s`, ahead of the first request; retry a few times."""
         for _ in range(STARTS_MAX):
             await asyncio.sleep(delay_s)
             try:
-                await self._verdict(_ANY_GRAMMAR, _NO_CLIENT)
+                await self._checked([_ANY_GRAMMAR], _NO_CLIENT)
             except (QueueFull, ServiceUnavailable) as error:
                 log.warning("%s", error.message)
             else:
                 return
 
     async def check(self, structure: Structure, limit_key: str) -> CheckedGrammar:
-        """Check the grammar of `structure` for the client `limit_key`; return it if it is usable.
+        """Check a single grammar; see `check_all`."""
+        (checked,) = await self.check_all([structure], limit_key)
+        return checked
+
+    async def check_all(
+        self, structures: Sequence[Structure], limit_key: str
+    ) -> list[CheckedGrammar]:
+        """Check grammars together for the client `limit_key`; return them if all are usable.
 
         Raises:
-            BadRequest: if the grammar is invalid or too expensive.
+            BadRequest: if a grammar is invalid or too expensive.
             QueueFull: if too many checks wait, or the check is not done within `CHECK_TIMEOUT_S`.
             ServiceUnavailable: if the check process cannot be started or fails.
         """
-        verdict = await self._verdict(structure.grammar, limit_key)
-        if verdict.error is not None:
-            raise BadRequest(
-                f"'{structure.param}' cannot be enforced: {verdict.error}; correct or simplify it",
-                param=structure.param,
-            )
-        text = verdict.text if verdict.text is not None else structure.grammar.text
-        return CheckedGrammar(Grammar(structure.grammar.kind, text), verdict.ignored)
+        grammars = [structure.grammar for structure in structures]
+        verdicts = await self._checked(grammars, limit_key)
+        return list(map(_usable, structures, verdicts))
 
     async def close(self) -> None:
         """End the process."""
         if self._client is not None:
             await self._client.close()
 
-    async def _verdict(self, grammar: Grammar, limit_key: str) -> GrammarVerdict:
-        key = hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
+    async def _checked(
+        self, grammars: Sequence[Grammar], limit_key: str
+    ) -> Sequence[GrammarVerdict]:
+        key = hashlib.sha256(json.dumps(list(map(astuple, grammars))).encode()).digest()
         if (cached := self._cached(key)) is not None:
             return cached
         try:
@@ -194,26 +199,27 @@ class GrammarChecker:
                 # The same grammar may have been checked while this request waited.
                 if (cached := self._cached(key)) is not None:
                     return cached
-                verdict = await self._run_check(grammar, slot)
+                verdicts = await self._run_check(grammars, slot)
         except TimeoutError:
             raise QueueFull("too many grammars are being checked; try again") from None
-        self._verdicts[key] = verdict
+        self._verdicts[key] = verdicts
         if len(self._verdicts) > VERDICTS_MAX:
             self._verdicts.popitem(last=False)
-        return verdict
+        return verdicts
 
-    def _cached(self, key: bytes) -> GrammarVerdict | None:
-        verdict = self._verdicts.get(key)
-        if verdict is not None:
+    def _cached(self, key: bytes) -> Sequence[GrammarVerdict] | None:
+        verdicts = self._verdicts.get(key)
+        if verdicts is not None:
             self._verdicts.move_to_end(key)
-        return verdict
+        return verdicts
 
-    async def _run_check(self, grammar: Grammar, slot: Slot) -> GrammarVerdict:
+    async def _run_check(self, grammars: Sequence[Grammar], slot: Slot) -> list[GrammarVerdict]:
         client = await self._running_client()
-        check = client.submit(grammar)
+        check = client.submit(grammars)
         slot.work = check.result
         try:
-            return _verdict_of(await asyncio.shield(check.result))
+            result = await asyncio.shield(check.result)
+            return list(map(_verdict_of, result.get("results", [result] * len(grammars))))
         finally:
             # A cancelled caller returns at once; its slot is held until the check ends.
             client.cancel(check)
@@ -223,6 +229,20 @@ class GrammarChecker:
             if self._client is None or not self._client.usable:
                 self._client = await CheckClient.start(self._setup_message)
             return self._client
+
+
+def _usable(structure: Structure, verdict: GrammarVerdict) -> CheckedGrammar:
+    """The grammar to enforce; raises BadRequest if it cannot be used."""
+    subject = f"{structure.subject}, " if structure.subject else ""
+    if verdict.error is not None:
+        raise BadRequest(
+            f"'{structure.param}' cannot be enforced: {subject}{verdict.error}; correct or"
+            " simplify it",
+            param=structure.param,
+        )
+    text = verdict.text if verdict.text is not None else structure.grammar.text
+    ignored = tuple(subject + part for part in verdict.ignored)
+    return CheckedGrammar(Grammar(structure.grammar.kind, text), ignored)
 
 
 def _verdict_of(result: Mapping[str, Any]) -> GrammarVerdict:

@@ -14,7 +14,9 @@ ENUM_VALUES_MAX = 1000
 """Maximum values in all `enum` lists of a schema together."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
-_OPTIONS = "x-guidance"
+OPTIONS = "x-guidance"
+"""Key of a schema's options for llguidance."""
+
 # Allow at most one space where JSON allows any whitespace: small models may write it endlessly.
 _COMPACT = {"whitespace_pattern": " ?"}
 # Values of these keys are data: "$ref" in them is no reference.
@@ -31,31 +33,32 @@ def schema_text(schema: Mapping[str, Any], param: str, lenient: bool = False) ->
         BadRequest: if the schema is over a limit or refers to another document.
     """
     check_schema(schema, param)
-    options = schema.get(_OPTIONS, _COMPACT | {"lenient": lenient})
+    options = schema.get(OPTIONS, _COMPACT | {"lenient": lenient})
     if not isinstance(options, Mapping):
         raise BadRequest(
-            f"'{_OPTIONS}' in the schema of '{param}' must be an object; leave it out", param=param
+            f"'{OPTIONS}' in the schema of '{param}' must be an object; leave it out", param=param
         )
-    return _narrowed(json_text({**schema, _OPTIONS: options}, param))
+    return _narrowed(json_text({**schema, OPTIONS: options}, param))
 
 
 def _narrowed(text: str) -> str:
     """Forbid additional properties, unless that makes the schema too long."""
     schema = json.loads(text)
-    options = schema.pop(_OPTIONS)
+    options = schema.pop(OPTIONS)
     forbid_additional_properties(schema)
-    narrow = _compact_json({**schema, _OPTIONS: options})
+    narrow = compact_json({**schema, OPTIONS: options})
     return narrow if len(narrow.encode()) <= GRAMMAR_BYTES_MAX else text
 
 
 def json_text(value: Any, param: str) -> str:
     """Encode compact JSON. Raises BadRequest if the text is too long for a grammar."""
-    text = _compact_json(value)
+    text = compact_json(value)
     check_size(text, param)
     return text
 
 
-def _compact_json(value: Any) -> str:
+def compact_json(value: Any) -> str:
+    """Encode JSON without whitespace."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -15,10 +15,14 @@ CHOICES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A grammar that a client requests, not checked yet, and the field `param` that requests it."""
+    """A grammar that a client requests, not checked yet, and the field `param` that requests it.
+
+    `subject`: the part of the field, for errors and warnings, if the field has several grammars.
+    """
 
     grammar: Grammar
     param: str
+    subject: str = ""
 
 
 def response_format_structure(value: Any) -> Structure | None:

@@ -39,9 +39,10 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Call `index` has ended, complete or because the text ended or became invalid."""
+    """Call `index` has ended; not `complete` if the text ended or became invalid within it."""
 
     index: int
+    complete: bool = True
 
 
 Event = Content | Reasoning | CallBegin | CallArguments | CallEnd

@@ -76,14 +76,14 @@ class _NamedCall:
                 arguments.append(self._arguments.text)
             if step is not Step.MORE:
                 self._emit_arguments(arguments, events)
-                self.end(events)
+                self.end(events, complete=step is Step.LAST)
                 return index + (step is Step.LAST), step
         self._emit_arguments(arguments, events)
         return len(text), Step.MORE
 
-    def end(self, events: list[Event]) -> None:
+    def end(self, events: list[Event], complete: bool = False) -> None:
         if self._arguments is not None:
-            events.append(CallEnd(self.index - 1))
+            events.append(CallEnd(self.index - 1, complete))
             self._arguments = None
 
     def _header(self, text: str, start: int, events: list[Event]) -> tuple[int, Step]:

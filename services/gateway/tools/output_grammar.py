@@ -4,7 +4,7 @@ A model may have a marker such as <tool_call> as a single token, or write it as 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llguidance import regex_to_lark
@@ -33,25 +33,28 @@ class Rules:
 
 
 def call_rules(
-    form: ToolFormat, tools: Sequence[Tool], parallel: bool, spell: SpellMarker, named: bool
+    form: ToolFormat,
+    schemas: Mapping[str, str],
+    parallel: bool,
+    spell: SpellMarker,
+    named: bool,
 ) -> Rules:
-    """Rules of a call of any of `tools`; with `parallel`, of several calls.
+    """Rules of a call of any tool; with `parallel`, of several calls.
 
-    `named`: use Mistral's newer format, in which the name precedes the arguments.
+    `schemas`: the checked schema of the arguments, by name of the tool. `named`: use Mistral's
+    newer format, in which the name precedes the arguments.
 
     Raises:
-        BadRequest: if a schema exceeds a limit.
         ValueError: if `form` has no calls.
     """
-    arguments = [_arguments(tool) for tool in tools]
     if form is ToolFormat.MISTRAL and named:
-        return _mistral_named(tools, arguments, parallel, spell)
+        return _mistral_named(schemas, parallel, spell)
     key = _ARGUMENTS_KEYS.get(form, "arguments")
     rules = tuple(
-        f"call_{index}: {_object(tool.name, key, schema)}"
-        for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
+        f"call_{index}: {_object(name, key, schema)}"
+        for index, (name, schema) in enumerate(schemas.items())
     )
-    alternatives = " | ".join(f"call_{index}" for index in range(len(tools)))
+    alternatives = " | ".join(f"call_{index}" for index in range(len(schemas)))
     rules += (f"call: {alternatives}",)
     match form:
         case ToolFormat.HERMES:
@@ -67,34 +70,37 @@ def call_rules(
             raise ValueError("there are no calls without a format")
 
 
-def _mistral_named(
-    tools: Sequence[Tool], arguments: Sequence[str], parallel: bool, spell: SpellMarker
-) -> Rules:
+def _mistral_named(schemas: Mapping[str, str], parallel: bool, spell: SpellMarker) -> Rules:
     rules = tuple(
-        f"call_{index}: {spell(mistral.OPEN)} {lark_literal(tool.name)}"
-        f" {spell(mistral.ARGUMENTS)} {schema}"
-        for index, (tool, schema) in enumerate(zip(tools, arguments, strict=True))
+        f"call_{index}: {spell(mistral.OPEN)} {lark_literal(name)}"
+        f" {spell(mistral.ARGUMENTS)} %json {schema}"
+        for index, (name, schema) in enumerate(schemas.items())
     )
-    alternatives = " | ".join(f"call_{index}" for index in range(len(tools)))
+    alternatives = " | ".join(f"call_{index}" for index in range(len(schemas)))
     return Rules("call+" if parallel else "call", (*rules, f"call: {alternatives}"))
 
 
 def _object(name: str, key: str, schema: str) -> str:
     """Rule of the JSON object of a call, with the spaces that models are trained to write."""
     head = f'{{"name": {json.dumps(name)}, "{key}": '
-    return f'{lark_literal(head)} {schema} "}}"'
+    return f'{lark_literal(head)} %json {schema} "}}"'
 
 
-def _arguments(tool: Tool) -> str:
+def arguments_schema(tool: Tool) -> Structure:
+    """The schema of the arguments of a tool, to be checked.
+
+    Raises:
+        BadRequest: if the schema exceeds a limit or is not that of an object.
+    """
     schema = NO_PARAMETERS if tool.parameters is None else tool.parameters
     kind = schema.get("type", "object")
     if kind != "object":
         raise BadRequest(
-            f"the parameters of the tool '{tool.name}' must be a schema of type 'object'",
+            f"the parameters of the tool \"{tool.name}\" must be a schema of type 'object'",
             param=PARAM,
         )
     text = schema_text({**schema, "type": "object"}, PARAM, lenient=not tool.strict)
-    return f"%json {text}"
+    return Structure(Grammar(GrammarKind.JSON_SCHEMA, text), PARAM, f"tool {tool.name}")
 
 
 _ANY_TEXT = "/(?s:.*)/"

@@ -12,7 +12,7 @@ TOOL_CALLS = "tool_calls"
 class ToolCallDelta:
     """A delta of call `index`: id and name are set in its first delta only.
 
-    The delta with `ended` is the last of the call.
+    The delta with `ended` is the last of the call; `truncated`: the call ended incomplete.
     """
 
     index: int
@@ -20,6 +20,7 @@ class ToolCallDelta:
     name: str = ""
     arguments: str = ""
     ended: bool = False
+    truncated: bool = False
 
 
 class Delta(msgspec.Struct, frozen=True):

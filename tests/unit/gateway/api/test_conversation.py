@@ -70,7 +70,7 @@ def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
 def test_an_answer_must_follow_its_call() -> None:
     answer = {"role": "tool", "tool_call_id": "1", "content": "x"}
 
-    with pytest.raises(BadRequest, match="'tool_call_id' '1' matches no call"):
+    with pytest.raises(BadRequest, match="'tool_call_id' \"1\" matches no call"):
         chat([answer, {"role": "assistant", "tool_calls": [call("1")]}])
 
 

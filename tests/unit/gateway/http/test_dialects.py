@@ -38,11 +38,116 @@ def schema_of(kind: Any, vocabulary: BodyFields) -> dict[str, Any]:
     return schema
 
 
+def said_by(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    """A message of Messages."""
+    return {"role": role, "content": [*blocks]}
+
+
 ENDPOINTS: dict[str, tuple[Callable[[Mapping[str, Any]], object], dict[str, Any]]] = {
     "messages": (parse_messages, schema_of(MessagesRequest, messages.FIELDS)),
     "count_tokens": (parse_count, schema_of(CountTokensRequest, messages.FIELDS)),
     "responses": (parse_responses, schema_of(ResponsesRequest, responses.FIELDS)),
 }
+
+
+VOCABULARIES = dict.fromkeys(("messages", "count_tokens"), messages.FIELDS) | {
+    "responses": responses.FIELDS
+}
+
+
+def check_names(error: GatewayError, vocabulary: BodyFields) -> None:
+    """Assert that an error has no name of the chat's that the API lacks."""
+    if error.code == "unknown_parameter":
+        return
+    own = set(vocabulary.names.names.values()) | vocabulary.own
+    foreign = ({*vocabulary.names.names} | vocabulary.absent | {"function", "role tool"}) - own
+    message, param = vocabulary.names.translated(error)
+    named = {name.partition(".")[0] for name in re.findall(r"'([a-z_.]+)'", message)}
+    # A text of the API may quote {'type': 'function', …}.
+    allowed = {"function"} if "'type': 'function'" in message else set()
+    assert not named & (foreign - allowed), message
+    assert param is None or param.partition(".")[0] not in foreign, param
+
+
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+ITEM = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+AT_USE = "messages.0.content.0.tool_use"
+SCHEMA: dict[str, Any] = {"type": "json_schema", "schema": 3}
+FORMAT = SCHEMA | {"schema": {"$ref": "https://example.org"}}
+NAMES: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("messages", fields, name)
+        for fields, name in (
+            ({"messages": [{"role": "user", "content": [USE]}]}, "tool_use"),
+            ({"messages": [said_by("assistant", USE | {"id": ""})]}, f"{AT_USE}.id"),
+            ({"messages": [said_by("assistant", USE | {"name": ""})]}, f"{AT_USE}.name"),
+            ({"messages": [said_by("assistant", *[USE] * 129)]}, "tool_use"),
+            (
+                {"messages": [said_by("user", {"type": "tool_result", "tool_use_id": "stop"})]},
+                "tool_use_id",
+            ),
+            ({"system": "\ud800"}, "system"),
+            ({"stop_sequences": [""]}, "stop_sequences"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"tools": [{"name": "stop", "input_schema": {}}] * 2}, "tools"),
+            ({"tools": [{"name": "f", "input_schema": 3}]}, "tools.0.input_schema"),
+            ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+            ({"tool_choice": {"type": "tool", "name": "a b"}}, "tool_choice"),
+            ({"tool_choice": {"type": "tool", "name": "messages"}}, "tool_choice"),
+            ({"output_config": {"effort": "much"}}, "output_config.effort"),
+            ({"output_config": {"format": SCHEMA}}, "output_config.format.schema"),
+            ({"output_config": {"format": FORMAT}}, "output_config.format"),
+            ({"output_config": {"format": FORMAT}, "guided_regex": "a"}, "output_config.format"),
+            ({"thinking": {"type": "odd"}}, "thinking.type"),
+            ({"service_tier": "odd"}, "service_tier"),
+        )
+    ),
+    *(
+        ("responses", fields, name)
+        for fields, name in (
+            ({"input": [ITEM | {"call_id": ""}]}, "input.0.function_call.call_id"),
+            ({"input": [ITEM | {"name": ""}]}, "input.0.function_call.name"),
+            ({"input": [ITEM] * 129}, "function_call"),
+            (
+                {"input": [{"type": "function_call_output", "call_id": "stop", "output": ""}]},
+                "call_id",
+            ),
+            ({"input": "\ud800"}, "input"),
+            ({"instructions": "\ud800"}, "instructions"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"max_output_tokens": 3, "min_tokens": 5}, "max_output_tokens"),
+            ({"tools": [{"name": "f"}]}, "tools"),
+            ({"tools": [{"type": "function", "name": "messages", "strict": 3}]}, "strict"),
+            ({"tool_choice": "odd"}, "tool_choice"),
+            ({"tool_choice": {"type": "function"}}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "name": "messages"}}, "tool_choice"),
+            ({"tool_choice": {"type": "allowed_tools", "tools": 3}}, "tool_choice"),
+            ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+            ({"text": {"format": {"type": "odd"}}}, "text.format"),
+            ({"text": {"format": SCHEMA}}, "text.format.schema"),
+            ({"text": {"format": FORMAT}}, "text.format"),
+            ({"text": {"format": FORMAT | {"strict": 3}}}, "text.format.strict"),
+            ({"text": {"verbosity": "high"}}, "text.verbosity"),
+            ({"top_logprobs": 21}, "top_logprobs"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "name"), NAMES)
+def test_errors_name_the_fields_of_the_api(
+    endpoint: str, fields: dict[str, Any], name: str
+) -> None:
+    body: dict[str, Any] = {"model": "m"}
+    if endpoint == "messages":
+        body |= {"max_tokens": 8, "messages": [said_by("user", {"type": "text", "text": "hi"})]}
+    else:
+        body |= {"input": "hi"}
+    with pytest.raises(BadRequest) as refused:
+        ENDPOINTS[endpoint][0](body | fields)
+    vocabulary = VOCABULARIES[endpoint]
+    check_names(refused.value, vocabulary)
+    assert f"'{name}'" in vocabulary.names.translated(refused.value)[0]
 
 
 def mutated(rng: random.Random, value: Any, bad: float) -> Any:
@@ -74,8 +179,9 @@ def test_random_bodies_are_taken_or_refused(endpoint: str) -> None:
         except GatewayError as error:
             assert isinstance(error, BadRequest), (seed, error)
             assert error.message
+            check_names(error, VOCABULARIES[endpoint])
     # Both kinds are there in numbers, or little would be shown.
-    assert BODIES / 20 < taken < BODIES * 0.95
+    assert BODIES / 40 < taken < BODIES * 0.95
 
 
 def chat_of(fields: dict[str, Any]) -> ChatRequest:
@@ -166,8 +272,9 @@ def test_results_of_tools_stand_between_texts() -> None:
 def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: BodyFields) -> None:
     chat = ChatRequest.model_fields.keys()
     assert vocabulary.absent <= chat
-    # `verbosity` is one that the chat refuses.
-    assert vocabulary.names.keys() - {"verbosity"} <= chat
+    # `verbosity` is one that the chat refuses; the others are fields of messages and of formats.
+    inner = {"verbosity", "tool_call_id", "tool_calls", "response_format.json_schema"}
+    assert vocabulary.names.names.keys() - inner <= chat
     assert not vocabulary.passed_on & (vocabulary.own | vocabulary.absent)
 
 
@@ -189,6 +296,35 @@ def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
     shared = set(re.findall(r"`(\w+)`", both)) | guided
     assert shared == messages.FIELDS.passed_on
     assert shared | set(re.findall(r"`(\w+)`", more)) == asked
+
+
+@pytest.mark.parametrize("parse", [parse_messages, parse_count])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        [],
+        [{"type": "text", "text": ""}],
+        [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": ""}],
+    ],
+)
+def test_an_empty_message_of_the_assistant_at_the_end_is_as_if_absent(
+    parse: Callable[[Mapping[str, Any]], ChatRequest], end: Any
+) -> None:
+    hi = [said_by("user", {"type": "text", "text": "hi"})]
+    body = {"model": "m", "max_tokens": 1}
+    empty = {"role": "assistant", "content": end}
+    for before in (hi, [*hi, {"role": "assistant", "content": "I"}]):
+        assert parse(body | {"messages": [*before, empty]}) == parse(body | {"messages": before})
+    # It counts where another message follows.
+    assert len(parse(body | {"messages": [*hi, empty, *hi]}).messages) == 3
+
+
+def test_a_call_at_the_end_is_not_continued() -> None:
+    use = said_by("assistant", {"type": "text", "text": "So"}, USE)
+    hi = said_by("user", {"type": "text", "text": "hi"})
+    parsed = parse_messages({"model": "m", "max_tokens": 1, "messages": [hi, use]})
+    assert not parsed.continue_final_message and parsed.add_generation_prompt is not False
 
 
 def test_text_stands_between_calls() -> None:

@@ -187,7 +187,8 @@ def test_what_holds_for_the_output(
     parts: list[str] | None,
 ) -> None:
     body = chat(**fields)
-    structure = model(source, tokens).structure(body, body.structure, where)
+    made = model(source, tokens)
+    structure = made.structure(body, body.structure, made.argument_schemas(body), where)
 
     if parts is None:
         assert structure is None
@@ -210,6 +211,6 @@ def test_what_holds_for_the_output(
 )
 def test_without_parallel_calls_or_by_its_name_one_is_forced(fields: dict[str, Any]) -> None:
     body = chat(tools=[TOOL], **fields)
-    structure = model().structure(body, None, Thinking.OVER)
+    structure = model().structure(body, None, model().argument_schemas(body), Thinking.OVER)
 
     assert structure is not None and "marked)*" not in structure.grammar.text

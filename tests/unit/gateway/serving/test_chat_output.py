@@ -78,6 +78,9 @@ def test_a_call_in_pieces() -> None:
         ('<tool_call>{"name": "get", "arguments": {"a', FinishReason.LENGTH, "length"),
         ('<tool_call>{"name": "get", "arguments": {"a', FinishReason.STOP, "stop"),
         ('<tool_call>{"name": "get"', FinishReason.STOP, "stop"),
+        ('<tool_call>{"name": "get", "arguments": {"a": tru}}', FinishReason.STOP, "stop"),
+        (f'{CALL}<tool_call>{{"name": "get", "arguments": {{"a', FinishReason.STOP, "tool_calls"),
+        (f'{CALL}<tool_call>{{"name": "get", "arguments": {{"a', FinishReason.LENGTH, "length"),
     ],
 )
 def test_why_it_ended(text: str, finish: FinishReason, reason: str) -> None:

@@ -46,6 +46,18 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
             {"$defs": {"x": NAMED | {"properties": {"next": REFERENCE}}}, "items": REFERENCE},
             {"$defs": {"x": CLOSED | {"properties": {"next": REFERENCE}}}, "items": REFERENCE},
         ),
+        (
+            {"$defs": {"x": NAMED}, **REFERENCE, "type": "object", "$schema": "s"},
+            {"$defs": {"x": CLOSED}, **REFERENCE, "type": "object", "$schema": "s"},
+        ),
+        (
+            {"type": "object", "anyOf": [NAMED, REFERENCE], "$defs": {"x": NAMED}},
+            {"type": "object", "anyOf": [CLOSED, REFERENCE], "$defs": {"x": CLOSED}},
+        ),
+        (
+            NAMED | {"properties": {"a": {"$ref": "#"}}},
+            CLOSED | {"properties": {"a": {"$ref": "#"}}},
+        ),
         ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
     ],
 )
@@ -73,7 +85,7 @@ def test_objects_are_closed(schema: dict[str, Any], wanted: dict[str, Any]) -> N
         {"if": NAMED, "then": MORE},
         {"$defs": {"x": NAMED}, "properties": {"p": REFERENCE | {"required": ["b"]}}},
         {"$defs": {"x": NAMED}, "properties": {"p": {"allOf": [REFERENCE, MORE]}, "q": REFERENCE}},
-        NAMED | {"properties": {"a": {"$ref": "#"}}},
+        NAMED | {"properties": {"a": {"allOf": [{"$ref": "#"}, MORE]}}},
         NAMED | {"properties": {"a": {"$ref": "#/properties/b"}, "b": MORE}},
         NAMED | {"properties": {"a": {"$ref": "#/$defs/absent"}}},
         {"default": NAMED, "examples": [NAMED]},

@@ -27,9 +27,9 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 }
 
 
-def call(index: int, name: str, arguments: str = "{}") -> list[Event]:
-    """The events of a whole call."""
-    return [CallBegin(index, name), CallArguments(index, arguments), CallEnd(index)]
+def call(index: int, name: str, arguments: str = "{}", complete: bool = True) -> list[Event]:
+    """The events of a call."""
+    return [CallBegin(index, name), CallArguments(index, arguments), CallEnd(index, complete)]
 
 
 def text(content: str) -> list[Event]:
@@ -76,10 +76,14 @@ OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
         ('<tool_call>{"name": 3}', text('<tool_call>{"name": 3}')),
         ('<tool_call>\n{"name": "g', text('<tool_call>\n{"name": "g')),
         # A call that breaks after it has begun ends there.
-        ('<tool_call>{"name": "get", "arguments": {"a": 1', call(0, "get", '{"a": 1')),
+        ('<tool_call>{"name": "get", "arguments": {"a": 1', call(0, "get", '{"a": 1', False)),
+        (
+            f'<tool_call>[{NOW}, {{"name": "get", "arguments": {{"a": 1',
+            [*call(0, "now"), *call(1, "get", '{"a": 1', False)],
+        ),
         (
             '<tool_call>{"name": "get", "arguments": {"a": tru}}</tool_call>',
-            [*call(0, "get", '{"a": tru'), *text("}}</tool_call>")],
+            [*call(0, "get", '{"a": tru', False), *text("}}</tool_call>")],
         ),
         (
             f'<tool_call>[{NOW}, {{"name": 1}}]</tool_call>',
@@ -101,8 +105,8 @@ OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
         ("[TOOL_CALLS]" + " " * 300 + "get{}", call(0, "get")),
         ("a [TOOL_CALLS] ", text("a [TOOL_CALLS] ")),
         ("a [TOOL_CALLS]get", text("a [TOOL_CALLS]get")),
-        ('[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"')),
-        ("[TOOL_CALLS]get[ARGS]{a}", [*call(0, "get", "{"), *text("a}")]),
+        ('[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"', False)),
+        ("[TOOL_CALLS]get[ARGS]{a}", [*call(0, "get", "{", False), *text("a}")]),
         (f"[TOOL_CALLS][{NOW}", call(0, "now")),
     ],
     "llama3_json": [
@@ -114,6 +118,10 @@ OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
         (
             '{"name": "now", "parameters": {}}; {"name": "get", "parameters": {}} ',
             [*call(0, "now"), *call(1, "get")],
+        ),
+        (
+            '{"name": "now", "parameters": {}}; {"name": "get", "parameters": {"a',
+            [*call(0, "now"), *call(1, "get", '{"a', False)],
         ),
         ('{"name": "now"}', text('{"name": "now"}')),
         ('{"name": "Bob", "age": 3}', text('{"name": "Bob", "age": 3}')),

@@ -25,6 +25,7 @@ from services.gateway.tools.format import (
 )
 from services.gateway.tools.output_grammar import (
     answer_rules,
+    arguments_schema,
     call_rules,
     output_grammar,
     text_before,
@@ -60,6 +61,11 @@ FORMS = [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL]
 ANSWER = Grammar(
     GrammarKind.JSON_SCHEMA, schema_text({"type": "integer", "minimum": 0, "maximum": 99}, "p")
 )
+
+
+def schemas(*tools: Tool) -> dict[str, str]:
+    """The schemas of the arguments, by the tools' names."""
+    return {tool.name: arguments_schema(tool).grammar.text for tool in tools}
 
 
 def as_token(name: str) -> str:
@@ -122,7 +128,7 @@ def test_what_the_grammar_allows_the_parser_finds(
     form: ToolFormat, named: bool, mark: Callable[[str], str], seed: int
 ) -> None:
     tools = [WEATHER, NOW]
-    rules = call_rules(form, tools, parallel=True, spell=mark, named=named)
+    rules = call_rules(form, schemas(*tools), parallel=True, spell=mark, named=named)
     structure = output_grammar("tools", [rules], Thinking.OVER, mark)
 
     output = random_output(structure, seed)
@@ -141,7 +147,7 @@ def test_what_the_grammar_allows_the_parser_finds(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_parallel_calls_there_is_one(form: ToolFormat) -> None:
-    rules = call_rules(form, [NOW], parallel=False, spell=lark_literal, named=False)
+    rules = call_rules(form, schemas(NOW), parallel=False, spell=lark_literal, named=False)
     structure = output_grammar("tools", [rules], Thinking.OVER, lark_literal)
 
     for seed in range(5):
@@ -171,7 +177,7 @@ def test_reasoning_may_be_marked_by_text() -> None:
 
 
 def test_an_answer_or_calls() -> None:
-    calls = call_rules(ToolFormat.HERMES, [NOW], parallel=True, spell=as_token, named=False)
+    calls = call_rules(ToolFormat.HERMES, schemas(NOW), parallel=True, spell=as_token, named=False)
     either = output_grammar("p", [answer_rules(ANSWER), calls], Thinking.OVER, as_token)
 
     assert follows(either, token_ids("12"))
@@ -181,7 +187,9 @@ def test_an_answer_or_calls() -> None:
 
 
 def test_text_and_then_strict_calls() -> None:
-    calls = call_rules(ToolFormat.HERMES, [WEATHER], parallel=True, spell=as_token, named=False)
+    calls = call_rules(
+        ToolFormat.HERMES, schemas(WEATHER), parallel=True, spell=as_token, named=False
+    )
     structure = output_grammar("p", [text_before(calls)], Thinking.OVER, as_token)
 
     assert follows(structure, token_ids("any { text\n"))
@@ -205,6 +213,24 @@ def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) ->
     assert not follows(structure, token_ids(bad))
 
 
+PLAIN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        PLAIN,
+        {"$ref": "#/$defs/X", "$defs": {"X": PLAIN}},
+        {"$ref": "#/definitions/X", "definitions": {"X": PLAIN}, "$schema": "s", "type": "object"},
+        {"allOf": [{"$ref": "#/$defs/X"}], "$defs": {"X": PLAIN}},
+    ],
+)
+def test_arguments_have_the_properties_of_the_schema_only(parameters: dict[str, Any]) -> None:
+    text = arguments_schema(Tool("t", parameters=parameters)).grammar.text
+    assert text.count('"additionalProperties":false') == 1
+    assert '"a":{"type":"integer"}},"additionalProperties":false' in text
+
+
 @pytest.mark.parametrize(
     "tool",
     [
@@ -215,7 +241,7 @@ def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) ->
 )
 def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
     with pytest.raises(BadRequest) as caught:
-        call_rules(ToolFormat.HERMES, [tool], parallel=True, spell=lark_literal, named=False)
+        arguments_schema(tool)
 
     assert caught.value.param == "tools"
 
@@ -223,7 +249,9 @@ def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
 def test_tools_that_are_too_long_together_are_refused() -> None:
     schema = {"type": "object", "description": "x" * (GRAMMAR_BYTES_MAX // 2)}
     tools = [Tool(f"t{n}", parameters=schema) for n in range(3)]
-    rules = call_rules(ToolFormat.HERMES, tools, parallel=True, spell=lark_literal, named=False)
+    rules = call_rules(
+        ToolFormat.HERMES, schemas(*tools), parallel=True, spell=lark_literal, named=False
+    )
 
     with pytest.raises(BadRequest, match="shorten"):
         output_grammar("tools", [rules], Thinking.OVER, lark_literal)
