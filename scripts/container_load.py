@@ -109,6 +109,20 @@ async def stream_all(
     return dict(await asyncio.gather(*map(stream_number, numbers)))
 
 
+async def stream_until(
+    url: str, numbers: Sequence[int], max_tokens: int, stopped: asyncio.Event
+) -> dict[int, Answer]:
+    """Repeat all requests concurrently until `stopped`; returns the last answer of each."""
+
+    async def repeat(number: int) -> tuple[int, Answer]:
+        while True:
+            answer = await stream(url, number, max_tokens)
+            if stopped.is_set():
+                return number, answer
+
+    return dict(await asyncio.gather(*map(repeat, numbers)))
+
+
 def tokens_by_request(lines: Sequence[list[object]]) -> dict[str, list[int]]:
     """The output tokens of each request in a gateway's event log."""
     outputs: dict[str, list[int]] = {}
