@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = ("compose.yaml", "docker/compose.test.yaml")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 WHEELS = Path("/opt/wheels")
+STATUS_URL = "http://127.0.0.1:8001/tideserve/v1/status"
 SERVICES = ("etcd", "scheduler", "memmgr", "gateway", "worker")
 COMMAND_TIMEOUT_S = 60.0
 BUILD_TIMEOUT_S = 900.0
@@ -196,14 +197,24 @@ class Containers:
         time.sleep(seconds)
         run(["docker", "network", "connect", *address, network, name])
 
-    def events(self, service: str) -> dict[str, list[list[Any]]]:
-        """The event logs by container of a service: lines of kind, type and value."""
+    def events(self, service: str, kind: str) -> dict[str, list[list[Any]]]:
+        """Events of a type by container of a service: lines of kind, type and value."""
         logs = {}
+        # `sed` is quiet about a type that does not occur, unlike `grep`.
+        select = f"sed -n '/^\\[[^,]*, *\"{kind}\"/p' /tmp/events/*.jsonl"
         for name in self.names(service):
-            text = run(["docker", "exec", name, "sh", "-c", "cat /tmp/events/*.jsonl"])
-            lines = [json.loads(line) for line in text.splitlines()]
-            logs[name] = [line for line in lines if isinstance(line, list)]
+            text = run(["docker", "exec", name, "sh", "-c", select])
+            logs[name] = [json.loads(line) for line in text.splitlines()]
         return logs
+
+    def status(self) -> dict[str, Any]:
+        """The status at the gateway's admin port, which answers only inside its container."""
+        read = (
+            f"import urllib.request; print(urllib.request.urlopen({STATUS_URL!r}).read().decode())"
+        )
+        text = run(["docker", "exec", self.names("gateway")[0], "python3", "-c", read])
+        status: dict[str, Any] = json.loads(text)
+        return status
 
 
 def say(line: str) -> None:

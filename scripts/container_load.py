@@ -13,7 +13,9 @@ from services.core.request import Sampling
 
 TIMEOUT_S = 240.0
 BEGIN_TIMEOUT_S = 60.0
-PROMPT_TOKENS = 24
+RETRIES_MAX = 20
+"""Retries of a refused request, as on a busy machine; a stream that breaks is not retried."""
+PROMPT_TOKENS = 64
 EXCUSED_MAX = 0.005
 """Maximum share of tokens that may differ by rounding."""
 
@@ -58,7 +60,7 @@ async def stream(
     """Stream a completion of exactly `max_tokens`. Raises the client's error if it breaks."""
     sampling = sampling_of(number)
     async with AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+        base_url=f"{url}/v1", api_key="none", max_retries=RETRIES_MAX, timeout=TIMEOUT_S
     ) as client:
         model = (await client.models.list()).data[0].id
         chunks = await client.completions.create(
@@ -107,6 +109,20 @@ async def stream_all(
             return number, await stream(url, number, max_tokens)
 
     return dict(await asyncio.gather(*map(stream_number, numbers)))
+
+
+async def stream_until(
+    url: str, numbers: Sequence[int], max_tokens: int, stopped: asyncio.Event
+) -> dict[int, Answer]:
+    """Repeat all requests concurrently until `stopped`; returns the last answer of each."""
+
+    async def repeat(number: int) -> tuple[int, Answer]:
+        while True:
+            answer = await stream(url, number, max_tokens)
+            if stopped.is_set():
+                return number, answer
+
+    return dict(await asyncio.gather(*map(repeat, numbers)))
 
 
 def tokens_by_request(lines: Sequence[list[object]]) -> dict[str, list[int]]:

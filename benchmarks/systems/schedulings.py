@@ -51,7 +51,7 @@ SCHEDULINGS: Mapping[str, tuple[str, Options]] = {
         "alternating iterations of online and of batch requests",
         {"scheduling": "round_robin"},
     ),
-    "bros": ("deadlines and batch work as published in BROS", {"scheduling": "bros"}),
+    "bros": ("BROS's order and packing, without its memory management", {"scheduling": "bros"}),
     "waiting-time": (
         "the request with the longest time since its last token",
         {"scheduling": "waiting_time"},

@@ -76,8 +76,12 @@ class FlapDamping:
 
     def is_flapping(self, worker_id: str, now_s: float) -> bool:
         """Whether the worker is flapping."""
+        return self.flapping_s(worker_id, now_s) > 0
+
+    def flapping_s(self, worker_id: str, now_s: float) -> float:
+        """Remaining seconds for which the worker counts as flapping; 0 if it does not."""
         departures = self._departures.get(worker_id)
-        return departures is not None and now_s < departures.steady_s
+        return 0.0 if departures is None else max(0.0, departures.steady_s - now_s)
 
     def check_invariants(self) -> None:
         """The number of workers is bounded, and each has its departures in order."""

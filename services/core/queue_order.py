@@ -24,8 +24,8 @@ class Scheduling(StrEnum):
     """Scheduling policies, see `scheduling_setting`.
 
     The last five exist for comparisons: `round_robin`, `waiting_time` and `prefill_first` are
-    baselines of BROS, `conserve` implements ConServe's deadlines as published (`slo.py`), and
-    `bros` the packing of BROS as published (`bros_planner.py`).
+    baselines of BROS, `conserve` resembles ConServe's scheduling (`slo.py` lists the differences),
+    and `bros` has the packing of BROS as published (`bros_planner.py`).
     """
 
     FCFS = "fcfs"
@@ -71,15 +71,13 @@ def by_arrival(_service: Service, arrival_s: float) -> QueueKey:
 
 
 def by_deadline(service: Service, arrival_s: float) -> QueueKey:
-    """Online before batch requests; then by rank; then by deadline of the first token.
-
-    Batch requests of the same rank sort by arrival.
-    """
+    """Online requests by deadline of the first token; then batch requests by rank, then arrival."""
     if not service.online:
         return 1.0, float(service.rank), arrival_s
+    # Rank does not count: a client could choose one that lets other tenants miss their deadlines.
     # An implied deadline prevents starvation of requests without a target by those with targets.
     ttft_s = UNTARGETED_S if service.ttft_s is None else service.ttft_s
-    return 0.0, float(service.rank), arrival_s + ttft_s
+    return 0.0, arrival_s + ttft_s
 
 
 _CLASS_POSITIONS = {kind: float(position) for position, kind in enumerate(ServiceClass)}

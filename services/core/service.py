@@ -22,8 +22,8 @@ class Service:
 
     None means no target. `ttft_s` is the target of the first token, `tpot_s` that of each later
     token, as an average over `token_group` tokens. Requests with a smaller `rank` go first within
-    their class. The setting `scheduling` decides whether the fields have an effect, see
-    `queue_order.py`; `tpot_s` has an effect only under policies with deadlines.
+    their class, unless deadlines order them. The setting `scheduling` decides whether the fields
+    have an effect, see `queue_order.py`; `tpot_s` has an effect only under policies with deadlines.
     """
 
     service_class: ServiceClass = ServiceClass.STANDARD

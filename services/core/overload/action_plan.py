@@ -67,7 +67,7 @@ def merges(
     Raises:
         NoPlan: if no merge gains memory.
     """
-    known = [group for group in groups if _can_merge(group, facts)]
+    known = [group for group in groups if not unmergeable(group, facts)]
     if len(known) < 2:
         raise NoPlan(
             "a merge needs two groups of steady workers that can drop layers and have no change"
@@ -111,7 +111,7 @@ def _merges_alike(
 ) -> list[Change]:
     """Merges of groups with the same weights: drop plan, then layer maps. Raises SplitError."""
     shape = facts[known[0].members[0].worker_id].shape
-    assert shape is not None  # _can_merge
+    assert shape is not None  # unmergeable
     ids = [member.worker_id for group in known for member in group.members]
     arena_bytes = {worker_id: facts[worker_id].arena_bytes for worker_id in ids}
     shapes = {known[0].model: shape}
@@ -135,9 +135,9 @@ def merges_of_full(
     """
     planned = {}
     for group in groups:
-        if _can_merge(group, facts):
+        if not unmergeable(group, facts):
             shape = facts[group.members[0].worker_id].shape
-            assert shape is not None  # _can_merge
+            assert shape is not None  # unmergeable
             planned[group.group_id] = group, _plan_group(group, shape, facts, reports)
     spare = [entry for entry in planned.values() if entry[0].group_id not in full_ids]
     changes: list[Change] = []
@@ -183,12 +183,17 @@ def splits(groups: Iterable[Group]) -> list[Change]:
     return changes
 
 
-def _can_merge(group: Group, facts: Mapping[str, WorkerFacts]) -> bool:
-    known = [facts.get(member.worker_id) for member in group.members]
-    return bool(known) and all(
-        worker is not None and worker.can_drop and not worker.draining and worker.shape is not None
-        for worker in known
-    )
+def unmergeable(group: Group, facts: Mapping[str, WorkerFacts]) -> str:
+    """Why the workers of a group cannot merge; empty if they can."""
+    for member in group.members:
+        worker = facts.get(member.worker_id)
+        if worker is None:
+            return f"{member.worker_id} is not registered"
+        if worker.draining:
+            return f"{member.worker_id} is shutting down"
+        if not worker.can_drop or worker.shape is None:
+            return f"{member.worker_id} cannot drop layers"
+    return "" if group.members else f"{group.group_id} has no workers"
 
 
 def _plan_group(

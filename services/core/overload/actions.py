@@ -10,7 +10,7 @@ departed if this service itself stalled, or if all workers stopped at once.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from services.core.flap_damping import FlapDamping, LocalPauseDetector
+from services.core.flap_damping import LEAVES_MAX, WINDOW_S, FlapDamping, LocalPauseDetector
 from services.core.groups.backoff import Backoff
 from services.core.groups.vocabulary import Group
 from services.core.overload.action_plan import (
@@ -20,12 +20,15 @@ from services.core.overload.action_plan import (
     merges,
     merges_of_full,
     splits,
+    unmergeable,
 )
 from services.core.overload.events import Action, Decision
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 
 LOAD_IS_BACK = "called off: load has returned"
+REASONS_MAX = 3
+"""Maximum number of groups for which a failed plan explains why they do not merge."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class ActionState:
     backoff_max_s: float
     _change_backoff: Backoff = field(default_factory=Backoff)  # of workers, after failed changes
     _no_plan_backoff: Backoff = field(default_factory=Backoff)  # of models without a possible merge
+    _no_plan_reasons: dict[str, str] = field(default_factory=dict)  # why not, by model in back-off
     _flap_damping: FlapDamping = field(default_factory=FlapDamping)  # flap damping of workers
     _pause_detector: LocalPauseDetector = field(
         default_factory=LocalPauseDetector
@@ -73,14 +77,15 @@ class ActionState:
     ) -> ActionPlan:
         """Plan changes for a MERGE or SPLIT decision; they are in progress until `ended`."""
         model = decision.model
-        groups = [g for g in stable_groups if g.model == model and self._is_free(g, now_s)]
+        groups = [group for group in stable_groups if group.model == model]
         pending_tokens = sum(tokens for name, tokens in self._gains.values() if name == model)
         # Merges in progress meet part of the need; planning for all of it would drop too much.
         missing = decision.needed_tokens - pending_tokens
         for_all = decision.action is Action.MERGE and not decision.group_ids
         try:
             if decision.action is Action.SPLIT:
-                changes = splits([g for g in groups if g.group_id in decision.group_ids])
+                asked = [group for group in groups if group.group_id in decision.group_ids]
+                changes = splits([group for group in asked if not self._busy(group, now_s)])
             else:
                 changes = self._merges(decision, pending_tokens, groups, facts, reports, now_s)
         except NoPlan as error:
@@ -129,25 +134,47 @@ class ActionState:
         model, needed = decision.model, decision.needed_tokens
         wait_s = self._no_plan_backoff.wait_s([model], now_s)
         if wait_s > 0:
-            raise NoPlan(f"no merge was possible lately; next try in {wait_s:.1f} s")
+            raise NoPlan(f"{self._no_plan_reasons[model]}; next try in {wait_s:.1f} s")
         if 0 < needed <= pending_tokens:
             raise NoPlan(f"merges in progress gain {pending_tokens} of {needed} tokens")
-        # Each departure of a flapping worker would break its merged group and stall the members.
-        groups = [group for group in groups if not self._flaps(group, now_s)]
+        blocked = {group.group_id: self._blocked(group, now_s) for group in groups}
+        free = [group for group in groups if not blocked[group.group_id]]
         try:
             if decision.group_ids:
-                return merges_of_full(groups, decision.group_ids, facts, reports)
-            changes = merges(groups, facts, reports, needed - pending_tokens)
-        except NoPlan:
+                return merges_of_full(free, decision.group_ids, facts, reports)
+            changes = merges(free, facts, reports, needed - pending_tokens)
+        except NoPlan as error:
+            reasons = [blocked[g.group_id] or unmergeable(g, facts) for g in groups]
+            text = self._no_plan_reasons[model] = "; ".join([str(error), *_first(reasons)])
             self._no_plan_backoff.note_failure([model], now_s, self.backoff_s, self.backoff_max_s)
-            raise
+            raise NoPlan(text) from error
         self._no_plan_backoff.note_success([model])
+        self._no_plan_reasons.pop(model, None)
         return changes
 
-    def _flaps(self, group: Group, now_s: float) -> bool:
-        return any(self._flap_damping.is_flapping(m.worker_id, now_s) for m in group.members)
+    def _blocked(self, group: Group, now_s: float) -> str:
+        """Why a group that could merge does not merge now; empty if it may."""
+        # Each departure of a flapping worker would break its merged group and stall the members.
+        for member in group.members:
+            if flapping_s := self._flap_damping.flapping_s(member.worker_id, now_s):
+                return (
+                    f"{member.worker_id} left {LEAVES_MAX} times within {WINDOW_S:.0f} s and does"
+                    f" not merge for another {flapping_s:.0f} s"
+                )
+        return self._busy(group, now_s)
 
-    def _is_free(self, group: Group, now_s: float) -> bool:
-        names = [member.worker_id for member in group.members]
-        busy = bool(group.attempt) or group.group_id in self._changing
-        return not busy and self._change_backoff.wait_s(names, now_s) == 0
+    def _busy(self, group: Group, now_s: float) -> str:
+        """Why a group cannot change now; empty if it can."""
+        if group.attempt or group.group_id in self._changing:
+            return f"{group.group_id} is changing"
+        wait_s = self._change_backoff.wait_s([m.worker_id for m in group.members], now_s)
+        if wait_s > 0:
+            return f"a change of {group.group_id} failed, next try in {wait_s:.1f} s"
+        return ""
+
+
+def _first(reasons: list[str]) -> list[str]:
+    """The first reasons; the others are counted."""
+    given = [reason for reason in reasons if reason]
+    more = len(given) - REASONS_MAX
+    return [*given[:REASONS_MAX], *([f"and {more} more"] if more > 0 else [])]

@@ -20,7 +20,7 @@ class Feedback:
     """Corrections of the cost model, the harvest share and statistics of online arrivals.
 
     The harvest share is the share of the time before online deadlines that batch work may use.
-    With `corrects` False (ConServe and BROS as published) the cost model is not corrected, the
+    With `corrects` False (`conserve` and `bros`) the cost model is not corrected, the
     harvest share is constant, and `SloPlanner` runs all online decodes in each iteration.
     """
 

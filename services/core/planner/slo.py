@@ -11,8 +11,10 @@ request may suffer if it arrives meanwhile bounds an iteration; if arrivals can 
 time fits into the share of batch work.
 
 With `scheduling: conserve` predictions are not corrected, batch work gets all of the slack, and all
-online decodes run (ConServe §4.2 as published; its Algorithm 2 with `preempt: deadline` and
-`preempted_work: discard`).
+online decodes run, as in ConServe §4.2; `preempt: deadline` and `preempted_work: discard` add its
+Algorithm 2. Unlike there, the residual time bounds an iteration instead of the TPOT target, online
+prefills have a floor of tokens, iterations without online decodes have no TTFT bound, batch-only
+iterations keep their limits, and lost KV is recomputed.
 
 A batch sequence that does not fit skips the iteration and keeps its blocks. Without a cost model
 there is no time bound: batch work uses the token budget that online work leaves.

@@ -43,9 +43,9 @@ class ClassRules:
         Order.CLASS,
         Order,
         "Order of a tenant's online requests with scheduling priority or round_robin. class:"
-        " interactive before standard, by arrival; deadline: earliest deadline of the first token"
-        " first, ten seconds after arrival for requests without a target. Both after rank; batch"
-        " comes last. slo and conserve always use the deadline, fcfs and prefill_first the"
+        " interactive before standard, then by rank and arrival; deadline: earliest deadline of the"
+        " first token first, ten seconds after arrival for requests without a target. Batch comes"
+        " last. slo and conserve always use the deadline, fcfs and prefill_first the"
         " arrival.",
         expert=True,
     )

@@ -183,8 +183,8 @@ class GenerationRequest(Strict):
     )
     priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(
         None,
-        description="Below 0: class interactive, above 0: batch. Within a class, lower values are"
-        " served earlier.",
+        description="Below 0: class interactive, above 0: batch. With the scheduling policy"
+        " priority, lower values are served earlier within a class.",
     )
     slo_class: Literal["interactive", "standard", "batch"] | None = Field(
         None, description="The service class; see service-classes.md."

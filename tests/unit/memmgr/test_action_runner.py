@@ -88,7 +88,11 @@ def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
     groups = groups[:2]
     plan = state.begin(merge, groups, FACTS, {}, 31.0)
     assert plan.changes == () and "steady workers" in plan.reason
+    rule = "w1 left 3 times within 300 s and does not merge for another 114 s"
+    assert plan.reason.endswith("; 1 could merge now; " + rule)
     assert plan.short_tokens == 100, "a shortfall, as far as can be"
+    again = state.begin(merge, groups, FACTS, {}, 31.5)
+    assert again.reason == plan.reason + "; next try in 0.5 s", "the rule stays visible"
     pair = [merged("w0", "w1")]
     split = logged(Action.SPLIT, "group-w0").decision
     (change,) = state.begin(split, pair, FACTS, {}, 32.0).changes
@@ -127,6 +131,14 @@ def test_a_stall_of_the_memory_manager_does_not_count_as_leaving() -> None:
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
+def test_a_refusal_names_the_rules_of_a_few_groups_and_counts_the_others() -> None:
+    groups = [replace(alone(name), attempt="7-1") for name in FACTS]
+    plan = ActionState(1.0, 1.0).begin(logged(Action.MERGE).decision, groups, {}, {}, 0.0)
+    assert plan.reason.endswith("group-w2 is changing; and 1 more")
+    plan = ActionState(1.0, 1.0).begin(logged(Action.MERGE).decision, [alone("w0")], {}, {}, 0.0)
+    assert plan.reason.endswith("; w0 is not registered")
+
+
 def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
@@ -135,11 +147,21 @@ def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
-@pytest.mark.parametrize("changes", [{"can_drop": False}, {"shape": None}, {"draining": True}])
-def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"can_drop": False}, "cannot drop layers"),
+        ({"shape": None}, "cannot drop layers"),
+        ({"draining": True}, "is shutting down"),
+    ],
+)
+def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any], rule: str) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     with pytest.raises(NoPlan, match="; 1 could merge now"):
         merges([alone("w0"), alone("w1")], facts, {}, 100)
+    merge = logged(Action.MERGE).decision
+    reason = ActionState(1.0, 1.0).begin(merge, [alone("w0"), alone("w1")], facts, {}, 0.0).reason
+    assert reason.endswith("could merge now; w1 " + rule)
     (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 100)
     assert change.group_ids == ("group-w0", "group-w2")
 
@@ -321,7 +343,8 @@ async def test_groups_that_are_being_changed_are_left_alone() -> None:
         await one.act(Action.MERGE)
         marked = tuple(replace(group, attempt="7-1") for group in one.driver.stable_groups)
         one.driver.stable_groups = marked
-        assert "; 0 could" in await one.act(Action.MERGE)
+        refused = await one.act(Action.MERGE)
+        assert "; 0 could merge now; group-w0 is changing; group-w1 is changing" in refused
         assert len(one.driver.asked) == 2
 
 
@@ -329,7 +352,8 @@ async def test_after_a_failure_there_is_a_pause() -> None:
     async with bench() as one:
         one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
         assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
-        assert "; 0 could merge now" in await one.act(Action.MERGE)
+        refused = await one.act(Action.MERGE)
+        assert "; 0 could merge now; a change of group-w0 failed, next try in" in refused
         assert "next try in" in await one.act(Action.MERGE)
         assert len(one.driver.asked) == 1
 

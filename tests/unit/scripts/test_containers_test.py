@@ -4,16 +4,19 @@ import asyncio
 import ipaddress
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import container_cluster
 import containers_test
 import pytest
-from container_checks import configurations
-from container_load import running_streams, tokens_by_request
+from container_checks import configurations, configured
+from container_load import Answer, running_streams, stream_until, tokens_by_request
 from containers_test import Report
 
 ROOT = Path(__file__).resolve().parents[3]
+TOKENS = ("demand", "used", "waiting", "queued", "refused", "forecast", "needed", "stuck")
 
 
 def test_results_tell_each_check_and_image(
@@ -68,13 +71,70 @@ def test_the_tokens_of_a_request_are_put_together() -> None:
     assert tokens_by_request(lines) == {"a": [1, 2, 3], "b": [9]}
 
 
-def test_configurations_are_counted_worker_by_worker() -> None:
-    class Logs:
-        def events(self, _service: str) -> dict[str, list[list[object]]]:
-            switched = [["fact", "EngineSwitched", {"stages": [{}] * n}] for n in (1, 2, 1)]
-            return {"one": [["event", "Other", {}], *switched], "two": switched[:1]}
+class Cluster:
+    """Two workers whose engines have adopted configurations of these stages, and a status."""
 
-    assert configurations(Logs()) == [[1, 2, 1], [1]]  # type: ignore[arg-type]
+    def __init__(self, *stages: list[int], status: dict[str, Any] | None = None) -> None:
+        self.stages = stages
+        self.shown = status or {}
+
+    def events(self, _service: str, kind: str) -> dict[str, list[list[object]]]:
+        assert kind == "EngineSwitched"
+        return {
+            f"w{number}": [["fact", kind, {"stages": [{}] * count}] for count in counts]
+            for number, counts in enumerate(self.stages)
+        }
+
+    def status(self) -> dict[str, Any]:
+        return self.shown
+
+
+def test_configurations_are_counted_worker_by_worker() -> None:
+    assert configurations(Cluster([1, 2, 1], [1])) == [[1, 2, 1], [1]]  # type: ignore[arg-type]
+
+
+async def test_a_check_without_a_merge_prints_the_rule_that_held_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("container_checks.CHANGE_TIMEOUT_S", 0.3)
+    rule = "w0 left 3 times within 300 s and does not merge for another 87 s"
+    decision = {
+        **dict.fromkeys(("decided_unix_s", "held_s", "dwell_s", "threshold_tokens"), 0),
+        **dict.fromkeys((f"{kind}_tokens" for kind in TOKENS), 0),
+        "model": "m",
+        "action": "merge",
+        "cause": "overload",
+        "group_ids": [],
+        "waiting": 9,
+        "outcome": rule,
+    }
+    worker = {"id": "w0", "kv_blocks_total": 90, "kv_blocks_free": 2, "running": 7, "waiting": 9}
+    group = {"id": "group-w0", "members": ["w0"], "degraded": False}
+    status = {"groups": [group], "workers": [worker], "decisions": [decision]}
+    await configured(Cluster([1, 2], [2]), stages=2)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError) as caught:
+        await configured(Cluster([1], [1, 2], status=status), stages=2)  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert rule in text and "88 of 90 KV blocks" in text and "group group-w0: w0" in text
+    with pytest.raises(AssertionError, match="no decisions"):
+        empty = {"groups": [], "workers": []}
+        await configured(Cluster([], [], status=empty), stages=2)  # type: ignore[arg-type]
+
+
+async def test_a_flood_goes_on_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, runs = asyncio.Event(), Counter[int]()
+
+    async def finish(_url: str, number: int, _tokens: int) -> Answer:
+        runs[number] += 1
+        if runs[1] == 5:
+            stopped.set()
+        await asyncio.sleep(0)
+        return Answer(f"{number}-{runs[number]}", "length", 1)
+
+    monkeypatch.setattr("container_load.stream", finish)
+    answers = await stream_until("http://nowhere", range(2), 8, stopped)
+    assert runs == {0: 5, 1: 5}
+    assert {number: answer.request_id for number, answer in answers.items()} == {0: "0-5", 1: "1-5"}
 
 
 def test_a_stream_that_breaks_breaks_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

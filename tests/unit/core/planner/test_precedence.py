@@ -68,6 +68,11 @@ def names(state: PlannerState) -> list[str]:
     [
         (Scheduling.FCFS, ["b1", "s2", "i3", "b4", "i5", "s6"]),
         (Scheduling.PRIORITY, ["i5", "i3", "s2", "s6", "b1", "b4"]),
+        # By deadline: a client's rank does not delay other tenants' requests.
+        *[
+            (scheduling, ["s2", "i3", "i5", "s6", "b1", "b4"])
+            for scheduling in (Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS)
+        ],
     ],
 )
 def test_requests_wait_by_arrival_or_by_class_and_rank(

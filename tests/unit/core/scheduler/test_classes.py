@@ -51,9 +51,9 @@ def groups(commands: list[Command]) -> list[str]:
 @pytest.mark.parametrize(
     ("service", "arrival_s", "key"),
     [
-        (Service(), 5.0, (0.0, 0.0, 15.0)),
-        (Service(ttft_s=2.0), 5.0, (0.0, 0.0, 7.0)),
-        (Service(ServiceClass.INTERACTIVE, ttft_s=0.5, rank=-3), 5.0, (0.0, -3.0, 5.5)),
+        (Service(), 5.0, (0.0, 15.0)),
+        (Service(ttft_s=2.0), 5.0, (0.0, 7.0)),
+        (Service(ServiceClass.INTERACTIVE, ttft_s=0.5, rank=-3), 5.0, (0.0, 5.5)),
         (Service(ServiceClass.BATCH, rank=2), 5.0, (1.0, 2.0, 5.0)),
     ],
 )
