@@ -4,9 +4,14 @@ Two features of the client library `etcd3aio` are replaced. Its keep-alive repor
 loss of quorum; here a lease counts as lost once its TTL has passed without an answer. Its watch
 goes silent after a compaction, and its channel waits up to two minutes between reconnects; here a
 watch ends at the first change, and a listing at least every `RELIST_S` detects missed changes.
+
+An etcd that was restored from a backup, or started without its data, has lost writes: it is *rolled
+back*. Its revisions are lower than before, and mean other writes than before. Every snapshot has
+the number of roll-backs so far, so that its reader can forget revisions of the lost history.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,14 +41,17 @@ RELIST_S = 5.0
 RETRY_S = 0.3
 TLS_REMEDY = ", and check that 'etcd_ca_file' is the CA of its certificate"
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value with the revisions that conditions compare."""
+    """A value with the revisions that conditions compare, and its lease (0: none)."""
 
     value: bytes
     create_revision: int
     mod_revision: int
+    lease: int = 0
 
 
 Listing = dict[str, Entry]
@@ -51,10 +59,20 @@ Listing = dict[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """The entries at a revision of the store."""
+    """The entries at a revision of the store; `rollbacks`: how often the store has lost writes."""
 
     entries: Listing
     revision: int
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """The newest revision that etcd has answered with, since its last roll-back."""
+
+    cluster_id: int = 0  # of etcd; 0 before the first answer
+    revision: int = 0
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +111,7 @@ class Store:
         self.url = url
         self._prefix = prefix
         self._connection = EtcdConnection(url, login or EtcdLogin())
+        self._history = _History()
 
     @property
     def calls(self) -> EtcdCalls:
@@ -142,7 +161,7 @@ class Store:
 
     async def snapshot(self, prefix: str) -> StoreSnapshot:
         """All entries below `prefix` with the store's revision; linearizable."""
-        full = self._full(prefix)
+        full, known = self._full(prefix), self._history
 
         async def get(member: EtcdMember) -> RangeResponse:
             end = prefix_range_end(full)
@@ -151,11 +170,16 @@ class Store:
         response = await self._connection.call_any(get)
         listing = {
             item.key.decode(errors="replace").removeprefix(self._prefix): Entry(
-                item.value, item.create_revision, item.mod_revision
+                item.value, item.create_revision, item.mod_revision, item.lease
             )
             for item in response.kvs
         }
-        return StoreSnapshot(listing, int(response.header.revision))
+        revision = int(response.header.revision)
+        return StoreSnapshot(listing, revision, self._note_history(known, response))
+
+    async def read(self, key: str) -> Entry | None:
+        """The entry of `key`, None if it is absent; linearizable. Raises StoreError."""
+        return (await self.list_prefix(key)).get(key)
 
     async def put_if(
         self,
@@ -275,13 +299,43 @@ class Store:
         finally:
             call.cancel()
 
+    def _note_history(self, known: _History, response: RangeResponse | TxnResponse) -> int:
+        """Detect a roll-back by a response; returns the number of roll-backs before it.
+
+        `known`: the history when the call began. Concurrent calls may be answered in any order, but
+        a linearizable response never has a lower revision than a response before the call.
+        """
+        history = self._history
+        cluster_id, revision = int(response.header.cluster_id), int(response.header.revision)
+        lost = known.cluster_id not in (0, cluster_id) or revision < known.revision
+        if known.rollbacks != history.rollbacks:
+            # Another call has already detected the roll-back.
+            return history.rollbacks if lost else known.rollbacks
+        if lost:
+            self.calls.rollbacks += 1
+            log.error(
+                "etcd at %s has lost writes: it is at revision %d of cluster %x, after revision %d"
+                " of cluster %x; all records are read and written again",
+                self.url,
+                revision,
+                cluster_id,
+                known.revision,
+                known.cluster_id,
+            )
+        newest = revision if lost else max(revision, history.revision)
+        self._history = _History(cluster_id, newest, history.rollbacks + lost)
+        return self._history.rollbacks
+
     async def _txn(self, conditions: Sequence[Condition], operations: list[RequestOp]) -> int:
         compares = [self._compare(condition) for condition in conditions]
+
+        known = self._history
 
         async def txn(member: EtcdMember) -> TxnResponse:
             return await member.kv.txn(compares, operations, timeout=CALL_TIMEOUT_S)
 
         response = await self._connection.call(txn)
+        self._note_history(known, response)
         return int(response.header.revision) if response.succeeded else 0
 
     def _compare(self, condition: Condition) -> Compare:
