@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
 from google.protobuf.message import Message
 
-from services.common.etcd import SameCreation, Store
+from services.common.etcd import Condition, SameCreation, Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Registration
 from services.common.records import decode_record, encode_record
@@ -92,10 +92,14 @@ async def service_address(store: Store, name: str) -> str:
 
 @asynccontextmanager
 async def registered(
-    store: Store, key: str, record: Message, ttl_s: int = LEASE_TTL_S
+    store: Store,
+    key: str,
+    record: Message,
+    ttl_s: int = LEASE_TTL_S,
+    claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
 ) -> AsyncIterator[Registration]:
     """A record on a lease during the body; withdrawn afterwards."""
-    registration = Registration(store, key, record, ttl_s)
+    registration = Registration(store, key, record, ttl_s, claim)
     task = asyncio.create_task(registration.run())
     try:
         async with asyncio.timeout(DEADLINE_S):

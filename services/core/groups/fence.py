@@ -138,8 +138,10 @@ class MemberState:
 
     def agrees(self, stored: Assignment) -> bool:
         """Whether a stored assignment is this process's newest, with layers that it has."""
-        current = stored.incarnation == self.incarnation and stored.epoch >= self.epoch
-        return current and self._has_layers(stored)
+        if stored.epoch == self.epoch:
+            return stored == self.assignment
+        is_later = stored.incarnation == self.incarnation and stored.epoch > self.epoch
+        return is_later and self._has_layers(stored)
 
     def judge(self, call: PrepareCall) -> Answer:
         """Return the verdict on a Prepare; an accepted Prepare becomes `preparing`."""
@@ -147,7 +149,8 @@ class MemberState:
         if refused is not None:
             return refused
         self.token = call.token
-        if self.preparing is not None and self.preparing.attempt == call.attempt:
+        # Compare all of it: a store that has lost writes may assign an attempt's id again.
+        if self.preparing == call:
             return Answer(Verdict.REPLAYED)
         if call.mod_revision <= self._revision:
             return Answer(Verdict.STALE, f"attempt {call.attempt} is over")
