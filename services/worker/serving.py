@@ -6,6 +6,7 @@ A worker serves alone or in a group with other workers; an epoch numbers the con
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from services.common.clock import monotonic_s
 from services.common.errors import StoreError
@@ -126,13 +127,9 @@ class EngineServing:
         )
         state = MemberState(name, incarnation)
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
-        self._registration = Registration(
-            store,
-            f"{WORKERS}{name}",
-            record,
-            config.lease_ttl_s,
-            lambda: registration_conditions(store, state),
-        )
+        path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
+        claim = partial(registration_conditions, store, state)
+        self._registration = Registration(store, path, record, lease_s, claim)
         self._drain = WorkerDrain(
             engine, self._groups, self._member, self._requests, self._registration, record
         )

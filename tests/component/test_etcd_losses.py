@@ -26,7 +26,7 @@ from tests.support.control_plane import (
     serving,
     worker_record,
 )
-from tests.support.etcd_server import EtcdServer
+from tests.support.etcd_server import EtcdServer, running_etcd
 from tests.support.member import FakeMember, all_serve, member, reporting
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
@@ -185,11 +185,14 @@ class TestRollback:
             await eventually(lambda: value_at(store, KEY))
             await eventually(lambda: value_at(store, LEADER))
 
-    @pytest.mark.parametrize("empty", [False, True])
+    @pytest.mark.parametrize("data", ["old", "empty", "overtaken"])
     async def test_groups_change_again(
-        self, store: Store, etcd: EtcdServer, tmp_path: Path, empty: bool
+        self, store: Store, etcd: EtcdServer, tmp_path: Path, data: str
     ) -> None:
-        """A merged group whose record is lost: its members keep their layers until a new epoch."""
+        """A merged group whose record is lost: its members keep their layers until a new epoch.
+
+        With `--bump-revision` a restored etcd has overtaken the revisions that it has lost.
+        """
         options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "backoff_s": 0.1}
         config = from_mapping(MemmgrConfig, options, "a test")
         async with (
@@ -200,14 +203,17 @@ class TestRollback:
             before = await service_address(store, "memmgr")
             async with reporting(before, first, second):
                 await all_serve(before, first, second)
-                data = copied(etcd, tmp_path)
+                copy = copied(etcd, tmp_path)
                 await all_serve(before, first, second)
                 epoch = await merged(before)
             assert (first.engine.held, second.engine.held) == ({0, 1}, {2, 3})
-            away_and_back(etcd, None if empty else data)
+            if data == "overtaken":
+                copy = await overtaken(copy, tmp_path)
+            away_and_back(etcd, None if data == "empty" else copy)
             await eventually(lambda: is_whole(first, epoch) and is_whole(second, epoch))
-            await until_read(store)
-            address = await other_address(store, before)
+            rolled_back = (await until_read(store)).rollbacks
+            assert rolled_back == (data != "overtaken")
+            address = await other_address(store, before) if rolled_back else before
             async with reporting(address, first, second):
                 await all_serve(address, first, second)
                 assert await merged(address) > epoch
@@ -227,6 +233,20 @@ async def until_read(store: Store) -> StoreSnapshot:
             return await store.snapshot("")
         except StoreError:
             await asyncio.sleep(0.1)
+
+
+async def overtaken(data: Path, folder: Path) -> Path:
+    """A copy of etcd's data, with many later writes elsewhere."""
+    with running_etcd() as server:
+        server.kill()
+        server.replace_data(data)
+        server.start()
+        async with open_store(server.url) as store:
+            for number in range(100):
+                await store.put(f"elsewhere/{number}", b"")
+        server.stop()
+        server.copy_data(folder / "overtaken")
+    return folder / "overtaken"
 
 
 async def other_address(store: Store, before: str) -> str:
