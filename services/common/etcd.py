@@ -5,13 +5,11 @@ loss of quorum; here a lease counts as lost once its TTL has passed without an a
 goes silent after a compaction, and its channel waits up to two minutes between reconnects; here a
 watch ends at the first change, and a listing at least every `RELIST_S` detects missed changes.
 
-An etcd that was restored from a backup, or started without its data, has lost writes: it is *rolled
-back*. Its revisions are lower than before, and mean other writes than before. Every snapshot has
-the number of roll-backs so far, so that its reader can forget revisions of the lost history.
+An etcd that has lost writes is *rolled back* (`etcd_history`). Every snapshot has the number of
+roll-backs before it, so that its reader can forget the revisions of the lost history.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +31,7 @@ from etcd3aio.kv import prefix_range_end
 from services.common.errors import StoreError, StoreRefused
 from services.common.etcd_calls import EtcdCalls
 from services.common.etcd_connection import CALL_TIMEOUT_S, EtcdConnection, EtcdLogin, EtcdMember
+from services.common.etcd_history import EtcdHistory, Position
 from services.common.service_config import DEFAULT_PREFIX, ServiceConfig
 from services.common.timeouts import timeout
 from services.common.tls import CertificateFiles
@@ -40,8 +39,6 @@ from services.common.tls import CertificateFiles
 RELIST_S = 5.0
 RETRY_S = 0.3
 TLS_REMEDY = ", and check that 'etcd_ca_file' is the CA of its certificate"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +56,10 @@ Listing = dict[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """The entries at a revision of the store; `rollbacks`: how often the store has lost writes."""
+    """The entries at a revision of the store; `rollbacks`: how often it had lost writes."""
 
     entries: Listing
     revision: int
-    rollbacks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _History:
-    """The newest revision that etcd has answered with, since its last roll-back."""
-
-    cluster_id: int = 0  # of etcd; 0 before the first answer
-    revision: int = 0
     rollbacks: int = 0
 
 
@@ -111,7 +99,7 @@ class Store:
         self.url = url
         self._prefix = prefix
         self._connection = EtcdConnection(url, login or EtcdLogin())
-        self._history = _History()
+        self._history = EtcdHistory(url, self.calls)
 
     @property
     def calls(self) -> EtcdCalls:
@@ -161,7 +149,7 @@ class Store:
 
     async def snapshot(self, prefix: str) -> StoreSnapshot:
         """All entries below `prefix` with the store's revision; linearizable."""
-        full, known = self._full(prefix), self._history
+        full, before = self._full(prefix), self._history.position
 
         async def get(member: EtcdMember) -> RangeResponse:
             end = prefix_range_end(full)
@@ -174,8 +162,8 @@ class Store:
             )
             for item in response.kvs
         }
-        revision = int(response.header.revision)
-        return StoreSnapshot(listing, revision, self._note_history(known, response))
+        rollbacks = self._note(before, response)
+        return StoreSnapshot(listing, int(response.header.revision), rollbacks)
 
     async def read(self, key: str) -> Entry | None:
         """The entry of `key`, None if it is absent; linearizable. Raises StoreError."""
@@ -265,12 +253,19 @@ class Store:
         Never ends. Yields nothing while etcd is unreachable. The periodic listings detect changes
         that a silent watch has missed.
         """
+        before = StoreSnapshot({}, 0)
         while True:
             try:
                 snapshot = await self.snapshot(prefix)
             except StoreError:
                 await asyncio.sleep(RETRY_S)
                 continue
+            outdated = _outdated_key(snapshot, before)
+            if outdated is not None:
+                revisions = (s.entries[outdated].mod_revision for s in (snapshot, before))
+                self._history.note_outdated(outdated, *revisions, snapshot.rollbacks)
+                continue
+            before = snapshot
             yield snapshot
             await self._wait_for_change(prefix, snapshot.revision)
 
@@ -299,44 +294,20 @@ class Store:
         finally:
             call.cancel()
 
-    def _note_history(self, known: _History, response: RangeResponse | TxnResponse) -> int:
-        """Detect a roll-back by a response; returns the number of roll-backs before it.
-
-        `known`: the history when the call began. Concurrent calls may be answered in any order, but
-        a linearizable response never has a lower revision than a response before the call.
-        """
-        history = self._history
-        cluster_id, revision = int(response.header.cluster_id), int(response.header.revision)
-        lost = known.cluster_id not in (0, cluster_id) or revision < known.revision
-        if known.rollbacks != history.rollbacks:
-            # Another call has already detected the roll-back.
-            return history.rollbacks if lost else known.rollbacks
-        if lost:
-            self.calls.rollbacks += 1
-            log.error(
-                "etcd at %s has lost writes: it is at revision %d of cluster %x, after revision %d"
-                " of cluster %x; all records are read and written again",
-                self.url,
-                revision,
-                cluster_id,
-                known.revision,
-                known.cluster_id,
-            )
-        newest = revision if lost else max(revision, history.revision)
-        self._history = _History(cluster_id, newest, history.rollbacks + lost)
-        return self._history.rollbacks
-
     async def _txn(self, conditions: Sequence[Condition], operations: list[RequestOp]) -> int:
         compares = [self._compare(condition) for condition in conditions]
-
-        known = self._history
+        before = self._history.position
 
         async def txn(member: EtcdMember) -> TxnResponse:
             return await member.kv.txn(compares, operations, timeout=CALL_TIMEOUT_S)
 
         response = await self._connection.call(txn)
-        self._note_history(known, response)
+        self._note(before, response)
         return int(response.header.revision) if response.succeeded else 0
+
+    def _note(self, before: Position, response: RangeResponse | TxnResponse) -> int:
+        header = response.header
+        return self._history.note_response(before, int(header.cluster_id), int(header.revision))
 
     def _compare(self, condition: Condition) -> Compare:
         key = self._full(condition.key)
@@ -358,6 +329,17 @@ class Store:
 
     def _full(self, key: str) -> bytes:
         return f"{self._prefix}{key}".encode()
+
+
+def _outdated_key(snapshot: StoreSnapshot, before: StoreSnapshot) -> str | None:
+    """A key with an older write than in `before`, or with another write of the same revision."""
+    if snapshot.rollbacks != before.rollbacks:
+        return None
+    for key, entry in snapshot.entries.items():
+        known = before.entries.get(key)
+        if known is not None and known != entry and known.mod_revision >= entry.mod_revision:
+            return key
+    return None
 
 
 def open_store(config: ServiceConfig) -> Store:

@@ -46,7 +46,7 @@ class Listing:
 
 
 class RecordReader:
-    """Converts snapshots of all records; parses only records whose revision has changed."""
+    """Converts snapshots of all records; parses only records that have changed."""
 
     def __init__(self) -> None:
         self._workers = _Reader(WORKERS, _to_worker)
@@ -84,17 +84,17 @@ class _Reader(Generic[T]):
     def __init__(self, prefix: str, decode: Callable[[str, Entry], T | None]) -> None:
         self._prefix = prefix
         self._decode = decode
-        self._known: dict[str, tuple[int, T | None]] = {}  # revision and value, by key
+        self._known: dict[str, tuple[Entry, T | None]] = {}  # entry and value, by key
 
     def read(self, entries: Mapping[str, Entry]) -> list[T]:
         known = {}
         for key, entry in entries.items():
             if not key.startswith(self._prefix):
                 continue
-            revision, value = self._known.get(key, (0, None))
-            if revision != entry.mod_revision:
-                value = self._decode(key, entry)
-            known[key] = (entry.mod_revision, value)
+            last = self._known.get(key)
+            # Compare all of it: an etcd that has lost writes may assign a revision again.
+            value = last[1] if last and last[0] == entry else self._decode(key, entry)
+            known[key] = (entry, value)
         self._known = known
         return [value for _, value in known.values() if value is not None]
 
