@@ -262,8 +262,7 @@ class Store:
                 continue
             outdated = _outdated_key(snapshot, before)
             if outdated is not None:
-                revisions = (s.entries[outdated].mod_revision for s in (snapshot, before))
-                self._history.note_outdated(outdated, *revisions, snapshot.rollbacks)
+                self._history.note_outdated(outdated, snapshot.rollbacks)
                 continue
             before = snapshot
             yield snapshot

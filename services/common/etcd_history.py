@@ -51,13 +51,13 @@ class EtcdHistory:
         )
         return self.position.rollbacks
 
-    def note_outdated(self, key: str, revision: int, before: int, rollbacks: int) -> None:
-        """Note that `key` went back from revision `before`, as read after `rollbacks` roll-backs.
+    def note_outdated(self, key: str, rollbacks: int) -> None:
+        """Note that the record of `key` went back, as read after `rollbacks` roll-backs.
 
         The revision of the cluster may have overtaken the lost revisions meanwhile.
         """
         if rollbacks == self.position.rollbacks:
-            self._note_rollback(f"revision {revision} of {key} follows its revision {before}")
+            self._note_rollback(f"{key} is older than before")
 
     def _note_rollback(self, evidence: str) -> None:
         self.position = replace(self.position, rollbacks=self.position.rollbacks + 1)

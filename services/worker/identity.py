@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.common.errors import ConfigError, ServiceError, StoreError
-from services.common.etcd import Condition, Store, Unchanged
+from services.common.etcd import Condition, Entry, Store, Unchanged
 from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, read_floor
 from services.common.protocol import PROTOCOL_VERSION
 from services.common.records import (
@@ -22,6 +22,7 @@ from services.common.records import (
     to_shape_record,
 )
 from services.core.groups.fence import MemberState, is_removed, restored
+from services.core.groups.vocabulary import Assignment
 from services.worker.config import WorkerConfig
 from services.worker.engine_participant import can_drop
 from services.worker.ipc import EngineReady
@@ -58,8 +59,7 @@ async def registration_conditions(store: Store, member: MemberState) -> tuple[Co
     key = f"{ASSIGNMENTS}{member.worker_id}"
     entry = await store.read(key)
     revision = entry.mod_revision if entry is not None else 0
-    record = entry and read_record(record_pb2.AssignmentRecord, key, entry.value)
-    stored = to_assignment(record) if record is not None else None
+    stored = _read_assignment(key, entry) if entry is not None else None
     if stored is not None and member.agrees(stored):
         return (Unchanged(key, revision),)
     epoch_floor, floor_revision = read_floor(await store.read(EPOCH_FLOOR))
@@ -75,6 +75,12 @@ async def registration_conditions(store: Store, member: MemberState) -> tuple[Co
         raise StoreError(f"the assignment of {member.worker_id} changes; it is read again")
     log.warning("etcd had lost the assignment of %s; it is written again", member.worker_id)
     return (Unchanged(key, revision),)
+
+
+def _read_assignment(key: str, entry: Entry) -> Assignment | None:
+    """The stored assignment; None if it is unreadable."""
+    record = read_record(record_pb2.AssignmentRecord, key, entry.value)
+    return to_assignment(record) if record is not None else None
 
 
 @contextlib.contextmanager
