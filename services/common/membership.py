@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 
+Claim = Callable[[Entry | None], Awaitable[Sequence[Condition]]]
+
+
 class Registration:
     """Keeps a key alive on a lease while `run` runs.
 
@@ -44,10 +47,13 @@ class Registration:
         key: str,
         record: Message,
         ttl_s: int,
-        claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
+        claim: Claim | None = None,
     ) -> None:
         """`claim` returns the conditions that must hold in etcd at registration (default: none), or
-        raises the error that ends `run`. It is called again at least every `RELIST_S`.
+        raises the error that ends `run`.
+
+        It is called again at least every `RELIST_S`, with the key's entry, so that it can restore
+        the records that it depends on; before registration it is called with None.
         """
         self._store = store
         self._key = key
@@ -124,13 +130,13 @@ class Registration:
         entry = await self._store.read(self._key)
         if entry is not None and entry.value != self._value:
             return False
-        also = await self._conditions()
+        also = await self._conditions(None)
         # If the key is from an earlier attempt or lease, move it to the current lease.
         revision = entry.mod_revision if entry is not None else 0
         return await self._store.put_if(self._key, self._value, revision, self._lease, also)
 
-    async def _conditions(self) -> Sequence[Condition]:
-        return await self._claim() if self._claim is not None else ()
+    async def _conditions(self, registered: Entry | None) -> Sequence[Condition]:
+        return await self._claim(registered) if self._claim is not None else ()
 
     async def _hold(self) -> None:
         """Return when the lease or the key is lost."""
@@ -152,9 +158,8 @@ class Registration:
             if entry is None or entry.lease != self._lease:
                 log.warning("%s is gone from etcd or replaced; registering again", self._key)
                 return
-            # Records that the claim depends on may have been lost as well.
             with contextlib.suppress(StoreError):
-                await self._conditions()
+                await self._conditions(entry)
 
     async def _renew(self) -> None:
         """Return when the lease is lost: etcd reports it, or its TTL passes without an answer."""

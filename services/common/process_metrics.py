@@ -53,7 +53,7 @@ class _Common(Collector):
         )
         yield CounterMetricFamily(
             "tideserve_etcd_rollbacks",
-            "Times that etcd was found without writes that it had confirmed before.",
+            "Detected losses of writes that etcd had confirmed.",
             value=calls.rollbacks,
         )
         expiry = GaugeMetricFamily(

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.common.errors import ConfigError, ServiceError, StoreError
-from services.common.etcd import Condition, Entry, Store, Unchanged
-from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, read_floor
+from services.common.etcd import Condition, Entry, SameCreation, Store, Unchanged
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, WORKERS, read_floor
 from services.common.protocol import PROTOCOL_VERSION
 from services.common.records import (
     capabilities_of,
@@ -41,8 +41,12 @@ class Forgotten(ServiceError):
     exit_code = 1
 
 
-async def registration_conditions(store: Store, member: MemberState) -> tuple[Condition, ...]:
+async def registration_conditions(
+    store: Store, member: MemberState, registered: Entry | None
+) -> tuple[Condition, ...]:
     """Conditions in etcd under which the process may register.
+
+    `registered` is its registration, if it has any.
 
     A process that was in a group may register again only while the record of its assigned layers
     exists; see `services.core.groups.singleton_groups`. A record that etcd has lost is written
@@ -63,12 +67,17 @@ async def registration_conditions(store: Store, member: MemberState) -> tuple[Co
     if stored is not None and member.agrees(stored):
         return (Unchanged(key, revision),)
     epoch_floor, floor_revision = read_floor(await store.read(EPOCH_FLOOR))
+    unchanged: list[Condition] = [Unchanged(key, revision), Unchanged(EPOCH_FLOOR, floor_revision)]
+    if registered is not None:
+        # The memory manager removes no registered worker, whatever the floor.
+        epoch_floor = 0
+        worker = SameCreation(f"{WORKERS}{member.worker_id}", registered.create_revision)
+        unchanged.append(worker)
     if is_removed(own, stored, epoch_floor):
         raise Forgotten(
             f"{member.worker_id} was disconnected for too long and lost its place in the cluster;"
             " it exits so that it can be restarted"
         )
-    unchanged = (Unchanged(key, revision), Unchanged(EPOCH_FLOOR, floor_revision))
     written = to_assignment_record(restored(own, stored))
     revision = await store.transact(unchanged, {key: encode_record(written)})
     if not revision:

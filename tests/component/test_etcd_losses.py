@@ -149,7 +149,7 @@ async def candidate(store: Store, name: str) -> AsyncIterator[tuple[Election, li
 
 
 class TestRollback:
-    async def test_a_snapshot_tells_of_lost_writes(
+    async def test_a_snapshot_has_the_number_of_rollbacks(
         self, store: Store, etcd: EtcdServer, tmp_path: Path
     ) -> None:
         await put(store, KEY, worker_record())
@@ -233,11 +233,11 @@ class TestRollback:
                 assert await merged(address) > epoch
 
 
-def is_whole(one: FakeMember, epoch: int) -> bool:
+def is_whole(worker: FakeMember, epoch: int) -> bool:
     """Whether the member serves alone, in a later configuration."""
-    group = one.engine.serving
+    group = worker.engine.serving
     assert group is not None
-    return group.epoch > epoch and group.phase == "stable" and len(one.engine.held) == 4
+    return group.epoch > epoch and group.phase == "stable" and len(worker.engine.held) == 4
 
 
 async def until_read(store: Store) -> StoreSnapshot:
@@ -266,11 +266,11 @@ async def overtaken(data: Path, folder: Path) -> Path:
 async def other_address(store: Store, before: str) -> str:
     """The address of a memory manager that has started again."""
 
-    async def found() -> str:
+    async def later() -> str:
         address = await service_address(store, "memmgr")
         return address if address != before else ""
 
-    return await eventually(found)
+    return await eventually(later)
 
 
 async def merged(address: str) -> int:

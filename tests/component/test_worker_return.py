@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from services.common.errors import StoreError
-from services.common.etcd import Condition, SameCreation, Store
+from services.common.etcd import Condition, Entry, SameCreation, Store
 from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, WORKERS, Registration
 from services.common.records import decode_record, encode_record, to_floor_record
 from services.core.groups.fence import MemberState
@@ -54,10 +55,8 @@ async def remove_assignment(store: Store, epoch_floor: int = 5) -> None:
 
 
 def returning(store: Store, state: MemberState) -> Registration:
-    async def claimed() -> Sequence[Condition]:
-        return await registration_conditions(store, state)
-
-    return Registration(store, KEY, worker_record("w0"), LEASE_TTL_S, claimed)
+    claim = partial(registration_conditions, store, state)
+    return Registration(store, KEY, worker_record("w0"), LEASE_TTL_S, claim)
 
 
 async def registers(store: Store, state: MemberState) -> None:
@@ -101,14 +100,14 @@ async def test_it_does_not_pass_by_a_removal_that_comes_between(store: Store) ->
     await put(store, ASSIGNMENT, OWN)
     reads = 0
 
-    async def claimed() -> Sequence[Condition]:
+    async def claim(registered: Entry | None) -> Sequence[Condition]:
         nonlocal reads
         reads += 1
-        conditions = await registration_conditions(store, member())
+        conditions = await registration_conditions(store, member(), registered)
         await remove_assignment(store)
         return conditions
 
-    registration = Registration(store, KEY, worker_record("w0"), LEASE_TTL_S, claimed)
+    registration = Registration(store, KEY, worker_record("w0"), LEASE_TTL_S, claim)
     running = asyncio.create_task(registration.run())
     await eventually(running.done)
     assert isinstance(running.exception(), Forgotten)
@@ -153,16 +152,20 @@ async def test_an_assignment_that_changes_meanwhile_is_left_alone(
 
     monkeypatch.setattr(store, "read", read_before_a_removal)
     with pytest.raises(StoreError, match="the assignment of w0 changes"):
-        await registration_conditions(store, member())
+        await registration_conditions(store, member(), None)
     assert await stored(store) is None
 
 
-async def test_a_registered_worker_restores_its_assignment(store: Store) -> None:
-    state = member()
+@pytest.mark.parametrize("epoch_floor", [None, 9])
+async def test_a_registered_worker_restores_its_assignment(
+    store: Store, epoch_floor: int | None
+) -> None:
+    """Whatever the floor, which other workers may have raised: none is removed while registered."""
     await put(store, ASSIGNMENT, OWN)
-    async with registered(
-        store, KEY, worker_record("w0"), claim=lambda: registration_conditions(store, state)
-    ):
+    if epoch_floor is not None:
+        await put(store, EPOCH_FLOOR, to_floor_record(epoch_floor))
+    claim = partial(registration_conditions, store, member())
+    async with registered(store, KEY, worker_record("w0"), claim=claim):
         created = (await store.list_prefix(KEY))[KEY].create_revision
         await delete(store, ASSIGNMENT)
 

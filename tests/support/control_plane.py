@@ -2,16 +2,16 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
 from google.protobuf.message import Message
 
-from services.common.etcd import Condition, SameCreation, Store
+from services.common.etcd import SameCreation, Store
 from services.common.grpc_client import open_channel
-from services.common.membership import GROUPS, SERVICES, WORKERS, Registration
+from services.common.membership import GROUPS, SERVICES, WORKERS, Claim, Registration
 from services.common.records import decode_record, encode_record
 from services.common.transport import Transport
 from tests.support.waiting import DEADLINE_S, eventually
@@ -96,7 +96,7 @@ async def registered(
     key: str,
     record: Message,
     ttl_s: int = LEASE_TTL_S,
-    claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
+    claim: Claim | None = None,
 ) -> AsyncIterator[Registration]:
     """A record on a lease during the body; withdrawn afterwards."""
     registration = Registration(store, key, record, ttl_s, claim)

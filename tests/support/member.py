@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from services.common.etcd import Store
@@ -129,7 +130,7 @@ async def member(
             f"{WORKERS}{name}",
             entry,
             ttl_s,
-            lambda: registration_conditions(store, state),
+            partial(registration_conditions, store, state),
         ):
             tasks = [asyncio.create_task(part.run()) for part in (servicers[0], directory)]
             try:

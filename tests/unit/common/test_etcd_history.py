@@ -98,4 +98,4 @@ async def test_a_record_that_goes_back_is_a_rollback(after: Entry) -> None:
 async def test_records_that_change_or_return_are_no_rollback() -> None:
     before, later = Entry(b"1", 3, 5), Entry(b"1", 8, 8)
     store = OvertakingStore({"a": before}, {"a": before}, {}, {"a": later})
-    assert [one.rollbacks for one in await followed(store, 4)] == [0, 0, 0, 0]
+    assert [snapshot.rollbacks for snapshot in await followed(store, 4)] == [0, 0, 0, 0]
