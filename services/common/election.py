@@ -59,13 +59,13 @@ class Election:
         """The creation revision of our key; 0 if the key is not ours."""
         while self._registration.registered.is_set():
             try:
-                entry = (await self._store.list_prefix(self._key)).get(self._key)
+                entry = await self._store.read(self._key)
             except StoreError:
                 await asyncio.sleep(RETRY_S)
                 continue
             if entry is not None and entry.value == self._value:
                 return entry.create_revision
-            # The key was deleted, which the registration detects at its next renewal.
+            # The key was deleted, which the registration detects as well.
             await asyncio.sleep(RETRY_S)
         return 0
 

@@ -4,6 +4,9 @@ Two features of the client library `etcd3aio` are replaced. Its keep-alive repor
 loss of quorum; here a lease counts as lost once its TTL has passed without an answer. Its watch
 goes silent after a compaction, and its channel waits up to two minutes between reconnects; here a
 watch ends at the first change, and a listing at least every `RELIST_S` detects missed changes.
+
+An etcd that has lost writes is *rolled back* (`etcd_history`). Every snapshot has the number of
+roll-backs before it, so that its reader can forget the revisions of the lost history.
 """
 
 import asyncio
@@ -28,6 +31,7 @@ from etcd3aio.kv import prefix_range_end
 from services.common.errors import StoreError, StoreRefused
 from services.common.etcd_calls import EtcdCalls
 from services.common.etcd_connection import CALL_TIMEOUT_S, EtcdConnection, EtcdLogin, EtcdMember
+from services.common.etcd_history import EtcdHistory, Position
 from services.common.service_config import DEFAULT_PREFIX, ServiceConfig
 from services.common.timeouts import timeout
 from services.common.tls import CertificateFiles
@@ -39,11 +43,12 @@ TLS_REMEDY = ", and check that 'etcd_ca_file' is the CA of its certificate"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value with the revisions that conditions compare."""
+    """A value with the revisions that conditions compare, and its lease (0: none)."""
 
     value: bytes
     create_revision: int
     mod_revision: int
+    lease: int = 0
 
 
 Listing = dict[str, Entry]
@@ -51,10 +56,11 @@ Listing = dict[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """The entries at a revision of the store."""
+    """The entries at a revision of the store; `rollbacks`: how often it had lost writes."""
 
     entries: Listing
     revision: int
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Store:
         self.url = url
         self._prefix = prefix
         self._connection = EtcdConnection(url, login or EtcdLogin())
+        self._history = EtcdHistory(url, self.calls)
 
     @property
     def calls(self) -> EtcdCalls:
@@ -142,7 +149,7 @@ class Store:
 
     async def snapshot(self, prefix: str) -> StoreSnapshot:
         """All entries below `prefix` with the store's revision; linearizable."""
-        full = self._full(prefix)
+        full, before = self._full(prefix), self._history.position
 
         async def get(member: EtcdMember) -> RangeResponse:
             end = prefix_range_end(full)
@@ -151,11 +158,16 @@ class Store:
         response = await self._connection.call_any(get)
         listing = {
             item.key.decode(errors="replace").removeprefix(self._prefix): Entry(
-                item.value, item.create_revision, item.mod_revision
+                item.value, item.create_revision, item.mod_revision, item.lease
             )
             for item in response.kvs
         }
-        return StoreSnapshot(listing, int(response.header.revision))
+        rollbacks = self._note(before, response)
+        return StoreSnapshot(listing, int(response.header.revision), rollbacks)
+
+    async def read(self, key: str) -> Entry | None:
+        """The entry of `key`, None if it is absent; linearizable. Raises StoreError."""
+        return (await self.list_prefix(key)).get(key)
 
     async def put_if(
         self,
@@ -241,12 +253,18 @@ class Store:
         Never ends. Yields nothing while etcd is unreachable. The periodic listings detect changes
         that a silent watch has missed.
         """
+        before = StoreSnapshot({}, 0)
         while True:
             try:
                 snapshot = await self.snapshot(prefix)
             except StoreError:
                 await asyncio.sleep(RETRY_S)
                 continue
+            outdated = _outdated_key(snapshot, before)
+            if outdated is not None:
+                self._history.note_outdated(outdated, snapshot.rollbacks)
+                continue
+            before = snapshot
             yield snapshot
             await self._wait_for_change(prefix, snapshot.revision)
 
@@ -277,12 +295,18 @@ class Store:
 
     async def _txn(self, conditions: Sequence[Condition], operations: list[RequestOp]) -> int:
         compares = [self._compare(condition) for condition in conditions]
+        before = self._history.position
 
         async def txn(member: EtcdMember) -> TxnResponse:
             return await member.kv.txn(compares, operations, timeout=CALL_TIMEOUT_S)
 
         response = await self._connection.call(txn)
+        self._note(before, response)
         return int(response.header.revision) if response.succeeded else 0
+
+    def _note(self, before: Position, response: RangeResponse | TxnResponse) -> int:
+        header = response.header
+        return self._history.note_response(before, int(header.cluster_id), int(header.revision))
 
     def _compare(self, condition: Condition) -> Compare:
         key = self._full(condition.key)
@@ -304,6 +328,17 @@ class Store:
 
     def _full(self, key: str) -> bytes:
         return f"{self._prefix}{key}".encode()
+
+
+def _outdated_key(snapshot: StoreSnapshot, before: StoreSnapshot) -> str | None:
+    """A key with an older write than in `before`, or with another write of the same revision."""
+    if snapshot.rollbacks != before.rollbacks:
+        return None
+    for key, entry in snapshot.entries.items():
+        known = before.entries.get(key)
+        if known is not None and known != entry and known.mod_revision >= entry.mod_revision:
+            return key
+    return None
 
 
 def open_store(config: ServiceConfig) -> Store:

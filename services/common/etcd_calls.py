@@ -11,12 +11,16 @@ UPPER_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class EtcdCalls:
-    """Duration histogram and failures of all calls of this process."""
+    """Duration histogram and failures of all calls of this process.
+
+    `rollbacks`: how often an answer showed that etcd had lost writes.
+    """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(UPPER_BOUNDS_S) + 1)
         self.total_s = 0.0
         self.failed = 0
+        self.rollbacks = 0
 
     @contextmanager
     def timed(self, failures: tuple[type[BaseException], ...]) -> Iterator[None]:

@@ -5,6 +5,7 @@ do.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
@@ -15,6 +16,7 @@ from services.common.clock import monotonic_s
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, Condition, Entry, Store
 from services.common.records import encode_record, read_record
+from tideserve.common.v1 import record_pb2
 
 SERVICES = "services/"
 WORKERS = "workers/"
@@ -28,12 +30,15 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 
+Claim = Callable[[Entry | None], Awaitable[Sequence[Condition]]]
+
+
 class Registration:
     """Keeps a key alive on a lease while `run` runs.
 
     The key is created only if it is absent, so a restarted process waits until the lease of its
-    predecessor has expired. If the lease is lost, the record is written again under a new lease.
-    Exactly one of the events `registered` and `lost` is set.
+    predecessor has expired. If the lease is lost, or the key is deleted or replaced, the record is
+    written again under a new lease. Exactly one of the events `registered` and `lost` is set.
     """
 
     def __init__(
@@ -42,10 +47,13 @@ class Registration:
         key: str,
         record: Message,
         ttl_s: int,
-        claim: Callable[[], Awaitable[Sequence[Condition]]] | None = None,
+        claim: Claim | None = None,
     ) -> None:
         """`claim` returns the conditions that must hold in etcd at registration (default: none), or
         raises the error that ends `run`.
+
+        It is called again at least every `RELIST_S`, with the key's entry, so that it can restore
+        the records that it depends on; before registration it is called with None.
         """
         self._store = store
         self._key = key
@@ -64,7 +72,7 @@ class Registration:
             try:
                 await self._register()
                 failing = False
-                await self._renew()
+                await self._hold()
             except StoreError as error:
                 if not failing:
                     log.warning("registration of %s failed, retrying: %s", self._key, error)
@@ -78,7 +86,7 @@ class Registration:
         self._value, before = encode_record(record), self._value
         while True:
             try:
-                entry = (await self._store.list_prefix(self._key)).get(self._key)
+                entry = await self._store.read(self._key)
                 if entry is not None and entry.value == self._value:
                     return
                 # While the key is absent, `run` registers it, possibly with the old record.
@@ -119,14 +127,39 @@ class Registration:
 
     async def _write(self) -> bool:
         """Write the key under our lease; False while another process holds it."""
-        also = await self._claim() if self._claim is not None else ()
-        if await self._store.put_if(self._key, self._value, 0, self._lease, also):
-            return True
-        entry = (await self._store.list_prefix(self._key)).get(self._key)
-        if entry is None or entry.value != self._value:
+        entry = await self._store.read(self._key)
+        if entry is not None and entry.value != self._value:
             return False
-        # The key is from an earlier attempt whose answer was lost: move it to the current lease.
-        return await self._store.put_if(self._key, self._value, entry.mod_revision, self._lease)
+        also = await self._conditions(None)
+        # If the key is from an earlier attempt or lease, move it to the current lease.
+        revision = entry.mod_revision if entry is not None else 0
+        return await self._store.put_if(self._key, self._value, revision, self._lease, also)
+
+    async def _conditions(self, registered: Entry | None) -> Sequence[Condition]:
+        return await self._claim(registered) if self._claim is not None else ()
+
+    async def _hold(self) -> None:
+        """Return when the lease or the key is lost."""
+        holding = [asyncio.create_task(hold()) for hold in (self._renew, self._watch_key)]
+        try:
+            await asyncio.wait(holding, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in holding:
+                task.cancel()
+            ended = await asyncio.gather(*holding, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+
+    async def _watch_key(self) -> None:
+        """Return when the key is not under our lease any more: deleted, or another process's."""
+        async for snapshot in self._store.follow_prefix(self._key):
+            entry = snapshot.entries.get(self._key)
+            if entry is None or entry.lease != self._lease:
+                log.warning("%s is gone from etcd or replaced; registering again", self._key)
+                return
+            with contextlib.suppress(StoreError):
+                await self._conditions(entry)
 
     async def _renew(self) -> None:
         """Return when the lease is lost: etcd reports it, or its TTL passes without an answer."""
@@ -165,6 +198,7 @@ class Directory(Generic[M]):
         self._on_change = on_change
         self.records: dict[str, M] = {}
         self.entries: dict[str, Entry] = {}
+        self.rollbacks = 0  # of the store, before `entries` were read
         self.loaded = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -172,14 +206,15 @@ class Directory(Generic[M]):
         """Follow the prefix until cancelled."""
         async for snapshot in self._store.follow_prefix(self._prefix):
             listing = snapshot.entries
-            if listing == self.entries and self.loaded.is_set():
+            is_current = listing == self.entries and snapshot.rollbacks == self.rollbacks
+            if is_current and self.loaded.is_set():
                 continue
             decoded = {
                 key: record
                 for key, entry in listing.items()
                 if (record := self._decoded(key, entry)) is not None
             }
-            self.entries = listing
+            self.entries, self.rollbacks = listing, snapshot.rollbacks
             self.records = decoded
             self.loaded.set()
             # Replace the event at each change, so that no waiter has to clear it.
@@ -205,3 +240,11 @@ class Directory(Generic[M]):
         return (
             self.records[max(keys, key=lambda k: self.entries[k].create_revision)] if keys else None
         )
+
+
+def read_floor(entry: Entry | None) -> tuple[int, int]:
+    """The epoch floor and the revision of its record; 0 and 0 if absent."""
+    if entry is None:
+        return 0, 0
+    record = read_record(record_pb2.EpochFloorRecord, EPOCH_FLOOR, entry.value)
+    return record.epoch if record is not None else entry.mod_revision, entry.mod_revision

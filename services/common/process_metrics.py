@@ -51,6 +51,11 @@ class _Common(Collector):
             "Calls to etcd that were refused or not answered in time.",
             value=calls.failed,
         )
+        yield CounterMetricFamily(
+            "tideserve_etcd_rollbacks",
+            "Detected losses of writes that etcd had confirmed.",
+            value=calls.rollbacks,
+        )
         expiry = GaugeMetricFamily(
             "tideserve_tls_certificate_expiry_seconds",
             "Expiry of the certificate in use for this purpose, in seconds since 1970; NaN:"

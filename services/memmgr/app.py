@@ -25,7 +25,7 @@ from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import MemmgrConfig
 from services.memmgr.demand_view import DemandView
-from services.memmgr.driver import Driver
+from services.memmgr.driver import Driver, RolledBack
 from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.overload_watch import OverloadWatch
@@ -45,9 +45,14 @@ async def serve(config: MemmgrConfig, stop: asyncio.Event) -> None:
     store = open_store(config)
     await store.connect()
     try:
-        incarnation = uuid.uuid4().hex
-        async with tracing(config, NAME, incarnation) as tracer:
-            await _serve(config, store, stop, incarnation, tracer)
+        # Each round remembers nothing of the rounds before.
+        while not stop.is_set():
+            incarnation = uuid.uuid4().hex
+            try:
+                async with tracing(config, NAME, incarnation) as tracer:
+                    await _serve(config, store, stop, incarnation, tracer)
+            except* RolledBack:
+                log.error("etcd has lost writes; the memory manager starts again")
     finally:
         await store.close()
 
@@ -100,6 +105,8 @@ async def _serve(
             await _run(config, store, driver, (runner, watch), server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
+            if event_log is not None:
+                event_log.close()
 
 
 def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
@@ -134,14 +141,15 @@ async def _run(
 
     election = Election(store, NAME, record, config.lease_ttl_s, lead)
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)
-    async with asyncio.TaskGroup() as tasks:
-        parts = (driver, election, presence, *actions)
-        background = [tasks.create_task(part.run()) for part in parts]
-        await stop.wait()
-        # Refuse new calls, stop all decisions, then resign, so that a standby leads at once.
-        server.drain()
-        for task in background:
-            task.cancel()
-        await asyncio.wait(background)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            parts = (driver, election, presence, *actions)
+            background = [tasks.create_task(part.run()) for part in parts]
+            await stop.wait()
+            # Refuse new calls, stop all decisions, then resign, so that a standby leads at once.
+            server.drain()
+            for task in background:
+                task.cancel()
+    finally:
         await presence.withdraw()
         await election.resign()

@@ -25,10 +25,11 @@ ROOT = ""  # prefix of all keys
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecords:
-    """All records at a revision."""
+    """All records at a revision; `rollbacks`: how often etcd had lost writes before."""
 
     revision: int
     listing: Listing
+    rollbacks: int = 0
 
 
 class ClusterStore:
@@ -90,7 +91,8 @@ class ClusterStore:
                 await asyncio.sleep(RETRY_S)
 
     def _read(self, snapshot: StoreSnapshot) -> ClusterRecords:
-        return ClusterRecords(snapshot.revision, self._reader.read(snapshot.entries))
+        listing = self._reader.read(snapshot.entries)
+        return ClusterRecords(snapshot.revision, listing, snapshot.rollbacks)
 
 
 def _deletes(command: Transact) -> list[str]:

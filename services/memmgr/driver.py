@@ -69,6 +69,10 @@ class _WaitedChange:
     steps: asyncio.Queue[ChangeStepped] = field(default_factory=asyncio.Queue)
 
 
+class RolledBack(Exception):
+    """etcd has lost writes, so what this process remembers of the records is wrong."""
+
+
 class Driver:
     """Reconciles group records with the registered workers, and changes groups on request.
 
@@ -101,6 +105,7 @@ class Driver:
         self.facts: dict[str, WorkerFacts] = {}
         self.changes = ChangeCount()
         self.losses = Losses()
+        self._rollbacks: int | None = None  # of etcd, before the first listing
         self.loaded = False  # whether the records have been read
 
     @property
@@ -130,7 +135,11 @@ class Driver:
         )
 
     async def run(self) -> None:
-        """Follow the records in etcd and pass them to the state machine, until cancelled."""
+        """Follow the records in etcd and pass them to the state machine, until cancelled.
+
+        Raises:
+            RolledBack: in a group, if etcd has lost writes since the first listing.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -263,6 +272,10 @@ class Driver:
             self._apply(TimePassed(monotonic_s()))
 
     def _take(self, cluster: ClusterRecords) -> None:
+        if self._rollbacks is None:
+            self._rollbacks = cluster.rollbacks
+        elif self._rollbacks != cluster.rollbacks:
+            raise RolledBack
         listing = cluster.listing
         # A listing may be older than commits of this instance: then keep the newer state.
         if cluster.revision >= self._state.records.revision:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from services.common.etcd import Entry
-from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS, read_floor
 from services.common.records import read_record, to_assignment, to_facts, to_group, to_worker
 from services.core.groups.vocabulary import (
     Assignment,
@@ -46,7 +46,7 @@ class Listing:
 
 
 class RecordReader:
-    """Converts snapshots of all records; parses only records whose revision has changed."""
+    """Converts snapshots of all records; parses only records that have changed."""
 
     def __init__(self) -> None:
         self._workers = _Reader(WORKERS, _to_worker)
@@ -65,7 +65,7 @@ class RecordReader:
             tuple(self._assignments.read(entries)),
             {entry.worker.worker_id: entry.endpoint for entry in workers},
             {entry.facts.worker_id: entry.facts for entry in workers if entry.facts is not None},
-            *_to_floor(entries.get(EPOCH_FLOOR)),
+            *read_floor(entries.get(EPOCH_FLOOR)),
         )
 
 
@@ -84,17 +84,17 @@ class _Reader(Generic[T]):
     def __init__(self, prefix: str, decode: Callable[[str, Entry], T | None]) -> None:
         self._prefix = prefix
         self._decode = decode
-        self._known: dict[str, tuple[int, T | None]] = {}  # revision and value, by key
+        self._known: dict[str, tuple[Entry, T | None]] = {}  # entry and value, by key
 
     def read(self, entries: Mapping[str, Entry]) -> list[T]:
         known = {}
         for key, entry in entries.items():
             if not key.startswith(self._prefix):
                 continue
-            revision, value = self._known.get(key, (0, None))
-            if revision != entry.mod_revision:
-                value = self._decode(key, entry)
-            known[key] = (entry.mod_revision, value)
+            last = self._known.get(key)
+            # Compare all of it: an etcd that has lost writes may assign a revision again.
+            value = last[1] if last and last[0] == entry else self._decode(key, entry)
+            known[key] = (entry, value)
         self._known = known
         return [value for _, value in known.values() if value is not None]
 
@@ -108,14 +108,6 @@ def _to_worker(key: str, entry: Entry) -> _Registered | None:
         record.address, record.activation_address, record.bulk_address, record.draining
     )
     return _Registered(to_worker(record, entry.mod_revision), endpoint, to_facts(record))
-
-
-def _to_floor(entry: Entry | None) -> tuple[int, int]:
-    """The epoch floor and the revision of its record; 0 and 0 if absent."""
-    if entry is None:
-        return 0, 0
-    record = read_record(record_pb2.EpochFloorRecord, EPOCH_FLOOR, entry.value)
-    return record.epoch if record is not None else entry.mod_revision, entry.mod_revision
 
 
 def _to_stored_group(key: str, entry: Entry) -> StoredGroup:

@@ -40,6 +40,11 @@ class GroupView:
         """Follow etcd until cancelled."""
         await self._directory.run()
 
+    @property
+    def rollbacks(self) -> int:
+        """How often etcd had lost writes before `groups` were read."""
+        return self._directory.rollbacks
+
     def traceparent_of(self, group_id: str, epoch: int) -> str:
         """The traceparent of the change to this configuration; "" if it is not traced."""
         for stored in self.groups:

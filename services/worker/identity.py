@@ -1,6 +1,7 @@
 """A worker's identity: its name and folder, its record in etcd, and when it may register."""
 
 import contextlib
+import logging
 import re
 import socket
 import tempfile
@@ -8,11 +9,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from services.common.errors import ConfigError, ServiceError
-from services.common.etcd import Condition, Store, Unchanged
-from services.common.membership import ASSIGNMENTS
+from services.common.errors import ConfigError, ServiceError, StoreError
+from services.common.etcd import Condition, Entry, SameCreation, Store, Unchanged
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, WORKERS, read_floor
 from services.common.protocol import PROTOCOL_VERSION
-from services.common.records import capabilities_of, read_record, to_shape_record
+from services.common.records import (
+    capabilities_of,
+    encode_record,
+    read_record,
+    to_assignment,
+    to_assignment_record,
+    to_shape_record,
+)
+from services.core.groups.fence import MemberState, is_removed, restored
+from services.core.groups.vocabulary import Assignment
 from services.worker.config import WorkerConfig
 from services.worker.engine_participant import can_drop
 from services.worker.ipc import EngineReady
@@ -22,6 +32,9 @@ from tideserve.common.v1 import record_pb2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
+log = logging.getLogger(__name__)
+
+
 class Forgotten(ServiceError):
     """The cluster has removed this process after a long absence; a restarted one may register."""
 
@@ -29,34 +42,54 @@ class Forgotten(ServiceError):
 
 
 async def registration_conditions(
-    store: Store, worker_id: str, incarnation: str, epoch: int
+    store: Store, member: MemberState, registered: Entry | None
 ) -> tuple[Condition, ...]:
     """Conditions in etcd under which the process may register.
 
-    `epoch` is that of its last group configuration, 0 if it was in no group yet. A process that was
-    in a group may register again only while the record of its assigned layers exists; see
-    `services.core.groups.singleton_groups`.
+    `registered` is its registration, if it has any.
+
+    A process that was in a group may register again only while the record of its assigned layers
+    exists; see `services.core.groups.singleton_groups`. A record that etcd has lost is written
+    again: only the process knows its layers then.
 
     Raises:
-        Forgotten: if the assignment is gone, or belongs to another process.
-        StoreError: if etcd does not respond.
+        Forgotten: if the memory manager has removed the assignment, or another process has it.
+        StoreError: if etcd does not respond, or the assignment changes meanwhile.
     """
-    if not epoch:
+    # Taken before the read: an older record then shows that etcd has lost a newer one.
+    own = member.assignment
+    if own is None:
         return ()
-    # Only the assignment record has the layers that the cluster expects on this worker.
-    key = f"{ASSIGNMENTS}{worker_id}"
-    entry = (await store.list_prefix(key)).get(key)
-    is_own = (
-        entry is not None
-        and (record := read_record(record_pb2.AssignmentRecord, key, entry.value)) is not None
-        and record.incarnation == incarnation
-    )
-    if entry is None or not is_own:
+    key = f"{ASSIGNMENTS}{member.worker_id}"
+    entry = await store.read(key)
+    revision = entry.mod_revision if entry is not None else 0
+    stored = _read_assignment(key, entry) if entry is not None else None
+    if stored is not None and member.agrees(stored):
+        return (Unchanged(key, revision),)
+    epoch_floor, floor_revision = read_floor(await store.read(EPOCH_FLOOR))
+    unchanged: list[Condition] = [Unchanged(key, revision), Unchanged(EPOCH_FLOOR, floor_revision)]
+    if registered is not None:
+        # The memory manager removes no registered worker, whatever the floor.
+        epoch_floor = 0
+        worker = SameCreation(f"{WORKERS}{member.worker_id}", registered.create_revision)
+        unchanged.append(worker)
+    if is_removed(own, stored, epoch_floor):
         raise Forgotten(
-            f"{worker_id} was disconnected for too long and lost its place in the cluster; it exits"
-            " so that it can be restarted"
+            f"{member.worker_id} was disconnected for too long and lost its place in the cluster;"
+            " it exits so that it can be restarted"
         )
-    return (Unchanged(key, entry.mod_revision),)
+    written = to_assignment_record(restored(own, stored))
+    revision = await store.transact(unchanged, {key: encode_record(written)})
+    if not revision:
+        raise StoreError(f"the assignment of {member.worker_id} changes; it is read again")
+    log.warning("etcd had lost the assignment of %s; it is written again", member.worker_id)
+    return (Unchanged(key, revision),)
+
+
+def _read_assignment(key: str, entry: Entry) -> Assignment | None:
+    """The stored assignment; None if it is unreadable."""
+    record = read_record(record_pb2.AssignmentRecord, key, entry.value)
+    return to_assignment(record) if record is not None else None
 
 
 @contextlib.contextmanager

@@ -6,10 +6,11 @@ A worker serves alone or in a group with other workers; an epoch numbers the con
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from services.common.clock import monotonic_s
 from services.common.errors import StoreError
-from services.common.etcd import RETRY_S, Condition, Store
+from services.common.etcd import RETRY_S, Store
 from services.common.grpc_client import Dial
 from services.common.grpc_server import Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
@@ -98,7 +99,6 @@ class EngineServing:
         """`record` is the worker's registration with the address of `server`, which is running."""
         name, incarnation = record.worker_id, record.incarnation
         self._drain_timeout_s = config.drain_timeout_s
-        self._store = store
         self._server = server
         self._engine = engine
         self._left_group = False
@@ -128,12 +128,11 @@ class EngineServing:
         state = MemberState(name, incarnation)
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
         path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
-        self._registration = Registration(store, path, record, lease_s, self._conditions)
+        claim = partial(registration_conditions, store, state)
+        self._registration = Registration(store, path, record, lease_s, claim)
         self._drain = WorkerDrain(
             engine, self._groups, self._member, self._requests, self._registration, record
         )
-        self._name = name
-        self._incarnation = incarnation
 
     @property
     def place(self) -> Place | None:
@@ -142,8 +141,8 @@ class EngineServing:
         cut_off = self._left_out or self._stranded_watch.stranded
         if self._left_group or cut_off or recorded is None or applied is None:
             return None
-        # Ignore a newer record until the engine has its configuration.
-        return applied if recorded.epoch > applied.epoch else recorded
+        # The engine has yet to apply a newer record, and etcd has lost writes if it is older.
+        return applied
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then shut down within the drain time."""
@@ -195,11 +194,6 @@ class EngineServing:
         await self._registration.withdraw()
         await self._drain.end_requests(deadline_s)
 
-    async def _conditions(self) -> tuple[Condition, ...]:
-        return await registration_conditions(
-            self._store, self._name, self._incarnation, self._member.epoch
-        )
-
     def _deliver(self, progress: Progress) -> None:
         # Report the load before delivering results, so that a client's next request, at any
         # gateway, can use the capacity that its last request has freed.
@@ -233,7 +227,7 @@ class EngineServing:
         self._reporter.note_change()
 
     def _note_groups(self) -> None:
-        self._member.note_records()
+        self._member.note_records(self._groups.rollbacks)
         self._reporter.note_change()
 
     def _epoch(self) -> int:

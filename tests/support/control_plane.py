@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from services.common.etcd import SameCreation, Store
 from services.common.grpc_client import open_channel
-from services.common.membership import GROUPS, SERVICES, WORKERS, Registration
+from services.common.membership import GROUPS, SERVICES, WORKERS, Claim, Registration
 from services.common.records import decode_record, encode_record
 from services.common.transport import Transport
 from tests.support.waiting import DEADLINE_S, eventually
@@ -92,10 +92,14 @@ async def service_address(store: Store, name: str) -> str:
 
 @asynccontextmanager
 async def registered(
-    store: Store, key: str, record: Message, ttl_s: int = LEASE_TTL_S
+    store: Store,
+    key: str,
+    record: Message,
+    ttl_s: int = LEASE_TTL_S,
+    claim: Claim | None = None,
 ) -> AsyncIterator[Registration]:
     """A record on a lease during the body; withdrawn afterwards."""
-    registration = Registration(store, key, record, ttl_s)
+    registration = Registration(store, key, record, ttl_s, claim)
     task = asyncio.create_task(registration.run())
     try:
         async with asyncio.timeout(DEADLINE_S):

@@ -142,6 +142,18 @@ class EtcdServer:
             self._process.kill()
             self._reap()
 
+    def copy_data(self, target: Path) -> None:
+        """Copy its data to a new folder; it must not run."""
+        assert self._process is None, "etcd runs"
+        shutil.copytree(self._folder / "data", target)
+
+    def replace_data(self, source: Path | None) -> None:
+        """Give it the data of a copy, or none; it must not run."""
+        assert self._process is None, "etcd runs"
+        shutil.rmtree(self._folder / "data")
+        if source is not None:
+            shutil.copytree(source, self._folder / "data")
+
     def _reap(self) -> None:
         assert self._process is not None
         try:

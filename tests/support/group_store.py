@@ -1,7 +1,9 @@
 """etcd as the group protocol sees it, without a process: records, revisions, transactions."""
 
+import copy
 from dataclasses import dataclass, field, replace
 
+from services.core.groups.fence import MemberState, is_removed, restored
 from services.core.groups.vocabulary import (
     ClusterListed,
     Group,
@@ -11,6 +13,16 @@ from services.core.groups.vocabulary import (
     Worker,
 )
 from services.core.ids import group_id_of
+
+DATA = (
+    "revision",
+    "token",
+    "workers",
+    "groups",
+    "assignments",
+    "epoch_floor",
+    "floor_revision",
+)
 
 
 class Violated(AssertionError):
@@ -32,6 +44,7 @@ class FakeStore:
     epoch_floor: int = 0
     floor_revision: int = 0
     removed_workers: int = 0
+    rollbacks: int = 0
     # The highest epoch of each group name and worker, whatever the records say now.
     highest: dict[str, int] = field(default_factory=dict)
 
@@ -75,10 +88,33 @@ class FakeStore:
             self._forget(command)
         return self.revision
 
-    def knows(self, name: str, incarnation: str) -> bool:
-        """Whether there is an assignment of that very process."""
-        stored = self.assignments.get(name)
-        return stored is not None and stored.assignment.incarnation == incarnation
+    def may_register(self, member: MemberState, restores: bool = True) -> bool:
+        """Whether the process may register; writes its assignment again if that was lost."""
+        own, entry = member.assignment, self.assignments.get(member.worker_id)
+        stored = entry.assignment if entry is not None else None
+        if own is None or (stored is not None and member.agrees(stored)):
+            return True
+        if is_removed(own, stored, self.epoch_floor):
+            return False
+        if restores:
+            self.revision += 1
+            written = restored(own, stored)
+            self._check_epoch(member.worker_id, written.epoch)
+            self.assignments[member.worker_id] = StoredAssignment(written, self.revision)
+        return True
+
+    def data(self) -> dict[str, object]:
+        """A copy of all that etcd keeps."""
+        return copy.deepcopy({name: getattr(self, name) for name in DATA})
+
+    def lose(self, backup: dict[str, object] | None) -> None:
+        """Come back with the data of `backup`, or with none."""
+        self.rollbacks += 1
+        for name, value in copy.deepcopy(backup or FakeStore().data()).items():
+            setattr(self, name, value)
+        # The lost history may be written differently; the members must notice.
+        self.configurations.clear()
+        self.highest.clear()
 
     def _forget(self, command: Transact) -> None:
         for name in command.removed_workers:

@@ -2,12 +2,12 @@
 
 Real: the coordinators' `CoordinatorState`, the members' `MemberState`. Modelled: a store with
 compare and swap, engines that hold layers, a network that loses, delays and repeats. Two
-coordinators, of which one may be a zombie; workers crash, lose their leases and start anew. After
-every step I1-I4 hold; once the faults stop, all groups become stable (I9), and no change is
-followed any more.
+coordinators, of which one may be a zombie; workers crash, lose their leases and start anew; the
+store may come back with an old copy of its data, or with none. After every step I1-I4 hold; once
+the faults stop, all groups become stable (I9), and no change is followed any more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -38,12 +38,14 @@ from services.core.groups.layer_map import Stage
 from services.core.groups.state import GroupState, ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
+    Assignment,
     ClusterListed,
     EngineHung,
     Group,
     GroupPhase,
     GroupStuck,
     LeadershipChanged,
+    Member,
     MemberAnswered,
     PrepareMembers,
     StoredGroup,
@@ -91,6 +93,22 @@ class NamelessMember(MemberState):
         return next((one for one in group.members if one.worker_id == self.worker_id), None)
 
 
+class TrustingMember(MemberState):
+    """Follows a configuration whatever layers it needs."""
+
+    def _has_layers(self, wanted: Member | Assignment) -> bool:
+        return True
+
+
+class NostalgicMember(MemberState):
+    """Keeps tokens and revisions of a history that the store has lost."""
+
+    def observe(
+        self, stored: Iterable[StoredGroup], rollbacks: int = 0
+    ) -> list[AbortPreparation | Apply]:
+        return super().observe(stored)
+
+
 class CarelessState(GroupState):
     """Counts an acknowledgement for whatever attempt runs."""
 
@@ -101,7 +119,12 @@ class CarelessState(GroupState):
         return super().handle(event)
 
 
-MEMBERS = {"epoch": EpochlessMember, "incarnation": NamelessMember}
+MEMBERS = {
+    "epoch": EpochlessMember,
+    "incarnation": NamelessMember,
+    "layers": TrustingMember,
+    "rollback": NostalgicMember,
+}
 
 
 # --- the cluster
@@ -118,7 +141,7 @@ class Process:
     staged: dict[str, set[int]] = field(default_factory=dict)
     executing: frozenset[int] = frozenset()
     ready: dict[str, MemberAnswered] = field(default_factory=dict)
-    coordinator: dict[str, int] = field(default_factory=dict)
+    coordinator: dict[str, int | None] = field(default_factory=dict)
 
     @property
     def copies(self) -> set[int]:
@@ -153,6 +176,7 @@ class World:
     seed: int
     removed: frozenset[str] = frozenset()
     crashes_left: int = 1
+    losses_left: int = 0
     now_s: float = 0.0
     committed: int = 0
 
@@ -166,8 +190,10 @@ class World:
             gone_after_s=0.1,
             absent_wait_s=0.5,
         )
-        bounds = CoordinatorConfig(config, running_max=2, attempt_margin_s=4.0)
-        self.states = [CoordinatorState(bounds), CoordinatorState(bounds)]
+        self.bounds = CoordinatorConfig(config, running_max=2, attempt_margin_s=4.0)
+        self.states = [CoordinatorState(self.bounds), CoordinatorState(self.bounds)]
+        self.known_rollbacks = [0, 0]  # by each coordinator
+        self.backup: dict[str, object] | None = None
         self.logs: list[list[tuple[Event, list[Command]]]] = [[], []]  # as the driver writes them
         if "attempt" in self.removed:
             for state in self.states:
@@ -203,6 +229,8 @@ class World:
             self._take_over()
         if self.rng.random() < 0.002:
             self._crash()
+        if self.losses_left and self.rng.random() < 0.02:
+            self._back_up_or_lose()
         self.check()
 
     def settle(self) -> None:
@@ -210,28 +238,33 @@ class World:
         self.mail.clear()
         for name in NAMES:
             self._start(name, even_if_alive=False)
-            self._register_again(self.processes[name])
         self.tokens = [0, self.store.elect()]
         for _ in range(60):
-            self.now_s += 1.0
-            for which in range(2):
-                self._feed(which, LeadershipChanged(self.now_s, self.tokens[which] or None))
-                self._feed(which, self.store.listing(self.now_s))
-                self._feed(which, TimePassed(self.now_s))
-            while self.transactions:
-                self._transact(faulty=False)
-            for process in self.processes.values():
-                self._see(process, tuple(self.store.groups.values()))
-            for _ in range(len(self.looks)):
-                self._look(faulty=False)
-            while self.mail:
-                self._deliver(faulty=False)
-                for process in self.processes.values():
-                    self._fetch(process, from_disk=True)
+            self._settle_for_a_second()
             self.check()
         self._check_stable()
         if not self.removed:
             self._check_logs()
+
+    def _settle_for_a_second(self) -> None:
+        self.now_s += 1.0
+        for name in NAMES:
+            self._keep_registered(name)
+        for which in range(2):
+            self._note_rollback(which)
+            self._feed(which, LeadershipChanged(self.now_s, self.tokens[which] or None))
+            self._feed(which, self.store.listing(self.now_s))
+            self._feed(which, TimePassed(self.now_s))
+        while self.transactions:
+            self._transact(faulty=False)
+        for process in self.processes.values():
+            self._see(process, tuple(self.store.groups.values()))
+        for _ in range(len(self.looks)):
+            self._look(faulty=False)
+        while self.mail:
+            self._deliver(faulty=False)
+            for process in self.processes.values():
+                self._fetch(process, from_disk=True)
 
     def check(self) -> None:
         """Raise Violated unless I1 and I2 hold, and no state contradicts itself."""
@@ -296,7 +329,9 @@ class World:
         self.listings = [*self.listings[-4:], self.store.listing(self.now_s)]
         late = self.rng.random() < 0.3
         listed = self.rng.choice(self.listings) if late else self.listings[-1]
-        self._feed(self.rng.randrange(2), replace(listed, now_s=self.now_s))
+        which = self.rng.randrange(2)
+        self._note_rollback(which)
+        self._feed(which, replace(listed, now_s=self.now_s))
 
     def _look(self, faulty: bool = True) -> None:
         """A coordinator learns what members serve, or nothing of some of them."""
@@ -387,6 +422,7 @@ class World:
             finished = TransactionFinished(self.now_s, command.transaction_id, revision)
             self._feed(which, finished)
             if revision is None and not faulty:
+                self._note_rollback(which)
                 self._feed(which, self.store.listing(self.now_s))
 
     def _deliver(self, faulty: bool = True) -> None:
@@ -459,11 +495,15 @@ class World:
     def _acknowledge(self, process: Process, asked: PrepareCall) -> None:
         which = process.coordinator[asked.attempt]
         self._answer(which, process, asked.attempt, True, "")
-        answer = self.mail[-1][2]
-        assert isinstance(answer, MemberAnswered)
-        process.ready[asked.attempt] = answer
+        process.ready[asked.attempt] = MemberAnswered(
+            self.now_s, asked.attempt, process.name, process.incarnation, True
+        )
 
-    def _answer(self, which: int, process: Process, attempt: str, ready: bool, reason: str) -> None:
+    def _answer(
+        self, which: int | None, process: Process, attempt: str, ready: bool, reason: str
+    ) -> None:
+        if which is None:
+            return  # the coordinator that asked has started again
         answer = MemberAnswered(
             self.now_s, attempt, process.name, process.incarnation, ready, reason
         )
@@ -481,7 +521,7 @@ class World:
 
     def _see(self, process: Process, groups: tuple[StoredGroup, ...]) -> None:
         before = process.state.epoch
-        for action in process.state.observe(groups):
+        for action in process.state.observe(groups, self.store.rollbacks):
             process.carry_out(action)
         if process.state.epoch < before:
             raise Violated(f"I3: {process.name} went back to epoch {process.state.epoch}")
@@ -518,22 +558,66 @@ class World:
                     self.store.expire(name)
             else:
                 self._start(name)
-        elif name not in self.store.workers:
-            self._register_again(process)
-        elif self.rng.random() < 0.05:
+        elif name in self.store.workers and self.rng.random() < 0.05:
             self.store.expire(name)
-
-    def _register_again(self, process: Process) -> None:
-        """A process whose lease has ended; one that was in a group and is forgotten starts anew."""
-        name = process.name
-        if name in self.store.workers:
-            return
-        known = process.state.epoch == 0 or self.store.knows(name, process.incarnation)
-        if known or "known" in self.removed:
-            self.store.register(name, process.incarnation)
         else:
+            self._keep_registered(name)
+
+    def _keep_registered(self, name: str) -> None:
+        """Register a process unless it is; one that was in a group and is forgotten starts anew."""
+        process = self.processes[name]
+        if name in self.store.workers and not self._is_registered(process):
+            self.store.expire(name)  # of a predecessor, which a backup had
+        may_register = "known" in self.removed or self._may_register(process)
+        if not may_register:
             self.crashed = True
             self._start(name)
+        elif not self._is_registered(process):
+            self.store.register(name, process.incarnation)
+
+    def _is_registered(self, process: Process) -> bool:
+        worker = self.store.workers.get(process.name)
+        return worker is not None and worker.incarnation == process.incarnation
+
+    def _may_register(self, process: Process) -> bool:
+        before = self.store.revision
+        may_register = self.store.may_register(process.state, "restored" not in self.removed)
+        if not self.removed and not self.store.rollbacks and self.store.revision != before:
+            raise Violated(f"{process.name} wrote an assignment that was not lost")
+        return may_register
+
+    def _back_up_or_lose(self) -> None:
+        """The store is copied, or loses all that was written since the copy, or everything."""
+        if self.rng.random() < 0.5:
+            self.backup = self.store.data()
+            return
+        self.losses_left -= 1
+        self.store.lose(self.backup if self.rng.random() < 0.7 else None)
+        self.listings.clear()
+        # Its leases end, so another coordinator may lead.
+        self.tokens = [0, 0]
+        self.tokens[self.rng.randrange(2)] = self.store.elect()
+
+    def _note_rollback(self, which: int) -> None:
+        """A coordinator that reads a store without its writes starts again."""
+        if self.known_rollbacks[which] == self.store.rollbacks:
+            return
+        self.known_rollbacks[which] = self.store.rollbacks
+        self.states[which] = CoordinatorState(self.bounds)
+        self.logs[which] = []
+        self.transactions = [
+            (sender, command, answered or sender == which)
+            for sender, command, answered in self.transactions
+        ]
+        self.looks = [look for look in self.looks if look[0] != which]
+        self.mail = [mail for mail in self.mail if mail[0] != which]
+        for process in self.processes.values():
+            process.coordinator = {
+                attempt: None if asker == which else asker
+                for attempt, asker in process.coordinator.items()
+            }
+        if self.tokens[which]:
+            self._feed(which, LeadershipChanged(self.now_s, self.tokens[which]))
 
 
 def _layers(process: Process, group: Group) -> frozenset[int]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from services.common.etcd import Store
@@ -13,6 +14,7 @@ from services.common.membership import GROUPS, WORKERS, Directory
 from services.core.groups.fence import MemberState
 from services.core.groups.vocabulary import Group, GroupPhase
 from services.worker.group_view import stored_groups
+from services.worker.identity import registration_conditions
 from services.worker.member.participant import PrepareRefused, ProposedChange
 from services.worker.member.servicer import MemberServicer
 from tests.support.control_plane import registered, worker_record
@@ -115,16 +117,21 @@ async def member(
         store,
         GROUPS,
         record_pb2.GroupRecord,
-        lambda: [servicer.note_records() for servicer in servicers] and None,
+        lambda: [servicer.note_records(directory.rollbacks) for servicer in servicers] and None,
     )
-    servicers.append(
-        MemberServicer(MemberState(name, incarnation), engine, lambda: stored_groups(directory))
-    )
+    state = MemberState(name, incarnation)
+    servicers.append(MemberServicer(state, engine, lambda: stored_groups(directory)))
     worker_pb2_grpc.add_MemberServiceServicer_to_server(servicers[0], server.services)
     await server.start()
     entry = worker_record(name, **(fields | {"address": server.address} | record))
     try:
-        async with registered(store, f"{WORKERS}{name}", entry, ttl_s):
+        async with registered(
+            store,
+            f"{WORKERS}{name}",
+            entry,
+            ttl_s,
+            partial(registration_conditions, store, state),
+        ):
             tasks = [asyncio.create_task(part.run()) for part in (servicers[0], directory)]
             try:
                 yield FakeMember(engine, entry, directory, servicers[0])

@@ -4,9 +4,10 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.config import from_mapping
 from services.common.errors import ConfigError, StoreError
@@ -16,7 +17,14 @@ from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdBinary
 from tideserve.cli.process import Program, child_environment
 
+if TYPE_CHECKING:
+    from services.common.etcd import Store
+
+T = TypeVar("T")
 GIVEN_TIMEOUT_S = 3.0
+CLAIM = "starting"
+"""The key of a cluster that is being started; see `claim_given_etcd`."""
+CLAIM_TTL_S = 60
 STOP_GRACE_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 HEARTBEAT_MS, ELECTION_MS = "50", "250"
@@ -36,28 +44,77 @@ def check_given_etcd(access: Mapping[str, Any]) -> None:
         CommandError: if etcd does not answer within seconds or denies access, the URL is invalid,
             or services are registered.
     """
+    _with_store(access, _check_unused)
+
+
+def claim_given_etcd(access: Mapping[str, Any]) -> int:
+    """Check etcd as `check_given_etcd` does, and keep other clusters from starting with it.
+
+    Returns the lease of the claim, which ends after `CLAIM_TTL_S`; by then services of this cluster
+    have registered.
+
+    Raises:
+        CommandError: as `check_given_etcd`, and if another cluster is being started.
+    """
+
+    async def claim(store: "Store") -> int:
+        lease = await store.grant_lease(CLAIM_TTL_S)
+        claimant = f"process {os.getpid()} on {socket.gethostname()}"
+        if not await store.put_if(CLAIM, claimant.encode(), 0, lease):
+            other = await store.read(CLAIM)
+            raise CommandError(
+                f"another cluster is being started with the etcd at {store.url}"
+                f" ({other.value.decode(errors='replace') if other else 'it has just ended'}); stop"
+                " it, use another etcd or another 'etcd_prefix' (in section 'services'), or, if it"
+                f" was killed, wait {CLAIM_TTL_S} s",
+                EXIT_UNUSABLE,
+            )
+        try:
+            await _check_unused(store)
+        except BaseException:
+            await store.revoke_lease(lease)
+            raise
+        return lease
+
+    return _with_store(access, claim)
+
+
+def release_given_etcd(access: Mapping[str, Any], lease: int) -> None:
+    """End a claim early; without an answer of etcd it ends with its lease."""
+    with suppress(CommandError):
+        _with_store(access, lambda store: store.revoke_lease(lease))
+
+
+async def _check_unused(store: "Store") -> None:
+    """Raise CommandError if services or workers are registered."""
     # A slow import (gRPC), needed only for a given etcd.
-    from services.common.etcd import open_store
     from services.common.membership import SERVICES, WORKERS
 
-    async def registered() -> list[str]:
-        store = open_store(from_mapping(ServiceConfig, access, "section 'services'"))
-        try:
-            await store.connect(GIVEN_TIMEOUT_S)
-            listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]
-        finally:
-            await store.close()
-        return [key for listing in listings for key in listing]
-
-    with unusable(ConfigError, StoreError):
-        keys = asyncio.run(registered())
+    listings = [await store.list_prefix(prefix) for prefix in (SERVICES, WORKERS)]
+    keys = [key for listing in listings for key in listing]
     if keys:
         raise CommandError(
-            f"another cluster uses the etcd at {access['etcd_url']} ({keys[0]} is registered);"
+            f"another cluster uses the etcd at {store.url} ({keys[0]} is registered);"
             " stop it, use another etcd or another 'etcd_prefix' (in section 'services'), or, if it"
             " was killed, wait until its leases have expired (--lease-ttl, by default 10 s)",
             EXIT_UNUSABLE,
         )
+
+
+def _with_store(access: Mapping[str, Any], operation: "Callable[[Store], Awaitable[T]]") -> T:
+    """Run an operation on a connected store. Raises CommandError."""
+    from services.common.etcd import open_store
+
+    async def run() -> T:
+        store = open_store(from_mapping(ServiceConfig, access, "section 'services'"))
+        try:
+            await store.connect(GIVEN_TIMEOUT_S)
+            return await operation(store)
+        finally:
+            await store.close()
+
+    with unusable(ConfigError, StoreError):
+        return asyncio.run(run())
 
 
 def free_loopback_ports(count: int) -> list[int]:

@@ -30,7 +30,13 @@ from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.default import DEFAULT_URL
 from tideserve.cli.errors import CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
-from tideserve.cli.etcd_process import answers, check_given_etcd, private_etcd
+from tideserve.cli.etcd_process import (
+    answers,
+    check_given_etcd,
+    claim_given_etcd,
+    private_etcd,
+    release_given_etcd,
+)
 from tideserve.cli.host import (
     check_port,
     hold_port,
@@ -87,6 +93,7 @@ class Up:
         self.grpc_port: int | None = None
         self.engine_python: Path | None = None
         self._held_ports: list[socket.socket] = []
+        self._etcd_claim = 0  # lease, while this cluster starts with a given etcd
         self._gateway_config: dict[str, Any] = {}
         self.cluster = ClusterProcesses(self.signals, self.report, self._write_state)
 
@@ -194,7 +201,9 @@ class Up:
     def _start(self, model_dir: Path) -> None:
         self.folder.rotate_logs()
         self.run_dir = create_run_folder()
-        if not self.options.etcd:
+        if self.options.etcd:
+            self._etcd_claim = claim_given_etcd(self.options.etcd_access(self.options.etcd))
+        else:
             self._start_etcd()
         placement = Placement(
             model_dir=model_dir,
@@ -298,6 +307,7 @@ class Up:
                 missing = readiness_gap(client)
                 if missing is None:
                     self.cluster.mark_ready()
+                    self._release_etcd()
                     # A restarted gateway joins a cluster that was complete, so it need not wait.
                     self.folder.write_config("gateway", self._gateway_config | WAITS_NO_MORE)
                     return True
@@ -359,6 +369,11 @@ class Up:
             return []
         return [("PACED", f"iterations are padded to the times of {paced}; not this machine's own")]
 
+    def _release_etcd(self) -> None:
+        if self._etcd_claim:
+            release_given_etcd(self.options.etcd_access(self.etcd_url), self._etcd_claim)
+            self._etcd_claim = 0
+
     def _stop(self) -> None:
         if self.cluster.pids:
             self.report.line(
@@ -369,6 +384,7 @@ class Up:
             )
         workers = worker_names(self.options.workers)
         self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])
+        self._release_etcd()
         if self.run_dir is not None:
             remove_run_folder(self.run_dir)
         self.metrics_ports.release()

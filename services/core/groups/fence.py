@@ -7,13 +7,20 @@ names its current configuration (group and epoch) as the source. It switches onl
 configuration with a higher epoch. Every attempt writes the source record, so the record's etcd
 revisions (`mod_revision`) order the attempts: once a member has seen a later revision, an earlier
 attempt can never be committed.
+
+An etcd that has lost its data (restored from a backup, or empty) is *rolled back*: tokens and
+revisions from before mean nothing, so the fence forgets them, but never its epoch. A coordinator
+that reads such records may give a member layers that it does not hold, as the *assignment* (the
+record of a worker's group and layers) is lost or outdated. A member ignores that configuration and
+writes its assignment again (`restored`), so that the next one has its layers and a higher epoch.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from services.core.groups.vocabulary import (
+    Assignment,
     Group,
     GroupPhase,
     Member,
@@ -116,8 +123,25 @@ class MemberState:
     token: int = 0  # highest fencing token seen
     group_id: str | None = None  # of the current configuration
     epoch: int = 0  # of the current configuration
+    stage: Member | None = None  # this process in the current configuration
     preparing: PrepareCall | None = None  # the accepted Prepare, until commit or abort
     _revision: int = 0  # attempts whose mark has this revision or a lower one are over
+    _rollbacks: int = 0  # of the store, before the records last observed
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The assignment of the current configuration; None before the first."""
+        if self.stage is None or self.group_id is None:
+            return None
+        first, end = self.stage.first_layer, self.stage.end_layer
+        return Assignment(self.worker_id, self.incarnation, self.group_id, self.epoch, first, end)
+
+    def agrees(self, stored: Assignment) -> bool:
+        """Whether a stored assignment is this process's newest, with layers that it has."""
+        if stored.epoch == self.epoch:
+            return stored == self.assignment
+        is_later = stored.incarnation == self.incarnation and stored.epoch > self.epoch
+        return is_later and self._has_layers(stored)
 
     def judge(self, call: PrepareCall) -> Answer:
         """Return the verdict on a Prepare; an accepted Prepare becomes `preparing`."""
@@ -125,7 +149,8 @@ class MemberState:
         if refused is not None:
             return refused
         self.token = call.token
-        if self.preparing is not None and self.preparing.attempt == call.attempt:
+        # Compare all of it: a store that has lost writes may assign an attempt's id again.
+        if self.preparing == call:
             return Answer(Verdict.REPLAYED)
         if call.mod_revision <= self._revision:
             return Answer(Verdict.STALE, f"attempt {call.attempt} is over")
@@ -152,8 +177,22 @@ class MemberState:
         self.preparing = None
         return AbortPreparation(attempt)
 
-    def observe(self, stored: Iterable[StoredGroup]) -> list[AbortPreparation | Apply]:
-        """Apply the group records, which may be outdated; returns the actions, in order."""
+    def observe(
+        self, stored: Iterable[StoredGroup], rollbacks: int = 0
+    ) -> list[AbortPreparation | Apply]:
+        """Apply the group records, which may be outdated; returns the actions, in order.
+
+        `rollbacks`: how often the store had lost writes before it was read.
+        """
+        if rollbacks == self._rollbacks:
+            return self._observe(stored)
+        self._rollbacks = rollbacks
+        self.token = self._revision = 0
+        preparing, self.preparing = self.preparing, None
+        aborted = [AbortPreparation(preparing.attempt)] if preparing is not None else []
+        return aborted + self._observe(stored)
+
+    def _observe(self, stored: Iterable[StoredGroup]) -> list[AbortPreparation | Apply]:
         listed = {entry.group.group_id: entry for entry in stored}
         newer = [entry for entry in listed.values() if self._is_newer(entry.group)]
         if newer:
@@ -206,10 +245,20 @@ class MemberState:
         return Answer(verdict, reason)
 
     def _is_newer(self, group: Group) -> bool:
-        """Whether this process is a member of the group, at a higher epoch than its own."""
-        if group.phase is GroupPhase.DISSOLVED or self._member_in(group) is None:
+        """Whether this process can follow the group, at a higher epoch than its own."""
+        member = self._member_in(group)
+        if group.phase is GroupPhase.DISSOLVED or member is None or group.epoch <= self.epoch:
             return False
-        return group.epoch > self.epoch
+        return self._has_layers(member)
+
+    def _has_layers(self, wanted: Member | Assignment) -> bool:
+        """Whether this process runs or has prepared these layers; a new process has all."""
+        prepared = self._member_in(self.preparing.target) if self.preparing is not None else None
+        return self.stage is None or any(
+            (stage.first_layer, stage.end_layer) == (wanted.first_layer, wanted.end_layer)
+            for stage in (self.stage, prepared)
+            if stage is not None
+        )
 
     def _note_revision(self, own: StoredGroup) -> None:
         """Record that attempts whose mark preceded this write of the record are over."""
@@ -228,6 +277,7 @@ class MemberState:
         """Enter the configuration `group`; returns the action to switch to it."""
         preparing, self.preparing = self.preparing, None
         self.group_id, self.epoch = group.group_id, group.epoch
+        self.stage = self._member_in(group)
         if preparing is None:
             return [Apply(group)]
         target = preparing.target
@@ -238,3 +288,21 @@ class MemberState:
         ):
             return [Apply(group, preparing.attempt)]
         return [Apply(group, superseded=preparing.attempt)]
+
+
+def is_removed(own: Assignment, stored: Assignment | None, epoch_floor: int) -> bool:
+    """Whether the coordinator has removed the assignment `own`, or given it to another process.
+
+    A removal raises the epoch floor to the epoch of the assignment at least.
+    """
+    if stored is None:
+        return epoch_floor >= own.epoch
+    return stored.incarnation != own.incarnation and stored.epoch >= own.epoch
+
+
+def restored(own: Assignment, stored: Assignment | None) -> Assignment:
+    """The assignment to write after the store has lost `own`, and has `stored` instead.
+
+    The next configuration of the worker then has a higher epoch than both.
+    """
+    return own if stored is None else replace(own, epoch=max(own.epoch, stored.epoch))

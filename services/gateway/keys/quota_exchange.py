@@ -85,6 +85,9 @@ class QuotaExchange:
             await self._store.put(self._key, value, self._lease)
             self._published = value
         listing = await self._store.list_prefix(QUOTAS)
+        own = listing.get(self._key)
+        if own is None or own.lease != self._lease:
+            self._published = None  # deleted or replaced in etcd
         others = {key: entry for key, entry in listing.items() if key != self._key}
         self._peers = await asyncio.to_thread(_decoded, others, self._peers)
         self._state.receive(self._peers, self._now_s())

@@ -126,23 +126,23 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self._lock = asyncio.Lock()
         self._preparing: tuple[str, asyncio.Task[PrepareRefused | None]] | None = None
         self._refuses_all = False
+        self._rollbacks = 0  # of etcd, before the records were read
         self._changed = asyncio.Event()
         self._observed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
-    def note_records(self) -> None:
-        """Wake up `run`, since the group records have changed."""
+    def note_records(self, rollbacks: int = 0) -> None:
+        """Wake up `run`, since the group records have changed.
+
+        `rollbacks`: how often etcd had lost writes before they were read.
+        """
+        self._rollbacks = rollbacks
         self._changed.set()
 
     @property
     def preparing(self) -> bool:
         """Whether an accepted change is neither committed nor aborted yet."""
         return self._state.preparing is not None
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the newest configuration with this process as a member; 0 before the first."""
-        return self._state.epoch
 
     def refuse_all(self) -> None:
         """Refuse all further attempts, since the worker stops."""
@@ -156,7 +156,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                 await self._changed.wait()
                 self._changed.clear()
                 async with self._lock:
-                    for action in self._state.observe(self._records()):
+                    for action in self._state.observe(self._records(), self._rollbacks):
                         await self._execute(action)
                 self._observed.set()
                 self._observed = asyncio.Event()

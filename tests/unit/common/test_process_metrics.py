@@ -81,8 +81,10 @@ def test_every_service_tells_of_itself(tmp_path: Path) -> None:
         raise StoreError("no answer")
     with pytest.raises(KeyError), calls.timed((StoreError,)):
         raise KeyError("neither an answer nor a failure of etcd")
+    calls.rollbacks = 2
     found = samples(generate_latest(service_registry("memmgr", config, calls)).decode())
     assert value(found, "tideserve_etcd_call_failures_total") == 1
+    assert value(found, "tideserve_etcd_rollbacks_total") == 2
     assert value(found, "tideserve_etcd_call_duration_seconds_count") == 2
     name = "tideserve_tls_certificate_expiry_seconds"
     assert value(found, name, purpose="tls") == expiry_unix_s(certificate)

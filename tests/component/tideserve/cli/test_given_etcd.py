@@ -10,7 +10,7 @@ from services.common.etcd import Store
 from services.common.membership import GROUPS, SERVICES, WORKERS
 from tests.support.etcd_server import EtcdServer, running_etcd
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
-from tideserve.cli.etcd_process import check_given_etcd
+from tideserve.cli.etcd_process import check_given_etcd, claim_given_etcd, release_given_etcd
 
 pytestmark = pytest.mark.cluster
 
@@ -69,3 +69,26 @@ def test_a_password_may_be_in_a_file(etcd: EtcdServer, tmp_path: Path) -> None:
     # The login happens: this etcd has no users.
     with pytest.raises(CommandError, match=r"refuses user 'me' .* or remove 'etcd_user'"):
         check_given_etcd({"etcd_url": etcd.url, **access})
+
+
+def test_clusters_that_start_at_the_same_time_are_refused_but_one(etcd: EtcdServer) -> None:
+    access = {"etcd_url": etcd.url}
+    check_given_etcd(access)
+    lease = claim_given_etcd(access)
+    with pytest.raises(CommandError, match=r"another cluster is being started .*process \d+ on"):
+        claim_given_etcd(access)
+    claim_given_etcd(access | {"etcd_prefix": "/another/"})
+    # Once it has registered, its claim may end.
+    put(etcd.url, f"{SERVICES}scheduler/abc")
+    release_given_etcd(access, lease)
+    for _ in range(2):
+        with pytest.raises(CommandError, match="another cluster uses the etcd"):
+            claim_given_etcd(access)
+
+
+def test_a_released_claim_can_be_made_again(etcd: EtcdServer) -> None:
+    access = {"etcd_url": etcd.url}
+    release_given_etcd(access, claim_given_etcd(access))
+    lease = claim_given_etcd(access)
+    etcd.kill()
+    release_given_etcd(access, lease)

@@ -7,12 +7,15 @@ import pytest
 from services.core.groups.fence import (
     AbortCall,
     AbortPreparation,
+    Answer,
     Apply,
     MemberState,
     PrepareCall,
     Verdict,
+    is_removed,
+    restored,
 )
-from services.core.groups.vocabulary import Group, GroupPhase, Member, StoredGroup
+from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, StoredGroup
 
 ALONE = Group("group-w0", 3, GroupPhase.STABLE, (Member("w0", "a", 0, 4),), "m")
 PAIR = Group(
@@ -114,3 +117,75 @@ def test_a_tombstone_and_a_record_of_another_incarnation_have_no_effect(state: M
     assert state.observe([StoredGroup(gone, 60)]) == []
     assert state.observe([StoredGroup(other, 61)]) == []
     assert state.epoch == 3
+
+
+# --- a store that has lost writes
+
+OWN = Assignment("w0", "a", "group-w0", 4, 0, 2)
+
+
+@pytest.fixture
+def merged(state: MemberState) -> MemberState:
+    """A member that runs half of the layers, at epoch 4."""
+    state.judge(ASKED)
+    state.observe([StoredGroup(PAIR, 30)])
+    assert state.assignment == OWN
+    return state
+
+
+def test_a_configuration_with_layers_that_it_lacks_is_not_followed(merged: MemberState) -> None:
+    """As a coordinator writes it that knows neither the group nor the assignment."""
+    whole = replace(ALONE, epoch=9)
+    assert merged.observe([StoredGroup(whole, 40)]) == []
+    half = replace(whole, phase=GroupPhase.DEGRADED, members=(Member("w0", "a", 0, 2),))
+    assert merged.observe([StoredGroup(half, 41)]) == [Apply(half)]
+    merged.check_invariants()
+
+
+def test_tokens_and_revisions_of_a_lost_history_do_not_count(merged: MemberState) -> None:
+    wider = replace(PAIR, epoch=5, members=(Member("w0", "a", 0, 4),))
+    asked = replace(ASKED, attempt="7-2", epoch=4, mod_revision=35, target=wider)
+    assert merged.judge(asked).verdict is Verdict.ACCEPTED
+    # The same numbers again, from another leader, for something else.
+    again = replace(asked, token=2, attempt="2-1", mod_revision=6)
+    assert merged.judge(again).verdict is Verdict.STALE
+    before = [StoredGroup(PAIR, 5)]
+    assert merged.observe(before, rollbacks=1) == [AbortPreparation("7-2")]
+    assert merged.judge(again).verdict is Verdict.ACCEPTED
+    assert merged.observe(before, rollbacks=1) == []
+    assert merged.epoch == 4
+    merged.check_invariants()
+
+
+def test_an_attempt_id_that_is_assigned_again_is_another_attempt(state: MemberState) -> None:
+    assert state.judge(ASKED).verdict is Verdict.ACCEPTED
+    other = replace(ASKED, target=replace(PAIR, epoch=5), mod_revision=21)
+    assert state.judge(other) == Answer(Verdict.ACCEPTED, aborted=AbortPreparation("7-1"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "agrees"),
+    [
+        (OWN, True),
+        (replace(OWN, epoch=6, group_id="group-w1"), True),  # a later one, with the same layers
+        (replace(OWN, epoch=6, end_layer=4), False),  # never prepared here
+        (replace(OWN, epoch=3, end_layer=4), False),  # from a backup
+        (replace(OWN, group_id="group-w9"), False),
+        (replace(OWN, epoch=6, incarnation="z"), False),
+    ],
+)
+def test_which_assignments_agree(merged: MemberState, stored: Assignment, agrees: bool) -> None:
+    assert merged.agrees(stored) == agrees
+
+
+def test_an_assignment_that_the_coordinator_removed_is_not_restored() -> None:
+    assert not is_removed(OWN, None, epoch_floor=3)
+    assert is_removed(OWN, None, epoch_floor=4)
+    assert is_removed(OWN, replace(OWN, incarnation="z"), epoch_floor=0)
+    assert not is_removed(OWN, replace(OWN, incarnation="z", epoch=3), epoch_floor=0)
+
+
+def test_the_next_epoch_is_above_a_restored_assignment_and_what_it_replaces() -> None:
+    assert restored(OWN, None) == OWN
+    assert restored(OWN, replace(OWN, epoch=2, end_layer=4)) == OWN
+    assert restored(OWN, replace(OWN, epoch=6, end_layer=4)) == replace(OWN, epoch=6)

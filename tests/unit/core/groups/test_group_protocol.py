@@ -11,8 +11,8 @@ from tests.support.group_world import World
 STEPS = 600
 
 
-def walk(seed: int, removed: frozenset[str] = frozenset()) -> World:
-    world = World(seed, removed)
+def walk(seed: int, removed: frozenset[str] = frozenset(), losses: int = 0) -> World:
+    world = World(seed, removed, losses_left=losses)
     for _ in range(STEPS):
         world.step()
     world.settle()
@@ -24,6 +24,14 @@ def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> No
     worlds = [walk(seed) for seed in range(first_seed, first_seed + 20)]
     assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
     assert sum(world.store.removed_workers for world in worlds) > 4, "nobody was gone for long"
+
+
+@pytest.mark.parametrize("first_seed", range(0, 80, 20))
+def test_a_store_that_loses_its_writes(first_seed: int) -> None:
+    """Restored from an old copy, or empty: no invariant breaks, and groups change again."""
+    worlds = [walk(seed, losses=2) for seed in range(first_seed, first_seed + 20)]
+    assert sum(world.store.rollbacks for world in worlds) > 20
+    assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
 
 
 # The first seed is near one that shows it, so that the search is short. The leader's token is not
@@ -45,3 +53,12 @@ def test_every_rule_is_needed(removed: str, first_seed: int) -> None:
     with pytest.raises(Violated):
         for seed in range(first_seed, first_seed + 800):
             walk(seed, frozenset({removed}))
+
+
+@pytest.mark.parametrize(
+    ("removed", "first_seed"), [("layers", 91), ("rollback", 289), ("restored", 0)]
+)
+def test_every_rule_about_lost_writes_is_needed(removed: str, first_seed: int) -> None:
+    with pytest.raises(Violated):
+        for seed in range(first_seed, first_seed + 800):
+            walk(seed, frozenset({removed}), losses=2)
