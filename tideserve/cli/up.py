@@ -16,7 +16,7 @@ from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
 from services.common.setting import settings_of
 from services.common.size import format_size
-from services.gateway.config import GatewayConfig
+from services.gateway.config import GatewayConfig, exposure_warning
 from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
@@ -131,11 +131,20 @@ class Up:
                 check_given_etcd(self.options.etcd_access(self.options.etcd))
         memory_bytes = self.options.memory * self.options.workers
         warnings = shortages(self.options.device, memory_bytes, self.folder.root)
-        for sentence in [*unused_variables(os.environ), *warnings]:
+        for sentence in [*unused_variables(os.environ), *warnings, *self._exposure()]:
             self.report.warn(sentence)
         raise_open_files_limit()
         self._choose_admin_port()
         self._choose_grpc_port()
+
+    def _exposure(self) -> list[str]:
+        """A warning if the network can use the gateway without a key."""
+        gateway = self.options.gateway
+        has_grpc = gateway.get("public_grpc_port", self.options.grpc_port) is not None
+        protected = gateway.get("public_grpc_ca_file") is not None
+        grpc_host = self._grpc_host if has_grpc and not protected else None
+        warning = exposure_warning(self.options.host, grpc_host, self._needs_key)
+        return [] if warning is None else [warning]
 
     def _check_keys(self) -> None:
         """Fail here rather than in the gateway's log."""

@@ -107,3 +107,9 @@ def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelUnavailable):
         check_model_folder(folder)
+
+
+def test_a_config_that_is_nested_too_deeply_is_one_sentence(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelUnavailable, match=r"config\.json is not valid JSON .*recursion"):
+        check_model_folder(folder)
