@@ -12,6 +12,7 @@ roll-backs before it, so that its reader can forget the revisions of the lost hi
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -82,6 +83,15 @@ class SameCreation:
 Condition = Unchanged | SameCreation
 
 
+class EtcdStatus(NamedTuple):
+    """State of an etcd member."""
+
+    version: str
+    """Such as "3.5.16"."""
+    alarms: tuple[str, ...]
+    """As etcd words them, such as "memberID:1 alarm:NOSPACE" """
+
+
 class Store:
     """Access to etcd keys below a prefix, which arguments and results exclude.
 
@@ -135,11 +145,12 @@ class Store:
         """Close the connection, if it is open."""
         await self._connection.close()
 
-    async def version(self) -> str:
-        """The version of the etcd member in use, such as "3.5.16". Raises StoreError."""
+    async def status(self) -> EtcdStatus:
+        """Version and alarms of the etcd member in use. Raises StoreError."""
 
-        async def ask(member: EtcdMember) -> str:
-            return str((await member.maintenance.status(timeout=CALL_TIMEOUT_S)).version)
+        async def ask(member: EtcdMember) -> EtcdStatus:
+            status = await member.maintenance.status(timeout=CALL_TIMEOUT_S)
+            return EtcdStatus(str(status.version), tuple(map(str.strip, status.errors)))
 
         return await self._connection.call_any(ask)
 

@@ -89,9 +89,9 @@ class EventLog:
             self._descriptor = None
 
     def _write(self, lines: list[Any]) -> None:
-        """Write whole lines with one system call, so that a killed process leaves no partial line.
+        """Write whole lines, usually with one system call, so that a kill leaves no partial line.
 
-        A disk that fills up during the call may leave one; the next write then ends the log.
+        A disk that fills up may leave one; the log then ends.
         """
         if self._descriptor is None or not lines:
             return
@@ -100,13 +100,13 @@ class EventLog:
             log.warning("the event log %s is full; later events are dropped", self.path)
             self.close()
             return
+        self._left_bytes -= len(data)
         try:
-            written = os.write(self._descriptor, data)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
         except OSError as error:
             log.warning("the event log %s ends: %s", self.path, error.strerror)
             self.close()
-            return
-        self._left_bytes -= written
 
 
 def open_event_log(folder: Path | None, name: str, config: Any) -> EventLog | None:

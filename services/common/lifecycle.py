@@ -6,6 +6,7 @@ SIGINT and SIGTERM start a drain, even if the parent process ignored them.
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -65,8 +66,10 @@ def main(
     # Task groups wrap errors into groups: report each as a sentence.
     except* ServiceError as group:
         errors = _leaves(group)
-        for error in errors:
-            print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
+        # On a full disk the exit code must still be that of the error.
+        with contextlib.suppress(OSError):
+            for error in errors:
+                print(f"tideserve-{name}: {error}", file=sys.stderr, flush=True)
         exit_code = errors[0].exit_code
     # Exit here: an exception raised in `except*` may join a group and be shown with a traceback.
     if exit_code:

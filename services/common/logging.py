@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 FIELDS = "fields"
 """Key of `extra` for additional fields: `log.info("…", extra={FIELDS: {"worker": "w0"}})`."""
@@ -29,9 +29,29 @@ _NO_IDS: Mapping[str, str] = {}
 _ids: ContextVar[Mapping[str, str]] = ContextVar("ids", default=_NO_IDS)
 
 
+class LogStats:
+    """Counts of the log of this process."""
+
+    lost_lines = 0
+    """Lines that could not be written, because the disk was full."""
+
+
+stats = LogStats()
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Drops lines that cannot be written, and counts them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), OSError):
+            stats.lost_lines += 1
+        else:
+            super().handleError(record)
+
+
 def set_up_logging(level: str = "info", form: str = "json") -> None:
     """Log to standard error from `level` up, as "json" or "text"; replaces earlier handlers."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter({"json": JsonFormatter, "text": TextFormatter}[form]())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from services.common.certificate_expiry import expiry_of
 from services.common.errors import ConfigError
 from services.common.etcd_calls import UPPER_BOUNDS_S, EtcdCalls
+from services.common.logging import stats as log_stats
 from services.common.tls import CertificateFiles, CertificateSource
 
 _CERTIFICATE_KEY = "_cert_file"
@@ -55,6 +56,11 @@ class _Common(Collector):
             "tideserve_etcd_rollbacks",
             "Detected losses of writes that etcd had confirmed.",
             value=calls.rollbacks,
+        )
+        yield CounterMetricFamily(
+            "tideserve_log_lines_lost",
+            "Log lines that could not be written, for example because the disk is full.",
+            value=log_stats.lost_lines,
         )
         expiry = GaugeMetricFamily(
             "tideserve_tls_certificate_expiry_seconds",

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HEADER_BYTES_MAX = 100 * 2**20
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
+DAMAGED = (
+    *(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError),
+    struct.error,
+)
 """Exceptions that `read_header`, or code that reads its entries, raises for an invalid file."""
 
 

@@ -27,6 +27,10 @@ PROMPT_LOGPROBS_MAX = 2**17
 """Maximum number of prompt log probabilities: tokens × (1 + alternatives per token)."""
 CACHE_SALT_CHARS_MAX = 128
 """Maximum length of a `cache_salt`."""
+VOCAB_MAX = 2**24
+"""Maximum number of rows of a model's output layer."""
+CONTEXT_TOKENS_MAX = 2**31 - 1
+"""Maximum context length of a model; records have 32-bit integers."""
 
 
 class FinishReason(StrEnum):

@@ -9,6 +9,12 @@ from collections.abc import Iterable
 from dataclasses import MISSING, field
 from typing import Any
 
+from services.core.ids import NAME_LENGTH_MAX
+
+_MODEL_NAME = (
+    re.compile(f".{{1,{NAME_LENGTH_MAX}}}", re.DOTALL),
+    f"1 to {NAME_LENGTH_MAX} characters",
+)
 _DEVICE = (re.compile(r"cpu|cuda(:\d{1,3})?"), "cpu, cuda or cuda:N")
 
 
@@ -61,6 +67,11 @@ def choice(default: Any, options: Iterable[str], help: str = "", **more: Any) ->
 def device_name(default: Any, help: str = "") -> Any:
     """Name of a device; does not check whether this machine has it."""
     return option(default, help, pattern=_DEVICE)
+
+
+def served_name(help: str) -> Any:
+    """Name of a model, as long as the scheduler accepts it."""
+    return option(help=help, pattern=_MODEL_NAME)
 
 
 def mapping(help: str = "") -> Any:

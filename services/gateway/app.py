@@ -65,6 +65,8 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     Raises:
         ServiceError: if the configuration, the model folder, a port or etcd is not usable.
     """
+    if (warning := await asyncio.to_thread(lambda: config.exposure)) is not None:
+        log.warning("%s", warning)
     stream_record = StreamRecord(open_event_log(config.event_log, "gateway", {}))
     store = open_store(config)
     with contextlib.ExitStack() as sockets:

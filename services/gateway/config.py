@@ -8,7 +8,7 @@ from services.common.address import is_loopback
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.service import ServiceClass
-from services.core.setting import choice, mapping, number, option, size, tcp_port
+from services.core.setting import choice, mapping, number, option, served_name, size, tcp_port
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 from services.gateway.vocabulary.class_targets import class_targets
@@ -18,11 +18,27 @@ TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat))
 REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat))
 
 
+def exposure_warning(http_host: str, grpc_host: str | None, keyed: bool) -> str | None:
+    """A warning if the network can use HTTP or gRPC without a key; `grpc_host` None: no gRPC."""
+    hosts = {"HTTP": http_host, "gRPC": grpc_host}
+    open_ports = [
+        f"{protocol} on {host or 'all addresses'}"
+        for protocol, host in hosts.items()
+        if host is not None and not is_loopback(host)
+    ]
+    if keyed or not open_ports:
+        return None
+    return (
+        f"{' and '.join(open_ports)} may be used without a key by every client that reaches it;"
+        " require keys with --api-keys ('api_keys_file' of the gateway)"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(ServiceConfig):
     """The settings of the gateway."""
 
-    model_name: str = option(help="Model name in requests.")
+    model_name: str = served_name("Model name in requests.")
     model_dir: Path = option(help="Folder with config.json and tokenizer.json.")
     model_aliases: str = option("", "Further model names in requests, separated by commas.")
     generation_config: str = choice(
@@ -163,7 +179,7 @@ class GatewayConfig(ServiceConfig):
         maximum=3600,
     )
     drain_timeout_s: float = number(
-        10.0,
+        30.0,
         "Seconds after 'drain_delay_s' that running requests may continue before cancellation.",
         minimum=0,
         maximum=86_400,
@@ -237,6 +253,13 @@ class GatewayConfig(ServiceConfig):
     def batch_inflight_max(self) -> int:
         """Maximum concurrent requests of class batch."""
         return max(1, int(self.inflight_max * self.batch_inflight_part))
+
+    @property
+    def exposure(self) -> str | None:
+        """A warning if the network can use HTTP or gRPC without a key."""
+        keyed = self.api_key is not None or self.api_keys_file is not None
+        has_grpc = self.public_grpc_port is not None and self.public_grpc_ca_file is None
+        return exposure_warning(self.host, self.public_grpc_host if has_grpc else None, keyed)
 
     def __post_init__(self) -> None:
         # Not `super()`, which fails here: with slots=True, dataclass replaces the class.

@@ -12,7 +12,16 @@ from services.core.engine_kind import EngineKind
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.planner.victims import VictimRule
 from services.core.queue_order import Scheduling
-from services.core.setting import choice, device_name, nested, number, option, size, tcp_port
+from services.core.setting import (
+    choice,
+    device_name,
+    nested,
+    number,
+    option,
+    served_name,
+    size,
+    tcp_port,
+)
 
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
@@ -38,7 +47,7 @@ class WorkerConfig(ServiceConfig):
     """The model, engine, device and memory of a worker."""
 
     worker_id: str = option("", "Name of this worker, unique in its cluster; empty: the host name.")
-    model_name: str = option(help="Model name in requests.")
+    model_name: str = served_name("Model name in requests.")
     model_dir: Path = option(
         help="Folder with config.json, tokenizer.json and *.safetensors weights."
     )

@@ -107,7 +107,7 @@ async def test_a_token_is_renewed_when_it_has_ended(etcd: EtcdServer) -> None:
     """etcd forgets all tokens when it starts again."""
     store = open_store(config_of(etcd, "one"))
     await store.connect(DEADLINE_S)
-    assert (await store.version()).startswith("3.")
+    assert (await store.status()).version.startswith("3.")
     lease = await store.grant_lease(60)
     etcd.kill()
     etcd.start()

@@ -20,6 +20,7 @@ from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import Asked, SendAssignment, SendTicket, Ticked
 from tests.support.client import gather_bounded, numbered_completion
 from tests.support.cluster import Cluster
+from tests.support.exhausted import no_room_for_files
 from tests.support.tiny_models import make_tiny_model
 from tideserve.sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 
@@ -139,6 +140,16 @@ def test_a_full_log_ends_and_the_service_goes_on(tmp_path: Path) -> None:
     entries = list(read_entries(log.path, SCHEDULER_TYPES))
     assert [entry.value.now_s for entry in entries] == [float(n) for n in range(len(entries))]
     assert 3 <= len(entries) < 100
+
+
+def test_a_full_disk_ends_the_log_after_its_last_whole_line(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "full", StateConfig(1, 1.0, "kv_share"))
+    log.append("event", [Ticked(1.0)])
+    with no_room_for_files(log.path.stat().st_size + 10):
+        log.append("event", [Ticked(2.0)])
+    log.append("event", [Ticked(3.0)])
+    entries = list(read_entries(log.path, SCHEDULER_TYPES))
+    assert [entry.value.now_s for entry in entries] == [1.0]
 
 
 def test_a_log_cut_in_the_middle_of_a_line_is_readable(tmp_path: Path) -> None:

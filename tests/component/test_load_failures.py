@@ -64,7 +64,7 @@ def only_a_pickle(folder: Path) -> None:
         (edit_config(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
         (edit_config(auto_map={"AutoModel": "x.Y"}), "auto_map"),
         (edit_config(architectures=5), "architecture 5 is not supported"),
-        (edit_config(num_attention_heads=0), "num_attention_heads is 0, but must be at least 1"),
+        (edit_config(num_attention_heads=0), "num_attention_heads is 0, but must be 1 to"),
         (edit_config(num_hidden_layers=0), "num_hidden_layers is 0"),
         (edit_config(num_key_value_heads=0), "num_key_value_heads is 0"),
         (edit_config(num_key_value_heads=3), "3 KV heads evenly"),

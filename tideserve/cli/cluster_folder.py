@@ -91,8 +91,10 @@ class ClusterFolder:
 
     def release(self) -> None:
         """Remove the state and unlock the folder after a clean stop."""
-        for path in (self.root / "cluster.json", self.targets):
-            path.unlink(missing_ok=True)
+        # A folder that has become read-only must not keep the lock.
+        with contextlib.suppress(OSError):
+            for path in (self.root / "cluster.json", self.targets):
+                path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -180,9 +182,13 @@ def _write_private(path: Path, text: str) -> None:
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    fresh.replace(path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 REMEDY = (

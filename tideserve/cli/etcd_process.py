@@ -1,11 +1,15 @@
 """etcd of a cluster: a running etcd by URL, or a private etcd on loopback."""
 
 import asyncio
+import contextlib
+import json
 import os
 import socket
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +34,11 @@ PROBE_TIMEOUT_S = 1.0
 HEARTBEAT_MS, ELECTION_MS = "50", "250"
 """A single member elects itself after the election timeout, so etcd answers within 0.3 s; with
 etcd's default timeouts it takes up to 1 s. Shorter timeouts would cost CPU time while idle."""
+QUOTA_BYTES = 2 * 2**30
+"""Size of the data above which etcd raises its alarm NOSPACE and refuses writes."""
+RELIEVED_PART = 0.5
+"""Maximum fraction of the quota in use at which the alarm is disarmed."""
+MAINTENANCE_TIMEOUT_S = 5.0
 HISTORY = "10m"
 """Retention of old revisions. A service that was suspended for longer reads all keys again."""
 
@@ -81,7 +90,7 @@ def claim_given_etcd(access: Mapping[str, Any]) -> int:
 
 def release_given_etcd(access: Mapping[str, Any], lease: int) -> None:
     """End a claim early; without an answer of etcd it ends with its lease."""
-    with suppress(CommandError):
+    with contextlib.suppress(CommandError):
         _with_store(access, lambda store: store.revoke_lease(lease))
 
 
@@ -147,6 +156,7 @@ def private_etcd(binary: EtcdBinary, folder: ClusterFolder) -> tuple[Program, st
         *("--initial-cluster", f"tideserve={peer_url}"),
         *("--heartbeat-interval", HEARTBEAT_MS),
         *("--election-timeout", ELECTION_MS),
+        *("--quota-backend-bytes", str(QUOTA_BYTES)),
         *("--auto-compaction-mode", "periodic"),
         *("--auto-compaction-retention", HISTORY),
         *("--logger", "zap"),
@@ -173,6 +183,40 @@ def answers(url: str) -> bool:
         response = client.probe("/health")
     # The body repeats the status code.
     return response is not None and response.is_success
+
+
+def relieve(url: str) -> bool:
+    """Compact, defragment and disarm the private etcd if its alarm NOSPACE is raised.
+
+    Returns whether the alarm remains. False as well if etcd does not answer.
+    """
+    try:
+        status = _maintain(url, "maintenance/status")
+        if not any("NOSPACE" in error for error in status.get("errors", ())):
+            return False
+        header = status["header"]
+        # etcd refuses a second compaction at the same revision.
+        with contextlib.suppress(urllib.error.HTTPError):
+            _maintain(url, "kv/compaction", revision=header["revision"], physical=True)
+        if int(_maintain(url, "maintenance/status")["dbSizeInUse"]) > RELIEVED_PART * QUOTA_BYTES:
+            return True
+        _maintain(url, "maintenance/defragment")
+        alarm = {"memberID": header["member_id"], "alarm": "NOSPACE"}
+        _maintain(url, "maintenance/alarm", action="DEACTIVATE", **alarm)
+    except (OSError, HTTPException, ValueError, KeyError):
+        return False
+    return False
+
+
+def _maintain(url: str, path: str, **body: object) -> dict[str, Any]:
+    """Call etcd's JSON interface. Raises OSError, HTTPException, ValueError."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v3/{path}", data, headers)
+    # Not httpx, whose client takes milliseconds to create; this is called every few seconds.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=MAINTENANCE_TIMEOUT_S) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def _dying_with_parent() -> list[str]:

@@ -18,6 +18,7 @@ from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 OPEN_FILES_WANTED = 65536
 FREE_DISK_BYTES = 256 * 2**20
+FULL_DISK_BYTES = 8 * 2**20
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 RELEASE_TIMEOUT_S = 5.0
 RETRY_S = 0.1
@@ -124,6 +125,18 @@ def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
             " or choose another folder with --cluster-dir"
         )
     return warnings
+
+
+def disk_faults(folder: Path) -> list[str]:
+    """A sentence if the disk of a running cluster's `folder` is full."""
+    free_bytes = psutil.disk_usage(str(folder)).free
+    if free_bytes >= FULL_DISK_BYTES:
+        return []
+    return [
+        f"the disk of {folder} is full ({free_bytes >> 10} KiB left): logs are lost, process ids"
+        " may be old, and etcd may stop, without which workers cannot register and groups cannot"
+        " change; free some disk space"
+    ]
 
 
 def host_memory_bytes() -> int:

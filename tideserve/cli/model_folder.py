@@ -47,7 +47,7 @@ def check_model_folder(folder: Path, load_format: str = "auto") -> None:
             f"{folder} is not a model folder: its config.json cannot be read ({error.strerror})."
             " Pass the folder that holds config.json, tokenizer.json and *.safetensors."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelUnavailable(
             f"{folder / 'config.json'} is not valid JSON ({error}). Download the model again."
         ) from error

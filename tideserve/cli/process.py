@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
 
 from services.common.clock import monotonic_s
 from services.common.logging import JsonFormatter
@@ -70,13 +71,13 @@ class ServiceProcess:
         return self._popen.pid if self._popen is not None else None
 
     def start(self) -> None:
-        """Start the process; its output is appended to its log.
+        """Start the process; its output is appended to its log, or lost if that cannot be opened.
 
         Raises:
-            OSError: if the program cannot be executed or the log cannot be written.
+            OSError: if the program cannot be executed.
         """
         program = self.program
-        with program.log_path.open("ab") as log:
+        with _log_file(program.log_path) as log:
             self._log_start = log.tell()
             self._popen = subprocess.Popen(
                 program.command,
@@ -128,6 +129,14 @@ class ServiceProcess:
     def last_lines(self, count: int) -> list[str]:
         """The last lines of the process since its latest start."""
         return tail_lines(self.program.log_path, count, self._log_start)
+
+
+def _log_file(path: Path) -> BinaryIO:
+    """The log opened for appending, or /dev/null: a full disk must not prevent a restart."""
+    try:
+        return path.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def _kill_group(pid: int, number: signal.Signals) -> None:

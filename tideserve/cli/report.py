@@ -4,6 +4,7 @@ Writing never fails: a cluster must drain even if the terminal or the reader of 
 """
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +38,13 @@ class DeafStream:
         with self._dropping():
             self._stream.flush()
 
+    def close(self) -> None:
+        """Flush for the last time; text that cannot be written is dropped."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self.mute()
+
     def isatty(self) -> bool:
         """Whether this is a terminal."""
         return self._stream.isatty()
@@ -49,20 +57,25 @@ class DeafStream:
     def _dropping(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
-            # Redirect to null: otherwise the interpreter flushes again at exit and reports an
-            # error.
-            with contextlib.suppress(OSError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self._stream.fileno())
-                os.close(null)
+        except OSError as error:
+            # A full disk may have room again later.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                self.mute()
+
+    def mute(self) -> None:
+        """Redirect to null; otherwise the interpreter flushes at exit and reports an error."""
+        with contextlib.suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
 
 class Report:
     """Progress of a command, on standard output."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.console = Console(file=DeafStream(stream or sys.stdout), highlight=False)  # type: ignore[arg-type]
+        self._stream = DeafStream(stream or sys.stdout)
+        self.console = Console(file=self._stream, highlight=False)  # type: ignore[arg-type]
         self._status: Status | None = None
         self._last_line = ""
         self._last_line_s = 0.0
@@ -71,6 +84,10 @@ class Report:
     def fancy(self) -> bool:
         """Whether the output is a terminal."""
         return self.console.is_terminal
+
+    def close(self) -> None:
+        """Drop text that still cannot be written, so that it does not change the exit code."""
+        self._stream.close()
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line without wrapping, so that it can be copied and searched."""

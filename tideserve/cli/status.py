@@ -14,6 +14,7 @@ from services.core.engine_kind import EngineKind
 from tideserve.cli.client import AdminClient
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import CommandError, Unreachable
+from tideserve.cli.host import disk_faults
 from tideserve.cli.processes import process_faults
 
 INDENT = " " * 10
@@ -122,9 +123,10 @@ def show_status(
 
 
 def _faults(folder: ClusterFolder, status: Mapping[str, Any]) -> list[str]:
-    """Faults of the processes. Without any row, it is unknown which services are registered."""
+    """Faults of disk and processes. Without a row, it is unknown which services registered."""
     state, rows = folder.read_state(), status["services"]
-    return process_faults(state or {}, {row["name"] for row in rows} if rows else None)
+    names = {row["name"] for row in rows} if rows else None
+    return [*disk_faults(folder.root), *process_faults(state or {}, names)]
 
 
 def _print(status: Mapping[str, Any], why: bool) -> None:
@@ -204,9 +206,12 @@ def services_table(status: Mapping[str, Any]) -> Table:
 
 
 def etcd_line(status: Mapping[str, Any]) -> str:
-    """Version of the cluster's etcd, if etcd answers."""
-    version = (status.get("etcd") or {}).get("version")
-    return f"etcd {escape(version)}" if version else "[red]etcd does not answer[/]"
+    """Version and alarms of the cluster's etcd, if etcd answers."""
+    etcd = status.get("etcd") or {}
+    if not etcd.get("version"):
+        return "[red]etcd does not answer[/]"
+    alarms = "; ".join(etcd.get("alarms") or [])
+    return f"etcd {escape(etcd['version'])}" + (f" [red]{escape(alarms)}[/]" if alarms else "")
 
 
 def workers_table(status: Mapping[str, Any]) -> Table:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
 from services.common.setting import settings_of
 from services.common.size import format_size
-from services.gateway.config import GatewayConfig
+from services.gateway.config import GatewayConfig, exposure_warning
 from services.gateway.keys.key_file import read_keys
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
@@ -28,7 +29,7 @@ from tideserve.cli.cluster_folder import (
 )
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions
 from tideserve.cli.default import DEFAULT_URL
-from tideserve.cli.errors import CommandError, unusable
+from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 from tideserve.cli.etcd_binary import EtcdMissing, find_etcd
 from tideserve.cli.etcd_process import (
     answers,
@@ -52,6 +53,7 @@ from tideserve.cli.process import Program, child_environment, service_command
 from tideserve.cli.report import Report
 from tideserve.cli.service_config import Placement, service_configs, worker_names
 from tideserve.cli.stop_signals import StopRequested, StopSignals
+from tideserve.cli.upkeep import Upkeep
 from tideserve.cli.vllm_install import chosen_python
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ ETCD_STARTS_MAX = 3
 # Far from the HTTP port, because a second cluster is likely to use the next port.
 ADMIN_PORT_OFFSET = 10_000
 GRPC_PORT_OFFSET = 20_000
-LOGS_CHECK_S = 10.0
+UPKEEP_S = 10.0
 READY_POLL_S = 0.2
 READY_PROBE_TIMEOUT_S = 1.0
 WAITS_NO_MORE = {"expected_wait_s": 0}
@@ -95,6 +97,7 @@ class Up:
         self._held_ports: list[socket.socket] = []
         self._etcd_claim = 0  # lease, while this cluster starts with a given etcd
         self._gateway_config: dict[str, Any] = {}
+        self.upkeep = Upkeep(self.folder, self.report)
         self.cluster = ClusterProcesses(self.signals, self.report, self._write_state)
 
     def run(self) -> None:
@@ -109,10 +112,18 @@ class Up:
                 self.engine_python = chosen_python(self.options)
                 self._check_machine(left_behind)
                 model_dir = self._resolve_model()
-            self._start(model_dir)
+            try:
+                self._start(model_dir)
+            except OSError as error:
+                raise CommandError(
+                    f"cannot write the files of the cluster ({error}); free some disk space, or"
+                    " choose another folder with --cluster-dir",
+                    EXIT_UNUSABLE,
+                ) from error
             if self._wait_until_ready():
                 self._print_summary()
-                self.cluster.run_until_stop(self.folder.cap_logs, LOGS_CHECK_S)
+                private_etcd_url = None if self.options.etcd else self.etcd_url
+                self.cluster.run_until_stop(lambda: self.upkeep.run(private_etcd_url), UPKEEP_S)
         except StopRequested:
             self.report.line("Stopped before any process was started.")
         finally:
@@ -128,11 +139,20 @@ class Up:
                 check_given_etcd(self.options.etcd_access(self.options.etcd))
         memory_bytes = self.options.memory * self.options.workers
         warnings = shortages(self.options.device, memory_bytes, self.folder.root)
-        for sentence in [*unused_variables(os.environ), *warnings]:
+        for sentence in [*unused_variables(os.environ), *warnings, *self._exposure()]:
             self.report.warn(sentence)
         raise_open_files_limit()
         self._choose_admin_port()
         self._choose_grpc_port()
+
+    def _exposure(self) -> list[str]:
+        """A warning if the network can use the gateway without a key."""
+        gateway = self.options.gateway
+        has_grpc = gateway.get("public_grpc_port", self.options.grpc_port) is not None
+        protected = gateway.get("public_grpc_ca_file") is not None
+        grpc_host = self._grpc_host if has_grpc and not protected else None
+        warning = exposure_warning(self.options.host, grpc_host, self._needs_key)
+        return [] if warning is None else [warning]
 
     def _check_keys(self) -> None:
         """Fail here rather than in the gateway's log."""
@@ -309,7 +329,9 @@ class Up:
                     self.cluster.mark_ready()
                     self._release_etcd()
                     # A restarted gateway joins a cluster that was complete, so it need not wait.
-                    self.folder.write_config("gateway", self._gateway_config | WAITS_NO_MORE)
+                    config = self._gateway_config | WAITS_NO_MORE
+                    write = partial(self.folder.write_config, "gateway", config)
+                    self.upkeep.write("config/gateway.yaml", write)
                     return True
                 if monotonic_s() > deadline_s:
                     raise CommandError(
@@ -393,22 +415,24 @@ class Up:
             held.close()
         if self.signals.stopping:
             self.report.line("Stopped.")
+        self.report.close()
 
     def _write_state(self) -> None:
-        self.folder.write_state(
-            {
-                "url": self.url,
-                "admin_url": self.admin_url,
-                "grpc_target": self.grpc_target,
-                "etcd_url": self.etcd_url,
-                "etcd": self.etcd,
-                "pid": os.getpid(),
-                "programs": self.cluster.programs,
-                "pids": self.cluster.pids,
-                "logs": str(self.folder.logs),
-                "run_dir": str(self.run_dir) if self.run_dir else None,
-            }
-        )
+        self.upkeep.write("cluster.json", lambda: self.folder.write_state(self._state()))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "admin_url": self.admin_url,
+            "grpc_target": self.grpc_target,
+            "etcd_url": self.etcd_url,
+            "etcd": self.etcd,
+            "pid": os.getpid(),
+            "programs": self.cluster.programs,
+            "pids": self.cluster.pids,
+            "logs": str(self.folder.logs),
+            "run_dir": str(self.run_dir) if self.run_dir else None,
+        }
 
 
 def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:

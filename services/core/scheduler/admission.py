@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from services.core.ask import AVOIDED_MAX, RefusalReason
+from services.core.ids import NAME_LENGTH_MAX
 from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
@@ -18,7 +19,6 @@ from services.core.scheduler.vocabulary import Asked
 from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
-NAME_LENGTH_MAX = 256
 AWAY_RETRY_S = 10.0
 """Retry-After while no worker serves a known model; about the restart time of a worker."""
 WAVE_MARGIN = 2

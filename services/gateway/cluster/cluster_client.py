@@ -124,13 +124,14 @@ class ClusterClient:
         status |= {"scheduling": self._view.scheduling}
         return status | self.rows(cluster.result())
 
-    async def _etcd(self) -> dict[str, str | None]:
-        """etcd's version, None while it does not respond."""
+    async def _etcd(self) -> dict[str, Any]:
+        """etcd's version, None while it does not respond, and its alarms, if any."""
         try:
             async with timeout(CALL_TIMEOUT_S):
-                return {"version": await self._store.version()}
+                status = await self._store.status()
         except (StoreError, TimeoutError):
             return {"version": None}
+        return {"version": status.version} | ({"alarms": status.alarms} if status.alarms else {})
 
     def rows(self, cluster: ClusterStatus | None) -> dict[str, Any]:
         """The lists of `cluster_rows`, with warnings and errors.

@@ -8,9 +8,11 @@ from typing import Any
 
 from services.common.errors import ConfigError
 from services.core.request import (
+    CONTEXT_TOKENS_MAX,
     EOS_IDS_MAX,
     REPETITION_PENALTY_MAX,
     REPETITION_PENALTY_MIN,
+    VOCAB_MAX,
 )
 from services.gateway.api.fields import INT32_MAX
 from services.gateway.api.generation import TEMPERATURE_MAX
@@ -71,13 +73,8 @@ def load_model(
     if not config:
         raise ConfigError(f"{model_dir} has no config.json; give the folder of a model")
     tokenizer = Tokenizer.load(model_dir)
-    vocab_size = config.get("vocab_size", tokenizer.size)
-    context_tokens = config.get("max_position_embeddings")
-    if not isinstance(vocab_size, int) or not isinstance(context_tokens, int):
-        raise ConfigError(
-            f"{model_dir / 'config.json'} lacks vocab_size or max_position_embeddings; "
-            "give the folder of a decoder-only model"
-        )
+    vocab_size = _size(model_dir, config, "vocab_size", VOCAB_MAX, tokenizer.size)
+    context_tokens = _size(model_dir, config, "max_position_embeddings", CONTEXT_TOKENS_MAX)
     template, chat = load_template(model_dir), None
     if template is not None:
         chat = ChatModel(template, tokenizer.added_tokens, tool_format, reasoning_format)
@@ -91,6 +88,20 @@ def load_model(
         defaults=_defaults(model_dir, vocab_size) if own_defaults else PLAIN_DEFAULTS,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
     )
+
+
+def _size(
+    model_dir: Path, config: Mapping[str, Any], key: str, maximum: int, default: int | None = None
+) -> int:
+    """Read a size of config.json. Raises ConfigError."""
+    value = config.get(key, default)
+    # Not isinstance: a bool is no size.
+    if type(value) is not int or not 1 <= value <= maximum:
+        raise ConfigError(
+            f"{model_dir / 'config.json'}: {key} is {value!r:.40}, but must be 1 to {maximum}; give"
+            " the folder of a decoder-only model"
+        )
+    return value
 
 
 def _defaults(model_dir: Path, vocab_size: int) -> SamplingDefaults:

@@ -132,7 +132,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}; fetch the model again") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object; fetch the model again")

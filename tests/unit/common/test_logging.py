@@ -1,8 +1,11 @@
 """What log lines look like, and which ids they bear."""
 
+import io
 import json
 import logging
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,9 @@ from services.common.logging import (
     TextFormatter,
     request_ids,
     set_up_logging,
+    stats,
 )
+from tests.support.exhausted import no_room_for_files
 from tideserve.cli.logs import render
 
 
@@ -108,3 +113,23 @@ def test_of_an_exception_in_a_request_no_message_is_told(
             assert words not in shown
     finally:
         logging.basicConfig(handlers=before[0], level=before[1], force=True)
+
+
+def test_lines_that_a_full_disk_refuses_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = tmp_path / "log", (logging.getLogger().handlers[:], logging.getLogger().level)
+    lost_before = stats.lost_lines
+    try:
+        with path.open("wb", buffering=0) as file:
+            monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(file, write_through=True))
+            set_up_logging("info", "text")
+            with no_room_for_files():
+                logging.getLogger("x").info("lost")
+                logging.getLogger("x").warning("lost, too")
+            logging.getLogger("x").info("again")
+    finally:
+        logging.basicConfig(handlers=before[0], level=before[1], force=True)
+    assert stats.lost_lines == lost_before + 2
+    (line,) = path.read_text().splitlines()
+    assert line.endswith("x: again")

@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from services.common.certificate_expiry import expiry_unix_s
 from services.common.errors import StoreError
 from services.common.etcd_calls import EtcdCalls
+from services.common.logging import stats
 from services.common.process_metrics import cumulative, service_registry
 from services.common.service_config import ServiceConfig
 from tests.support.exposition import samples, value
@@ -86,6 +87,7 @@ def test_every_service_tells_of_itself(tmp_path: Path) -> None:
     assert value(found, "tideserve_etcd_call_failures_total") == 1
     assert value(found, "tideserve_etcd_rollbacks_total") == 2
     assert value(found, "tideserve_etcd_call_duration_seconds_count") == 2
+    assert value(found, "tideserve_log_lines_lost_total") == stats.lost_lines
     name = "tideserve_tls_certificate_expiry_seconds"
     assert value(found, name, purpose="tls") == expiry_unix_s(certificate)
     unreadable = value(found, name, purpose="etcd")

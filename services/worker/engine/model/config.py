@@ -5,11 +5,13 @@ No code in a model folder is ever executed: a config with `auto_map` is refused.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from services.core.request import CONTEXT_TOKENS_MAX, VOCAB_MAX
 from services.worker.engine.model.activations import ACTIVATIONS
 from services.worker.engine.model.rope import ROPE_TYPES, Rope
 from services.worker.errors import ModelError
@@ -17,6 +19,9 @@ from services.worker.errors import ModelError
 FETCH_AGAIN = "fetch the model again"
 WINDOW = 4096
 """Default of `sliding_window`."""
+LAYERS_MAX = 2**12
+SIZE_MAX = 2**20
+"""Bounds of the number of layers, and of widths and numbers of heads."""
 FULL_LAYERS = 28
 """Default of `max_window_layers`: number of first layers with full attention."""
 
@@ -83,7 +88,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; give the folder of a model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}); {FETCH_AGAIN}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object; {FETCH_AGAIN}")
@@ -100,7 +105,7 @@ class _ConfigFile:
     def config(self, architecture: str) -> ModelConfig:
         hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
         kv_heads = self._size("num_key_value_heads", heads)
-        layers = self._size("num_hidden_layers")
+        layers = self._size("num_hidden_layers", maximum=LAYERS_MAX)
         family = FAMILIES[architecture]
         if heads % kv_heads:
             raise ModelError(
@@ -115,8 +120,10 @@ class _ConfigFile:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=self._size("head_dim", family.head_dim or hidden // heads),
-            vocab_size=self._size("vocab_size"),
-            max_position_embeddings=self._size("max_position_embeddings"),
+            vocab_size=self._size("vocab_size", maximum=VOCAB_MAX),
+            max_position_embeddings=self._size(
+                "max_position_embeddings", maximum=CONTEXT_TOKENS_MAX
+            ),
             hidden_act=self._choice("hidden_act", self.raw.get("hidden_act", "silu"), ACTIVATIONS),
             rms_norm_eps=self._number("rms_norm_eps", 1e-6),
             tie_word_embeddings=self._flag("tie_word_embeddings"),
@@ -135,7 +142,9 @@ class _ConfigFile:
     def _windows(self, family: "_Family", layers: int) -> tuple[int | None, ...]:
         if not family.has_windows:
             return (None,) * layers
-        window = self._size("sliding_window", WINDOW) if self._has("sliding_window") else None
+        window = None
+        if self._has("sliding_window"):
+            window = self._size("sliding_window", WINDOW, CONTEXT_TOKENS_MAX)
         if not family.windows_by_layer:
             return (window,) * layers
         # Qwen models use the window only if the file enables it, and not in all layers.
@@ -159,18 +168,20 @@ class _ConfigFile:
             "rope_type", given.get("rope_type", given.get("type", "default")), ROPE_TYPES
         )
         options = {"rope_theta": self._number("rope_theta", 10_000.0)} | given
-        bad = [name for name in ROPE_TYPES[kind] if not _is_number(options.get(name))]
+        bad = [name for name in ROPE_TYPES[kind] if not _is_positive(options.get(name))]
         if bad:
-            raise self._invalid(f"rope of type {kind} requires a number for {bad[0]}")
+            raise self._invalid(f"rope of type {kind} requires a positive number for {bad[0]}")
         return Rope(kind, options)
 
     def _has(self, key: str) -> bool:
         return key not in self.raw or self.raw[key] is not None
 
-    def _size(self, key: str, default: int | None = None) -> int:
+    def _size(self, key: str, default: int | None = None, maximum: int = SIZE_MAX) -> int:
         size = self._whole(key, default)
-        if size < 1:
-            raise ModelError(f"{self.path}: {key} is {size}, but must be at least 1; {FETCH_AGAIN}")
+        if not 1 <= size <= maximum:
+            raise ModelError(
+                f"{self.path}: {key} is {size}, but must be 1 to {maximum}; {FETCH_AGAIN}"
+            )
         return size
 
     def _whole(self, key: str, default: int | None = None) -> int:
@@ -186,8 +197,8 @@ class _ConfigFile:
 
     def _number(self, key: str, default: float) -> float:
         value = self.raw.get(key, default)
-        if not _is_number(value):
-            raise self._invalid(f"{key} is {value!r}, not a number")
+        if not _is_positive(value):
+            raise self._invalid(f"{key} is {value!r}, not a positive number")
         return float(value)
 
     def _flag(self, key: str) -> bool:
@@ -208,8 +219,9 @@ class _ConfigFile:
         return ModelError(f"{self.path} is invalid ({problem}); {FETCH_AGAIN}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_positive(value: Any) -> bool:
+    """Whether a JSON value is a positive number; JSON of Python has NaN and Infinity, too."""
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, slots=True)

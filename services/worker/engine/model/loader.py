@@ -135,7 +135,7 @@ def _locate_shards(model_dir: Path, index_path: Path) -> dict[str, Path]:
     try:
         names = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         located = {str(tensor): model_dir / str(file) for tensor, file in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index_path} cannot be read ({error}); fetch the model again") from error
     # An index may not refer to files outside the folder.
     for path in set(located.values()):

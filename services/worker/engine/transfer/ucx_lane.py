@@ -22,6 +22,7 @@ from threading import Lock, Thread, current_thread
 from services.common.address import join_address, listen
 from services.common.clock import monotonic_s
 from services.common.thread_priority import request_short_slices
+from services.worker.engine.transfer.acceptor import Acceptor
 from services.worker.engine.transfer.connection import Connection
 from services.worker.engine.transfer.connection_table import UNPROVEN_MAX, ConnectionTable
 from services.worker.engine.transfer.control_link import ControlLink
@@ -100,8 +101,9 @@ class UcxLane(Lane):
         self._listener = listen(config.host, config.port, UNPROVEN_MAX)
         self._listener.setblocking(False)
         self._poll = select.epoll()
-        for descriptor in (self._transport, self._in_bell, self._listener):
+        for descriptor in (self._transport, self._in_bell):
             self._poll.register(descriptor.fileno(), select.EPOLLIN)
+        self._acceptor = Acceptor(self._listener, self._poll)
         self._engine_poll = select.epoll()
         self._engine_poll.register(self._out_bell.fileno(), select.EPOLLIN)
         self._engine_poll.register(self._transport.fileno(), 0)
@@ -219,6 +221,7 @@ class UcxLane(Lane):
             now_s = monotonic_s()
             if now_s - self._heartbeats.ticked_s >= self._tick_s:
                 self._heartbeats.tick(now_s)
+                self._acceptor.tick(now_s)
             self._check_receiving()
             asleep = self._transport.arm()
             pause_s = PAUSE_S if self._check.under_way else self._tick_s
@@ -233,17 +236,11 @@ class UcxLane(Lane):
             self._in_bell.clear()
             self._heartbeats.acknowledge()
         elif descriptor == self._listener.fileno():
-            self._accept()
+            accepted = self._acceptor.accept(monotonic_s())
+            if accepted is not None:
+                self._connections.accept(ControlLink(accepted))
         else:
             self._connections.attend(descriptor)
-
-    def _accept(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError as error:
-            log.warning("cannot accept a connection: %s", error)
-            return
-        self._connections.accept(ControlLink(accepted))
 
     def _check_receiving(self) -> None:
         """After the loss of a peer, check whether UCX still receives; else replace its worker."""

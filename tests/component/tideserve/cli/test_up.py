@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.exhausted import no_room_for_files
 from tests.support.refusing_address import refusing_address
+from tideserve.cli.local_cluster import free_port
 
 FAKE_UP = (sys.executable, "-m", "tests.support.fake_up")
 # A parent that a test controls: it starts the rest of its command line with SIGINT as given, and
@@ -102,6 +104,45 @@ def test_a_dead_process_is_started_again_and_its_children_go_with_it(make: Any) 
         old_url, old_pid = cluster.etcd_url, cluster.kill("etcd")
         cluster.wait_for_restart("etcd", old_pid)
         assert cluster.etcd_url == old_url
+
+
+def test_it_outlives_a_full_disk(make: Any) -> None:
+    with make(workers=1) as cluster:
+        state = cluster.folder / "cluster" / "cluster.json"
+        before = state.read_text()
+        # Too small for the state, large enough for the logs of the fake services.
+        with no_room_for_files(len(before) // 2, cluster.up_pid):
+            old_pid = cluster.kill("worker-0")
+            cluster.eventually(lambda: worker_pids(cluster) not in ([], [old_pid]))
+            assert state.read_text() == before
+            assert cluster.running
+        cluster.wait_for_restart("worker-0", old_pid)
+        # The output of `up` is a file, too, so its lines of that time may be lost.
+        assert "can be written again" in cluster.output()
+
+
+def worker_pids(cluster: Cluster) -> list[int]:
+    return [pid for pid, line in cluster.processes().items() if "config/worker-0.yaml" in line]
+
+
+def test_it_stops_while_the_disk_is_full(make: Any) -> None:
+    with make(workers=1) as cluster, no_room_for_files(0, cluster.up_pid):
+        assert cluster.stop() == 0
+        assert not cluster.wait_until_gone()
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_sentence(model_dir: Path) -> None:
+    limited = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"
+        " os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    folder = model_dir.with_name("cluster")
+    options = ["--model", str(model_dir), "--load-format", "dummy", "--port", str(free_port())]
+    up = [*FAKE_UP, "up", *options, "--cluster-dir", str(folder)]
+    done = run([sys.executable, "-c", limited, *up])
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "cannot write the files of the cluster" in line
 
 
 def test_a_process_that_ignores_signals_is_killed_at_the_second_request(make: Any) -> None:

@@ -71,3 +71,27 @@ def test_advice_that_cannot_be_served(tmp_path: Path, advice: dict[str, Any]) ->
 def test_aliases_stand_once_each(tmp_path: Path) -> None:
     model = load_model("m", folder(tmp_path), ["b", "m", "a", "b"])
     assert model.names == ("m", "b", "a")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", -5),
+        ("vocab_size", 10**12),
+        ("vocab_size", True),
+        ("max_position_embeddings", None),
+        ("max_position_embeddings", 0),
+        ("max_position_embeddings", 10**18),
+    ],
+)
+def test_sizes_that_cannot_be_served(tmp_path: Path, key: str, value: object) -> None:
+    path = write_model_folder(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=f"{key} is {value}, but must be 1 to"):
+        load_model("m", tmp_path)
+
+
+def test_a_file_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    (write_model_folder(tmp_path) / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ConfigError, match=r"cannot read .*recursion"):
+        load_model("m", tmp_path)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exhausted import no_room_for_files
 from tideserve.cli import cluster_folder
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.process import tail_lines
@@ -53,3 +54,11 @@ def test_room_matters_more_than_old_lines(
 def test_a_log_that_somebody_removed_is_no_failure(folder: ClusterFolder) -> None:
     folder.log_path("gone").symlink_to(folder.root / "nowhere")
     folder.cap_logs(bytes_max=0)
+
+
+def test_a_failed_write_keeps_the_old_file_and_takes_no_room(folder: ClusterFolder) -> None:
+    folder.write_state({"pid": 1})
+    with no_room_for_files(), pytest.raises(OSError, match="too large"):
+        folder.write_state({"pid": 2})
+    assert folder.read_state() == {"pid": 1}
+    assert [path.name for path in folder.root.iterdir() if path.is_file()] == ["cluster.json"]

@@ -139,3 +139,9 @@ def test_memory_below_the_parameters_is_refused(
 def test_damaged_weights_are_left_to_the_worker(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"damaged")
     check_memory(folder, 1, "float32")
+
+
+def test_a_config_that_is_nested_too_deeply_is_one_sentence(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelUnavailable, match=r"config\.json is not valid JSON .*recursion"):
+        check_model_folder(folder)

@@ -137,3 +137,14 @@ def test_options_of_single_services_are_not_inherited(monkeypatch: pytest.Monkey
     environment = child_environment({"A": "b"})
     assert "TIDESERVE__PORT" not in environment
     assert (environment["TIDESERVE_CACHE"], environment["A"]) == ("/c", "b")
+
+
+def test_a_process_starts_without_its_log(tmp_path: Path) -> None:
+    log_path = tmp_path / "missing" / "x.log"
+    code = f"print('lost'); open({str(tmp_path / 'x.log')!r}, 'w').write('started')"
+    program = Program("x", [sys.executable, "-c", code], log_path, tmp_path, {}, 1.0)
+    process = ServiceProcess(program)
+    process.start()
+    assert wait(process) == 0
+    assert wait_for_output(tmp_path) == ["started"]
+    assert process.last_lines(1) == []

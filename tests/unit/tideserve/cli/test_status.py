@@ -282,3 +282,5 @@ def test_a_group_that_has_lost_a_member_is_shown_as_degraded() -> None:
 def test_the_etcd_is_named() -> None:
     assert etcd_line({"etcd": {"version": "3.5.16"}}) == "etcd 3.5.16"
     assert "does not answer" in etcd_line({"etcd": {"version": None}})
+    full = etcd_line({"etcd": {"version": "3.5.16", "alarms": ["memberID:1 alarm:NOSPACE"]}})
+    assert full == "etcd 3.5.16 [red]memberID:1 alarm:NOSPACE[/]"

@@ -20,7 +20,7 @@ from tideserve.cli.up import DRAINING, Missing, Up, drain_time_s, missing_of
 @pytest.mark.parametrize(
     ("kind", "section", "drain_s"),
     [
-        ("gateway", {}, 10.0),
+        ("gateway", {}, 30.0),
         ("gateway", {"drain_delay_s": 5, "drain_timeout_s": 60}, 65.0),
         ("worker", {}, 30.0),
         ("worker", {"drain_timeout_s": 600}, 600.0),

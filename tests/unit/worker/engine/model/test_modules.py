@@ -1,6 +1,7 @@
 """Layers, rotations and the reading of `config.json` beside those of `transformers`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,20 @@ def test_all_types_of_rotation_are_compared() -> None:
     [
         ({"hidden_size": True}, "hidden_size is True, not an integer"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a positive number"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, not a positive number"),
+        ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
+        ({"rope_parameters": {"rope_theta": math.inf}}, "a positive number for rope_theta"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but must be 1 to 4096"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, but must be 1 to"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000, but must be 1 to"),
+        ({"max_position_embeddings": 10**18}, "max_position_embeddings is 10.*, but must be"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, neither true nor false"),
         ({"rope_scaling": [1]}, "rope_parameters is not an object"),
-        ({"rope_scaling": {"type": "linear"}}, "rope of type linear requires a number for factor"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "linear requires a positive number for factor",
+        ),
         ({"use_sliding_window": True, "layer_types": ["x"]}, "is not a list of 3 names"),
         ({"use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers is 1.5"),
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, but must"),
@@ -166,6 +177,12 @@ def test_a_file_that_makes_no_sense(tmp_path: Path, change: dict[str, Any], word
     raw = {"architectures": ["Qwen2ForCausalLM"]} | SIZES | change
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=words):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelError, match=r"cannot be read .*recursion"):
         load_config(tmp_path)
 
 

@@ -1,0 +1,181 @@
+"""The disk of a cluster's folder is full: `up` lives, streams complete, and everything heals.
+
+`test_up.py` has the same for `up` alone, without a file system of its own.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+
+from services.common.etcd_connection import CALL_TIMEOUT_S
+from tests.support.client import Answer, numbered_completion
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.exposition import samples, value
+from tests.support.full_disk import SmallDisk, small_disk
+from tests.support.tiny_models import make_tiny_model
+from tideserve.cli.groups import drop, restore
+
+STREAMS = 8
+OUTPUT_TOKENS = 400
+HEAL_S = 120.0
+"""etcd is started again within 15 s once there is room, and `up` writes again within 10 s."""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, SmallDisk]]:
+    """A cluster whose folder is on a small disk; the model and the output of `up` are not."""
+    cluster = Cluster(
+        model_dir=make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4),
+        memory="32MiB",
+        dtype="float64",
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups change by hand only
+    )
+    try:
+        with small_disk(cluster.folder / "cluster") as disk, cluster:
+            yield cluster, disk
+    finally:
+        shutil.rmtree(cluster.folder)
+
+
+async def streams(cluster: Cluster, begun: asyncio.Barrier | None = None) -> list[Answer]:
+    async def ask(number: int) -> Answer:
+        async def wait_for_all(chunks: int) -> None:
+            if chunks == 1 and begun is not None:
+                await begun.wait()
+
+        options = {"prompt_tokens": 24, "max_tokens": OUTPUT_TOKENS, "on_chunk": wait_for_all}
+        return await numbered_completion(cluster.url, number, **options)
+
+    return await asyncio.gather(*(ask(number) for number in range(STREAMS)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small: tuple[Cluster, SmallDisk]) -> list[Answer]:
+    return asyncio.run(streams(small[0]))
+
+
+def disturbed(cluster: Cluster, disturb: Callable[[], None]) -> list[Answer]:
+    """The answers of streams that have all begun when `disturb` is called."""
+
+    async def run() -> list[Answer]:
+        begun = asyncio.Barrier(STREAMS + 1)
+        answers = asyncio.create_task(streams(cluster, begun))
+        await begun.wait()
+        await asyncio.to_thread(disturb)
+        return await answers
+
+    return asyncio.run(run())
+
+
+def write_to_etcd(cluster: Cluster) -> None:
+    """Write until etcd has ended for lack of space."""
+    deaths = cluster.output().count("etcd died")
+    value = base64.b64encode(bytes(20_000)).decode()
+    for number in range(3000):
+        key = base64.b64encode(f"/other/{number % 50}".encode()).decode()
+        body = json.dumps({"key": key, "value": value}).encode()
+        request = urllib.request.Request(f"{cluster.etcd_url}/v3/kv/put", body)
+        try:
+            urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S).close()
+        except (URLError, OSError):
+            break
+    cluster.eventually(lambda: cluster.output().count("etcd died") > deaths)
+
+
+def failed_etcd_calls(cluster: Cluster) -> float:
+    """The gateway's metric."""
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as response:
+        metrics = samples(response.read().decode())
+    return value(metrics, "tideserve_etcd_call_failures_total") or 0.0
+
+
+def status_text(cluster: Cluster) -> str:
+    """What `tideserve status` prints."""
+    command = [sys.executable, "-m", "tideserve.cli.commands.main", "status", "--cluster-dir"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+    return subprocess.run(
+        [*command, str(cluster.folder / "cluster")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    ).stdout
+
+
+def check_healed(cluster: Cluster) -> None:
+    """All processes run and are registered, and groups can be changed."""
+    warnings = cluster.output().count("cannot write cluster.json")
+    cluster.eventually(lambda: cluster.output().count("can be written again") == warnings, HEAL_S)
+    cluster.eventually(
+        lambda: len(cluster.pids()) == 6 and all(map(process_lives, cluster.pids().values())),
+        HEAL_S,
+    )
+    cluster.eventually(
+        lambda: cluster.status()["etcd"]["version"] and len(cluster.status()["groups"]) == 2, HEAL_S
+    )
+    assert "is full" not in status_text(cluster)
+    drop(cluster.admin_url, None, [])
+    restore(cluster.admin_url, None, None)
+    assert len(cluster.status()["groups"]) == 2
+
+
+def process_lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_worker_that_dies_on_a_full_disk_comes_back(
+    small: tuple[Cluster, SmallDisk], undisturbed: list[Answer]
+) -> None:
+    cluster, disk = small
+    old_pid = cluster.pids()["worker-0"]
+
+    def disturb() -> None:
+        disk.fill()
+        cluster.kill("worker-0")
+        cluster.eventually(lambda: "worker-0 was restarted" in cluster.output())
+
+    try:
+        answers = disturbed(cluster, disturb)
+        assert "is full" in status_text(cluster)
+    finally:
+        disk.free()
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
+    assert cluster.running
+    cluster.eventually(lambda: cluster.pids().get("worker-0", old_pid) != old_pid, HEAL_S)
+    check_healed(cluster)
+
+
+def test_an_etcd_that_cannot_write_is_started_until_it_can(
+    small: tuple[Cluster, SmallDisk], undisturbed: list[Answer]
+) -> None:
+    cluster, disk = small
+
+    def disturb() -> None:
+        disk.fill()
+        write_to_etcd(cluster)
+
+    try:
+        answers = disturbed(cluster, disturb)
+        later = asyncio.run(streams(cluster))
+        assert "is full" in status_text(cluster)
+        cluster.eventually(lambda: failed_etcd_calls(cluster) > 0)
+    finally:
+        disk.free()
+    for texts in (answers, later):
+        assert [answer.text for answer in texts] == [answer.text for answer in undisturbed]
+    assert cluster.running
+    check_healed(cluster)
