@@ -44,18 +44,15 @@ class MinuteUse:
     ) -> float:
         """Most tokens that any minute from now on can have, with another request or without."""
         self._expire(now_s)
-        outputs += self.outputs
         output_tokens += self.output_tokens
-
-        def generated(length_s: float) -> float:
-            return min(output_tokens, outputs * OUTPUT_PER_S * length_s)
-
+        per_s = OUTPUT_PER_S * (outputs + self.outputs)
         total = self.prompt_tokens + prompt_tokens
-        peak = total + generated(MINUTE_S)
+        peak = total + min(output_tokens, per_s * MINUTE_S)
+        # A slot counts until `start_s + until_s` from now, when it has left the minute.
+        until_s = _SLOT_S + MINUTE_S - now_s
         for start_s, tokens in reversed(self._used):
             total += tokens
-            # Just before this slot leaves the minute.
-            peak = max(peak, total + generated(start_s + _SLOT_S + MINUTE_S - now_s))
+            peak = max(peak, total + min(output_tokens, per_s * (start_s + until_s)))
         return peak
 
     def _expire(self, now_s: float) -> None:

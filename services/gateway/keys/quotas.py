@@ -20,7 +20,7 @@ from services.gateway.vocabulary.errors import (
     ServiceUnavailable,
 )
 
-CHARGE_STEP = 16
+CHARGE_STEP = 32
 """Output tokens of a running request after which its owner is charged again."""
 
 OwnerLimit = tuple[str, Limit]
