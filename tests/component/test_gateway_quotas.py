@@ -91,7 +91,7 @@ async def test_requests_beyond_the_limit_are_told_when_to_come_again(
     assert [one.headers["x-ratelimit-remaining-requests"] for one in answers] == ["1", "0", "0"]
     refused = answers[2]
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
-    assert 20 <= int(refused.headers["retry-after"]) <= 30
+    assert 20 <= int(refused.headers["retry-after"]) <= 38
     error = refused.json()["error"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
     assert "alice has reached its limit of 2 requests per minute" in error["message"]
@@ -130,7 +130,7 @@ async def test_both_doors_share_a_quota(case: Case, keys: Path) -> None:
     quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
     assert details["QuotaFailure"].Unpack(quota) and details["RetryInfo"].Unpack(retry)
     assert quota.violations[0].subject == "owner:alice"
-    assert 20 <= retry.retry_delay.ToSeconds() <= 30
+    assert 20 <= retry.retry_delay.ToSeconds() <= 38
     assert (await alice.complete()).status_code == 429
 
 
