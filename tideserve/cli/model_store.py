@@ -71,14 +71,10 @@ def download(
             f"{hub_id} requires acceptance of its terms. Accept them on the model's page and set"
             " HF_TOKEN to your token."
         ) from error
-    except RevisionNotFoundError as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelUnavailable(
-            f"The model hub has no revision {revision} of {name}. Use a commit, a tag or a branch."
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelUnavailable(
-            f"The model hub has no model {hub_id} (or it is private), and there is no folder of"
-            " that name here. Check the spelling, or set HF_TOKEN for a private model."
+            f"The model hub has no model or revision {hub_id} (or it is private), and"
+            " there is no folder of that name here. Check the spelling, or set HF_TOKEN for a private model."
         ) from error
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         raise ModelUnavailable(
