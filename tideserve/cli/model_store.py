@@ -73,8 +73,8 @@ def download(
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelUnavailable(
-            f"The model hub has no model or revision {hub_id} (or it is private), and"
-            " there is no folder of that name here. Check the spelling, or set HF_TOKEN for a private model."
+            f"The model hub has no {hub_id} (or it is private), and there is no folder of that name"
+            " here. Check the spelling, or set HF_TOKEN for a private model."
         ) from error
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         raise ModelUnavailable(

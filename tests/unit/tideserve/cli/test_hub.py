@@ -74,7 +74,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (http_error(GatedRepoError), "HF_TOKEN"),
         (http_error(RepositoryNotFoundError), "spelling"),
-        (http_error(RevisionNotFoundError), "no model or revision org/name@v2"),
+        (http_error(RevisionNotFoundError), "has no org/name@v2"),
         (LocalEntryNotFoundError("no connection"), "network"),
         (httpx2.ConnectError("name not known"), "network"),
         (OSError("disk full"), "network"),
