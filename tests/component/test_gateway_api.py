@@ -269,24 +269,24 @@ async def test_a_body_in_chunks_is_bounded_too(case: Case) -> None:
     assert answer.status_code == 413
 
 
-REFUSALS: list[tuple[Any, float, int, str | None]] = [
-    (scheduler_pb2.REFUSAL_REASON_TOO_LARGE, 0, 400, None),
-    (scheduler_pb2.REFUSAL_REASON_INVALID, 0, 400, None),
-    (scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, 2.5, 503, "3"),
-    (scheduler_pb2.REFUSAL_REASON_EXPIRED, 0, 504, "1"),
-    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 404, None),
-    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 1, 503, "1"),
+REFUSALS: list[tuple[Any, float, int, set[str | None]]] = [
+    (scheduler_pb2.REFUSAL_REASON_TOO_LARGE, 0, 400, {None}),
+    (scheduler_pb2.REFUSAL_REASON_INVALID, 0, 400, {None}),
+    (scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, 2.5, 503, {"3", "4", "5"}),
+    (scheduler_pb2.REFUSAL_REASON_EXPIRED, 0, 504, {"1", "2", "3"}),
+    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 404, {None}),
+    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 1, 503, {"1", "2", "3"}),
 ]
 
 
-@pytest.mark.parametrize(("reason", "retry_after_s", "status", "header"), REFUSALS)
+@pytest.mark.parametrize(("reason", "retry_after_s", "status", "delays"), REFUSALS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refusals(
     case: Case,
     reason: Any,
     retry_after_s: float,
     status: int,
-    header: str | None,
+    delays: set[str | None],
     stream: bool,
 ) -> None:
     case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
@@ -294,7 +294,7 @@ async def test_refusals(
     )
     answer = await case.chat(stream=stream)
     assert answer.status_code == status
-    assert answer.headers.get("retry-after") == header
+    assert answer.headers.get("retry-after") in delays
     assert answer.json()["error"]["message"] == "because"
 
 

@@ -35,7 +35,7 @@ async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(ca
         answer = await case.complete(**BATCH)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "queue_full"
-        assert answer.headers["retry-after"] == "60", "no batch request has left lately"
+        assert 48 <= int(answer.headers["retry-after"]) <= 60, "no batch request has left lately"
     assert await refused(case, "batch") == 3
     # Without the client's retries, which wait for as long as they are told.
     async with grpc.aio.insecure_channel(case.target) as channel:

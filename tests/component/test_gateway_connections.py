@@ -220,14 +220,14 @@ async def test_an_offer_to_upgrade_is_answered_in_http_1(case: Case) -> None:
 async def test_few_more_headers_are_kept_than_the_middleware_lets_in(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, seen = request_middleware.check_size, list[tuple[int, int]]()
+    check, seen = request_middleware.check_headers, list[tuple[int, int]]()
 
     def noted(scope: Scope) -> None:
         headers = scope["headers"]
         seen.append((len(headers), sum(len(name) + len(value) for name, value in headers)))
         check(scope)
 
-    monkeypatch.setattr(request_middleware, "check_size", noted)
+    monkeypatch.setattr(request_middleware, "check_headers", noted)
     for line in (b"x:\r\n", b"x: " + b"y" * 1000 + b"\r\n"):
         lines = line * (INCOMPLETE_BYTES_MAX // len(line) - 10)
         async with connection(case, LIVE[:-2] + lines + b"\r\n" + LIVE) as (reader, _):

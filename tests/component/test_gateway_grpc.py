@@ -130,7 +130,8 @@ async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: 
     with pytest.raises(tide.Unavailable) as caught:
         await case.grpc.chat(HI, model="m", request_id="mine")
     assert len(scheduler.asks) == 4, "three times more"
-    assert (caught.value.reason, caught.value.retry_after_s) == ("QUEUE_FULL", 0.01)
+    assert caught.value.reason == "QUEUE_FULL"
+    assert 0.01 <= (caught.value.retry_after_s or 0) <= 0.03
     assert caught.value.request_id == "mine"
 
 

@@ -309,7 +309,7 @@ async def test_what_is_not_there(
 async def test_a_full_cluster_is_overloaded(case: Case) -> None:
     case.refuse(message="because", retry_after_s=2.5)
     answer = await send(case, stream=True)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
+    assert answer.status_code == 503 and 3 <= int(answer.headers["retry-after"]) <= 5
     assert answer.json()["error"] == {"type": "overloaded_error", "message": "because"}
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.support.gateway import Case, gateway_before, gateway_case
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
 from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from tideserve.kserve.v2 import inference_pb2, inference_pb2_grpc
 
 # The key of the settings, which has no owner.
 OPERATORS = "operators-key"
@@ -90,7 +91,7 @@ async def test_requests_beyond_the_limit_are_told_when_to_come_again(
     assert [one.headers["x-ratelimit-remaining-requests"] for one in answers] == ["1", "0", "0"]
     refused = answers[2]
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
-    assert 20 <= int(refused.headers["retry-after"]) <= 30
+    assert 20 <= int(refused.headers["retry-after"]) <= 38
     error = refused.json()["error"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
     assert "alice has reached its limit of 2 requests per minute" in error["message"]
@@ -129,7 +130,7 @@ async def test_both_doors_share_a_quota(case: Case, keys: Path) -> None:
     quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
     assert details["QuotaFailure"].Unpack(quota) and details["RetryInfo"].Unpack(retry)
     assert quota.violations[0].subject == "owner:alice"
-    assert 20 <= retry.retry_delay.ToSeconds() <= 30
+    assert 20 <= retry.retry_delay.ToSeconds() <= 38
     assert (await alice.complete()).status_code == 429
 
 
@@ -284,3 +285,90 @@ async def test_a_quota_is_kept_over_any_minute_while_traffic_moves(
         from_s += 0.5
     print(f"of {limit} a minute: {min(minutes)} to {max(minutes)}")
     assert 0.9 * limit <= min(minutes) and max(minutes) <= 1.1 * limit
+
+
+# --- running outputs
+
+Send = Callable[[Door], Awaitable[bool]]
+"""Sends a request for 200 tokens through one of the APIs; returns whether it was admitted."""
+
+
+def by_http(path: str, **fields: Any) -> Send:
+    async def send(door: Door) -> bool:
+        body = {"model": "m"} | fields
+        answer = await door.case.http.post(path, json=body, headers=door.headers)
+        assert answer.status_code in (200, 429), answer.text
+        return answer.is_success
+
+    return send
+
+
+async def by_grpc(door: Door) -> bool:
+    sampling = gateway_pb2.Sampling(max_tokens=200)
+    request = gateway_pb2.CompleteRequest(
+        model="m", prompts=[gateway_pb2.Prompt(text="hi")], sampling=sampling
+    )
+    async with grpc.aio.insecure_channel(door.case.target) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        return await admitted(stub.Complete(request, metadata=tuple(door.headers.items())))
+
+
+async def by_kserve(door: Door) -> bool:
+    request = inference_pb2.ModelInferRequest(model_name="m")
+    for name, text in (("text_input", "hi"), ("sampling_parameters", '{"max_tokens": 200}')):
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(text.encode())
+    async with grpc.aio.insecure_channel(door.case.target) as channel:
+        stub: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return await admitted(stub.ModelInfer(request, metadata=tuple(door.headers.items())))
+
+
+async def admitted(call: Awaitable[Any]) -> bool:
+    """Whether a gRPC call succeeds; it may fail by a quota only."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
+        return False
+    return True
+
+
+HI = [{"role": "user", "content": "hi"}]
+APIS = {
+    "completions": by_http("/v1/completions", prompt="hi", max_tokens=200),
+    # 4 outputs of 50 tokens.
+    "choices": by_http("/v1/completions", prompt=["hi", "ho"], n=2, max_tokens=50),
+    "chat": by_http("/v1/chat/completions", messages=HI, max_tokens=200),
+    # As long as the context allows.
+    "chat without a maximum": by_http("/v1/chat/completions", messages=HI),
+    "responses": by_http("/v1/responses", input="hi", max_output_tokens=200),
+    "messages": by_http("/v1/messages", messages=HI, max_tokens=200),
+    "grpc": by_grpc,
+    "kserve": by_kserve,
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_outputs_that_run_at_once_keep_the_limit(case: Case, keys: Path, api: str) -> None:
+    """Short outputs first, so that outputs of this owner are expected to be short."""
+    alice, limit = await door(case, keys, "alice", tokens_per_minute=1000), 1000
+    for _ in range(30):
+        assert (await alice.complete()).is_success
+    before = await metric(case, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens")
+    worker = case.paused(1)
+    outcomes: list[bool] = []
+
+    async def send() -> None:
+        outcomes.append(await APIS[api](alice))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(12):
+            tasks.create_task(send())
+        outputs = 4 if api == "choices" else 1
+        await eventually(lambda: len(worker.active) / outputs + len(outcomes) == 12)
+        assert not any(outcomes)
+        worker.go.set()
+    assert 2 <= sum(outcomes) <= 5
+    used = await metric(case, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens")
+    assert used is not None and before is not None
+    assert 400 < used - before <= 1.1 * limit

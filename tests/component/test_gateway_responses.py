@@ -342,7 +342,7 @@ async def test_unknown_fields_are_told(case: Case) -> None:
 async def test_a_full_cluster(case: Case) -> None:
     case.refuse(message="because", retry_after_s=2.5)
     answer = await send(case, stream=True)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
+    assert answer.status_code == 503 and 3 <= int(answer.headers["retry-after"]) <= 5
     assert answer.json()["error"]["message"] == "because"
 
 

@@ -99,7 +99,7 @@ class Fleet:
             if isinstance(reserved, Exceeded):
                 amount = 0
             else:
-                assert reserved == Reservation(amount, 1, amount)
+                assert reserved == Reservation(amount, 1, 0, amount)
                 use.settle(reserved, 0, True, self.now_s)
         use.leave(0.0)
         return amount

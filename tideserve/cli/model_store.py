@@ -23,7 +23,8 @@ from services.common.manifest import write_manifest
 from tideserve.cli.cache import cache_root, create_cache
 from tideserve.cli.model_folder import DUMMY, ModelUnavailable, check_model_folder, damaged_files
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w.-]+)?")
+"""`organisation/name`, or `organisation/name@revision` for a commit, tag or branch of the hub."""
 TEXT_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt")
 WEIGHT_PATTERNS = ("*.safetensors",)
 # Subfolders hold other formats of the same weights; Mistral's consolidated file is a second copy.
@@ -39,7 +40,8 @@ def download(
 ) -> Path:
     """Download `hub_id` unless it is present; returns its folder in the hub's cache, or `folder`.
 
-    Without a connection, a complete earlier download is used. Raises `ModelUnavailable`.
+    Without a revision, the newest commit of its main branch. Without a connection, a complete
+    earlier download is used. Raises `ModelUnavailable`.
     """
     # huggingface_hub passes on errors of its HTTP client, which is one of its dependencies.
     from httpx2 import HTTPError
@@ -49,13 +51,16 @@ def download(
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     report(f"Looking up {hub_id} on the model hub; the first download can take minutes.")
+    name, _, revision = hub_id.partition("@")
     patterns = TEXT_PATTERNS if load_format == DUMMY else TEXT_PATTERNS + WEIGHT_PATTERNS
     try:
         snapshot = snapshot_download(
-            hub_id,
+            name,
+            revision=revision or None,
             local_dir=folder,
             allow_patterns=list(patterns),
             ignore_patterns=list(IGNORED_PATTERNS),
@@ -66,10 +71,10 @@ def download(
             f"{hub_id} requires acceptance of its terms. Accept them on the model's page and set"
             " HF_TOKEN to your token."
         ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelUnavailable(
-            f"The model hub has no model {hub_id} (or it is private), and there is no folder of"
-            " that name here. Check the spelling, or set HF_TOKEN for a private model."
+            f"The model hub has no {hub_id} (or it is private), and there is no folder of that name"
+            " here. Check the spelling, or set HF_TOKEN for a private model."
         ) from error
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         raise ModelUnavailable(
@@ -149,8 +154,8 @@ def resolve_model(
 ) -> Path:
     """The local folder of a model; `argument` is empty (default), a folder or a hub id.
 
-    Hub ids (`organisation/name`) are downloaded into the hub's own cache. Code of a model is never
-    run. Raises `ModelUnavailable`.
+    Hub ids (`HUB_ID`) are downloaded into the hub's own cache. Code of a model is never run.
+    Raises `ModelUnavailable`.
     """
     if not argument:
         return prepare_default_model(cache, report)
@@ -166,8 +171,9 @@ def resolve_model(
         folder = download(argument, report, load_format)
     else:
         raise ModelUnavailable(
-            f"{argument} is neither a folder nor a hub id (organisation/name). Check the spelling,"
-            " or omit the model to use the default model."
+            f"{argument} is neither a folder nor a hub id (organisation/name or"
+            " organisation/name@revision). Check the spelling, or omit the model to use the default"
+            " model."
         )
     check_model_folder(folder, load_format)
     return folder

@@ -1,6 +1,7 @@
 """Downloads a model into the volume that containers share: `python -m tideserve.cli.model_volume`.
 
-The environment variable `MODEL` is a hub id (organisation/name), or empty for the default model.
+The environment variable `MODEL` is a hub id (organisation/name or organisation/name@revision), or
+empty for the default model.
 The model is placed in the folder of that name in `MODELS`; files that exist are not downloaded
 again.
 """
@@ -32,8 +33,8 @@ def place_model(model: str, models: Path, report: Report) -> Path:
             place_default_model(folder, report)
         elif not HUB_ID.fullmatch(name):
             raise ModelUnavailable(
-                f"MODEL is '{model}', but must be a hub id (organisation/name); leave MODEL empty"
-                f" for {DEFAULT_MODEL_NAME}."
+                f"MODEL is '{model}', but must be a hub id (organisation/name or"
+                f" organisation/name@revision); leave MODEL empty for {DEFAULT_MODEL_NAME}."
             )
         elif not folder.is_dir():
             _download_into(folder, name, models / UNFINISHED / name, report)

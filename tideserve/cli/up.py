@@ -447,9 +447,9 @@ def drain_time_s(config: type[Any], section: Mapping[str, Any]) -> float:
 
 
 def name_of(argument: str | None, model_dir: Path) -> str:
-    """Name of the model in requests: the hub id, or the name of the folder."""
+    """Name of the model in requests: the hub id without revision, or the name of the folder."""
     if argument and not Path(argument).expanduser().is_dir():
-        return argument
+        return argument.partition("@")[0]
     return model_dir.resolve().name
 
 

@@ -36,6 +36,8 @@ class OwnerDemand:
     # Amounts that its token buckets could not hold, since the gateway's start (see SharedRate).
     requests_spilt: float = 0.0
     tokens_spilt: float = 0.0
+    # Most tokens of any minute from now on (see MinuteUse).
+    minute_tokens: float = 0.0
 
 
 def mean_share(own_per_s: float, others_per_s: float, length_s: float) -> float | None:

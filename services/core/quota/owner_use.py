@@ -1,10 +1,11 @@
 """The quota use of an API-key owner at a gateway: decides whether its requests fit its limits."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.core.quota.demand import OwnerDemand
 from services.core.quota.limits import Exceeded, Limit, QuotaLimits, RemainingLimit
+from services.core.quota.minute_use import MINUTE_MAX, MinuteUse
 from services.core.quota.shared_rate import SharedRate
 
 REQUESTS_BURST_MIN = 5
@@ -20,16 +21,25 @@ _LATEST_WEIGHT = 0.1
 _DURATION_GUESS_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
-    """Tokens taken for a request before it runs: its prompt, and an estimate for its outputs.
+    """Tokens of a running request.
 
-    `choices` is the number of outputs.
+    `outputs`: number of outputs; `output_max`: their maximum lengths together. `charged`: tokens
+    taken from the bucket, at first for the prompt and an estimate of the outputs. `generated`:
+    output tokens counted so far; None until the first token.
     """
 
     prompt_tokens: int = 0
-    choices: int = 0
-    tokens: int = 0
+    outputs: int = 0
+    output_max: int = 0
+    charged: int = 0
+    generated: int | None = None
+
+    @property
+    def output_left(self) -> int:
+        """Tokens that the outputs may still generate."""
+        return max(0, self.output_max - (self.generated or 0))
 
 
 @dataclass(slots=True)
@@ -43,6 +53,9 @@ class OwnerUse:
     # Running requests here and at other gateways.
     running: int = 0
     running_elsewhere: int = 0
+    # Tokens in any minute here, and most of them at other gateways.
+    minute: MinuteUse = field(default_factory=MinuteUse)
+    minute_elsewhere: float = 0.0
     # Time of the latest request.
     asked_s: float = 0.0
     # Exponential means: output length and total size in tokens, duration of a request.
@@ -86,32 +99,65 @@ class OwnerUse:
     ) -> Reservation | Exceeded:
         """Take tokens for a request: its prompt, and an estimate for each output.
 
-        The estimate is the owner's recent mean output, at most the output's own maximum.
+        The estimate is the owner's recent mean output, at most the output's own maximum. Refuses
+        as well if all running outputs at their maximum lengths would exceed the limit of a minute,
+        unless the bucket is full and nothing of the owner runs here.
         """
         guess = sum(min(most, math.ceil(self._output_mean)) for most in outputs_max)
-        wanted = Reservation(prompt_tokens, len(outputs_max), prompt_tokens + guess)
-        self._size_mean += _LATEST_WEIGHT * (wanted.tokens - self._size_mean)
+        wanted = prompt_tokens + guess
+        self._size_mean += _LATEST_WEIGHT * (wanted - self._size_mean)
+        reserved = Reservation(prompt_tokens, len(outputs_max), sum(outputs_max))
         per_minute = self.limits.tokens_per_minute
-        if per_minute is None:
-            return wanted
-        # A prompt above the limit of a whole minute can never fit.
-        if prompt_tokens > per_minute:
-            return Exceeded(Limit.TOKENS, per_minute, 0, prompt_tokens, None)
-        self.tokens.note_demand(wanted.tokens, per_minute, now_s)
-        wait_s = self.tokens.take(wanted.tokens, per_minute, now_s)
-        if wait_s is not None:
-            remaining = self._remaining(self.tokens, per_minute, now_s)
-            return Exceeded(Limit.TOKENS, per_minute, remaining, wanted.tokens, wait_s)
-        return wanted
+        if per_minute is not None:
+            # A prompt above the limit of a whole minute can never fit.
+            if prompt_tokens > per_minute:
+                return Exceeded(Limit.TOKENS, per_minute, 0, prompt_tokens, None)
+            self.tokens.note_demand(wanted, per_minute, now_s)
+            exceeded = self._minute_refusal(reserved, per_minute, now_s)
+            if exceeded is not None:
+                return exceeded
+            wait_s = self.tokens.take(wanted, per_minute, now_s)
+            if wait_s is not None:
+                remaining = self._remaining(self.tokens, per_minute, now_s)
+                return Exceeded(Limit.TOKENS, per_minute, remaining, wanted, wait_s)
+            reserved.charged = wanted
+        self.minute.prompt_tokens += prompt_tokens
+        self.minute.outputs += reserved.outputs
+        self.minute.output_tokens += reserved.output_max
+        return reserved
+
+    def grow(self, reserved: Reservation, output_tokens: int, now_s: float) -> None:
+        """Count the output tokens of a running request so far, and charge those beyond its
+        reservation, even if they overdraw the bucket."""
+        left, used = reserved.output_left, output_tokens - (reserved.generated or 0)
+        if reserved.generated is None:
+            used += reserved.prompt_tokens
+            self.minute.prompt_tokens -= reserved.prompt_tokens
+        reserved.generated = output_tokens
+        self.minute.output_tokens -= left - reserved.output_left
+        self.minute.note(used, now_s)
+        extra = reserved.prompt_tokens + output_tokens - reserved.charged
+        per_minute = self.limits.tokens_per_minute
+        if per_minute is not None and extra > 0:
+            self.tokens.note_demand(extra, per_minute, now_s)
+            self.tokens.give_back(-extra, per_minute, now_s)
+            reserved.charged += extra
 
     def settle(self, reserved: Reservation, output_tokens: int, served: bool, now_s: float) -> None:
         """Correct a reservation by the actual use, which is 0 if the request was not `served`."""
-        if served and reserved.choices:
-            mean = output_tokens / reserved.choices
-            self._output_mean += _LATEST_WEIGHT * (mean - self._output_mean)
-        if (per_minute := self.limits.tokens_per_minute) is not None and reserved.tokens:
-            used = reserved.prompt_tokens + output_tokens if served else 0
-            self.tokens.give_back(reserved.tokens - used, per_minute, now_s)
+        used = 0
+        if served:
+            self.grow(reserved, output_tokens, now_s)
+            used = reserved.prompt_tokens + output_tokens
+            if reserved.outputs:
+                mean = output_tokens / reserved.outputs
+                self._output_mean += _LATEST_WEIGHT * (mean - self._output_mean)
+        elif reserved.generated is None:
+            self.minute.prompt_tokens -= reserved.prompt_tokens
+        self.minute.outputs -= reserved.outputs
+        self.minute.output_tokens -= reserved.output_left
+        if (per_minute := self.limits.tokens_per_minute) is not None:
+            self.tokens.give_back(reserved.charged - used, per_minute, now_s)
 
     def remaining_limits(self, now_s: float) -> dict[Limit, RemainingLimit]:
         """What is left of the per-minute limits that are set."""
@@ -138,6 +184,7 @@ class OwnerUse:
             running=self.running,
             requests_spilt=self.requests.spilt,
             tokens_spilt=self.tokens.spilt,
+            minute_tokens=self.minute.peak(now_s) if self.limits.tokens_per_minute else 0.0,
         )
 
     def receive(self, elsewhere: OwnerDemand, gateways: int, now_s: float) -> None:
@@ -156,6 +203,15 @@ class OwnerUse:
             rate.others_per_s, rate.gateways = per_s, gateways
             rate.take_spilt(spilt, per_minute, now_s)
         self.running_elsewhere = elsewhere.running
+        self.minute_elsewhere = elsewhere.minute_tokens
+
+    def is_idle(self, now_s: float) -> bool:
+        """Whether nothing runs and both buckets are full."""
+        return (
+            not self.running
+            and self.requests.reset_s(self._requests_per_minute, now_s) == 0
+            and self.tokens.reset_s(self._tokens_per_minute, now_s) == 0
+        )
 
     def hold(self, held: bool, now_s: float) -> None:
         """Freeze the shares, or let them follow the demand again."""
@@ -198,6 +254,30 @@ class OwnerUse:
         self.tokens.note_demand(self._size_mean, per_minute, now_s)
         wait_s = self.tokens.wait_s(self._size_mean, per_minute, now_s)
         return Exceeded(Limit.TOKENS, per_minute, 0, math.ceil(self._size_mean), wait_s)
+
+    def _minute_refusal(
+        self, wanted: Reservation, per_minute: int, now_s: float
+    ) -> Exceeded | None:
+        """Refuse a request whose outputs might exceed this gateway's share of a minute's limit.
+
+        Served anyway, when the bucket is full: a request that is alone here. Otherwise one that
+        may exceed a whole minute's limit would never be served.
+        """
+        alone = self.minute.outputs == 0
+        reset_s = self.tokens.reset_s(per_minute, now_s)
+        if alone and reset_s == 0:
+            return None
+        most = MINUTE_MAX * per_minute
+        # While shares are frozen, reports of other gateways are old.
+        elsewhere = 0.0 if self.tokens.held else self.minute_elsewhere
+        own = most - max(elsewhere, (1 - self.tokens.slow_share) * most)
+        before = self.minute.peak(now_s)
+        peak = self.minute.peak(now_s, wanted.prompt_tokens, wanted.outputs, wanted.output_max)
+        if peak <= own:
+            return None
+        wait_s = reset_s if alone else self._length_mean_s / max(1, self.running)
+        remaining = max(0, math.floor(own - before))
+        return Exceeded(Limit.TOKENS, per_minute, remaining, math.ceil(peak - before), wait_s)
 
     def _rate_refusal(self, now_s: float) -> Exceeded | None:
         per_minute = self.limits.requests_per_minute

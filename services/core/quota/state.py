@@ -16,7 +16,7 @@ from services.core.quota.owner_use import OwnerUse
 STALE_S = 5.0
 """Age from which the demand in a report decays, because its gateway may be dead."""
 FORGET_S = 600.0
-"""An owner is removed after this time without requests, when its buckets are full again."""
+"""An owner is removed after this time without requests, if its buckets are full."""
 OWNERS_REPORTED_MAX = 4096
 """Maximum number of owners in a report: those with the highest request rate."""
 
@@ -66,10 +66,10 @@ class QuotaState:
     def report(self, now_s: float) -> dict[str, OwnerDemand]:
         """The report to other gateways: owners with demand or running requests.
 
-        Also removes owners without requests for `FORGET_S`.
+        Also removes owners without requests for `FORGET_S`, unless they are in debt.
         """
         for owner, use in list(self._uses.items()):
-            if not use.running and now_s - use.asked_s > FORGET_S:
+            if now_s - use.asked_s > FORGET_S and use.is_idle(now_s):
                 del self._uses[owner]
         demands = {owner: use.demand(now_s) for owner, use in self._uses.items()}
         active = {owner: demand for owner, demand in demands.items() if _is_active(demand)}
@@ -101,7 +101,7 @@ class QuotaState:
 
     def _elsewhere(self, owner: str, before: Mapping[str, _Received], now_s: float) -> OwnerDemand:
         """The owner's demand at all other gateways; spilt amounts are those since `before`."""
-        requests_per_s = tokens_per_s = requests_spilt = tokens_spilt = 0.0
+        requests_per_s = tokens_per_s = requests_spilt = tokens_spilt = minute_tokens = 0.0
         running = 0
         for name, received in self._received.items():
             demand = received.report.demands.get(owner)
@@ -111,14 +111,20 @@ class QuotaState:
             weight = math.exp(-late_s / DECAY_S)
             requests_per_s += weight * demand.requests_per_s
             tokens_per_s += weight * demand.tokens_per_s
-            running += demand.running if late_s == 0 else 0
+            if late_s == 0:
+                running += demand.running
+                minute_tokens += demand.minute_tokens
             last = before[name].report.demands.get(owner) if name in before else None
             if last is not None:
                 # Reports carry totals; a restarted gateway counts from 0 again.
                 requests_spilt += max(0.0, demand.requests_spilt - last.requests_spilt)
                 tokens_spilt += max(0.0, demand.tokens_spilt - last.tokens_spilt)
-        return OwnerDemand(requests_per_s, tokens_per_s, running, requests_spilt, tokens_spilt)
+        return OwnerDemand(
+            requests_per_s, tokens_per_s, running, requests_spilt, tokens_spilt, minute_tokens
+        )
 
 
 def _is_active(demand: OwnerDemand) -> bool:
-    return demand.requests_per_s > 0 or demand.tokens_per_s > 0 or demand.running > 0
+    return bool(
+        demand.requests_per_s or demand.tokens_per_s or demand.running or demand.minute_tokens
+    )

@@ -137,7 +137,7 @@ class Admission:
             of_model = model is not None
             queue = self.queue
             queued = queue.demand(ask.model, classes)[0] if of_model else queue.count(classes)
-            waits.append(retry_after_s(ask.request_id, queued, rates.per_s(classes, now_s)))
+            waits.append(retry_after_s(queued, rates.per_s(classes, now_s)))
         return max(waits)
 
     def _next_unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:

@@ -1,7 +1,6 @@
 """Measures the scheduler's dispatch rates, and derives the Retry-After of refused requests."""
 
 import math
-import zlib
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -9,11 +8,11 @@ from dataclasses import dataclass, field
 from services.core.service import ServiceClass
 
 RETRY_AFTER_MIN_S = 1.0
-RETRY_AFTER_MAX_S = 60.0
+RETRY_AFTER_MAX_S = 48.0
+"""The gateway adds jitter of up to 25 %, which makes it a minute."""
 RATE_WINDOW_S = 10.0
 DISPATCHES_MIN = 20
 """Minimum number of dispatches from which `QueuePace` computes a rate."""
-_JITTER = 0.25
 
 
 @dataclass(slots=True)
@@ -96,12 +95,8 @@ class QueuePace:
         return starts / max(now_s - first_s, 1e-3) if starts else None
 
 
-def retry_after_s(request_id: str, queued: int, rate_per_s: float) -> float:
-    """Seconds until `queued` requests have left the queue at `rate_per_s`, within [1, 60].
-
-    Adds up to 25 % of jitter, derived from the id, so that refused clients do not retry together.
-    """
+def retry_after_s(queued: int, rate_per_s: float) -> float:
+    """Seconds until `queued` requests have left the queue at `rate_per_s`, bounded."""
     if rate_per_s <= 0:
         return RETRY_AFTER_MAX_S
-    jitter = 1 + _JITTER * (zlib.crc32(request_id.encode()) % 1024) / 1024
-    return min(max(jitter * queued / rate_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
+    return min(max(queued / rate_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

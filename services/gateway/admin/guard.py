@@ -15,7 +15,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.logging import request_ids
 from services.gateway.http.errors import error_response
-from services.gateway.http.request_middleware import authorization_of, check_size, endpoint_of
+from services.gateway.http.request_middleware import authorization_of, check_headers, endpoint_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.request_log import RequestLog
 from services.gateway.records.request_record import SCOPE_KEY, RequestRecord, new_record
@@ -88,7 +88,7 @@ class AdminGuard:
                     self._log.write(record)
 
     def _check(self, scope: Scope, record: RequestRecord) -> None:
-        check_size(scope)
+        check_headers(scope)
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         # DNS rebinding: the browser sends the attacker's host name, which is not in the list.

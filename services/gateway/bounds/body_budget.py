@@ -1,7 +1,6 @@
 """Bounds the bytes of request bodies in memory, over all requests of the gateway."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -21,18 +20,17 @@ class RetryEstimator:
         self._now_s = now_s
         self._completed = DispatchRate()
         self._refused = DispatchRate()
-        self._numbers = itertools.count()
 
     def count_completion(self) -> None:
         """Count a completed request."""
         self._completed.note(self._now_s())
 
     def count_refusal(self) -> float:
-        """Count a refused request; returns the seconds until its retry, 1 to 60 with jitter."""
+        """Count a refused request; returns the seconds until its retry."""
         now_s = self._now_s()
         self._refused.note(now_s)
         ahead = max(1, round(self._refused.per_s(now_s) * RATE_WINDOW_S))
-        return retry_after_s(str(next(self._numbers)), ahead, self._completed.per_s(now_s))
+        return retry_after_s(ahead, self._completed.per_s(now_s))
 
 
 T = TypeVar("T")

@@ -104,9 +104,9 @@ def _details(
         subject = f"owner:{error.owner}"
         quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
         yield error_details_pb2.QuotaFailure(violations=[quota])
-    if error.retry_after_s is not None:
+    if error.retry_delay_s is not None:
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(math.ceil(error.retry_after_s * 1000))
+        retry.retry_delay.FromMilliseconds(math.ceil(error.retry_delay_s * 1000))
         yield retry
 
 
@@ -130,8 +130,8 @@ def trailer_of(
     """The trailing metadata: the status details and the retry push-back."""
     trailer = tuple(rpc_status.to_status(status).trailing_metadata)
     # Client libraries retry by this push-back, so send it only for the retryable UNAVAILABLE.
-    if status.code == grpc.StatusCode.UNAVAILABLE.value[0] and error.retry_after_s is not None:
-        trailer += ((PUSHBACK, str(math.ceil(error.retry_after_s * 1000))),)
+    if status.code == grpc.StatusCode.UNAVAILABLE.value[0] and error.retry_delay_s is not None:
+        trailer += ((PUSHBACK, str(math.ceil(error.retry_delay_s * 1000))),)
     return trailer
 
 

@@ -8,7 +8,7 @@ while only unread messages remain, since gRPC's server cannot end it.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import CLIENT_DISCONNECTED, RequestRecord
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.service_policy import SLO_HEADERS
+from services.gateway.serving.single_headers import check_single
 from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute
 
 log = logging.getLogger(__name__)
@@ -77,13 +78,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         """Return the handler of the call; see grpc.aio."""
         path = handler_call_details.method
         method = self._methods.get(path)
-        metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
+        received = tuple(handler_call_details.invocation_metadata or ())
+        metadata = {key: value for key, value in received}
         record = self._recorder.open(path, _bytes(metadata.get("x-request-id")))
         record.slo_headers = {
             name: value for name in SLO_HEADERS if isinstance(value := metadata.get(name), str)
         }
         identify = partial(self._keys.principal, _authorization(metadata))
-        refusal = self._refusal(method, identify, record)
+        refusal = self._refusal(method, [key for key, _ in received], identify, record)
         traced = refusal is None and method is not None and not method.public
         self._recorder.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
         handler = partial(self._handle, method, record, identify, refusal)
@@ -92,12 +94,20 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(handler)
 
     def _refusal(
-        self, method: Method | None, identify: Callable[[], Principal], record: RequestRecord
+        self,
+        method: Method | None,
+        keys: Iterable[str],
+        identify: Callable[[], Principal],
+        record: RequestRecord,
     ) -> GatewayError | None:
-        """The error that refuses the call, or None. Sets the record's principal."""
+        """The error that refuses a call with these metadata keys, or None.
+
+        Sets the record's principal.
+        """
         if method is not None and method.public:
             return None
         try:
+            check_single(keys)
             record.principal = identify()
             if method is None:
                 raise NoSuchRoute("unknown method; see the .proto files or server reflection")

@@ -23,8 +23,8 @@ def error_response(
     """The response for an error, with Retry-After if the error states when to retry."""
     all_headers = dict(headers or {})
     # At least 1: Retry-After has whole seconds, and 0 would invite an immediate retry.
-    if error.retry_after_s is not None:
-        all_headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.retry_delay_s is not None:
+        all_headers["retry-after"] = str(max(1, math.ceil(error.retry_delay_s)))
     # RFC 9110 requires the header with 401.
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"

@@ -40,8 +40,9 @@ class BoundedProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _refused = False
-    # Whether a request is partly received.
+    # Whether a request is partly received, and whether its headers are complete.
     _in_message = False
+    _in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -118,12 +119,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._header_bytes = 0
-        self._in_message = True
+        self._in_message, self._in_body = True, False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Buffer a header. RequestMiddleware refuses the request once `_headers_full`."""
-        if not self._headers_full:
+        """Buffer a header. RequestMiddleware refuses the request once `_headers_full`.
+
+        Drops trailers, the fields after a chunked body: the request's headers are already in use.
+        """
+        if not self._in_body and not self._headers_full:
             self._header_bytes += len(name) + len(value)
             super().on_header(name, value)
 
@@ -131,6 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._incomplete_bytes = 0
         if self._offers_upgrade:
             return
+        self._in_body = True
         self._stop_timer()
         if len(self.pipeline) >= PIPELINED_MAX:
             # The exception ends the parsing and the connection.

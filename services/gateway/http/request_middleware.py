@@ -15,6 +15,7 @@ from services.gateway.records.request_record import (
     RequestRecord,
 )
 from services.gateway.records.request_recorder import RequestRecorder
+from services.gateway.serving.single_headers import check_single
 from services.gateway.vocabulary.errors import Forbidden, GatewayError, HeadersTooLarge, UriTooLong
 
 HEADER_BYTES_MAX = 16 * 2**10
@@ -82,7 +83,7 @@ class RequestMiddleware:
         """The error that refuses the request, or None. Sets the record's principal."""
         path = scope["path"]
         try:
-            check_size(scope)
+            check_headers(scope)
             if path not in OPEN_ROUTES:
                 record.principal = self._keys.principal(authorization_of(scope))
                 if path in OPERATOR_ROUTES and not record.principal.is_operator:
@@ -92,8 +93,12 @@ class RequestMiddleware:
         return None
 
 
-def check_size(scope: Scope) -> None:
-    """Raise GatewayError if the headers or the path exceed their limits."""
+def check_headers(scope: Scope) -> None:
+    """Check the headers and the path.
+
+    Raises:
+        GatewayError: if they exceed their limits, or one of `SINGLE_HEADERS` is repeated.
+    """
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if size > HEADER_BYTES_MAX or len(headers) > HEADERS_MAX:
@@ -102,6 +107,7 @@ def check_size(scope: Scope) -> None:
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > URI_BYTES_MAX:
         raise UriTooLong(f"the path exceeds {URI_BYTES_MAX} bytes; shorten it")
+    check_single(name.decode("latin-1") for name, _ in headers)
 
 
 def authorization_of(scope: Scope) -> str | None:

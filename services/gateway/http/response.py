@@ -108,18 +108,18 @@ def idempotency_key_of(scope: Scope) -> Hashable | None:
     Raises:
         BadRequest: if the header is invalid.
     """
-    keys = [value for name, value in scope["headers"] if name == HEADER]
-    if not keys:
+    key = next((value for name, value in scope["headers"] if name == HEADER), None)
+    if key is None:
         return None
-    if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
+    if not _KEY.fullmatch(key):
         raise BadRequest(
-            f"the header Idempotency-Key must be a single key of 1 to {KEY_LENGTH_MAX} ASCII"
+            f"the header Idempotency-Key must be a key of 1 to {KEY_LENGTH_MAX} ASCII"
             " characters, quoted if it has spaces; send a UUID, for example",
             code="invalid_idempotency_key",
         )
     # Keys of an owner with different models must not see each other's responses.
     principal = record_of(scope).principal
-    return principal.owner, principal.models, scope["path"], keys[0].strip(b'"')
+    return principal.owner, principal.models, scope["path"], key.strip(b'"')
 
 
 def response_sink(shared: SharedResponse[Message], record: RequestRecord) -> WatchedClient[Message]:

@@ -20,6 +20,9 @@ from services.gateway.vocabulary.errors import (
     ServiceUnavailable,
 )
 
+CHARGE_STEP = 32
+"""Output tokens of a running request after which its owner is charged again."""
+
 OwnerLimit = tuple[str, Limit]
 """An owner and one of its limits."""
 
@@ -153,6 +156,10 @@ class Quotas:
         assert isinstance(reserved, Reservation)
         return reserved
 
+    def grow(self, use: OwnerUse, reserved: Reservation, output_tokens: int) -> None:
+        """Charge the output tokens of a running request so far."""
+        use.grow(reserved, output_tokens, self._now_s())
+
     def settle(
         self, owner: str, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
     ) -> None:
@@ -185,8 +192,9 @@ class QuotaLease:
         self._use = use
         self._reserved = Reservation()
         self._settled = False
-        # Output tokens received so far.
-        self.output_tokens = 0
+        self._output_tokens = 0
+        # Output tokens at which they are charged next.
+        self._charge_at = 1
 
     def reserve(self, prompt_tokens: int, outputs_max: Iterable[int]) -> None:
         """Reserve the tokens of the prompt and of the outputs at their maximum lengths.
@@ -196,6 +204,13 @@ class QuotaLease:
         """
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 
+    def add_output(self, tokens: int) -> None:
+        """Count output tokens of the running request; charges them in steps of `CHARGE_STEP`."""
+        self._output_tokens += tokens
+        if self._output_tokens >= self._charge_at:
+            self._charge_at = self._output_tokens + CHARGE_STEP
+            self._quotas.grow(self._use, self._reserved, self._output_tokens)
+
     def settle(self, server_fault: bool = False) -> None:
         """Charge the actual usage and return the rest of the reservation; only the first call acts.
 
@@ -203,8 +218,8 @@ class QuotaLease:
         """
         if not self._settled:
             self._settled = True
-            served = self.output_tokens > 0 or not server_fault
-            self._quotas.settle(self._owner, self._use, self._reserved, self.output_tokens, served)
+            served = self._output_tokens > 0 or not server_fault
+            self._quotas.settle(self._owner, self._use, self._reserved, self._output_tokens, served)
 
 
 def _explanation(owner: str, exceeded: Exceeded) -> str:
@@ -220,8 +235,9 @@ def _explanation(owner: str, exceeded: Exceeded) -> str:
             return f"{owner} has reached its limit of {maximum} concurrent requests; {remedy}"
         case Limit.TOKENS:
             return (
-                f"{owner} may use {maximum} tokens per minute, this request needs about"
-                f" {exceeded.asked}, and {exceeded.remaining} are left; {remedy}"
+                f"{owner} may use {maximum} tokens per minute, this request may need"
+                f" {exceeded.asked}, and {exceeded.remaining} are left; limit its output, or"
+                f" {remedy}"
             )
         case Limit.REQUESTS:
             return f"{owner} has reached its limit of {maximum} requests per minute; {remedy}"

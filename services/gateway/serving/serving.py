@@ -229,7 +229,7 @@ def _usage(prepared: PreparedRequest, record: RequestRecord) -> Usage:
 def _record_piece(record: RequestRecord, piece: OutputPiece) -> None:
     record.output_tokens += len(piece.token_ids)
     if record.quota is not None:
-        record.quota.output_tokens = record.output_tokens
+        record.quota.add_output(len(piece.token_ids))
     if piece.token_ids and record.first_token_s is None:
         record.first_token_s = monotonic_s()
     if (reason := piece.parsed.finish_reason if piece.finish_reason else None) is not None:

@@ -1,13 +1,25 @@
 """Errors that are sent to clients, with their HTTP status; all are `GatewayError`s."""
 
+import random
 from typing import Any
 
 from services.common.errors import ServiceError
 from services.core.quota.limits import Limit
 
+RETRY_JITTER = 0.25
+"""Most jitter of a retry delay, as a fraction of it."""
+RETRY_JITTER_MIN_S = 2.0
+"""The same in seconds, as HTTP has whole seconds; at most twice the delay."""
+RETRY_DELAY_MAX_S = 60.0
+"""Jitter does not extend a delay beyond it: OpenAI's clients ignore a longer Retry-After."""
+
 
 class GatewayError(ServiceError):
-    """Base of errors that are sent to clients; the message states cause and remedy."""
+    """Base of errors that are sent to clients; the message states cause and remedy.
+
+    `retry_after_s`: when a retry may succeed. `retry_delay_s` is sent to the client: later by a
+    random time, so that refused clients do not retry together.
+    """
 
     status = 500
     kind = "server_error"
@@ -26,11 +38,19 @@ class GatewayError(ServiceError):
         self.param = param
         self.code = code or self.code
         self.retry_after_s = retry_after_s
+        self.retry_delay_s = None if retry_after_s is None else _jittered(retry_after_s)
 
     def body(self) -> dict[str, Any]:
         """Return the error body in the form of the OpenAI API."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def _jittered(wait_s: float) -> float:
+    jitter_s = max(RETRY_JITTER * wait_s, min(RETRY_JITTER_MIN_S, 2 * wait_s))
+    if wait_s <= RETRY_DELAY_MAX_S:
+        jitter_s = min(jitter_s, RETRY_DELAY_MAX_S - wait_s)
+    return wait_s + random.random() * jitter_s
 
 
 class BadRequest(GatewayError):

@@ -488,6 +488,7 @@ class QuotaWish(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     REQUESTS_SPILT_FIELD_NUMBER: _builtins.int
     TOKENS_SPILT_FIELD_NUMBER: _builtins.int
+    MINUTE_TOKENS_FIELD_NUMBER: _builtins.int
     requests_per_s: _builtins.float
     """Recent requests per second, refused ones included."""
     tokens_per_s: _builtins.float
@@ -500,6 +501,10 @@ class QuotaWish(_message.Message):
     """
     tokens_spilt: _builtins.float
     """The same in tokens."""
+    minute_tokens: _builtins.float
+    """Most tokens of any minute from now on: used ones, and those of running requests at their
+    maximum lengths.
+    """
     def __init__(
         self,
         *,
@@ -508,10 +513,11 @@ class QuotaWish(_message.Message):
         running: _builtins.int = ...,
         requests_spilt: _builtins.float = ...,
         tokens_spilt: _builtins.float = ...,
+        minute_tokens: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests_per_s", b"requests_per_s", "requests_spilt", b"requests_spilt", "running", b"running", "tokens_per_s", b"tokens_per_s", "tokens_spilt", b"tokens_spilt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["minute_tokens", b"minute_tokens", "requests_per_s", b"requests_per_s", "requests_spilt", b"requests_spilt", "running", b"running", "tokens_per_s", b"tokens_per_s", "tokens_spilt", b"tokens_spilt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,8 +121,8 @@ def test_tokens_are_reserved_and_settled() -> None:
         return one.remaining_limits(0.0)[Limit.TOKENS].remaining
 
     result = reserved(one.reserve(100, (10, 10_000), 0.0))
-    assert result == Reservation(100, 2, 100 + 10 + OUTPUT_GUESS)
-    assert remaining() == size - result.tokens
+    assert result == Reservation(100, 2, 10_010, 100 + 10 + OUTPUT_GUESS)
+    assert remaining() == size - result.charged
     one.settle(result, 500, True, 0.0)
     assert remaining() == size - 600
     # One that was not served costs nothing.
@@ -132,7 +132,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     for _ in range(100):
         one.settle(reserved(one.reserve(0, (10_000,), 0.0)), 20, True, 0.0)
         one.tokens.give_back(20, 60_000, 0.0)
-    assert reserved(one.reserve(0, (10_000,), 0.0)).tokens == 21
+    assert reserved(one.reserve(0, (10_000,), 0.0)).charged == 21
 
 
 def test_an_owner_in_debt_is_refused_before_anything_is_read() -> None:

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from services.core.quota.limits import QuotaLimits
+from services.core.quota.owner_use import OwnerUse, Reservation
 from services.core.quota.state import QuotaReport, QuotaState
 from tests.support.quota_fleet import OWNER, Fleet, Rates, parts
 
@@ -199,3 +200,35 @@ def test_owners_that_ask_nothing_are_forgotten() -> None:
     assert state.report(100.0) == {}
     state.use("owner-7", REQUESTS, 500.0).enter(500.0)
     assert set(state.report(700.0)) == {"owner-7"} and len(state._uses) == 1
+
+
+def test_floods_of_long_outputs_at_one_gateway_after_the_other() -> None:
+    """Each gateway knows what runs at the others, and what they used in the last minute."""
+    limits, length = QuotaLimits(tokens_per_minute=60_000), 4000
+    states = {name: QuotaState() for name in "abcd"}
+    running: list[tuple[OwnerUse, Reservation]] = []
+    for second in range(60):
+        now_s = float(second)
+        reports = {name: state.report(now_s) for name, state in states.items()}
+        for name, state in states.items():
+            others = {other: report for other, report in reports.items() if other != name}
+            state.receive(
+                {other: QuotaReport(second, report) for other, report in others.items()}, now_s
+            )
+        # Ten seconds at each, of which outputs take three.
+        use = states["abcd"[second // 10 % 4]].use(OWNER, limits, now_s)
+        use._output_mean = 1
+        for _ in range(100):
+            if use.enter(now_s) is None:
+                reserved = use.reserve(1, (length,), now_s)
+                if isinstance(reserved, Reservation):
+                    running.append((use, reserved))
+                else:
+                    use.leave(0.0)
+        if second % 10 == 3:
+            for use, reserved in running:
+                if reserved.generated is None:
+                    use.settle(reserved, length, True, now_s)
+                    use.leave(3.0)
+    # The first request at a full bucket is served in any case.
+    assert 0.5 * 60_000 < len(running) * (length + 1) <= 1.1 * 60_000 + length + 1

@@ -12,6 +12,7 @@ from services.core.demand import ModelDemand
 from services.core.queue_order import Scheduling, by_deadline
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
 from services.core.scheduler.dispatch import least_loaded
+from services.core.scheduler.rate import RETRY_AFTER_MAX_S
 from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import (
     Command,
@@ -311,7 +312,7 @@ def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
         scheduler.ask(f"b{number}", service=BATCH, now_s=0.1)
     # No batch request has started lately, though 20 online ones have.
     refused = refusal(scheduler.ask("b10", service=BATCH, now_s=0.2))
-    assert refused.retry_after_s == 60.0
+    assert refused.retry_after_s == RETRY_AFTER_MAX_S
 
 
 def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:

@@ -17,6 +17,7 @@ from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.group_load import EXCLUSIVE_S
 from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX, REGROUP_S
+from services.core.scheduler.rate import RETRY_AFTER_MAX_S
 from services.core.scheduler.state import (
     ALONE_S,
     REQUEUES_MAX,
@@ -589,7 +590,7 @@ class TestRefusals:
         scheduler.ask("r2")
         refused = refusal(scheduler.ask("r3"))
         assert refused.reason is RefusalReason.QUEUE_FULL
-        assert refused.retry_after_s == 60.0
+        assert refused.retry_after_s == RETRY_AFTER_MAX_S
         assert "2 queue slots" in refused.message
 
     def test_retry_after_follows_the_dispatch_rate(self) -> None:
@@ -616,7 +617,9 @@ class TestRefusals:
         scheduler.ask("slow")
         refused = refusal(scheduler(Ticked(5.0)))
         assert refused.reason is RefusalReason.EXPIRED
-        assert refused.retry_after_s == 60.0, "nothing of this model leaves, whatever others do"
+        assert refused.retry_after_s == RETRY_AFTER_MAX_S, (
+            "nothing of this model leaves, whatever others do"
+        )
 
     def pressed(self, queued: int, deadline_s: float) -> Scheduler:
         """4 a second leave a line that is never empty; after 10 s `queued` wait."""

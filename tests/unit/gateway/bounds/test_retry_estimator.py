@@ -1,34 +1,36 @@
 """When a request that had no room may come again."""
 
+import math
+
 import pytest
 
+from services.core.scheduler.rate import RETRY_AFTER_MAX_S
 from services.core.service import ServiceClass
 from services.gateway.bounds.body_budget import BodyBudget, RetryEstimator
 from services.gateway.bounds.drain import Drain
-from services.gateway.vocabulary.errors import QueueFull
+from services.gateway.vocabulary.errors import Forbidden, QueueFull
 from tests.support.clock import Clock
 
 
 def test_refused_requests_are_told_to_come_one_after_another() -> None:
     clock = Clock()
     turnover = RetryEstimator(clock)
-    assert turnover.count_refusal() == 60, "nobody leaves"
+    assert turnover.count_refusal() == RETRY_AFTER_MAX_S, "nobody leaves"
     for _ in range(50):
         turnover.count_completion()
-    assert 1 <= turnover.count_refusal() <= 1.25, "five leave in a second"
+    assert turnover.count_refusal() == 1, "five leave in a second"
     waits_s = [turnover.count_refusal() for _ in range(98)]
-    assert 20 <= waits_s[-1] <= 25, "a hundred wait"
-    assert len(set(waits_s[-20:])) == 20, "they do not come together"
+    assert waits_s[-1] == 20, "a hundred wait"
     clock.now_s += 11
     turnover.count_completion()
-    assert 10 <= turnover.count_refusal() <= 12.5
+    assert turnover.count_refusal() == 10
 
 
 def test_the_gateways_own_limits_say_when_there_is_room() -> None:
     drain, bodies = Drain(inflight_max=1), BodyBudget(100)
     with drain.enter(), pytest.raises(QueueFull) as full, drain.enter():
         pass
-    assert full.value.retry_after_s == 60
+    assert full.value.retry_after_s == RETRY_AFTER_MAX_S
     for _ in range(100):
         with drain.enter():
             pass
@@ -37,7 +39,7 @@ def test_the_gateways_own_limits_say_when_there_is_room() -> None:
     assert full.value.retry_after_s is not None and full.value.retry_after_s < 2
     with bodies.lease() as lease, pytest.raises(QueueFull) as full:
         lease.take(2**20)
-    assert full.value.retry_after_s == 60
+    assert full.value.retry_after_s == RETRY_AFTER_MAX_S
 
 
 def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
@@ -49,7 +51,7 @@ def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
         first.set_class(ServiceClass.BATCH)
         with pytest.raises(QueueFull) as full:
             second.set_class(ServiceClass.BATCH)
-        assert full.value.retry_after_s == 60, "only online requests have left"
+        assert full.value.retry_after_s == RETRY_AFTER_MAX_S, "only online requests have left"
     for _ in range(100):
         with drain.enter() as place:
             place.set_class(ServiceClass.BATCH)
@@ -58,3 +60,18 @@ def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
         with pytest.raises(QueueFull) as full:
             second.set_class(ServiceClass.BATCH)
         assert full.value.retry_after_s is not None and full.value.retry_after_s < 2
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 5.0, RETRY_AFTER_MAX_S, 58.0, 600.0])
+def test_requests_refused_with_the_same_wait_retry_at_different_times(wait_s: float) -> None:
+    """At the least and the greatest wait as well, and with the whole seconds of HTTP."""
+    errors = [QueueFull("full", retry_after_s=wait_s) for _ in range(200)]
+    delays_s = [error.retry_delay_s for error in errors if error.retry_delay_s is not None]
+    assert len(set(delays_s)) > 100
+    assert len({math.ceil(delay_s) for delay_s in delays_s}) >= 2
+    assert wait_s <= min(delays_s) and max(delays_s) <= max(60, 1.25 * wait_s)
+
+
+def test_an_error_without_a_wait_has_no_delay() -> None:
+    assert QueueFull("full", retry_after_s=0.0).retry_delay_s == 0
+    assert Forbidden("no").retry_delay_s is None

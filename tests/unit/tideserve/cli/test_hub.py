@@ -12,10 +12,12 @@ from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 from tideserve.cli.model_folder import ModelUnavailable
-from tideserve.cli.model_store import download
+from tideserve.cli.model_store import download, resolve_model
+from tideserve.cli.up import name_of
 
 
 def quiet(_line: str) -> None:
@@ -46,8 +48,19 @@ def http_error(kind: type[Exception]) -> Exception:
 def test_only_data_files_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_hub(monkeypatch, tmp_path)
     assert download("org/name", quiet) == tmp_path
+    assert (calls[0]["hub_id"], calls[0]["revision"]) == ("org/name", None)
     assert "*.safetensors" in calls[0]["allow_patterns"]
     assert {"*.py", "*.bin"} <= set(calls[0]["ignore_patterns"])
+
+
+def test_a_revision_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, tmp_path)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert resolve_model(f"org/name@{commit}", tmp_path / "cache", quiet, "dummy") == tmp_path
+    assert (calls[0]["hub_id"], calls[0]["revision"]) == ("org/name", commit)
+    assert name_of(f"org/name@{commit}", tmp_path) == "org/name"
 
 
 def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +74,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (http_error(GatedRepoError), "HF_TOKEN"),
         (http_error(RepositoryNotFoundError), "spelling"),
+        (http_error(RevisionNotFoundError), "has no org/name@v2"),
         (LocalEntryNotFoundError("no connection"), "network"),
         (httpx2.ConnectError("name not known"), "network"),
         (OSError("disk full"), "network"),
@@ -71,7 +85,7 @@ def test_each_failure_says_its_remedy(
 ) -> None:
     fake_hub(monkeypatch, answer)
     with pytest.raises(ModelUnavailable, match=words):
-        download("org/name", quiet)
+        download("org/name@v2", quiet)
 
 
 RESOLVE = """

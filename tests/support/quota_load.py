@@ -1,0 +1,135 @@
+"""Requests of one owner at a gateway in simulated time, and the tokens they use in any minute."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from services.core.quota.limits import QuotaLimits
+from services.gateway.keys.principal import Principal
+from services.gateway.keys.quotas import QuotaLease, QuotaMetrics, Quotas
+from services.gateway.vocabulary.errors import OverQuota
+from tests.support.clock import Clock
+
+TICK_S = 0.5
+MINUTE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request; each of its `choices` generates `length` of `length_max` tokens."""
+
+    prompt_tokens: int = 1
+    choices: int = 1
+    length_max: int = 1
+    length: int = 1
+    tokens_per_s: float = 100.0
+
+
+@dataclass(eq=False)
+class RunningAsk:
+    """An admitted request and its output so far."""
+
+    ask: Ask
+    lease: QuotaLease
+    lifetime: contextlib.ExitStack
+    # Whether it was admitted when the bucket was full and nothing else ran.
+    began_full: bool
+    began_s: float
+    output_tokens: int = 0
+
+    def generate(self, now_s: float) -> int:
+        """Add the output until now; returns the new tokens."""
+        ask = self.ask
+        length = min(ask.length, int((now_s - self.began_s) * ask.tokens_per_s))
+        new = length * ask.choices - self.output_tokens
+        self.lease.add_output(new)
+        self.output_tokens += new
+        return new
+
+
+@dataclass
+class QuotaLoad:
+    """One owner with `tokens_per_minute`. `used`: time, request and tokens, in order of time."""
+
+    tokens_per_minute: int
+    clock: Clock = field(default_factory=Clock)
+    running: list[RunningAsk] = field(default_factory=list)
+    used: list[tuple[float, RunningAsk, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.quotas = Quotas(QuotaMetrics(CollectorRegistry()), self.clock)
+        limits = QuotaLimits(tokens_per_minute=self.tokens_per_minute)
+        self.alice = Principal("alice", limits=limits)
+
+    @property
+    def full(self) -> bool:
+        """Whether the bucket is full."""
+        return dict(self.quotas.headers(self.alice))["x-ratelimit-reset-tokens"] == "0s"
+
+    def send(self, ask: Ask) -> bool:
+        """Send a request; returns whether it was admitted."""
+        full = self.full and not self.running
+        with contextlib.ExitStack() as stack:
+            try:
+                lease = stack.enter_context(self.quotas.entered(self.alice))
+                assert lease is not None
+                lease.reserve(ask.prompt_tokens, [ask.length_max] * ask.choices)
+            except OverQuota:
+                return False
+            now_s = self.clock.now_s
+            self.running.append(RunningAsk(ask, lease, stack.pop_all(), full, now_s))
+            self.used.append((now_s, self.running[-1], ask.prompt_tokens))
+        return True
+
+    def flood(self, ask: Ask, most: int) -> int:
+        """Send a request again and again until one is refused; returns how many were admitted."""
+        return next((count for count in range(most) if not self.send(ask)), most)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; running requests generate and end, gateways report each second."""
+        end_s = self.clock.now_s + seconds
+        while (left_s := end_s - self.clock.now_s) > 0:
+            self.clock.now_s += min(TICK_S, left_s)
+            for request in list(self.running):
+                if new := request.generate(self.clock.now_s):
+                    self.used.append((self.clock.now_s, request, new))
+                if request.output_tokens == request.ask.length * request.ask.choices:
+                    request.lifetime.close()
+                    self.running.remove(request)
+            self.quotas.state.report(self.clock.now_s)
+
+    def finish(self) -> None:
+        """Wait until no request runs."""
+        while self.running:
+            self.wait(10.0)
+
+    def excess(self) -> float:
+        """Largest use in a minute, beyond the largest request in it that began at a full bucket, as
+        a fraction of the limit."""
+        excess = total = first = 0
+        full = Counter[RunningAsk]()
+        for time_s, request, tokens in self.used:
+            total += tokens
+            full[request] += tokens if request.began_full else 0
+            while self.used[first][0] <= time_s - MINUTE_S:
+                _, old, gone = self.used[first]
+                total -= gone
+                full[old] -= gone if old.began_full else 0
+                first += 1
+            excess = max(excess, total - max(full.values()))
+            # Drop the requests that have left the minute.
+            full = +full
+        return excess / self.tokens_per_minute
+
+
+def run(tokens_per_minute: int, steps: Iterable[tuple[float, int, Ask]]) -> QuotaLoad:
+    """Run steps of a pause, a number of equal requests, and the request."""
+    load = QuotaLoad(tokens_per_minute)
+    for pause_s, count, ask in steps:
+        load.wait(pause_s)
+        load.flood(ask, count)
+    load.finish()
+    return load
