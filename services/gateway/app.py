@@ -96,6 +96,7 @@ def open_model(config: GatewayConfig) -> ServedModel:
         own_defaults=own_defaults,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
+        user_tokens=config.user_special_tokens,
     )
     if model.defaults != PLAIN_DEFAULTS:
         log.info("sampling defaults from generation_config.json: %s", model.defaults)
@@ -122,6 +123,7 @@ class _Gateway:
         self._store = store
         self._transport = transport_of(config)
         self._pool = TextPool(config.tokenizer_threads)
+        self._renderer = model.renderer
         self._checker = GrammarChecker(model.vocab_size, model.tokenizer.added_tokens)
         self._drain = Drain(config.inflight_max, config.batch_inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
@@ -185,6 +187,8 @@ class _Gateway:
                 parts = (self._view, self._admission, self._workers, self._keys, registration)
                 background = [tasks.create_task(part.run()) for part in parts]
                 background.append(tasks.create_task(self._checker.run()))
+                if self._renderer is not None:
+                    background.append(tasks.create_task(self._renderer.run()))
                 background.append(tasks.create_task(self._probe.run()))
                 if self._keys.has_file:
                     background.append(tasks.create_task(self._exchange.run()))
@@ -203,6 +207,8 @@ class _Gateway:
         finally:
             self._pool.close()
             await self._checker.close()
+            if self._renderer is not None:
+                await self._renderer.close()
             await self._exchange.withdraw()
             await registration.withdraw()
             if self._grpc is not None:

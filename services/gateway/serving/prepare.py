@@ -17,6 +17,7 @@ from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.prompts import Prompt
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
+from services.gateway.model.renderer import PromptTooLong, render_request
 from services.gateway.model.sampling import (
     bad_word_ids,
     check_choices,
@@ -30,7 +31,7 @@ from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.structure.checker import GrammarChecker
-from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
+from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, too_long
 from services.gateway.tools.format import Thinking
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
 
@@ -76,7 +77,7 @@ class Preparer:
         self._check(body, record)
         service = self.service_of(body, record)
         record.warnings += body.warnings
-        prompts = await self._prompts(body)
+        prompts = await self._prompts(body, record.limit_key)
         thinking = self._thinking(prompts[0])
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -121,7 +122,8 @@ class Preparer:
             GatewayError: if the model is not served, or the prompt far exceeds its context.
         """
         self._check(body, record)
-        prompts = await self._encoded(body, TRUNCATED_CONTEXTS * self.max_model_len())
+        tokens_max = TRUNCATED_CONTEXTS * self.max_model_len()
+        prompts = await self._encoded(body, tokens_max, record.limit_key)
         return prompts[0]
 
     async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
@@ -155,14 +157,14 @@ class Preparer:
         self._check_model(body.model, record)
         check_ids(body, self._model.vocab_size)
 
-    async def _prompts(self, body: GenerationRequest) -> list[tuple[int, ...]]:
+    async def _prompts(self, body: GenerationRequest, limit_key: str) -> list[tuple[int, ...]]:
         """Token ids of each prompt; long texts are tokenized in a thread."""
         context = self.max_model_len()
         if body.truncate_prompt_tokens is None:
-            return await self._encoded(body, context)
+            return await self._encoded(body, context, limit_key)
         tokens_max = TRUNCATED_CONTEXTS * context
         try:
-            prompts = await self._encoded(body, tokens_max)
+            prompts = await self._encoded(body, tokens_max, limit_key)
         except ContextExceeded as error:
             raise ContextExceeded(
                 f"a prompt may have at most {tokens_max} tokens before truncation; shorten it",
@@ -170,13 +172,12 @@ class Preparer:
             ) from None
         return [_truncated(body, prompt_ids, context) for prompt_ids in prompts]
 
-    async def _encoded(self, body: GenerationRequest, tokens_max: int) -> list[tuple[int, ...]]:
+    async def _encoded(
+        self, body: GenerationRequest, tokens_max: int, limit_key: str
+    ) -> list[tuple[int, ...]]:
         match body:
             case ChatRequest():
-                size = sum(message.size for message in body.messages)
-                # Descriptions and schemas of the tools become part of the prompt.
-                size += INLINE_SIZE * len(body.tools)
-                return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
+                return [await self._chat_ids(body, tokens_max, limit_key)]
             case CompletionRequest():
                 # Many small prompts take as long as a large prompt.
                 size = sum(map(len, body.prompt))
@@ -186,14 +187,28 @@ class Preparer:
                 ]
         raise TypeError(f"{type(body).__name__} has no prompt")
 
-    def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
-        chat = self._model.chat
-        if chat is None:
+    async def _chat_ids(
+        self, body: ChatRequest, tokens_max: int, limit_key: str
+    ) -> tuple[int, ...]:
+        chat, renderer = self._model.chat, self._model.renderer
+        if chat is None or renderer is None:
             raise BadRequest("the model has no chat template; use /v1/completions")
-        text = chat.prompt(body)
+        tokenizer, param = self._model.tokenizer, "messages"
+        bytes_max = tokenizer.bytes_max(tokens_max)
+        size = sum(message.size for message in body.messages)
+        # Descriptions and schemas of the tools become part of the prompt.
+        size += INLINE_SIZE * len(body.tools)
+        request = await self._pool.run(
+            lambda: render_request(chat.template_fields(body), bytes_max), size
+        )
+        try:
+            text = await renderer.render(request, limit_key)
+        except PromptTooLong as error:
+            raise too_long(f"{error.size_bytes} bytes", tokens_max, param) from None
         # The template writes the special tokens itself.
-        special = body.add_special_tokens is True
-        return tuple(self._model.tokenizer.encode(text, special, tokens_max, param="messages"))
+        special, cut = body.add_special_tokens is True, chat.cut
+        encode = partial(tokenizer.encode, text, special, tokens_max, param, cut)
+        return tuple(await self._pool.run(encode, len(text)))
 
     def _prompt_ids(
         self, body: CompletionRequest, prompt: Prompt, tokens_max: int

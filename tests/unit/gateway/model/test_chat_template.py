@@ -1,12 +1,15 @@
 """Chat templates render in a sandbox."""
 
 import json
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.errors import ConfigError
-from services.gateway.model.template import ChatTemplate, load_template
+from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.vocabulary.errors import BadRequest
 
 MESSAGES = [{"role": "user", "content": "a <b> & 'c'"}]
@@ -56,25 +59,123 @@ def test_a_template_that_does_not_compile() -> None:
         render("{% if %}")
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
-    assert load_template(tmp_path) is None
-    settings = tmp_path / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": "one", "eos_token": {"content": "</s>"}}))
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render([]) == "one"
-    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "two"}]
-    settings.write_text(json.dumps({"chat_template": named}))
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render([]) == "two"
-    (tmp_path / "chat_template.jinja").write_text("three")
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render([]) == "three"
+def test_generation_tags_are_ignored() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.role }}\n{% endgeneration %}{% endfor %}"
+    assert render(source) == "user\n"
 
 
-def test_settings_that_are_no_json(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="tokenizer_config"):
-        load_template(tmp_path)
+TURNS = "{{% for m in messages %}}<{{{{ m.role }}}}>{content}</{{{{ m.role }}}}>\n{{% endfor %}}"
+CONTINUED: dict[str, tuple[str, Callable[[str], str]]] = {
+    "plain": ("{{ m.content }}", str),
+    "trim": ("{{ m.content | trim }}", str.strip),
+    "lstrip": ("{{ m.content.lstrip() }}", str.lstrip),
+    "rstrip": ("{{ m.content.rstrip() }}", str.rstrip),
+    "newlines": ("{{ m.content.strip('\n') }}", lambda text: text.strip("\n")),
+    "thoughts": ("{{ m.content.split('</think>')[-1] }}", lambda text: text.split("</think>")[-1]),
+    "json": ("{{ m.content | tojson }}", lambda text: json.dumps(text, ensure_ascii=False)[:-1]),
+    "space": ("{{ ' ' + m.content + ' ' }}", lambda text: f" {text}"),
+}
+"""How a template writes contents, and what of a last content comes before the end."""
+TEXTS = st.lists(
+    st.sampled_from(["e", "<", "user", "</assistant>", " ", "\n", "\t", "hi", "</think>", "é"]),
+    max_size=6,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@given(user=TEXTS, text=TEXTS)
+def test_a_continued_prompt_ends_with_the_last_message(name: str, user: str, text: str) -> None:
+    content, written = CONTINUED[name]
+    template = ChatTemplate(TURNS.format(content=content), {})
+    earlier = [{"role": "user", "content": user}]
+    messages = [*earlier, {"role": "assistant", "content": text}]
+
+    prompt = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+
+    begin = template.render(earlier, add_generation_prompt=False) + "<assistant>"
+    assert prompt == begin + written(text)
+
+
+def test_an_empty_message_is_continued_even_if_the_template_omits_it() -> None:
+    source = "{% for m in messages if m.content %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+    messages = [*MESSAGES, {"role": "assistant", "content": ""}]
+
+    prompt = ChatTemplate(source, {}).render(messages, continue_final_message=True)
+
+    assert prompt == "<user>a <b> & 'c';<assistant>"
+
+
+def test_a_message_that_the_template_omits_cannot_be_continued() -> None:
+    with pytest.raises(BadRequest, match="the template omits it") as caught:
+        ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+# As Mistral's: a single system message at the beginning, and alternating roles but for tool calls.
+ALTERNATING = """{% set ns = namespace(turn=0) %}
+{% for m in messages %}
+{% if m.role == 'system' %}
+{% if not loop.first %}{{ raise_exception('system comes first') }}{% endif %}
+{% elif m.role != 'tool' and not m.tool_calls %}
+{% if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}
+{% set ns.turn = ns.turn + 1 %}
+{% endif %}
+{{- '[' ~ m.role ~ ':' ~ m.content ~ (m.tool_calls | length if m.tool_calls else '') ~ ']' }}
+{%- endfor %}"""
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    """Messages; the role `call` is an assistant's tool call."""
+    return [
+        {"role": "assistant", "content": text, "tool_calls": [CALL]}
+        if role == "call"
+        else {"role": role, "content": text}
+        for role, text in turns
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turns", "prompt"),
+    [
+        ([("system", "a"), ("user", "b")], "[system:a][user:b]"),
+        ([("system", "a"), ("system", "b"), ("user", "c")], "[system:a\n\nb][user:c]"),
+        (
+            [("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d")],
+            "[system:c][user:a][assistant:b][user:d]",
+        ),
+        (
+            [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "")],
+            "[user:a\n\nb][assistant:c\n\nd][user:]",
+        ),
+        (
+            [("user", "a"), ("call", ""), ("tool", "b"), ("tool", "c"), ("user", "d")],
+            "[user:a][assistant:1][tool:b][tool:c\n\nd]",
+        ),
+        (
+            [("user", "a"), ("user", "b"), ("call", "c"), ("call", ""), ("tool", "d")],
+            "[user:a\n\nb][assistant:c2][tool:d]",
+        ),
+    ],
+)
+def test_messages_are_merged_where_the_template_refuses_them(
+    turns: list[tuple[str, str]], prompt: str
+) -> None:
+    assert ChatTemplate(ALTERNATING, {}).render(chat(*turns)) == prompt
+
+
+def test_a_system_message_is_merged_where_the_template_has_none() -> None:
+    template = ChatTemplate(NO_SYSTEM + ALTERNATING, {})
+    assert template.render(chat(("system", "a"), ("user", "b"))) == "[user:a\n\nb]"
+
+
+def test_messages_that_no_form_helps_are_refused_with_the_first_reason() -> None:
+    with pytest.raises(BadRequest, match="must alternate"):
+        ChatTemplate(ALTERNATING, {}).render(chat(("assistant", "a"), ("user", "b"), ("user", "c")))
+
+
+def test_merged_messages_are_continued() -> None:
+    turns = chat(("user", "a"), ("assistant", "b"), ("assistant", "c"))
+    prompt = ChatTemplate(ALTERNATING, {}).render(turns, continue_final_message=True)
+    assert prompt == "[user:a][assistant:b\n\nc"

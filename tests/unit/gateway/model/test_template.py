@@ -1,0 +1,33 @@
+"""Where the chat template of a model folder is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.gateway.model.template import load_template
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    assert load_template(tmp_path) is None
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": "one", "eos_token": {"content": "</s>"}}))
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.source == "one"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "two"}]
+    settings.write_text(json.dumps({"chat_template": named}))
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.source == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    found = load_template(tmp_path)
+    assert found is not None
+    assert found.source == "three"
+
+
+def test_settings_that_are_no_json(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="tokenizer_config"):
+        load_template(tmp_path)
