@@ -31,7 +31,7 @@ _TEMPLATE_ERRORS = (
 class _Generation(Extension):
     """Ignores the tags `generation` and `endgeneration`, which mark text to train on."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

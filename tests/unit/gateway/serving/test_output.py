@@ -222,9 +222,7 @@ def test_stop_strings_end_the_answer_and_not_the_reasoning(
     chat = ChatForm(thinking=thinking)
     for pieces in cuttings(text, seed=len(text)):
         letters = Detokenizer(lambda ids: "".join(map(chr, ids)))
-        output = OutputText(
-            choice(["hi"], chat=chat), Detokenizer(lambda ids: "".join(map(chr, ids)))
-        )
+        output = OutputText(choice(["hi"], chat=chat), letters)
         sent = ""
         for piece in [*pieces, None]:
             ids = tuple(map(ord, piece or ""))
