@@ -139,13 +139,7 @@ class _Gateway:
         )
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
-        self._workers = WorkerClient(
-            self._view.worker_addresses,
-            config.attach_timeout_s,
-            self._metrics.count_moved_stream,
-            self._admission.forward_load,
-            self._transport.dial,
-        )
+        self._workers = self._make_workers()
         self._probe = ReadinessProbe(
             self._view,
             self._admission,
@@ -185,11 +179,10 @@ class _Gateway:
                 asyncio.TaskGroup() as tasks,
             ):
                 parts = (self._view, self._admission, self._workers, self._keys, registration)
-                background = [tasks.create_task(part.run()) for part in parts]
+                background = [tasks.create_task(part.run()) for part in (*parts, self._probe)]
                 background.append(tasks.create_task(self._checker.run()))
                 if self._renderer is not None:
                     background.append(tasks.create_task(self._renderer.run()))
-                background.append(tasks.create_task(self._probe.run()))
                 if self._keys.has_file:
                     background.append(tasks.create_task(self._exchange.run()))
                 http = tasks.create_task(self._http.serve([listener]))
@@ -207,8 +200,6 @@ class _Gateway:
         finally:
             self._pool.close()
             await self._checker.close()
-            if self._renderer is not None:
-                await self._renderer.close()
             await self._exchange.withdraw()
             await registration.withdraw()
             if self._grpc is not None:
@@ -351,6 +342,15 @@ class _Gateway:
         return AdmissionClient(
             lambda: view.address_of("scheduler"),
             config.admit_timeout_s,
+            self._transport.dial,
+        )
+
+    def _make_workers(self) -> WorkerClient:
+        return WorkerClient(
+            self._view.worker_addresses,
+            self._config.attach_timeout_s,
+            self._metrics.count_moved_stream,
+            self._admission.forward_load,
             self._transport.dial,
         )
 

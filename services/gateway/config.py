@@ -235,7 +235,7 @@ class GatewayConfig(ServiceConfig):
         expert=True,
     )
     tokenizer_threads: int = number(
-        2, "Threads for tokenisation and chat templates.", minimum=1, maximum=64, expert=True
+        2, "Threads for tokenisation.", minimum=1, maximum=64, expert=True
     )
 
     @property

@@ -47,16 +47,20 @@ class TemplateRenderer:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: variables of the template."""
         self._setup_message = encode_message({"source": source, "special_tokens": special_tokens})
-        self._pipes: MessagePipes | None = None
-        # A slot: the process serves its requests in order.
+        self._process: _RenderProcess | None = None
+        # A single slot: the process serves its requests in order.
         self._semaphore = FairSemaphore(1, 1, WAITING_MAX, "chats are being rendered")
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
-        """Start the process after `delay_s`, ahead of the first request."""
-        await asyncio.sleep(delay_s)
-        request = render_request({"messages": [{"role": "user", "content": ""}]}, 0)
-        with contextlib.suppress(GatewayError, PromptTooLong):
-            await self.render(request, "")
+        """Start the process after `delay_s`, ahead of the first request; end it when cancelled."""
+        try:
+            await asyncio.sleep(delay_s)
+            request = render_request({"messages": [{"role": "user", "content": ""}]}, 0)
+            with contextlib.suppress(GatewayError, PromptTooLong):
+                await self.render(request, "")
+            await asyncio.Event().wait()
+        finally:
+            await self.close()
 
     async def render(self, request: bytes, limit_key: str) -> str:
         """Return the text of the prompt of `request`, an encoded message; see `render_request`.
@@ -71,9 +75,13 @@ class TemplateRenderer:
         """
         try:
             async with timeout(RENDER_TIMEOUT_S), self._semaphore.slot(limit_key) as slot:
-                # A cancelled caller returns at once; its slot is held until the response.
-                slot.work = asyncio.ensure_future(self._exchange(request))
-                response = await asyncio.shield(slot.work)
+                # A cancelled caller returns at once; its slot is held until its work is done.
+                if self._process is None or not self._process.usable:
+                    slot.work = asyncio.ensure_future(self._start())
+                    await asyncio.shield(slot.work)
+                assert self._process is not None
+                slot.work = self._process.submit(request)
+                response: bytes = await asyncio.shield(slot.work)
         except TimeoutError:
             raise QueueFull("too many chats are being rendered; try again") from None
         if response.startswith(TEXT):
@@ -89,39 +97,71 @@ class TemplateRenderer:
             raise PromptTooLong(size_bytes)
         raise BadRequest(result["refused"], param=result["param"])
 
-    async def _exchange(self, request: bytes) -> bytes:
-        """Send a request to the process, which is started if needed; return the response."""
+    async def _start(self) -> None:
+        self._process = await _RenderProcess.start(self._setup_message)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            await self._process.close()
+
+
+class _RenderProcess:
+    """Connection to one process, until the process ends; it serves one request at a time."""
+
+    def __init__(self, pipes: MessagePipes, setup_message: bytes) -> None:
+        """Use `start`."""
+        self._pipes = pipes
+        self._response: asyncio.Future[bytes] | None = None
+        self._closing = False
+        pipes.send(setup_message)
+        self._reading = asyncio.create_task(self._read_responses())
+
+    @classmethod
+    async def start(cls, setup_message: bytes) -> "_RenderProcess":
+        """Start a process. Raises ServiceUnavailable."""
         try:
-            async with timeout(RENDER_TIMEOUT_S):
-                pipes = await self._running_process()
-                pipes.send(request)
-                response = await pipes.receive()
-        except TimeoutError:
-            response = None
+            return cls(await MessagePipes.start(_MODULE), setup_message)
         except OSError as error:
             raise ServiceUnavailable(
                 f"the process that renders chats cannot be started ({error.strerror}); try again"
             ) from error
-        if response is None:
-            code = await self.close()
-            log.warning("the process that renders chats ended with code %d", code)
-            raise ServiceUnavailable(
-                f"the process that renders chats ended with code {code}; try again"
-            )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the process still runs."""
+        return not self._reading.done() and self._pipes.process.returncode is None
+
+    def submit(self, request: bytes) -> asyncio.Future[bytes]:
+        """Send a request; return its response, or ServiceUnavailable if the process ends first."""
+        loop = asyncio.get_running_loop()
+        self._response = response = loop.create_future()
+        stuck = loop.call_later(RENDER_TIMEOUT_S, self._pipes.process.kill)
+        response.add_done_callback(lambda _: stuck.cancel())
+        self._pipes.send(request)
         return response
 
-    async def _running_process(self) -> MessagePipes:
-        if self._pipes is not None and self._pipes.process.returncode is not None:
-            await self.close()
-        if self._pipes is None:
-            self._pipes = await MessagePipes.start(_MODULE)
-            self._pipes.send(self._setup_message)
-        return self._pipes
+    async def close(self) -> None:
+        """Kill the process and fail its request."""
+        self._closing = True
+        self._pipes.process.kill()
+        await self._reading
 
-    async def close(self) -> int:
-        """End the process; returns its exit code, 0 if none runs."""
-        pipes, self._pipes = self._pipes, None
-        return 0 if pipes is None else await pipes.end()
+    async def _read_responses(self) -> None:
+        while (message := await self._pipes.receive()) is not None:
+            if self._response is not None and not self._response.done():
+                self._response.set_result(message)
+        code = await self._pipes.end()
+        if not self._closing:
+            log.warning("the process that renders chats ended with code %d", code)
+        if self._response is not None and not self._response.done():
+            self._response.set_exception(
+                ServiceUnavailable(
+                    f"the process that renders chats ended with code {code}; try again"
+                )
+            )
+            # Mark the exception as retrieved, or asyncio logs it if the caller was cancelled.
+            self._response.exception()
 
 
 def render_request(fields: Mapping[str, Any], bytes_max: int) -> bytes:

@@ -80,17 +80,11 @@ def load_model(
             f"{model_dir / 'config.json'} lacks vocab_size or max_position_embeddings; "
             "give the folder of a decoder-only model"
         )
-    template, chat, renderer = load_template(model_dir), None, None
-    if template is not None:
+    chat, renderer = None, None
+    if (template := load_template(model_dir)) is not None:
         renderer = TemplateRenderer(template.source, template.special_tokens)
-        chat = ChatModel(
-            template.source,
-            variables,
-            tokenizer.added_tokens,
-            tool_format,
-            reasoning_format,
-            user_tokens=user_tokens,
-        )
+        formats, tokens = (tool_format, reasoning_format), tokenizer.added_tokens
+        chat = ChatModel(template.source, variables, tokens, *formats, user_tokens=user_tokens)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

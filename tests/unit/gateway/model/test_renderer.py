@@ -75,7 +75,7 @@ async def test_a_harmful_chat_is_refused_and_the_next_is_rendered(
         await harmful
     assert caught.value.param == "messages"
     assert await following == "<s>hi"
-    assert renderer._pipes is not None and renderer._pipes.process.returncode is None
+    assert renderer._process is not None and renderer._process.usable
 
 
 async def test_a_long_prompt_stays_in_the_process(renderer: TemplateRenderer) -> None:
@@ -90,7 +90,7 @@ async def test_a_long_prompt_stays_in_the_process(renderer: TemplateRenderer) ->
 async def test_waiting_ends_at_the_time_limit(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await renderer.run(delay_s=0)
+    await renderer.render(request(""), OWNER)
     monkeypatch.setattr(renderer_module, "RENDER_TIMEOUT_S", 0.2)
     harmful = asyncio.create_task(renderer.render(request("loop"), OWNER))
     await asyncio.sleep(0)
@@ -114,7 +114,7 @@ async def test_an_owner_with_many_slow_chats_delays_its_own(renderer: TemplateRe
 
 
 async def test_a_cancelled_caller_leaves_the_responses_in_order(renderer: TemplateRenderer) -> None:
-    await renderer.run(delay_s=0)
+    await renderer.render(request(""), OWNER)
     leaving = asyncio.create_task(renderer.render(request("left"), OWNER))
     await asyncio.sleep(0)
     assert renderer._semaphore.taken == 1
@@ -126,10 +126,10 @@ async def test_a_cancelled_caller_leaves_the_responses_in_order(renderer: Templa
 
 
 async def test_a_process_that_ended_is_replaced(renderer: TemplateRenderer) -> None:
-    await renderer.run(delay_s=0)
-    assert renderer._pipes is not None
-    os.kill(renderer._pipes.process.pid, signal.SIGKILL)
-    await renderer._pipes.process.wait()
+    await renderer.render(request(""), OWNER)
+    assert renderer._process is not None
+    os.kill(renderer._process._pipes.process.pid, signal.SIGKILL)
+    await renderer._process._pipes.process.wait()
 
     assert await renderer.render(request("hi"), OWNER) == "<s>hi"
 
@@ -137,11 +137,11 @@ async def test_a_process_that_ended_is_replaced(renderer: TemplateRenderer) -> N
 async def test_a_process_that_ends_while_it_renders_fails_that_request(
     renderer: TemplateRenderer,
 ) -> None:
-    await renderer.run(delay_s=0)
-    assert renderer._pipes is not None
+    await renderer.render(request(""), OWNER)
+    assert renderer._process is not None
     harmful = asyncio.create_task(renderer.render(request("loop"), OWNER))
     await eventually(lambda: renderer._semaphore.taken == 1)
-    os.kill(renderer._pipes.process.pid, signal.SIGKILL)
+    os.kill(renderer._process._pipes.process.pid, signal.SIGKILL)
 
     with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
         await harmful
@@ -154,3 +154,15 @@ def test_arguments_that_are_nested_too_deeply() -> None:
         deep = {"a": deep}
     with pytest.raises(BadRequest, match="nested too deeply"):
         render_request({"messages": [deep]}, 1)
+
+
+async def test_the_process_starts_ahead_of_requests_and_ends_with_the_gateway(
+    renderer: TemplateRenderer,
+) -> None:
+    running = asyncio.create_task(renderer.run(delay_s=0))
+    process = await eventually(lambda: renderer._process)
+    assert process is not None and process.usable
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not process.usable
