@@ -47,6 +47,11 @@ def limit_memory(more_bytes: int) -> None:
     """Let this process allocate at most `more_bytes` beyond the memory that it has."""
     # The sixth number is the memory that RLIMIT_DATA counts, in pages; see proc(5).
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = pages * resource.getpagesize() + more_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    limit_soft(resource.RLIMIT_DATA, pages * resource.getpagesize() + more_bytes)
+
+
+def limit_soft(kind: int, limit: int) -> None:
+    """Set the soft limit of a resource, at most to its hard limit, which stays."""
+    _, hard = resource.getrlimit(kind)
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (soft, hard))

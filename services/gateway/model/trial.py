@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.common.errors import ConfigError
-from services.common.messages import limit_memory
+from services.common.messages import limit_memory, limit_soft
 from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.model.template import load_template
 from services.gateway.vocabulary.errors import BadRequest
@@ -67,7 +67,7 @@ def try_model(model_dir: Path) -> frozenset[str]:
 def main() -> None:
     """Try the files of the folder in the arguments; write each part, and then the result."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_MAX_S, resource.RLIM_INFINITY))
+    limit_soft(resource.RLIMIT_CPU, CPU_MAX_S)
     limit_memory(MEMORY_MAX_BYTES)
     model_dir = Path(sys.argv[1])
     try:

@@ -1,6 +1,8 @@
 """A hostile tokenizer or template is refused at the start, and ends only its trial."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,16 @@ def test_what_a_usable_template_reads(tmp_path: Path) -> None:
     assert try_model(write_model_folder(tmp_path, template=None)) == set()
     refusing = "{{ raise_exception('needs tools') }}"
     assert try_model(write_model_folder(tmp_path, template=refusing)) == set()
+
+
+def test_hard_limits_of_the_process_stay(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))\n"
+        "from services.gateway.model.trial import try_model\n"
+        "print(*try_model(Path(sys.argv[1])))"
+    )
+    done = subprocess.run((sys.executable, "-c", code, folder), capture_output=True, check=True)
+    assert b"messages" in done.stdout
