@@ -98,6 +98,7 @@ def open_model(config: GatewayConfig) -> ServedModel:
         own_defaults=own_defaults,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
+        user_tokens=config.user_special_tokens,
     )
     if model.defaults != PLAIN_DEFAULTS:
         log.info("sampling defaults from generation_config.json: %s", model.defaults)
@@ -124,6 +125,7 @@ class _Gateway:
         self._store = store
         self._transport = transport_of(config)
         self._pool = TextPool(config.tokenizer_threads)
+        self._renderer = model.renderer
         self._checker = GrammarChecker(model.vocab_size, model.tokenizer.added_tokens)
         self._drain = Drain(config.inflight_max, config.batch_inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
@@ -139,13 +141,7 @@ class _Gateway:
         )
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
-        self._workers = WorkerClient(
-            self._view.worker_addresses,
-            config.attach_timeout_s,
-            self._metrics.count_moved_stream,
-            self._admission.forward_load,
-            self._transport.dial,
-        )
+        self._workers = self._make_workers()
         self._probe = ReadinessProbe(
             self._view,
             self._admission,
@@ -185,9 +181,10 @@ class _Gateway:
                 asyncio.TaskGroup() as tasks,
             ):
                 parts = (self._view, self._admission, self._workers, self._keys, registration)
-                background = [tasks.create_task(part.run()) for part in parts]
+                background = [tasks.create_task(part.run()) for part in (*parts, self._probe)]
                 background.append(tasks.create_task(self._checker.run()))
-                background.append(tasks.create_task(self._probe.run()))
+                if self._renderer is not None:
+                    background.append(tasks.create_task(self._renderer.run()))
                 if self._keys.has_file:
                     background.append(tasks.create_task(self._exchange.run()))
                 http = tasks.create_task(self._http.serve([listener]))
@@ -347,6 +344,15 @@ class _Gateway:
         return AdmissionClient(
             lambda: view.address_of("scheduler"),
             config.admit_timeout_s,
+            self._transport.dial,
+        )
+
+    def _make_workers(self) -> WorkerClient:
+        return WorkerClient(
+            self._view.worker_addresses,
+            self._config.attach_timeout_s,
+            self._metrics.count_moved_stream,
+            self._admission.forward_load,
             self._transport.dial,
         )
 

@@ -141,6 +141,11 @@ class GatewayConfig(ServiceConfig):
         REASONING_FORMATS,
         "Format of the model's reasoning; auto: detect it from the template and tokenizer.",
     )
+    user_special_tokens: bool = option(
+        True,
+        "Whether special tokens in the text of users and tools become these tokens, as in vLLM;"
+        " otherwise chats encode them as text.",
+    )
     classes: dict[str, Any] = mapping(
         "Latency targets of the classes interactive and standard, each a mapping with ttft_ms,"
         " tpot_ms and token_group; see service-classes.md. Defaults: 500 ms and 100 ms for"
@@ -246,7 +251,7 @@ class GatewayConfig(ServiceConfig):
         expert=True,
     )
     tokenizer_threads: int = number(
-        2, "Threads for tokenisation and chat templates.", minimum=1, maximum=64, expert=True
+        2, "Threads for tokenisation.", minimum=1, maximum=64, expert=True
     )
 
     @property

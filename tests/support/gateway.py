@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from services.common.etcd import Store
 from services.gateway.app import serve
 from services.gateway.config import GatewayConfig
-from tests.support.byte_tokenizer import EOS_ID, byte_tokenizer, write_model_folder
+from tests.support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, byte_tokenizer, write_model_folder
 from tests.support.client import open_client
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, FakeWorker, fake_cluster
@@ -131,13 +131,16 @@ async def gateway_case(
     workers: int = 1,
     max_model_len: int = 256,
     sent_key: str | None = None,
+    template: str = CHAT_TEMPLATE,
     **config_fields: Any,
 ) -> AsyncIterator[Case]:
     """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`.
 
+    `template`: the chat template of the model.
+
     With a certificate only `http` of the clients is secure.
     """
-    write_model_folder(model_dir)
+    write_model_folder(model_dir, template=template)
     async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
         fields = {"expected_workers": workers} | config_fields
         async with gateway_before(cluster, model_dir, sent_key, **fields) as case:

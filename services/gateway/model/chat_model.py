@@ -1,12 +1,12 @@
-"""Renders prompts of chats and selects how their output is parsed and constrained."""
+"""Prepares chats for the template, and selects how their output is parsed and constrained."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
-from services.gateway.model.template import ChatTemplate
+from services.gateway.model.token_cuts import TokenCuts
 from services.gateway.structure.schema import check_size
 from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.tools import mistral
@@ -33,7 +33,7 @@ from services.gateway.tools.output_grammar import (
     text_before,
 )
 from services.gateway.tools.tool import CallMode, Tool
-from services.gateway.vocabulary.errors import NotSupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 _INTRODUCTION = """You can call functions. Each line between <tools> and </tools> describes one, \
 with a JSON schema of its arguments:
@@ -100,41 +100,59 @@ class ChatModel:
 
     def __init__(
         self,
-        template: ChatTemplate,
+        source: str,
+        variables: Container[str],
         added_tokens: Mapping[int, str],
         configured_tools: str,
         configured_reasoning: str,
+        *,
+        user_tokens: bool = True,
     ) -> None:
-        """`added_tokens`: tokens added to the vocabulary, special tokens among them, by id.
+        """`source`: text of the chat template; `variables`: names of the variables it reads.
 
-        `configured_tools`, `configured_reasoning`: names of formats, or "auto".
+        `added_tokens`: tokens added to the vocabulary, special tokens among them, by id.
+        `configured_tools`, `configured_reasoning`: names of formats, or "auto". `user_tokens`:
+        whether added tokens in messages of the roles user and tool become these tokens.
         """
         ids = {text: token_id for token_id, text in added_tokens.items()}
-        takes_tools = template.takes("tools")
-        self._template = template
-        self._takes_tools = takes_tools
+        self._takes_tools = "tools" in variables
         self._ids = ids
-        self.tool_format: ToolFormat = tool_format(
-            configured_tools, template.source, takes_tools, ids
-        )
-        self.reasoning_format: ReasoningFormat = reasoning_format(
-            configured_reasoning, template.source, ids
-        )
+        self._cuts = None if user_tokens else TokenCuts(ids)
+        self.tool_format: ToolFormat = tool_format(configured_tools, source, self._takes_tools, ids)
+        self.reasoning_format: ReasoningFormat = reasoning_format(configured_reasoning, source, ids)
 
-    def prompt(self, body: ChatRequest) -> str:
-        """Render the text of the prompt. Raises BadRequest if the template refuses the messages."""
+    def template_fields(self, body: ChatRequest) -> dict[str, Any]:
+        """The arguments of `ChatTemplate.render` for the prompt of `body`.
+
+        Raises:
+            BadRequest: if the model does not support the tools, or the last message has tool calls
+                and should be continued.
+        """
         messages = template_messages(body.messages)
+        if self._cuts is not None:
+            messages = self._cuts.cut_messages(messages)
         tools = self._prompt_tools(body)
         # If the template ignores tools, describe them as text, in the format of Hermes.
         if not self._takes_tools:
             messages, tools = describe_tools(flatten_tool_messages(messages), tools), ()
-        return self._template.render(
-            messages,
-            tools=[tool.described() for tool in tools],
-            variables=body.template_variables,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-        )
+        if body.continue_final_message and "tool_calls" in messages[-1]:
+            raise BadRequest(
+                "a message with tool calls cannot be continued; append the results of the calls, or"
+                " send 'continue_final_message': false",
+                param="continue_final_message",
+            )
+        return {
+            "messages": messages,
+            "tools": [tool.described() for tool in tools],
+            "variables": body.template_variables,
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": bool(body.continue_final_message),
+        }
+
+    @property
+    def cut(self) -> str:
+        """Separator of parts of the rendered prompt to encode separately; empty: no such parts."""
+        return "" if self._cuts is None else self._cuts.mark
 
     def thinking(self, prompt: str) -> Thinking:
         """Return where the output after `prompt` begins: inside, before or after reasoning."""

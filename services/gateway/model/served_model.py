@@ -18,8 +18,10 @@ from services.gateway.api.fields import INT32_MAX
 from services.gateway.api.generation import TEMPERATURE_MAX
 from services.gateway.keys.principal import Principal
 from services.gateway.model.chat_model import ChatModel
+from services.gateway.model.renderer import TemplateRenderer
 from services.gateway.model.sampling import PLAIN_DEFAULTS, SamplingDefaults
 from services.gateway.model.template import load_template, read_json
+from services.gateway.model.trial import try_model
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.tools.format import AUTO
 
@@ -32,6 +34,7 @@ class ServedModel:
     tokenizer: Tokenizer
     # None if the model has no chat template.
     chat: ChatModel | None
+    renderer: TemplateRenderer | None
     # Rows of the output layer, which may exceed the tokenizer's size; token ids are below it.
     vocab_size: int
     # Longest sequence that the model supports; a worker's KV cache may hold less.
@@ -59,10 +62,12 @@ def load_model(
     own_defaults: bool = True,
     tool_format: str = AUTO,
     reasoning_format: str = AUTO,
+    user_tokens: bool = True,
 ) -> ServedModel:
     """Read a model folder. `own_defaults`: use the defaults of its generation_config.json.
 
-    `tool_format` and `reasoning_format` are names of formats, or "auto".
+    `tool_format` and `reasoning_format` are names of formats, or "auto". `user_tokens`: whether
+    users may write special tokens; see `ChatModel`.
 
     Raises:
         ConfigError: if the folder or a needed file is missing or unusable.
@@ -72,16 +77,20 @@ def load_model(
     config = read_json(model_dir / "config.json")
     if not config:
         raise ConfigError(f"{model_dir} has no config.json; give the folder of a model")
+    variables = try_model(model_dir)
     tokenizer = Tokenizer.load(model_dir)
     vocab_size = _size(model_dir, config, "vocab_size", VOCAB_MAX, tokenizer.size)
     context_tokens = _size(model_dir, config, "max_position_embeddings", CONTEXT_TOKENS_MAX)
-    template, chat = load_template(model_dir), None
-    if template is not None:
-        chat = ChatModel(template, tokenizer.added_tokens, tool_format, reasoning_format)
+    chat, renderer = None, None
+    if (template := load_template(model_dir)) is not None:
+        renderer = TemplateRenderer(template.source, template.special_tokens)
+        formats, tokens = (tool_format, reasoning_format), tokenizer.added_tokens
+        chat = ChatModel(template.source, variables, tokens, *formats, user_tokens=user_tokens)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         chat=chat,
+        renderer=renderer,
         vocab_size=vocab_size,
         context_tokens=context_tokens,
         eos_ids=_eos_ids(model_dir, config, tokenizer, vocab_size),

@@ -1,108 +1,27 @@
-"""Renders chat templates, in a sandbox, to the text of a prompt."""
+"""Reads the chat template of a model folder."""
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2 import meta
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from services.common.clock import unix_s
 from services.common.errors import ConfigError
-from services.gateway.vocabulary.errors import BadRequest
 
 
-class ChatTemplate:
-    """A compiled chat template, and the special tokens that are variables of the template."""
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """The text of a chat template, and the special tokens that are variables of the template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ConfigError if the template does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-            self._names = meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the model's chat template does not compile: {error}; correct the template"
-            ) from error
-        self.source = source
-        self._special_tokens = dict(special_tokens)
-
-    def takes(self, name: str) -> bool:
-        """Return whether the template reads the variable `name`."""
-        return name in self._names
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Render the prompt of the assistant's next message, or of the rest of the last message.
-
-        `variables`: further template variables, whose names must be names that clients may set.
-
-        Raises:
-            BadRequest: if the template refuses the messages.
-        """
-        # As in transformers, pass absent values as none, not as undefined.
-        own_variables = {
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        text = self._rendered(messages, {**(variables or {}), **own_variables})
-        return _unfinished(text, messages[-1]["content"]) if continue_final_message else text
-
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        try:
-            return self._template.render(
-                {
-                    **variables,
-                    **self._special_tokens,
-                    "messages": [dict(message) for message in messages],
-                }
-            )
-        except (
-            *(jinja2.TemplateError, TypeError, ValueError, LookupError),
-            *(AttributeError, ArithmeticError, RecursionError),
-        ) as error:
-            raise BadRequest(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+    source: str
+    special_tokens: Mapping[str, str]
 
 
-def _unfinished(text: str, last: str) -> str:
-    """Cut the prompt at the end of the last message, before what the template appends to it."""
-    # Templates may strip messages.
-    for content in (last, last.rstrip(), last.strip()):
-        start = text.rfind(content)
-        if content and start >= 0:
-            return text[: start + len(content)]
-    raise BadRequest(
-        "the last message cannot be continued, because it is empty or changed by the template; send"
-        " 'continue_final_message': false",
-        param="continue_final_message",
-    )
-
-
-def load_template(model_dir: Path) -> ChatTemplate | None:
+def load_template(model_dir: Path) -> TemplateSource | None:
     """Read the chat template of a model folder; None if the model has none.
 
     Raises:
-        ConfigError: if a file cannot be read or the template does not compile.
+        ConfigError: if a file cannot be read.
     """
     settings = read_json(model_dir / "tokenizer_config.json")
     source: Any = settings.get("chat_template")
@@ -119,7 +38,7 @@ def load_template(model_dir: Path) -> ChatTemplate | None:
         source = named.get("default")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, _special_tokens(settings))
+    return TemplateSource(source, _special_tokens(settings))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -146,16 +65,3 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             tokens[key] = text
     return tokens
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own filter escapes HTML, which does not occur in the training data of models.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.fromtimestamp(unix_s()).strftime(layout)

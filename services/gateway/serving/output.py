@@ -12,6 +12,8 @@ from services.core.request import FinishReason, TokenLogprobs
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.text_buffer import partial_match_length
+from services.gateway.tools.format import Thinking
+from services.gateway.tools.reasoning import AnswerStart
 from services.gateway.vocabulary.delta import AnswerAccumulator, Delta
 from services.gateway.vocabulary.errors import BadRequest
 from services.gateway.vocabulary.message import Finish, UnreadTokens
@@ -233,6 +235,11 @@ class OutputText:
         self._detokenizer = detokenizer
         self._prompt = prompt
         self._stop = StopText(choice.stop, choice.include_stop)
+        # Stop strings end the answer, not the reasoning before it.
+        thinking = None if choice.chat is None else choice.chat.thinking
+        self._answer: AnswerStart | None = None
+        if choice.stop and thinking in (Thinking.OPENED, Thinking.POSSIBLE):
+            self._answer = AnswerStart(thinking is Thinking.OPENED)
         self._min_tokens = choice.request.limits.min_tokens
         self._tokens = 0
         self._begun = False
@@ -265,8 +272,7 @@ class OutputText:
             if self._wants_logprobs:
                 offsets.append(self._chars)
                 self._chars += len(piece)
-            # Stop strings, like stop tokens, apply only after min_tokens.
-            text += self._stop.push(piece) if self._tokens > self._min_tokens else piece
+            text += self._until_stop(piece)
             if self._stop.hit is not None:
                 return self._piece(unread, text, offsets, count, FinishReason.STOP, self._stop.hit)
         # A hidden stop token has no text, but its log probability is reported.
@@ -275,7 +281,9 @@ class OutputText:
         count = len(token_ids)
         if finish is None:
             return self._piece(unread, text, offsets, count)
-        text += self._stop.push(self._detokenizer.flush())
+        text += self._until_stop(self._detokenizer.flush())
+        if self._answer is not None:
+            text += self._stop.push(self._answer.flush())
         if self._stop.hit is not None:
             return self._piece(unread, text, offsets, count, FinishReason.STOP, self._stop.hit)
         text += self._stop.flush()
@@ -284,6 +292,15 @@ class OutputText:
         # As in vLLM, the model's own end-of-sequence token is not reported as `stop_reason`.
         stop_token = next((i for i in token_ids[-1:] if i not in self._choice.eos_ids), None)
         return self._piece(unread, text, offsets, count, FinishReason.STOP, stop_token)
+
+    def _until_stop(self, text: str) -> str:
+        """The part of new text to send now; `hit` is set if a stop string ends it."""
+        reasoning = ""
+        if self._answer is not None:
+            reasoning, text = self._answer.split(text)
+        # Stop strings, like stop tokens, apply only after min_tokens.
+        applies = self._tokens > self._min_tokens
+        return reasoning + (self._stop.push(text) if applies else text)
 
     def _piece(
         self,

@@ -15,7 +15,6 @@ from services.core.service import Service
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.api.prompts import Prompt
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.model.sampling import (
     bad_word_ids,
@@ -30,9 +29,10 @@ from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.grammar import checked_grammar
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.serving.prompt_encoder import PromptEncoder
 from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.structure.checker import GrammarChecker
-from services.gateway.text.tokenizer import INLINE_SIZE, TextPool
+from services.gateway.text.tokenizer import TextPool
 from services.gateway.tools.format import Thinking
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
 
@@ -64,6 +64,7 @@ class Preparer:
         self._policy = policy or ServicePolicy()
         self._model = model
         self._pool = pool
+        self._prompt_encoder = PromptEncoder(model, pool)
         self._checker = checker
         self.max_model_len = max_model_len
         self._prefix_block_size = prefix_block_size
@@ -78,7 +79,7 @@ class Preparer:
         self._check(body, record)
         service = self.service_of(body, record)
         record.warnings += body.warnings
-        prompts = await self._prompts(body)
+        prompts = await self._prompts(body, record.limit_key)
         thinking = self._thinking(prompts[0])
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -124,7 +125,8 @@ class Preparer:
             GatewayError: if the model is not served, or the prompt far exceeds its context.
         """
         self._check(body, record)
-        prompts = await self._encoded(body, TRUNCATED_CONTEXTS * self.max_model_len())
+        tokens_max = TRUNCATED_CONTEXTS * self.max_model_len()
+        prompts = await self._prompt_encoder.encode(body, tokens_max, record.limit_key)
         return prompts[0]
 
     async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
@@ -158,58 +160,20 @@ class Preparer:
         self._check_model(body.model, record)
         check_ids(body, self._model.vocab_size)
 
-    async def _prompts(self, body: GenerationRequest) -> list[tuple[int, ...]]:
+    async def _prompts(self, body: GenerationRequest, limit_key: str) -> list[tuple[int, ...]]:
         """Token ids of each prompt; long texts are tokenized in a thread."""
         context = self.max_model_len()
         if body.truncate_prompt_tokens is None:
-            return await self._encoded(body, context)
+            return await self._prompt_encoder.encode(body, context, limit_key)
         tokens_max = TRUNCATED_CONTEXTS * context
         try:
-            prompts = await self._encoded(body, tokens_max)
+            prompts = await self._prompt_encoder.encode(body, tokens_max, limit_key)
         except ContextExceeded as error:
             raise ContextExceeded(
                 f"a prompt may have at most {tokens_max} tokens before truncation; shorten it",
                 param=error.param,
             ) from None
         return [_truncated(body, prompt_ids, context) for prompt_ids in prompts]
-
-    async def _encoded(self, body: GenerationRequest, tokens_max: int) -> list[tuple[int, ...]]:
-        match body:
-            case ChatRequest():
-                size = sum(message.size for message in body.messages)
-                # Descriptions and schemas of the tools become part of the prompt.
-                size += INLINE_SIZE * len(body.tools)
-                return [await self._pool.run(partial(self._chat_ids, body, tokens_max), size)]
-            case CompletionRequest():
-                # Many small prompts take as long as a large prompt.
-                size = sum(map(len, body.prompt))
-                return [
-                    await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
-                    for prompt in body.prompt
-                ]
-        raise TypeError(f"{type(body).__name__} has no prompt")
-
-    def _chat_ids(self, body: ChatRequest, tokens_max: int) -> tuple[int, ...]:
-        chat = self._model.chat
-        if chat is None:
-            raise BadRequest("the model has no chat template; use /v1/completions")
-        text = chat.prompt(body)
-        # The template writes the special tokens itself.
-        special = body.add_special_tokens is True
-        return tuple(self._model.tokenizer.encode(text, special, tokens_max, param="messages"))
-
-    def _prompt_ids(
-        self, body: CompletionRequest, prompt: Prompt, tokens_max: int
-    ) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            special = body.add_special_tokens is not False
-            return tuple(self._model.tokenizer.encode(prompt, special, tokens_max))
-        if max(prompt) >= self._model.vocab_size:
-            raise BadRequest(
-                f"token ids must be below the vocabulary's size {self._model.vocab_size}",
-                param="prompt",
-            )
-        return prompt
 
     def _thinking(self, prompt_ids: tuple[int, ...]) -> Thinking:
         """Whether a chat's output starts inside, before or after its reasoning."""

@@ -14,17 +14,16 @@ import os
 import resource
 import selectors
 import signal
-import struct
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from io import RawIOBase
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from services.common.grammar import parser_limits, source_of
+from services.common.messages import encode_message, limit_memory, read_message
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 from services.gateway.structure.references import reference_fault
 from services.gateway.structure.schema import OPTIONS, compact_json
@@ -44,8 +43,6 @@ MEMORY_MAX_BYTES = 2**26
 PIPE_BYTES = 65536
 NICENESS = 5
 """Checks yield the processor to requests that generate tokens."""
-LENGTH = struct.Struct("!I")
-"""Prefix of each message: the length of its JSON in bytes."""
 
 # Part of llama.cpp's EBNF, but not of Lark's syntax.
 _EBNF_MARK = "::="
@@ -70,24 +67,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Unbuffered: the selector would not report messages that a buffer has read ahead.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:
-        first = _read(source)
+        first = read_message(source)
         if first is None:
             return
         tokenizer = byte_tokenizer(
             first["vocab_size"], {int(key): name for key, name in first["special"].items()}
         )
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_MAX_BYTES, hard))
+        limit_memory(MEMORY_MAX_BYTES)
         # A fork that is killed must not spend time on a core dump.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICENESS)
         _serve(source, sys.stdout.buffer, tokenizer)
-
-
-def _data_bytes() -> int:
-    """Return this process's memory as RLIMIT_DATA counts it; see proc(5)."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
-    return pages * resource.getpagesize()
 
 
 def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
@@ -97,7 +87,7 @@ def _serve(source: RawIOBase, sink: BinaryIO, tokenizer: LLTokenizer) -> None:
             for key, _ in selector.select():
                 if key.data is not None:
                     _read_output(key.fd, key.data, selector, sink)
-                elif (message := _read(source)) is None:
+                elif (message := read_message(source)) is None:
                     return
                 elif (number := message.get("cancel")) is not None:
                     _cancel(number, selector)
@@ -152,33 +142,6 @@ def _read_output(
     result: dict[str, Any] = {"ended": code} if code else json.loads(running.output)
     sink.write(encode_message({"number": running.number, **result}))
     sink.flush()
-
-
-def encode_message(message: Mapping[str, Any]) -> bytes:
-    """Encode a message: its length, then JSON."""
-    body = json.dumps(message).encode()
-    return LENGTH.pack(len(body)) + body
-
-
-def _read(source: RawIOBase) -> dict[str, Any] | None:
-    """Read the next message; None at the end of the input."""
-    head = _read_exactly(source, LENGTH.size)
-    body = head and _read_exactly(source, LENGTH.unpack(head)[0])
-    if not body:
-        return None
-    message: dict[str, Any] = json.loads(body)
-    return message
-
-
-def _read_exactly(source: RawIOBase, count: int) -> bytes:
-    """Read `count` bytes; empty if the input ends first."""
-    data = bytearray()
-    while len(data) < count:
-        part = source.read(count - len(data))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
 
 
 def byte_tokenizer(vocab_size: int, special: Mapping[int, str]) -> LLTokenizer:

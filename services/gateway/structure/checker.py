@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from services.common.messages import encode_message
 from services.common.timeouts import timeout
 from services.core.request import Grammar, GrammarKind
 from services.core.round_robin_queue import RoundRobinQueue
 from services.gateway.structure.check_client import CheckClient
-from services.gateway.structure.check_process import encode_message
 from services.gateway.structure.structured_outputs import Structure
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
 
@@ -43,10 +43,14 @@ class Slot:
 class FairSemaphore:
     """A semaphore whose waiters take turns by client, and in order of arrival within a client."""
 
-    def __init__(self, slots: int, client_max: int, waiting_max: int) -> None:
-        """`slots`: slots in all; `client_max`, `waiting_max`: slots and waiters per client."""
+    def __init__(self, slots: int, client_max: int, waiting_max: int, work: str) -> None:
+        """`slots`: slots in all; `client_max`, `waiting_max`: slots and waiters per client.
+
+        `work`: what the slots are for, in errors.
+        """
         self._slots = slots
         self._client_max = client_max
+        self._work = work
         # Slots that each client holds.
         self._held = Counter[str]()
         self._waiting = RoundRobinQueue[_Waiter](waiting_max)
@@ -82,7 +86,7 @@ class FairSemaphore:
             return
         waiter = _Waiter(limit_key, asyncio.get_running_loop().create_future())
         if not self._waiting.join(limit_key, waiter):
-            raise QueueFull("too many of your grammars are being checked; try again")
+            raise QueueFull(f"too many of your {self._work}; try again")
         try:
             await waiter.granted
         except asyncio.CancelledError:
@@ -150,7 +154,9 @@ class GrammarChecker:
         self._setup_message = encode_message({"vocab_size": vocab_size, "special": special_tokens})
         self._client: CheckClient | None = None
         self._starting = asyncio.Lock()
-        self._semaphore = FairSemaphore(CHECKS_MAX, CLIENT_CHECKS_MAX, WAITING_MAX)
+        self._semaphore = FairSemaphore(
+            CHECKS_MAX, CLIENT_CHECKS_MAX, WAITING_MAX, "grammars are being checked"
+        )
         self._verdicts: OrderedDict[bytes, Sequence[GrammarVerdict]] = OrderedDict()
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:

@@ -1,13 +1,13 @@
 """Wraps the model's tokenizer, and runs work on long texts in threads."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 from tokenizers import Tokenizer as Backend
 
 from services.common.errors import ConfigError
@@ -23,12 +23,6 @@ INLINE_SIZE = 1024
 SLICE_CHARS = 32 * 2**10
 ESTIMATE_MARGIN = 1.1
 SLICE_MARGIN_TOKENS = 256
-
-
-class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that is validated."""
-
-    model: msgspec.Raw
 
 
 class Tokenizer:
@@ -74,14 +68,13 @@ class Tokenizer:
             ) from error
         # Texts are encoded one at a time, so threads inside the tokenizer would only cost memory.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # The package raises plain Exception for a malformed file, so validate the file first.
         try:
-            msgspec.json.decode(text, type=_TokenizerFile)
-        except msgspec.DecodeError as error:
+            return cls(Backend.from_str(text))
+        # The package raises plain Exception for a malformed file.
+        except Exception as error:
             raise ConfigError(
                 f"{path} is not a tokenizer: {error}; fetch or convert the model again"
             ) from error
-        return cls(Backend.from_str(text))
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact spelling; None if there is no such token."""
@@ -92,29 +85,46 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def encode(
-        self, text: str, add_special_tokens: bool, tokens_max: int, param: str = "prompt"
+        self,
+        text: str,
+        add_special_tokens: bool,
+        tokens_max: int,
+        param: str = "prompt",
+        cut: str = "",
     ) -> list[int]:
         """Tokenise `text`. Slow for long texts, but releases the interpreter lock.
 
-        `param` is the field that errors name.
+        `param` is the field that errors name. `cut`, if not empty, separates parts of the text that
+        are encoded separately; it is not part of the text.
 
         Raises:
-            BadRequest: if the text has no UTF-8 form.
+            BadRequest: if the text has no UTF-8 form, or the tokenizer fails.
             ContextExceeded: if the text certainly has more than `tokens_max` tokens; this check is
                 cheap.
         """
+        parts = text.split(cut) if cut else [text]
         try:
-            size_bytes = len(text.encode())
+            size_bytes = sum(len(part.encode()) for part in parts)
         except UnicodeEncodeError:
             raise BadRequest(
                 f"'{param}' contains a lone surrogate; send valid Unicode",
                 param=param,
             ) from None
-        # A lower bound of the number of tokens: no token has more than `_token_bytes_max` bytes.
-        if size_bytes > self._token_bytes_max * (tokens_max + 1):
-            raise _too_long(f"{size_bytes} bytes", tokens_max, param)
-        self._estimate(text, tokens_max, param)
-        return self._ids(text, add_special_tokens)
+        if size_bytes > self.bytes_max(tokens_max):
+            raise too_long(f"{size_bytes} bytes", tokens_max, param)
+        # Each part but the first has a token.
+        if len(parts) > tokens_max + 1:
+            raise too_long(f"more than {tokens_max} tokens", tokens_max, param)
+        with _panics_refused(param):
+            token_ids = list[int]()
+            for number, part in enumerate(parts):
+                self._estimate(part, tokens_max, param)
+                token_ids += self._ids(part, add_special_tokens and not number)
+            return token_ids
+
+    def bytes_max(self, tokens_max: int) -> int:
+        """A number of bytes; longer texts have more than `tokens_max` tokens."""
+        return self._token_bytes_max * (tokens_max + 1)
 
     def _estimate(self, text: str, tokens_max: int, param: str) -> None:
         """Refuse a text far above the limit before the whole text is encoded.
@@ -126,7 +136,7 @@ class Tokenizer:
         for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
             tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
             if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
-                raise _too_long(f"more than {tokens_max} tokens", tokens_max, param)
+                raise too_long(f"more than {tokens_max} tokens", tokens_max, param)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # Unlike `encode`, `encode_batch_fast` releases the interpreter lock.
@@ -191,7 +201,22 @@ class Tokenizer:
         return decode_single
 
 
-def _too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:
+@contextlib.contextmanager
+def _panics_refused(param: str) -> Iterator[None]:
+    """Convert a panic of the package, as at the step limit of an expression, to BadRequest."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic is no Exception, and the package does not export its type.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BadRequest(
+            f"the model's tokenizer cannot encode '{param}'; change the text", param=param
+        ) from None
+
+
+def too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:
+    """The error for a text of `size`, which has more than `tokens_max` tokens."""
     return ContextExceeded(
         f"this model's maximum context length is {tokens_max} tokens, but '{param}' has {size}; "
         "shorten it",

@@ -77,3 +77,57 @@ class ReasoningSplit(BufferedParser):
         if not self._buffer.exhausted:
             self._mode = _Mode.ANSWER
         return True
+
+
+class AnswerStart:
+    """Finds where the answer begins in a text that may begin with reasoning.
+
+    The whitespace between reasoning and answer belongs to the reasoning, as in `ReasoningSplit`.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        """`opened`: the prompt has opened the reasoning."""
+        self._mode = _Mode.THINKING if opened else _Mode.START
+        self._end = ""
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Split the next piece of text into reasoning and answer.
+
+        Text that may be the beginning of the opening marker is held back, and is part of a later
+        result.
+        """
+        reasoning = ""
+        if self._mode is _Mode.START:
+            text, self._end = self._end + text, ""
+            begin = text.lstrip(WHITESPACE)
+            if not begin.startswith(OPEN):
+                if OPEN.startswith(begin):
+                    self._end = text
+                    return "", ""
+                self._mode = _Mode.ANSWER
+            else:
+                self._mode = _Mode.THINKING
+        if self._mode is _Mode.THINKING:
+            reasoning, text = self._close(text)
+        if self._mode is _Mode.GAP:
+            answer = text.lstrip(WHITESPACE)
+            reasoning += text[: len(text) - len(answer)]
+            if text := answer:
+                self._mode = _Mode.ANSWER
+        return reasoning, text
+
+    def _close(self, text: str) -> tuple[str, str]:
+        """Split `text` after the closing marker, of which earlier text may have the beginning."""
+        known = len(self._end)
+        joined = self._end + text
+        position = joined.find(CLOSE)
+        if position < 0:
+            self._end = joined[1 - len(CLOSE) :]
+            return text, ""
+        self._mode = _Mode.GAP
+        end = position + len(CLOSE) - known
+        return text[:end], text[end:]
+
+    def flush(self) -> str:
+        """Return the text that is still held back, which is an answer; call it at the end."""
+        return self._end if self._mode is _Mode.START else ""

@@ -15,6 +15,8 @@ from services.gateway.http.protocol import (
     PIPELINED_MAX,
 )
 from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.model import render_process, trial
+from services.gateway.model.renderer import RENDER_TIMEOUT_S
 from services.gateway.serving.canceller import FORWARDS_MAX
 from services.gateway.serving.output import OUTPUT_LOGPROBS_MAX
 
@@ -29,6 +31,13 @@ def test_bounds_are_those_of_the_code() -> None:
     }
     assert rows["body"] == f"{BODY_BYTES_MAX >> 20} MiB"
     assert rows["messages of a chat"] == f"{MESSAGES_MAX:,}"
+    assert rows["rendering of a chat"] == (
+        f"{render_process.CPU_MAX_S:g} s; {render_process.MEMORY_MAX_BYTES >> 20} MiB;"
+        f" {render_process.WALL_MAX_S:g} s"
+    )
+    assert rows["waiting and rendering"] == f"{RENDER_TIMEOUT_S:g} s"
+    limits = f"within {trial.CPU_MAX_S} s of processor time and {trial.MEMORY_MAX_BYTES >> 30} GiB"
+    assert limits in PAGE
     assert rows["choices"] == str(CHOICES_MAX)
     assert rows["output tokens of several choices"] == f"{OUTPUT_TOKENS_MAX:,}"
     assert rows["token ids over all choices"] == f"{CHOICE_IDS_MAX:,}"

@@ -7,7 +7,7 @@ import pytest
 from services.core.request import GrammarKind
 from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.model.chat_model import ChatModel
-from services.gateway.model.template import ChatTemplate
+from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.tools.format import ReasoningFormat, Thinking, ToolFormat
 from services.gateway.vocabulary.errors import NotSupported
 
@@ -39,7 +39,12 @@ def model(
     source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS, tools: str = "auto"
 ) -> ChatModel:
     """A model's chat."""
-    return ChatModel(ChatTemplate(source, {}), tokens, tools, "auto")
+    return ChatModel(source, ChatTemplate(source, {}).variables, tokens, tools, "auto")
+
+
+def prompt_of(body: ChatRequest, source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS) -> str:
+    """The prompt that a model's template makes of a body."""
+    return ChatTemplate(source, {}).render(**model(source, tokens).template_fields(body))
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -49,7 +54,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def test_a_template_that_takes_tools_gets_them() -> None:
-    prompt = model().prompt(chat(tools=[STRICT]))
+    prompt = prompt_of(chat(tools=[STRICT]))
 
     assert prompt.startswith('[{"type": "function", "function": {"name": "get", "description": ')
     assert "strict" not in prompt
@@ -61,7 +66,7 @@ def test_calls_come_to_the_template_as_objects() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "fine"},
     ]
 
-    assert model().prompt(chat(messages=messages)) == (
+    assert prompt_of(chat(messages=messages)) == (
         'assistant:<tool_call>{"a": 1}\ntool:fine\nassistant:'
     )
 
@@ -70,7 +75,7 @@ def test_calls_come_to_the_template_as_objects() -> None:
 def test_tools_are_told_in_words_where_the_template_takes_none(system: bool) -> None:
     messages = [{"role": "system", "content": "Be brief."}] if system else []
     messages += [{"role": "user", "content": "hi"}]
-    prompt = model(PLAIN, {}).prompt(chat(messages=messages, tools=[TOOL]))
+    prompt = prompt_of(chat(messages=messages, tools=[TOOL]), PLAIN, {})
 
     lead = "<|im_start|>system\n" + ("Be brief.\n\n" if system else "")
     assert prompt.startswith(f"{lead}You can call functions.")
@@ -87,7 +92,7 @@ def test_calls_are_told_in_words_where_the_template_takes_no_tools() -> None:
         {"role": "user", "content": "and?"},
     ]
 
-    assert model(PLAIN, {}).prompt(chat(messages=messages)) == (
+    assert prompt_of(chat(messages=messages), PLAIN, {}) == (
         "<|im_start|>user\nhi<|im_end|>\n"
         '<|im_start|>assistant\nWell.\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n'
         "</tool_call><|im_end|>\n"
@@ -98,17 +103,18 @@ def test_calls_are_told_in_words_where_the_template_takes_no_tools() -> None:
 
 
 def test_a_template_of_unknown_calls_takes_no_tools() -> None:
-    unknown = model("{{ tools }}{{ messages }}", {})
+    source = "{{ tools }}{{ messages }}"
+    unknown = model(source, {})
 
     assert unknown.tool_format is ToolFormat.NONE
-    assert "None" in unknown.prompt(chat(tools=[TOOL], tool_choice="none"))
+    assert "None" in prompt_of(chat(tools=[TOOL], tool_choice="none"), source, {})
     with pytest.raises(NotSupported, match="tool_format"):
-        unknown.prompt(chat(tools=[TOOL]))
+        unknown.template_fields(chat(tools=[TOOL]))
 
 
 def test_thinking_can_be_switched_off() -> None:
     qwen = model()
-    prompts = [qwen.prompt(chat(**fields)) for fields in ({}, {"enable_thinking": False})]
+    prompts = [prompt_of(chat(**fields)) for fields in ({}, {"enable_thinking": False})]
 
     assert qwen.reasoning_format is ReasoningFormat.QWEN3
     assert [qwen.thinking(prompt) for prompt in prompts] == [Thinking.POSSIBLE, Thinking.OVER]

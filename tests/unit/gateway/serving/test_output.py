@@ -20,7 +20,9 @@ from services.core.request import (
 from services.gateway.serving.output import Output, OutputPiece, OutputText, TokenWithLogprobs
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.tools.format import ChatForm, Thinking
 from services.gateway.vocabulary.message import Finish, UnreadTokens
+from tests.support.cuttings import cuttings
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -199,3 +201,34 @@ def test_pieces_add_up_to_an_output() -> None:
     assert (output.text, output.token_ids) == ("abc", [0, 1, 2])
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, 9)
     assert (tuple(output.logprobs), output.prompt_logprobs) == (notes, notes)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "expected"),
+    [
+        (Thinking.OPENED, "hi</think>\n\nhello hi there", "hi</think>\n\nhello "),
+        (Thinking.POSSIBLE, " <think>hi</think>hello hi there", " <think>hi</think>hello "),
+        (Thinking.POSSIBLE, "hello hi there", "hello "),
+        (Thinking.POSSIBLE, "hi <think>", ""),
+        (Thinking.OVER, "hi</think>hello", ""),
+        (None, "hi</think>hello", ""),
+        (Thinking.OPENED, "hi, hi, hi", "hi, hi, hi"),
+        (Thinking.POSSIBLE, " <thi", " <t"),
+    ],
+)
+def test_stop_strings_end_the_answer_and_not_the_reasoning(
+    thinking: Thinking | None, text: str, expected: str
+) -> None:
+    chat = ChatForm(thinking=thinking)
+    for pieces in cuttings(text, seed=len(text)):
+        letters = Detokenizer(lambda ids: "".join(map(chr, ids)))
+        output = OutputText(choice(["hi"], chat=chat), letters)
+        sent = ""
+        for piece in [*pieces, None]:
+            ids = tuple(map(ord, piece or ""))
+            made = output.push(UnreadTokens(ids, Finish.LENGTH if piece is None else None))
+            sent += made.text
+            if made.finish_reason is not None:
+                break
+        assert sent == expected
+        assert made.stop_reason == (None if expected == text else "hi")

@@ -13,8 +13,8 @@ from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.messages import parse_messages
 from services.gateway.api.responses import parse_responses
 from services.gateway.api.tokens import TEXT_TOKENS_MAX, parse_detokenize
+from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.served_model import ServedModel, load_model
-from services.gateway.model.template import ChatTemplate
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepare import Preparer
 from services.gateway.structure.checker import FairSemaphore, GrammarChecker
@@ -42,11 +42,13 @@ async def preparer(model: ServedModel) -> AsyncIterator[Preparer]:
     yield Preparer(model, pool, lambda: 300_000, checker)
     pool.close()
     await checker.close()
+    assert model.renderer is not None
+    await model.renderer.close()
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of the threads that rendered, encoded and decoded."""
+    """Names of the threads that prepared for rendering, encoded and decoded."""
     found: set[str] = set()
 
     def noted(kind: type[Any], name: str) -> None:
@@ -59,7 +61,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(kind, name, note)
 
-    noted(ChatTemplate, "render")
+    noted(ChatModel, "template_fields")
     noted(Tokenizer, "encode")
     noted(Tokenizer, "decode")
     return found
@@ -82,12 +84,11 @@ async def test_short_prompts_are_made_at_once(preparer: Preparer, threads: set[s
     "fields",
     [
         {"messages": [EMPTY] * MESSAGES_MAX},
-        {"messages": [EMPTY] * 32},
+        {"messages": [EMPTY] * 64},
         {"messages": [SHORT], "tools": TOOLS},
-        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "x" * 5000}]},
         {"prompt": ["x" * 1000] * 64},
     ],
-    ids=["empty-messages", "some-empty-messages", "tools", "reasoning", "prompts"],
+    ids=["empty-messages", "some-empty-messages", "tools", "prompts"],
 )
 async def test_what_is_long_in_any_way_is_not(
     preparer: Preparer, threads: set[str], fields: dict[str, Any]
@@ -132,7 +133,7 @@ async def test_tokens_to_detokenize_are_bounded_in_number(
         await preparer.text_of("m", [*ids, 65], record())
 
 
-async def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_keys(
+async def test_chats_and_grammars_take_turns_by_address_where_there_are_no_keys(
     preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = list[str]()
@@ -146,4 +147,4 @@ async def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_key
     for number, address in enumerate(("192.0.2.1", "192.0.2.2")):
         asked = {"model": "m", "messages": [SHORT], "guided_regex": f"a{{{number + 1}}}"}
         await preparer.prepare(parse_chat(asked), record(address))
-    assert turns == ["192.0.2.1", "192.0.2.2"]
+    assert turns == ["192.0.2.1", "192.0.2.1", "192.0.2.2", "192.0.2.2"]

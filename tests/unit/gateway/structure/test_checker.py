@@ -14,11 +14,12 @@ import pytest
 
 from services.common.child import Child
 from services.common.clock import monotonic_s
+from services.common.message_pipes import MessagePipes
+from services.common.messages import encode_message
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure import check_client as client_module
 from services.gateway.structure import checker as checker_module
 from services.gateway.structure.check_client import CheckClient
-from services.gateway.structure.check_process import encode_message
 from services.gateway.structure.checker import (
     CLIENT_CHECKS_MAX,
     WAITING_MAX,
@@ -194,7 +195,7 @@ async def test_a_caller_that_leaves_a_stopped_process_ends_no_check_of_others(
     checker: GrammarChecker,
 ) -> None:
     client = await running(checker)
-    os.kill(client._process.pid, signal.SIGSTOP)
+    os.kill(client._pipes.process.pid, signal.SIGSTOP)
     bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(8)]
     leaving = [asyncio.create_task(checker.check(one, f"m{i % 4}")) for i, one in enumerate(bombs)]
     staying = asyncio.create_task(checker.check(of_schema({"type": "integer"}), OWNER))
@@ -202,7 +203,7 @@ async def test_a_caller_that_leaves_a_stopped_process_ends_no_check_of_others(
     for task in leaving:
         task.cancel()
     await asyncio.wait(leaving)
-    os.kill(client._process.pid, signal.SIGCONT)
+    os.kill(client._pipes.process.pid, signal.SIGCONT)
     assert json.loads((await staying).grammar.text)["type"] == "integer"
     assert checker._client is client and client.usable
 
@@ -212,7 +213,7 @@ async def test_a_process_that_does_not_cancel_a_check_is_ended(
 ) -> None:
     monkeypatch.setattr(client_module, "STUCK_S", 0.01)
     client = await running(checker)
-    os.kill(client._process.pid, signal.SIGSTOP)
+    os.kill(client._pipes.process.pid, signal.SIGSTOP)
     asked = client.submit([Grammar(GrammarKind.REGEX, "b")])
     client.cancel(asked)
     with pytest.raises(ServiceUnavailable, match="ended with code -9"):
@@ -228,7 +229,7 @@ async def test_nobody_is_told_of_what_became_of_a_check_that_was_left(
     await checker.run(delay_s=0)
     leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
-    os.kill(client._process.pid, signal.SIGSTOP)
+    os.kill(client._pipes.process.pid, signal.SIGSTOP)
     leaving.cancel()
     await asyncio.wait([leaving])
     await client.close()
@@ -243,7 +244,7 @@ async def test_a_process_that_has_ended_is_not_killed_again(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = await running(checker)
-    os.kill(client._process.pid, signal.SIGKILL)
+    os.kill(client._pipes.process.pid, signal.SIGKILL)
     await client._reading
     killed = list[int]()
     monkeypatch.setattr(os, "killpg", lambda pid, _: killed.append(pid))
@@ -274,7 +275,7 @@ async def test_a_process_that_dies_as_it_starts_is_started_again(
     async def dying_once(greeting: bytes) -> CheckClient:
         client = await start(greeting)
         if not started:
-            os.killpg(client._process.pid, signal.SIGKILL)
+            os.killpg(client._pipes.process.pid, signal.SIGKILL)
         started.append(client)
         return client
 
@@ -288,7 +289,7 @@ async def test_another_process_takes_the_place_of_one_that_ended(checker: Gramma
     await checker.run(delay_s=0)
     asked = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
-    os.kill(client._process.pid, signal.SIGKILL)
+    os.kill(client._pipes.process.pid, signal.SIGKILL)
     with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
         await asked
 
@@ -357,7 +358,7 @@ class Broken(asyncio.WriteTransport):
 async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no_more() -> None:
     process, output = Child(("true",), new_session=True), asyncio.StreamReader()
     output.feed_eof()
-    client = CheckClient(process, Broken(), output, b"greeting")
+    client = CheckClient(MessagePipes(process, Broken(), output), b"greeting")
     with pytest.raises(ServiceUnavailable, match="ended"):
         await client.submit([Grammar(GrammarKind.REGEX, "a")]).result
     assert not client.usable

@@ -11,7 +11,7 @@ from tests.support.waiting import settle
 
 
 async def test_owners_take_turns_and_so_many_wait() -> None:
-    turns, order = FairSemaphore(1, 1, 3), list[str]()
+    turns, order = FairSemaphore(1, 1, 3, "x"), list[str]()
     over = asyncio.Event()
 
     async def work(owner: str, name: str) -> None:
@@ -32,7 +32,7 @@ async def test_owners_take_turns_and_so_many_wait() -> None:
 
 
 async def test_one_owner_leaves_places_to_others() -> None:
-    turns, inside = FairSemaphore(4, 2, 9), list[str]()
+    turns, inside = FairSemaphore(4, 2, 9, "x"), list[str]()
     over = {owner: asyncio.Event() for owner in "abc"}
 
     async def work(owner: str) -> None:
@@ -58,7 +58,7 @@ async def test_one_owner_leaves_places_to_others() -> None:
 @pytest.mark.parametrize("seed", range(30))
 async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> None:
     rng = random.Random(seed)
-    turns, inside, most = FairSemaphore(2, 2, 100), 0, 0
+    turns, inside, most = FairSemaphore(2, 2, 100, "x"), 0, 0
     loop = asyncio.get_running_loop()
 
     async def work() -> None:

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from services.gateway.tools.event import Content, Reasoning
-from services.gateway.tools.reasoning import ReasoningSplit
+from services.gateway.tools.reasoning import AnswerStart, ReasoningSplit
 from tests.support.cuttings import cuttings, parsed
 
 
@@ -54,3 +54,21 @@ def test_nothing_is_held_back_without_need() -> None:
     assert split.push("one ") == [Reasoning("one")]
     assert split.push("two") == [Reasoning(" two")]
     assert split.push("</think>\n\nthree ") == [Content("three ")]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_the_answer_starts_where_the_split_has_content(opened: bool, seed: int) -> None:
+    rng = Random(seed)
+    words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
+    text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+    answer = "".join(
+        event.text for event in parsed(ReasoningSplit(opened), [text]) if isinstance(event, Content)
+    )
+
+    for pieces in cuttings(text, seed):
+        start = AnswerStart(opened)
+        splits = [start.split(piece) for piece in pieces]
+        end = start.flush()
+        assert "".join(second for _, second in splits) + end == answer
+        assert "".join(first + second for first, second in splits) + end == text

@@ -1,0 +1,109 @@
+"""Renders chat templates in a separate process, each rendering within limits of time and memory.
+
+A template may loop or grow without end in code that cannot be interrupted. So this process forks a
+renderer, which reads requests from the standard input. The kernel ends a renderer that exceeds a
+limit; this process then responds for it and forks another. A renderer reads a request only after
+its response to the last, so no other request is lost with it, and responses have the order of the
+requests. This process ends with its parent, which closes its standard input.
+"""
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from io import RawIOBase
+from typing import Any, TypeVar
+
+from services.common.messages import encode_bytes, encode_message, limit_memory, read_message
+from services.gateway.model.chat_template import ChatTemplate
+from services.gateway.vocabulary.errors import BadRequest
+
+CPU_MAX_S = 1.0
+"""Processor time of a rendering, which does not depend on the load of the machine."""
+WALL_MAX_S = 8.0
+MEMORY_MAX_BYTES = 2**28
+"""Memory that a rendering may allocate; the largest body takes about a third of it."""
+TEXT = b"\0"
+"""First byte of a response that is the text of a prompt in UTF-8; others are JSON objects."""
+ENDED: Mapping[int, str] = {
+    -signal.SIGPROF: "takes too long",
+    -signal.SIGALRM: "takes too long",
+    -signal.SIGABRT: "takes too much memory, or crashes",
+    -signal.SIGSEGV: "crashes",
+}
+"""Meaning of the exit codes of a renderer that exceeds a limit, or whose request crashes it."""
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Read the template, then requests, until the input ends; send a response to each request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Unbuffered: a renderer must not read beyond its request.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:
+        setup = read_message(source)
+        if setup is None:
+            return
+        # A renderer that is ended must not spend time on a core dump.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        while (ended := ENDED.get(_run_renderer(source, setup))) is not None:
+            _send(encode_message({"failed": ended}))
+
+
+def _run_renderer(source: RawIOBase, setup: Mapping[str, Any]) -> int:
+    """Fork a renderer and wait for its end; return its exit code. The fork exits here."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status)
+    code = 1
+    # The fork must exit after any exception, and never return into the caller's loop.
+    try:
+        _serve(source, setup)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _serve(source: RawIOBase, setup: Mapping[str, Any]) -> None:
+    template: ChatTemplate | None = None
+    limit_memory(MEMORY_MAX_BYTES)
+    while (request := read_message(source)) is not None:
+        if template is None:
+            template = _limited(partial(ChatTemplate, **setup))
+        _send(_limited(partial(_response, template, **request)))
+
+
+def _limited(function: Callable[[], T]) -> T:
+    """Run `function`; this process ends if it exceeds a limit of time."""
+    signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
+    signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
+    result = function()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return result
+
+
+def _response(template: ChatTemplate, bytes_max: int, fields: Mapping[str, Any]) -> bytes:
+    """Render `fields`, the arguments of `ChatTemplate.render`; return the encoded response."""
+    try:
+        # Tool calls may have lone surrogates, which the gateway refuses.
+        text = template.render(**fields).encode("utf-8", "surrogatepass")
+    except BadRequest as error:
+        return encode_message({"refused": error.message, "param": error.param})
+    except MemoryError:
+        return encode_message({"failed": "takes too much memory"})
+    if len(text) > bytes_max:
+        return encode_message({"bytes": len(text)})
+    return encode_bytes(TEXT + text)
+
+
+def _send(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Turns the prompts of request bodies into tokens."""
+
+from functools import partial
+
+from services.gateway.api.chat import ChatRequest
+from services.gateway.api.completion import CompletionRequest
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.api.prompts import Prompt
+from services.gateway.model.renderer import PromptTooLong, render_request
+from services.gateway.model.served_model import ServedModel
+from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, too_long
+from services.gateway.vocabulary.errors import BadRequest
+
+
+class PromptEncoder:
+    """Renders chats and tokenizes prompts for a model."""
+
+    def __init__(self, model: ServedModel, pool: TextPool) -> None:
+        self._model = model
+        self._pool = pool
+
+    async def encode(
+        self, body: GenerationRequest, tokens_max: int, limit_key: str
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each prompt of `body`; long texts are tokenized in a thread.
+
+        `limit_key`: the client, whose chats wait for their turn.
+
+        Raises:
+            GatewayError: if a prompt is refused, or certainly has more than `tokens_max` tokens.
+        """
+        match body:
+            case ChatRequest():
+                return [await self._chat_ids(body, tokens_max, limit_key)]
+            case CompletionRequest():
+                # Many small prompts take as long as a large prompt.
+                size = sum(map(len, body.prompt))
+                return [
+                    await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
+                    for prompt in body.prompt
+                ]
+        raise TypeError(f"{type(body).__name__} has no prompt")
+
+    async def _chat_ids(
+        self, body: ChatRequest, tokens_max: int, limit_key: str
+    ) -> tuple[int, ...]:
+        chat, renderer = self._model.chat, self._model.renderer
+        if chat is None or renderer is None:
+            raise BadRequest("the model has no chat template; use /v1/completions")
+        tokenizer, param = self._model.tokenizer, "messages"
+        # Each part that a cut ends has a token.
+        bytes_max = tokenizer.bytes_max(tokens_max) + len(chat.cut) * (tokens_max + 1)
+        size = sum(message.size for message in body.messages)
+        # Descriptions and schemas of the tools become part of the prompt.
+        size += INLINE_SIZE * len(body.tools)
+        request = await self._pool.run(
+            lambda: render_request(chat.template_fields(body), bytes_max), size
+        )
+        try:
+            text = await renderer.render(request, limit_key)
+        except PromptTooLong as error:
+            raise too_long(f"{error.size_bytes} bytes", tokens_max, param) from None
+        # The template writes the special tokens itself.
+        special, cut = body.add_special_tokens is True, chat.cut
+        encode = partial(tokenizer.encode, text, special, tokens_max, param, cut)
+        return tuple(await self._pool.run(encode, len(text)))
+
+    def _prompt_ids(
+        self, body: CompletionRequest, prompt: Prompt, tokens_max: int
+    ) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            return tuple(self._model.tokenizer.encode(prompt, special, tokens_max))
+        if max(prompt) >= self._model.vocab_size:
+            raise BadRequest(
+                f"token ids must be below the vocabulary's size {self._model.vocab_size}",
+                param="prompt",
+            )
+        return prompt

@@ -1,0 +1,168 @@
+"""Templates are rendered in a process that no template brings down or fills."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.gateway.model import renderer as renderer_module
+from services.gateway.model.renderer import (
+    PromptTooLong,
+    TemplateRenderer,
+    render_request,
+)
+from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
+from tests.support.waiting import eventually
+
+OWNER = "alice"
+# Harmless except for a message that names a harm.
+SOURCE = """{{ bos_token }}{% set text = messages[0].content %}
+{% set ns = namespace(x='aaaaaaaa') %}
+{% if text == 'loop' %}
+{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}
+{% elif text == 'double' %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}
+{% elif text == 'pad' %}{{ 'x'.ljust(4000000000) }}
+{% elif text == 'refuse' %}{{ raise_exception('never') }}
+{% endif %}
+{{ text }}"""
+
+
+def fields(content: str, **more: Any) -> dict[str, Any]:
+    """Arguments of `ChatTemplate.render`."""
+    return {"messages": [{"role": "user", "content": content}], **more}
+
+
+def request(content: str, bytes_max: int = 1000) -> bytes:
+    """A request to render a message."""
+    return render_request(fields(content), bytes_max)
+
+
+@pytest.fixture
+async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRenderer]:
+    """A renderer of `SOURCE`; requests may wait long, as machines of tests are busy."""
+    monkeypatch.setattr(renderer_module, "RENDER_TIMEOUT_S", 120)
+    made = TemplateRenderer(SOURCE, {"bos_token": "<s>"})
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("text", ["hi", "日本語 \U0001f30a\n", "", "lone \ud800"])
+async def test_texts_arrive_as_they_are(renderer: TemplateRenderer, text: str) -> None:
+    assert await renderer.render(request(text), OWNER) == f"<s>{text}"
+
+
+async def test_a_refusal_is_the_clients_error(renderer: TemplateRenderer) -> None:
+    with pytest.raises(BadRequest, match="refuses these messages: never") as caught:
+        await renderer.render(request("refuse"), OWNER)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [("loop", "too long"), ("double", "memory"), ("pad", "memory")],
+)
+async def test_a_harmful_chat_is_refused_and_the_next_is_rendered(
+    renderer: TemplateRenderer, harm: str, reason: str
+) -> None:
+    harmful = asyncio.create_task(renderer.render(request(harm), "mallory"))
+    await asyncio.sleep(0)
+    following = asyncio.create_task(renderer.render(request("hi"), OWNER))
+
+    with pytest.raises(BadRequest, match=reason) as caught:
+        await harmful
+    assert caught.value.param == "messages"
+    assert await following == "<s>hi"
+    assert renderer._process is not None and renderer._process.usable
+
+
+async def test_a_long_prompt_stays_in_the_process(renderer: TemplateRenderer) -> None:
+    assert len(await renderer.render(request("é" * 498), OWNER)) == 501
+    with pytest.raises(PromptTooLong) as caught:
+        await renderer.render(request("é" * 499), OWNER)
+    assert caught.value.size_bytes == 1001
+    large = "x" * 2**21
+    assert (await renderer.render(request(large, 2**22), OWNER)).endswith(large)
+
+
+async def test_waiting_ends_at_the_time_limit(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await renderer.render(request(""), OWNER)
+    monkeypatch.setattr(renderer_module, "RENDER_TIMEOUT_S", 0.2)
+    harmful = asyncio.create_task(renderer.render(request("loop"), OWNER))
+    await asyncio.sleep(0)
+
+    with pytest.raises(QueueFull, match="try again"):
+        await renderer.render(request("hi"), OWNER)
+    with pytest.raises(QueueFull, match="try again"):
+        await harmful
+
+
+async def test_an_owner_with_many_slow_chats_delays_its_own(renderer: TemplateRenderer) -> None:
+    slow = [asyncio.create_task(renderer.render(request("loop"), "mallory")) for _ in range(9)]
+    await asyncio.sleep(0)
+
+    assert await renderer.render(request("hi"), OWNER) == "<s>hi"
+
+    assert sum(task.done() for task in slow) <= 2
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_cancelled_caller_leaves_the_responses_in_order(renderer: TemplateRenderer) -> None:
+    await renderer.render(request(""), OWNER)
+    leaving = asyncio.create_task(renderer.render(request("left"), OWNER))
+    await asyncio.sleep(0)
+    assert renderer._semaphore.taken == 1
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+
+    assert await renderer.render(request("hi"), OWNER) == "<s>hi"
+
+
+async def test_a_process_that_ended_is_replaced(renderer: TemplateRenderer) -> None:
+    await renderer.render(request(""), OWNER)
+    assert renderer._process is not None
+    os.kill(renderer._process._pipes.process.pid, signal.SIGKILL)
+    await renderer._process._pipes.process.wait()
+
+    assert await renderer.render(request("hi"), OWNER) == "<s>hi"
+
+
+async def test_a_process_that_ends_while_it_renders_fails_that_request(
+    renderer: TemplateRenderer,
+) -> None:
+    await renderer.render(request(""), OWNER)
+    assert renderer._process is not None
+    harmful = asyncio.create_task(renderer.render(request("loop"), OWNER))
+    await eventually(lambda: renderer._semaphore.taken == 1)
+    os.kill(renderer._process._pipes.process.pid, signal.SIGKILL)
+
+    with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
+        await harmful
+    assert await renderer.render(request("hi"), OWNER) == "<s>hi"
+
+
+def test_arguments_that_are_nested_too_deeply() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        render_request({"messages": [deep]}, 1)
+
+
+async def test_the_process_starts_ahead_of_requests_and_ends_with_the_gateway(
+    renderer: TemplateRenderer,
+) -> None:
+    running = asyncio.create_task(renderer.run(delay_s=0))
+    process = await eventually(lambda: renderer._process)
+    assert process is not None and process.usable
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not process.usable
