@@ -19,6 +19,7 @@ from google.rpc import status_pb2
 
 from services.common.logging import request_ids
 from services.gateway.bounds.client import ClientGone
+from services.gateway.bounds.connections import ClientConnection
 from services.gateway.grpc.call import Call, Context
 from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.errors import abort, status_of
@@ -28,7 +29,7 @@ from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import CLIENT_DISCONNECTED, RequestRecord
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.service_policy import SLO_HEADERS
-from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute
+from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute, QueueFull
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         methods: Mapping[str, Method],
+        connection_of: Callable[[Mapping[str, str | bytes]], ClientConnection],
         keys: KeyRing,
         recorder: RequestRecorder,
         metrics: Metrics,
         stall_s: float,
     ) -> None:
-        """`methods`: by full name; `stall_s`: seconds that clients may go without reading."""
+        """`methods`: by full name. `connection_of` returns the connection of a call's metadata.
+
+        `stall_s`: seconds that clients may go without reading.
+        """
         self._methods = methods
+        self._connection_of = connection_of
         self._keys = keys
         self._recorder = recorder
         self._metrics = metrics
@@ -76,26 +82,34 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         path = handler_call_details.method
         method = self._methods.get(path)
         metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
+        connection = self._connection_of(metadata)
         record = self._recorder.open(path, _bytes(metadata.get("x-request-id")))
+        record.address = connection.address
         record.slo_headers = {
             name: value for name in SLO_HEADERS if isinstance(value := metadata.get(name), str)
         }
         identify = partial(self._keys.principal, _authorization(metadata))
-        refusal = self._refusal(method, identify, record)
+        refusal = self._refusal(method, connection, identify, record)
         traced = refusal is None and method is not None and not method.public
         self._recorder.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
-        handler = partial(self._handle, method, record, identify, refusal)
+        handler = partial(self._handle, method, connection, record, identify, refusal)
         # Use a stream handler for unary calls too, as they have the same wire format: without a
         # deserialiser it lets `Call` decide when to read each message, as raw bytes.
         return grpc.stream_stream_rpc_method_handler(handler)
 
     def _refusal(
-        self, method: Method | None, identify: Callable[[], Principal], record: RequestRecord
+        self,
+        method: Method | None,
+        connection: ClientConnection,
+        identify: Callable[[], Principal],
+        record: RequestRecord,
     ) -> GatewayError | None:
         """The error that refuses the call, or None. Sets the record's principal."""
         if method is not None and method.public:
             return None
         try:
+            if not connection.admit():
+                raise QueueFull("this gateway has too many connections; retry later")
             record.principal = identify()
             if method is None:
                 raise NoSuchRoute("unknown method; see the .proto files or server reflection")
@@ -106,10 +120,22 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     async def _handle(
         self,
         method: Method | None,
+        connection: ClientConnection,
         record: RequestRecord,
         identify: Callable[[], Principal],
         refusal: GatewayError | None,
         requests: Any,
+        context: Context,
+    ) -> None:
+        with connection.request():
+            await self._serve(method, record, identify, refusal, context)
+
+    async def _serve(
+        self,
+        method: Method | None,
+        record: RequestRecord,
+        identify: Callable[[], Principal],
+        refusal: GatewayError | None,
         context: Context,
     ) -> None:
         call = Call(context, record, self._stall_s, self._limits, identify)
