@@ -20,6 +20,7 @@ import uvloop
 from services.common import failpoint
 from services.common.errors import ServiceError
 from services.common.logging import set_up_logging
+from services.common.open_files import raise_open_files_limit
 from services.common.service_config import ServiceConfig
 from services.common.settings import describe, help_text, load_settings
 
@@ -56,6 +57,7 @@ def main(
         if os.getppid() != arguments.with_parent:
             sys.exit(EXIT_UNUSABLE)
     set_up_logging()
+    raise_open_files_limit()
     exit_code = 0
     try:
         settings = load_settings(config_class, arguments.config, os.environ)

@@ -83,6 +83,57 @@ class CertificateSource:
         return certificates
 
 
+class ServerTls:
+    """TLS with certificate rotation: new connections use the newest valid certificate."""
+
+    def __init__(self, files: CertificateFiles, alpn: str) -> None:
+        """Load the files; clients must have a certificate of `files.ca`, if that is given.
+
+        `alpn`: the protocol that the server speaks.
+
+        Raises:
+            ConfigError: if the files are not a certificate and its key.
+        """
+        self._files, self._alpn = files, alpn
+        self._source = CertificateSource(files)
+        self._loaded: Certificates = self._source.current()
+        # TLS handshakes start with `context`; its SNI callback switches to the newest context.
+        self.context = self._newest = self._load()
+        self.context.sni_callback = self._choose
+
+    def _choose(
+        self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
+    ) -> None:
+        certificates = self._source.current()
+        if certificates is not self._loaded:
+            try:
+                self._newest = self._load()
+                self._loaded = certificates
+            except (ssl.SSLError, OSError) as error:
+                # The files changed again during the load; the next connection retries.
+                log.warning(
+                    "cannot load the new '%s_cert_file', the previous stays: %s",
+                    self._files.owner,
+                    error,
+                )
+        connection.context = self._newest
+
+    def _load(self) -> ssl.SSLContext:
+        files = self._files
+        assert files.cert is not None, "a server has a certificate"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([self._alpn])
+        context.load_cert_chain(files.cert, files.key)
+        if files.ca is not None:
+            context.load_verify_locations(cafile=files.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session would outlast a change of the CA.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
+        return context
+
+
 def read_certificates(files: CertificateFiles) -> Certificates:
     """Contents of the files, read while none of them changes.
 

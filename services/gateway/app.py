@@ -14,12 +14,14 @@ from services.common.event_log import open_event_log
 from services.common.grpc_server import Server
 from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
+from services.common.open_files import open_files_max
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.core.service import ServiceClass
 from services.gateway.admin.port import AdminPort
 from services.gateway.bounds.body_budget import BodyBudget
+from services.gateway.bounds.connections import ClientConnections, limits_of
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.idempotency_cache import IdempotencyCache
 from services.gateway.cluster.admission_client import AdmissionClient
@@ -120,9 +122,7 @@ class _Gateway:
         incarnation: str,
         tracer: Tracer | None,
     ) -> None:
-        self._incarnation = incarnation
-        self._config = config
-        self._store = store
+        self._incarnation, self._config, self._store = incarnation, config, store
         self._transport = transport_of(config)
         self._pool = TextPool(config.tokenizer_threads)
         self._renderer = model.renderer
@@ -133,6 +133,7 @@ class _Gateway:
         self._view = ClusterView(store, config.model_name, self._members_changed)
         self._admission = self._make_admission()
         self._metrics = self._make_metrics()
+        self._connections = self._make_connections()
         self._keys = KeyRing(
             config.api_key,
             config.admin_key,
@@ -281,7 +282,7 @@ class _Gateway:
             self._config.public_metrics,
             origins_of(self._config.cors_origins),
         )
-        return HttpServer(app, self._tls, self._config.keep_alive_s)
+        return HttpServer(app, self._tls, self._config.keep_alive_s, self._connections, "http")
 
     def _grpc_port(
         self,
@@ -302,6 +303,7 @@ class _Gateway:
             self._probe,
             self._keys,
             recorder,
+            self._connections,
             host=config.public_grpc_host,
             port=config.public_grpc_port,
             tls=public_certificates(
@@ -366,12 +368,17 @@ class _Gateway:
         metrics.body_bytes.set_function(lambda: self._bodies.bytes_held)
         return metrics
 
+    def _make_connections(self) -> ClientConnections:
+        limits = limits_of(open_files_max(), self._config.connections_per_address_max)
+        return ClientConnections(limits, self._metrics.count_closed_connection)
+
     def _connect_gauges(self) -> None:
         """Connect gauges with the components that are created after the metrics."""
         self._metrics.keys_refused.set_function(lambda: self._keys.failing)
         self._metrics.keys_digest.set_function(lambda: self._keys.digest)
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
         self._metrics.ready.set_function(self._probe.ready)
+        self._metrics.export_connections(self._connections.count)
         self._metrics.groups_serving.set_function(lambda: self._probe.evaluate().groups_serving)
 
     def _members_changed(self) -> None:

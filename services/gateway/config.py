@@ -65,6 +65,14 @@ class GatewayConfig(ServiceConfig):
         minimum=1,
         maximum=3600,
     )
+    connections_per_address_max: int | None = number(
+        None,
+        "Maximum connections of an IPv4 address or IPv6 /64 network, over HTTP and gRPC; a gRPC"
+        " connection counts as three. Unset: half of all connections, whose limit follows from the"
+        " limit of open files. Behind a proxy all clients have its address.",
+        minimum=4,
+        maximum=1_000_000,
+    )
     grpc_host: str = option("127.0.0.1", "Listening address for internal gRPC between services.")
     grpc_port: int = tcp_port(0, "Port for internal gRPC between services; 0: any free port.")
     public_grpc_host: str = option(

@@ -13,52 +13,31 @@ from services.gateway.grpc import call as call_module
 from services.gateway.grpc import call_limits
 from services.gateway.grpc.call_limits import READING_MAX
 from tests.support.gateway import TIMEOUT_S, gateway_case
+from tests.support.http2 import (
+    ACK,
+    DATA,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    head_of,
+    whole_call,
+)
 from tests.support.waiting import eventually
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
 
 CALLS = 3 * READING_MAX
 MESSAGE_BYTES = 4 * 2**20
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# Types of frames in HTTP/2.
-DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
-ACK, END_STREAM, END_HEADERS = 1, 1, 4
-INITIAL_WINDOW_SIZE = 4
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def literal(name: str, value: str) -> bytes:
-    """A header that is spelt out."""
-    return b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in (name, value))
-
-
-def head_of(stream: int, path: str) -> bytes:
-    """What begins a call."""
-    headers = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": path,
-        ":authority": "gateway",
-        "te": "trailers",
-        "content-type": "application/grpc",
-    }
-    block = b"".join(literal(*pair) for pair in headers.items())
-    return frame(HEADERS, END_HEADERS, stream, block)
 
 
 def stalled_call(stream: int, path: str) -> bytes:
     """A call that announces a large message and sends a little of it."""
     begun = b"\0" + struct.pack(">I", MESSAGE_BYTES) + b"x" * 100
     return head_of(stream, path) + frame(DATA, 0, stream, begun)
-
-
-def whole_call(stream: int, path: str, message: bytes) -> bytes:
-    """A call with its one message."""
-    sent = b"\0" + struct.pack(">I", len(message)) + message
-    return head_of(stream, path) + frame(DATA, END_STREAM, stream, sent)
 
 
 async def next_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, int]:

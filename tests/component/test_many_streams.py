@@ -6,26 +6,21 @@ The gateway and the readers are processes of their own; all behind it is faked i
 import asyncio
 import resource
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import orjson
-import psutil
 import pytest
-import yaml
 
 from benchmarks.client_process import run_job
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
-from tests.support.byte_tokenizer import write_model_folder
-from tests.support.control_plane import LEASE_TTL_S
-from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.fake_cluster import fake_cluster
 from tests.support.gateway import TEXT, text_ids
+from tests.support.gateway_process import gateway_process
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import free_port
 from tideserve.load.client import Job
 from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import PlannedRequest
@@ -59,44 +54,6 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@asynccontextmanager
-async def gateway(cluster: FakeCluster, folder: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """A gateway process in front of the fakes, ready; its URL."""
-    write_model_folder(folder / "model")
-    port = free_port()
-    config = {
-        "port": port,
-        "etcd_url": cluster.store.url,
-        "lease_ttl_s": LEASE_TTL_S,
-        "model_name": "m",
-        "model_dir": str(folder / "model"),
-        "client_stall_s": STALL_S,
-        "log_level": "warning",
-    }
-    path = folder / "gateway.yaml"
-    path.write_text(yaml.safe_dump(config))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.gateway", "--config", str(path)),
-        stderr=(folder / "gateway.log").open("wb"),
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with httpx.AsyncClient(base_url=url) as client:
-
-            async def ready() -> bool:
-                try:
-                    return (await client.get("/ready")).status_code == 200
-                except httpx.TransportError:
-                    return False
-
-            await eventually(ready)
-        yield url, psutil.Process(process.pid)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await asyncio.wait_for(process.wait(), 60)
 
 
 async def wave(url: str) -> tuple[SentRequest, ...]:
@@ -168,7 +125,8 @@ async def test_none_fails_memory_is_flat_and_probes_are_answered(
     async with fake_cluster(store, script, 2) as cluster:
         for worker in cluster.workers:
             worker.step_s, worker.tokens_per_event = STEP_S, STEP_TOKENS
-        async with gateway(cluster, tmp_path) as (url, process):
+        async with gateway_process(cluster, tmp_path, client_stall_s=STALL_S) as gateway:
+            url, process = gateway.url, gateway.process
             sizes = []
             for _ in range(3):
                 async with probed(url) as took:
@@ -192,7 +150,8 @@ async def test_readers_that_read_nothing_are_cut_and_hurt_nobody(
     async with fake_cluster(store, script, 2, max_model_len=2 * DEAF_TOKENS) as cluster:
         for worker in cluster.workers:
             worker.step_s, worker.tokens_per_event = 0.05, 64
-        async with gateway(cluster, tmp_path) as (url, _):
+        async with gateway_process(cluster, tmp_path, client_stall_s=STALL_S) as gateway:
+            url = gateway.url
             clients = await asyncio.to_thread(deaf, url)
             try:
                 await eventually(lambda: sum(len(w.starts) for w in cluster.workers) == DEAF)

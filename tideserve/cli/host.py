@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import resource
 import socket
 import time
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from services.common.clock import monotonic_s
 from services.common.settings import PREFIX
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
-OPEN_FILES_WANTED = 65536
 FREE_DISK_BYTES = 256 * 2**20
 FULL_DISK_BYTES = 8 * 2**20
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -97,15 +95,6 @@ def _bind(host: str, port: int) -> None:
 
 def _address(host: str, port: int) -> tuple[Any, ...]:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-
-
-def raise_open_files_limit() -> None:
-    """Raise the limit of open files, also for children: each stream needs a descriptor."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.errors import ConfigError
+from services.common.open_files import raise_open_files_limit
 from services.common.setting import settings_of
 from services.common.size import format_size
 from services.gateway.config import GatewayConfig, exposure_warning
@@ -41,7 +42,6 @@ from tideserve.cli.etcd_process import (
 from tideserve.cli.host import (
     check_port,
     hold_port,
-    raise_open_files_limit,
     shortages,
     unused_variables,
     url_of,

@@ -14,15 +14,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.metrics_server import CONTENT_TYPE
+from services.common.tls import ServerTls
 from services.gateway.admin.feed import Feed
 from services.gateway.admin.guard import AdminGuard
 from services.gateway.admin.live_state import LiveState
+from services.gateway.bounds.connections import ClientConnections, ConnectionLimits
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http.app import include_with_head
 from services.gateway.http.errors import add_handlers
-from services.gateway.http.server import HttpServer, ServerTls
+from services.gateway.http.server import HttpServer
 from services.gateway.http.sse import DONE, HEADERS, event
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
@@ -42,6 +44,8 @@ PAGE = {
 }
 
 GROUPS_MAX = 64
+CONNECTIONS = ConnectionLimits(all_max=48, address_max=48, restricted_max=16)
+"""Connections of the port; beyond them the oldest one that has a request is closed."""
 
 Names = Annotated[list[str], Query(max_length=GROUPS_MAX)]
 
@@ -207,7 +211,10 @@ class AdminPort:
         """`host` and `names`: see AdminGuard. `tls`: of the public port, unused on loopback."""
         self._feed = Feed(LiveState(model, cluster, probe, metrics).poll)
         app = build(host, names, keys, cluster, groups, self._feed, metrics)
-        self._http = HttpServer(app, None if is_loopback(host) else tls, keep_alive_s)
+        connections = ClientConnections(CONNECTIONS, metrics.count_closed_connection)
+        self._http = HttpServer(
+            app, None if is_loopback(host) else tls, keep_alive_s, connections, "admin"
+        )
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until `close`, which also ends all feeds. Logs failures instead of raising."""

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from services.gateway.bounds.body_budget import BODY_BYTES_PER_ITEM, BodyLease
 from services.gateway.bounds.client import WatchedClient
-from services.gateway.grpc.call_limits import CallLimits, address_of
+from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.keys.principal import Principal
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.text.tokenizer import TextPool
@@ -55,7 +55,6 @@ class Call:
         """
         self._context = context
         self.record = record
-        record.address = address_of(context.peer())
         self.client: WatchedClient[Message] = WatchedClient(self._write, stall_s)
         self.identify = identify
         self.limits = limits

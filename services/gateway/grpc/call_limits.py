@@ -7,7 +7,6 @@ calls. So they are counted by client (`limit_key`: the owner of the API key, or 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
-from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from services.common.timeouts import timeout
@@ -27,11 +26,6 @@ PARKED_BYTES = 256 * 2**10
 ALL_MAX = 8192
 """Maximum calls of each kind of all clients; beyond it, a client may still have a single call."""
 READ_SLOT_TIMEOUT_S = 30.0
-
-
-def address_of(peer: str) -> str:
-    """The address in gRPC's notation of a peer, such as ipv4:192.0.2.1:5000."""
-    return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
 
 
 class CallLimits:

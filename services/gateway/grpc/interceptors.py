@@ -20,6 +20,7 @@ from google.rpc import status_pb2
 from services.common.logging import request_ids
 from services.gateway.api.field_names import SAME_NAMES, FieldNames
 from services.gateway.bounds.client import ClientGone
+from services.gateway.bounds.connections import ClientConnection
 from services.gateway.grpc.call import Call, Context
 from services.gateway.grpc.call_limits import CallLimits
 from services.gateway.grpc.errors import abort, status_of
@@ -30,7 +31,7 @@ from services.gateway.records.request_record import CLIENT_DISCONNECTED, Request
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.service_policy import SLO_HEADERS
 from services.gateway.serving.single_headers import check_single
-from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute
+from services.gateway.vocabulary.errors import GatewayError, NoSuchRoute, QueueFull
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +57,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         methods: Mapping[str, Method],
+        connection_of: Callable[[Mapping[str, str | bytes]], ClientConnection],
         keys: KeyRing,
         recorder: RequestRecorder,
         metrics: Metrics,
         stall_s: float,
     ) -> None:
-        """`methods`: by full name; `stall_s`: seconds that clients may go without reading."""
+        """`methods`: by full name. `connection_of` returns the connection of a call's metadata.
+
+        `stall_s`: seconds that clients may go without reading.
+        """
         self._methods = methods
+        self._connection_of = connection_of
         self._keys = keys
         self._recorder = recorder
         self._metrics = metrics
@@ -80,15 +86,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         method = self._methods.get(path)
         received = tuple(handler_call_details.invocation_metadata or ())
         metadata = {key: value for key, value in received}
+        connection = self._connection_of(metadata)
         record = self._recorder.open(path, _bytes(metadata.get("x-request-id")))
+        record.address = connection.address
         record.slo_headers = {
             name: value for name in SLO_HEADERS if isinstance(value := metadata.get(name), str)
         }
         identify = partial(self._keys.principal, _authorization(metadata))
-        refusal = self._refusal(method, [key for key, _ in received], identify, record)
+        keys = [key for key, _ in received]
+        refusal = self._refusal(method, keys, connection, identify, record)
         traced = refusal is None and method is not None and not method.public
         self._recorder.trace(record, _bytes(metadata.get("traceparent")), admitted=traced)
-        handler = partial(self._handle, method, record, identify, refusal)
+        handler = partial(self._handle, method, connection, record, identify, refusal)
         # Use a stream handler for unary calls too, as they have the same wire format: without a
         # deserialiser it lets `Call` decide when to read each message, as raw bytes.
         return grpc.stream_stream_rpc_method_handler(handler)
@@ -97,6 +106,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self,
         method: Method | None,
         keys: Iterable[str],
+        connection: ClientConnection,
         identify: Callable[[], Principal],
         record: RequestRecord,
     ) -> GatewayError | None:
@@ -107,6 +117,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if method is not None and method.public:
             return None
         try:
+            if not connection.admit():
+                raise QueueFull("this gateway has too many connections; retry later")
             check_single(keys)
             record.principal = identify()
             if method is None:
@@ -118,10 +130,22 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     async def _handle(
         self,
         method: Method | None,
+        connection: ClientConnection,
         record: RequestRecord,
         identify: Callable[[], Principal],
         refusal: GatewayError | None,
         requests: Any,
+        context: Context,
+    ) -> None:
+        with connection.request():
+            await self._serve(method, record, identify, refusal, context)
+
+    async def _serve(
+        self,
+        method: Method | None,
+        record: RequestRecord,
+        identify: Callable[[], Principal],
+        refusal: GatewayError | None,
         context: Context,
     ) -> None:
         call = Call(context, record, self._stall_s, self._limits, identify)

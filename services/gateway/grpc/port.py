@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,18 +11,20 @@ from typing import Protocol
 import grpc.aio
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from services.common.address import join_address
+from services.common.address import join_address, listen
 from services.common.errors import ConfigError
 from services.common.grpc_client import MESSAGE_BYTES_MAX as RESPONSE_BYTES_MAX
 from services.common.health import HealthServicer
-from services.common.tls import CertificateFiles, CertificateSource
-from services.common.transport import server_credentials
+from services.common.tls import CertificateFiles, ServerTls
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
+from services.gateway.bounds.connections import ClientConnections
+from services.gateway.bounds.listener import BACKLOG
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
 from services.gateway.grpc.interceptors import Method, RequestInterceptor
+from services.gateway.grpc.relay import Relay
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.serving import RequestServing
@@ -57,26 +60,29 @@ def server_options(longest_call_s: float) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-        ("grpc.so_reuseport", 0),
     )
 
 
 class PublicServer:
-    """Serves clients over gRPC at `host`:`port`; port 0: any free port."""
+    """Serves clients over gRPC at `host`:`port`, through a relay; port 0: any free port."""
 
     def __init__(
         self,
         host: str,
         port: int,
+        relay: Relay,
         interceptor: RequestInterceptor,
         longest_call_s: float,
-        tls: CertificateSource | None = None,
+        stall_s: float,
     ) -> None:
-        """`tls`: the server's certificate, and a CA if clients need certificates; None: no TLS."""
-        self._host, self._port, self._tls = host, port, tls
+        """`stall_s`: the kernel resets connections that accept no data for so long."""
+        self._host, self._port, self._stall_s = host, port, stall_s
+        self._relay = relay
         self._grpc = grpc.aio.server(
             interceptors=(interceptor,), options=server_options(longest_call_s)
         )
+        # Only this user may enter the folder with the socket.
+        self._folder = tempfile.TemporaryDirectory(prefix="tideserve-")
 
     async def start(self) -> str:
         """Bind and serve; return the address (host:port).
@@ -84,22 +90,26 @@ class PublicServer:
         Raises:
             ConfigError: if the port cannot be bound.
         """
-        wanted = join_address(self._host, self._port)
+        listening = listen(self._host, self._port, BACKLOG, self._stall_s)
+        listening.setblocking(False)
+        path = f"{self._folder.name}/grpc"
         try:
-            if self._tls is None:
-                port = self._grpc.add_insecure_port(wanted)
-            else:
-                port = self._grpc.add_secure_port(wanted, server_credentials(self._tls))
+            self._grpc.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
+            listening.close()
             raise ConfigError(
-                f"cannot listen on {wanted}, the port may be in use; choose another port"
+                f"cannot listen on the Unix socket {path}; set TMPDIR to a folder with a short path"
             ) from error
         await self._grpc.start()
-        return join_address(self._host, port)
+        self._relay.start(listening, path)
+        return join_address(self._host, listening.getsockname()[1])
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, and cancel the running calls after `grace_s`."""
+        self._relay.refuse()
         await self._grpc.stop(grace_s)
+        await self._relay.close()
+        self._folder.cleanup()
 
 
 IDLE_S = 30.0
@@ -141,13 +151,17 @@ class GrpcPort:
         probe: ReadinessProbe,
         keys: KeyRing,
         recorder: RequestRecorder,
+        connections: ClientConnections,
         *,
         host: str,
         port: int,
-        tls: CertificateSource | None,
+        tls: ServerTls | None,
         reflection: bool,
     ) -> None:
-        """`providers`: the services. `reflection`: whether to serve server reflection."""
+        """`providers`: the services. `reflection`: whether to serve server reflection.
+
+        `tls`: the server's certificate, and a CA if clients need certificates; None: no TLS.
+        """
         methods = {
             path: method for provider in providers for path, method in provider.methods().items()
         }
@@ -156,13 +170,12 @@ class GrpcPort:
             methods |= reflection_methods((*services, HEALTH))
         self._health = HealthServicer(services, probe.ready)
         methods |= health_methods(self._health)
-        self._server = PublicServer(
-            host,
-            port,
-            RequestInterceptor(methods, keys, recorder, serving.metrics, serving.client_stall_s),
-            longest_call_s=serving.longest_s,
-            tls=tls,
+        relay = Relay(connections, tls)
+        stall_s = serving.client_stall_s
+        interceptor = RequestInterceptor(
+            methods, relay.connection, keys, recorder, serving.metrics, stall_s
         )
+        self._server = PublicServer(host, port, relay, interceptor, serving.longest_s, stall_s)
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -186,9 +199,7 @@ class GrpcPort:
         await self._stopping
 
 
-def public_certificates(
-    ca: Path | None, cert: Path | None, key: Path | None
-) -> CertificateSource | None:
+def public_certificates(ca: Path | None, cert: Path | None, key: Path | None) -> ServerTls | None:
     """TLS of the port: HTTPS's certificate and a CA for client certificates; None: no TLS.
 
     Raises:
@@ -201,4 +212,4 @@ def public_certificates(
                 " three or omit it"
             )
         return None
-    return CertificateSource(CertificateFiles("http_tls", ca=ca, cert=cert, key=key))
+    return ServerTls(CertificateFiles("http_tls", ca=ca, cert=cert, key=key), "h2")

@@ -9,13 +9,16 @@ from collections import deque
 
 import msgspec
 from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.server import ServerState
 
-from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX
+from services.gateway.bounds.connections import ClientConnection, CloseReason
+from services.gateway.http.request_middleware import HEADER_BYTES_MAX, HEADERS_MAX, RESTRICTED
 from services.gateway.vocabulary.errors import BodyTimeout, GatewayError, HeadersTooLarge
 
 HEADER_TIMEOUT_S = 10.0
@@ -44,13 +47,21 @@ class BoundedProtocol(HttpToolsProtocol):
     _in_message = False
     _in_body = False
 
+    def __init__(
+        self, connection: ClientConnection, config: Config, server_state: ServerState
+    ) -> None:
+        super().__init__(config, server_state, app_state={})
+        self._connection = connection
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._connection.close = transport.abort
         # Requests with pipelined successors, which uvicorn does not notify of a disconnect.
         self._superseded: deque[RequestResponseCycle] = deque(maxlen=PIPELINED_MAX + 1)
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.leave()
         self._stop_timer()
         for cycle in self._superseded:
             if not cycle.response_complete:
@@ -66,7 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._feed(data)
         except HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
+            self._connection.note(CloseReason.INVALID)
             self.send_400_response("Invalid HTTP request received.")
         if self._refused:
             return
@@ -141,7 +152,13 @@ class BoundedProtocol(HttpToolsProtocol):
             # The exception ends the parsing and the connection.
             raise ValueError("too many pipelined requests")
         before = self.cycle
+        self._connection.begin()
+        admitted = self._connection.admit()
+        if not admitted:
+            self.scope["state"][RESTRICTED] = True
         super().on_headers_complete()
+        if not admitted:
+            self.cycle.keep_alive = False
         if self.pipeline:
             self._superseded.append(before)
             # Undo uvicorn's pause: only reads detect a disconnect. `on_body` bounds the bytes.
@@ -160,6 +177,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_message = False
         if not self._offers_upgrade:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._connection.end()
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP; during another response just end the connection."""

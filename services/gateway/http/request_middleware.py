@@ -16,7 +16,13 @@ from services.gateway.records.request_record import (
 )
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.single_headers import check_single
-from services.gateway.vocabulary.errors import Forbidden, GatewayError, HeadersTooLarge, UriTooLong
+from services.gateway.vocabulary.errors import (
+    Forbidden,
+    GatewayError,
+    HeadersTooLarge,
+    QueueFull,
+    UriTooLong,
+)
 
 HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100
@@ -25,6 +31,8 @@ URI_BYTES_MAX = 8 * 2**10
 OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
 # Routes for admin keys only, since they show data of all owners (tenants).
 OPERATOR_ROUTES = frozenset({"/metrics"})
+RESTRICTED = "restricted"
+"""Set in the state of a request whose connection exceeds the limit of connections."""
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +93,8 @@ class RequestMiddleware:
         try:
             check_headers(scope)
             if path not in OPEN_ROUTES:
+                if scope.get("state", {}).get(RESTRICTED):
+                    raise QueueFull("this gateway has too many connections; retry later")
                 record.principal = self._keys.principal(authorization_of(scope))
                 if path in OPERATOR_ROUTES and not record.principal.is_operator:
                     raise Forbidden("metrics cover all owners; use an admin key")

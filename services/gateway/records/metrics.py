@@ -92,6 +92,7 @@ class Metrics:
         self.quotas = QuotaMetrics(registry)
         self._add_states(partial(Gauge, registry=registry))
         self._add_loads(partial(Gauge, registry=registry))
+        self._add_connections(registry)
 
     def _add_states(self, gauge: Callable[..., Gauge]) -> None:
         """Add gauges about the health of quotas, keys and the cluster."""
@@ -144,10 +145,37 @@ class Metrics:
             "Bytes of responses kept for requests with an Idempotency-Key, running or finished.",
         )
 
+    def _add_connections(self, registry: CollectorRegistry) -> None:
+        """Add metrics of clients' connections."""
+        self._connections = Gauge(
+            "tideserve_gateway_connections",
+            "Connections of clients, by port.",
+            ["port"],
+            registry=registry,
+        )
+        self._closed_connections = Counter(
+            "tideserve_gateway_connections_closed",
+            "Connections that the gateway closed, by port (http, grpc, admin) and reason."
+            " handshake: TLS failed or took too long; invalid: not HTTP; headers: a header block of"
+            " gRPC exceeds the limit; idle: the longest idle connection made room for a new one;"
+            " limit: no connection was idle.",
+            ["port", "reason"],
+            registry=registry,
+        )
+
     def export_calls(self, limits: Mapping[str, ConcurrencyLimit]) -> None:
         """Export the number of gRPC calls that each limit counts; keys are the call states."""
         for state, limit in limits.items():
             self._calls.labels(state).set_function(partial(getattr, limit, "total"))
+
+    def export_connections(self, count: Callable[[str], int]) -> None:
+        """Export the number of connections of each port, as `count` returns it."""
+        for port in ("http", "grpc"):
+            self._connections.labels(port).set_function(partial(count, port))
+
+    def count_closed_connection(self, port: str, reason: str) -> None:
+        """Count a connection that the gateway closed."""
+        self._closed_connections.labels(port, reason).inc()
 
     def count_request(self, endpoint: str, status: int, duration_s: float) -> None:
         """Count a finished request; `status` is its HTTP status, or the equivalent for gRPC."""

@@ -54,6 +54,20 @@ def test_it_is_told_beside_an_error_of_another_kind() -> None:
     assert "ValueError: a fault" in done.stderr
 
 
+def test_a_service_raises_its_limit_of_open_files() -> None:
+    show = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)"
+    program = PROGRAM.format(errors="").replace(
+        "async def serve(config, stop):",
+        f"""
+async def serve(config, stop):
+    {show}
+""",
+    )
+    before = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
+    done = run_python("-c", before + program, env=python_environment())
+    assert done.stdout == "(300, 300)\n"
+
+
 def test_without_an_error_it_ends_well() -> None:
     done = run("")
     assert (done.returncode, done.stderr) == (0, "")

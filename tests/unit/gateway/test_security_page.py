@@ -2,12 +2,18 @@
 
 from pathlib import Path
 
+from services.common.open_files import OPEN_FILES_WANTED
 from services.core.request import PROMPT_LOGPROBS_MAX
+from services.gateway.admin.port import CONNECTIONS
 from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX, OUTPUT_TOKENS_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX, SMALL_BYTES
+from services.gateway.bounds.connections import OWN_MIN, OWN_PART, RESTRICTED_MAX
+from services.gateway.bounds.listener import HANDSHAKE_TIMEOUT_S
 from services.gateway.cluster import outbox
+from services.gateway.grpc.header_blocks import BLOCK_BYTES_MAX
+from services.gateway.grpc.relay import DESCRIPTORS, PREFACE_TIMEOUT_S
 from services.gateway.http.protocol import (
     HEADER_TIMEOUT_S,
     INCOMPLETE_BYTES_MAX,
@@ -23,12 +29,17 @@ from services.gateway.serving.output import OUTPUT_LOGPROBS_MAX
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text()
 
 
-def test_bounds_are_those_of_the_code() -> None:
-    rows = {
+def rows_of(title: str) -> dict[str, str]:
+    """The limits in the table below a title, by the beginnings of their names."""
+    return {
         line.split(" | ")[0].removeprefix("| ").split(",")[0].split(":")[0]: line.split(" | ")[1]
-        for line in PAGE.partition("### Bounds of a request")[2].splitlines()
+        for line in PAGE.partition(f"### {title}\n")[2].partition("\n#")[0].splitlines()
         if line.startswith("| ")
     }
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    rows = rows_of("Bounds of a request")
     assert rows["body"] == f"{BODY_BYTES_MAX >> 20} MiB"
     assert rows["messages of a chat"] == f"{MESSAGES_MAX:,}"
     assert rows["rendering of a chat"] == (
@@ -55,3 +66,16 @@ def test_bounds_are_those_of_the_code() -> None:
     assert rows["requests waiting to be written to one worker"] == (
         f"{outbox.BYTES_MAX >> 20} MiB for {outbox.ROOM_TIMEOUT_S:g} s"
     )
+
+
+def test_bounds_of_connections_are_those_of_the_code() -> None:
+    rows = rows_of("Bounds of connections")
+    all_row = rows["connections of the HTTP and gRPC ports"]
+    assert f"less 1/{OWN_PART}, at least {OWN_MIN} less" in all_row
+    assert f"a gRPC connection has {DESCRIPTORS}" in PAGE
+    assert rows["connections that only may probe"] == f"{RESTRICTED_MAX} descriptors"
+    assert rows["connections of the admin port"] == str(CONNECTIONS.all_max)
+    assert HANDSHAKE_TIMEOUT_S == PREFACE_TIMEOUT_S
+    assert rows["TLS handshake; preface of HTTP/2"] == f"{HANDSHAKE_TIMEOUT_S:g} s each"
+    assert rows["header block of a gRPC call"] == f"{BLOCK_BYTES_MAX >> 10} KiB"
+    assert f"to {OPEN_FILES_WANTED:,} if" in PAGE

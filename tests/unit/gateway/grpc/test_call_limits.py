@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.grpc import call_limits
-from services.gateway.grpc.call_limits import PARKED_BYTES, PARKED_MAX, CallLimits, address_of
+from services.gateway.grpc.call_limits import PARKED_BYTES, PARKED_MAX, CallLimits
 from services.gateway.keys.principal import Principal
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
@@ -20,20 +20,6 @@ def test_guests_are_owners_or_addresses() -> None:
     anna = RequestRecord("r", 0.0, principal=Principal("anna"), address="192.0.2.1")
     anyone = RequestRecord("r", 0.0, address="192.0.2.1")
     assert (anna.limit_key, anyone.limit_key) == ("owner anna", "192.0.2.1")
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:192.0.2.1:5000", "192.0.2.1"),
-        ("ipv6:%5B::1%5D:5000", "::1"),
-        ("ipv6:[2001:db8::1]:5000", "2001:db8::1"),
-        ("unix:", ""),
-        ("", ""),
-    ],
-)
-def test_addresses_are_told_as_over_http(peer: str, address: str) -> None:
-    assert address_of(peer) == address
 
 
 def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError
-from services.gateway.http.server import HttpServer, ServerTls, bind, server_tls
+from services.common.tls import ServerTls
+from services.gateway.bounds.connections import ClientConnections, ConnectionLimits
+from services.gateway.http.server import HttpServer, bind, server_tls
 from tests.support.certified import DAY, Certified
 from tests.support.waiting import eventually
 from tideserve.cli.certificates import write_pair
@@ -32,8 +34,9 @@ def renew(certified: Certified) -> None:
 
 def tls_of(certified: Certified) -> ServerTls:
     files = certified.files("http")
-    assert files.cert is not None and files.key is not None
-    return ServerTls(files.cert, files.key)
+    tls = server_tls(files.cert, files.key)
+    assert tls is not None
+    return tls
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -47,7 +50,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def serving(tls: ServerTls) -> AsyncIterator[int]:
     listener = bind("127.0.0.1", 0, 5.0)
-    server = HttpServer(app, tls, keep_alive_s=5.0)
+    connections = ClientConnections(ConnectionLimits(all_max=100, address_max=100))
+    server = HttpServer(app, tls, 5.0, connections, "http")
     running = asyncio.create_task(server.serve([listener]))
 
     async def started() -> bool:
