@@ -82,6 +82,8 @@ def gateway() -> Metrics:
     metrics.count_request("/v1/completions", 200, 0.0)
     metrics.count_failed_stream("client_gone")
     metrics.export_calls({"waiting": ConcurrencyLimit(1, 1)})
+    metrics.export_connections(lambda _port: 0)
+    metrics.count_closed_connection("http", "idle")
     metrics.quotas.set_limits({("owner", limit): 1 for limit in Limit})
     return metrics
 

@@ -139,7 +139,7 @@ def test_values_are_told_in_words() -> None:
     assert rows["n"].values == "1 to 128, whole"
     assert rows["seed"].values == "-2^63 to 2^63 - 1, whole"
     assert rows["slo_class"].values == "interactive, standard, batch"
-    assert rows["stop"].values == ("text, 1 to 256 characters, or list of texts, 0 to 4 of them")
+    assert rows["stop"].values == ("text, 1 to 256 characters, or list of texts, 0 to 16 of them")
     assert rows["logit_bias"].values == ("an object of up to 1024 token ids, each with -100 to 100")
     assert rows["use_beam_search"].values == "only `null` or `false`"
     assert rows["allowed_token_ids"].values == "list of token ids, at least 1"

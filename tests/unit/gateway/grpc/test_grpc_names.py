@@ -88,7 +88,7 @@ def test_chats(request_: pb.ChatRequest, name: str) -> None:
 
 COMPLETIONS: list[tuple[pb.CompleteRequest, str]] = [
     (pb.CompleteRequest(model="m"), "prompts"),
-    (pb.CompleteRequest(model="m", prompts=[pb.Prompt(text="")] * 2), "prompts"),
+    (pb.CompleteRequest(model="m", prompts=[pb.Prompt(text="hi")] * 65), "prompts"),
     (
         pb.CompleteRequest(
             model="m",
