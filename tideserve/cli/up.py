@@ -406,6 +406,7 @@ class Up:
             )
         workers = worker_names(self.options.workers)
         self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])
+        self.upkeep.close()
         self._release_etcd()
         if self.run_dir is not None:
             remove_run_folder(self.run_dir)
