@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Characters that take about a millisecond to tokenize; such work needs no thread.
@@ -42,6 +44,8 @@ class Tokenizer:
             b"{}" if decoder is None else decoder.__getstate__(),
             self._added,
         )
+        # Added tokens that the model lacks, by id.
+        self._lacking: dict[int, str] = {}
         self._bytes_of: dict[int, int] = {}
         # Cached text of single tokens, by id.
         self._single_texts: dict[int, str] = {}
@@ -76,6 +80,28 @@ class Tokenizer:
                 f"{path} is not a tokenizer: {error}; fetch or convert the model again"
             ) from error
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Compare the ids with the model's, which are below `vocab_size`.
+
+        `encode` refuses texts with added tokens that the model lacks.
+
+        Raises:
+            ConfigError: if the model lacks other tokens.
+        """
+        tokens = self._backend.get_vocab_size(with_added_tokens=False)
+        if tokens > vocab_size:
+            raise ConfigError(
+                f"tokenizer.json has {tokens} tokens, but 'vocab_size' of config.json is"
+                f" {vocab_size}; use the tokenizer of this model, or correct config.json"
+            )
+        self._lacking = {key: text for key, text in self.added_tokens.items() if key >= vocab_size}
+        if self._lacking:
+            log.warning(
+                "the model has %d token ids, but tokenizer.json adds tokens above them, which"
+                " requests cannot use: %.200s",
+                *(vocab_size, ", ".join(self._lacking.values())),
+            )
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact spelling; None if there is no such token."""
         return self._backend.token_to_id(token)
@@ -98,7 +124,8 @@ class Tokenizer:
         are encoded separately; it is not part of the text.
 
         Raises:
-            BadRequest: if the text has no UTF-8 form, or the tokenizer fails.
+            BadRequest: if the text has no UTF-8 form, the tokenizer fails, or the model lacks a
+                token.
             ContextExceeded: if the text certainly has more than `tokens_max` tokens; this check is
                 cheap.
         """
@@ -120,7 +147,13 @@ class Tokenizer:
             for number, part in enumerate(parts):
                 self._estimate(part, tokens_max, param)
                 token_ids += self._ids(part, add_special_tokens and not number)
-            return token_ids
+        if self._lacking and (lacking := self._lacking.keys() & token_ids):
+            raise BadRequest(
+                f"'{param}' contains '{self._lacking[min(lacking)]}', a token that the model lacks;"
+                " remove it",
+                param=param,
+            )
+        return token_ids
 
     def bytes_max(self, tokens_max: int) -> int:
         """A number of bytes; longer texts have more than `tokens_max` tokens."""

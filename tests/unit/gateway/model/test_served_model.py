@@ -48,6 +48,13 @@ def test_a_folder_without_advice(tmp_path: Path) -> None:
     assert load_model("m", write_model_folder(tmp_path)).defaults == PLAIN_DEFAULTS
 
 
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = write_model_folder(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCAB_SIZE - 1}))
+    with pytest.raises(ConfigError, match=f"{VOCAB_SIZE} tokens, but 'vocab_size' .* correct"):
+        load_model("m", tmp_path)
+
+
 @pytest.mark.parametrize(
     "advice",
     [
