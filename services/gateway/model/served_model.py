@@ -80,7 +80,7 @@ def load_model(
     variables = try_model(model_dir)
     tokenizer = Tokenizer.load(model_dir)
     vocab_size = _size(model_dir, config, "vocab_size", VOCAB_MAX, tokenizer.size)
-    tokenizer.check_vocabulary(vocab_size)
+    tokenizer.limit_ids(vocab_size)
     context_tokens = _size(model_dir, config, "max_position_embeddings", CONTEXT_TOKENS_MAX)
     chat, renderer = None, None
     if (template := load_template(model_dir)) is not None:

@@ -44,8 +44,8 @@ class Tokenizer:
             b"{}" if decoder is None else decoder.__getstate__(),
             self._added,
         )
-        # Added tokens that the model lacks, by id.
-        self._lacking: dict[int, str] = {}
+        # Ids from here on are refused; None if the tokenizer has none of them.
+        self._vocab_size: int | None = None
         self._bytes_of: dict[int, int] = {}
         # Cached text of single tokens, by id.
         self._single_texts: dict[int, str] = {}
@@ -80,26 +80,15 @@ class Tokenizer:
                 f"{path} is not a tokenizer: {error}; fetch or convert the model again"
             ) from error
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Compare the ids with the model's, which are below `vocab_size`.
-
-        `encode` refuses texts with added tokens that the model lacks.
-
-        Raises:
-            ConfigError: if the model lacks other tokens.
-        """
-        tokens = self._backend.get_vocab_size(with_added_tokens=False)
-        if tokens > vocab_size:
-            raise ConfigError(
-                f"tokenizer.json has {tokens} tokens, but 'vocab_size' of config.json is"
-                f" {vocab_size}; use the tokenizer of this model, or correct config.json"
-            )
-        self._lacking = {key: text for key, text in self.added_tokens.items() if key >= vocab_size}
-        if self._lacking:
+    def limit_ids(self, vocab_size: int) -> None:
+        """Let `encode` refuse texts with tokens that the model lacks: ids from `vocab_size` on."""
+        highest = max([self.size - 1, *self._added])
+        if highest >= vocab_size:
+            self._vocab_size = vocab_size
             log.warning(
-                "the model has %d token ids, but tokenizer.json adds tokens above them, which"
-                " requests cannot use: %.200s",
-                *(vocab_size, ", ".join(self._lacking.values())),
+                "tokenizer.json has token ids up to %d, but 'vocab_size' of config.json is %d;"
+                " texts with tokens above it are refused",
+                *(highest, vocab_size),
             )
 
     def token_id(self, token: str) -> int | None:
@@ -147,10 +136,10 @@ class Tokenizer:
             for number, part in enumerate(parts):
                 self._estimate(part, tokens_max, param)
                 token_ids += self._ids(part, add_special_tokens and not number)
-        if self._lacking and (lacking := self._lacking.keys() & token_ids):
+        if self._vocab_size is not None and max(token_ids, default=0) >= self._vocab_size:
             raise BadRequest(
-                f"'{param}' contains '{self._lacking[min(lacking)]}', a token that the model lacks;"
-                " remove it",
+                f"'{param}' contains the token '{self.entry(max(token_ids))}', which the model"
+                " lacks; remove it, or serve the model with a tokenizer of its vocabulary",
                 param=param,
             )
         return token_ids

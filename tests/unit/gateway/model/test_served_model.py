@@ -9,6 +9,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.gateway.model.sampling import PLAIN_DEFAULTS, SamplingDefaults
 from services.gateway.model.served_model import load_model
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support.byte_tokenizer import VOCAB_SIZE, write_model_folder
 
 
@@ -48,11 +49,14 @@ def test_a_folder_without_advice(tmp_path: Path) -> None:
     assert load_model("m", write_model_folder(tmp_path)).defaults == PLAIN_DEFAULTS
 
 
-def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_text_beyond_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
     path = write_model_folder(tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCAB_SIZE - 1}))
-    with pytest.raises(ConfigError, match=f"{VOCAB_SIZE} tokens, but 'vocab_size' .* correct"):
-        load_model("m", tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 10}))
+    tokenizer = load_model("m", tmp_path).tokenizer
+    assert tokenizer.encode("<|im_end|>", False, 10) == [2]
+    with pytest.raises(BadRequest, match="'messages' contains the token 'a', which") as caught:
+        tokenizer.encode("a", False, 10, param="messages")
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ def test_a_token_that_the_model_lacks_is_refused(caplog: pytest.LogCaptureFixtur
     backend = byte_tokenizer()
     backend.add_special_tokens(["<|image|>"])
     tokenizer = Tokenizer(backend)
-    tokenizer.check_vocabulary(VOCAB_SIZE + 1)
+    tokenizer.limit_ids(VOCAB_SIZE + 1)
     assert tokenizer.encode("<|image|>", False, 10) == [VOCAB_SIZE]
-    tokenizer.check_vocabulary(VOCAB_SIZE)
-    assert "tokenizer.json adds tokens above them" in caplog.text
+    tokenizer.limit_ids(VOCAB_SIZE)
+    assert f"token ids up to {VOCAB_SIZE}, but" in caplog.text
     assert tokenizer.encode("a<|im_end|>", False, 10)[-1] == 2
-    with pytest.raises(BadRequest, match=r"'<\|image\|>', a token that the model lacks") as caught:
+    with pytest.raises(BadRequest, match=r"token '<\|image\|>', which the model lacks") as caught:
         tokenizer.encode("a<|image|>b", False, 10, param="messages")
     assert caught.value.param == "messages"
 
