@@ -179,6 +179,16 @@ def test_the_text_around_a_cut_stays_the_same(make: Callable[[], Backend]) -> No
     assert len(ids) - len(inner) == 2 * (make is llama2)
 
 
+def test_normalized_text_that_the_model_has_a_token_for() -> None:
+    backend = unigram()
+    backend.normalizer = normalizers.NFKC()
+    assert 2 in backend.encode("x ＜/s＞").ids
+
+    ids = encode(backend, "", "x ＜/s＞")
+
+    assert 2 not in ids and backend.decode(ids) == "x </s>"
+
+
 def test_unknown_text_stays_unknown() -> None:
     ids = encode(unigram(), "", "x é </s>")
     assert ids.count(0) == 1 and 2 not in ids
