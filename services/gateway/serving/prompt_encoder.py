@@ -48,8 +48,10 @@ class PromptEncoder:
         if chat is None or renderer is None:
             raise BadRequest("the model has no chat template; use /v1/completions")
         tokenizer, param = self._model.tokenizer, "messages"
-        # Each part that a cut ends has a token.
-        bytes_max = tokenizer.bytes_max(tokens_max) + len(chat.cut) * (tokens_max + 1)
+        bytes_max = tokenizer.bytes_max(tokens_max)
+        if chat.cuts is not None:
+            # A text has hardly more cuts than tokens.
+            bytes_max += len(chat.cuts.mark) * (tokens_max + 1)
         size = sum(message.size for message in body.messages)
         # Descriptions and schemas of the tools become part of the prompt.
         size += INLINE_SIZE * len(body.tools)
@@ -61,8 +63,8 @@ class PromptEncoder:
         except PromptTooLong as error:
             raise too_long(f"{error.size_bytes} bytes", tokens_max, param) from None
         # The template writes the special tokens itself.
-        special, cut = body.add_special_tokens is True, chat.cut
-        encode = partial(tokenizer.encode, text, special, tokens_max, param, cut)
+        special = body.add_special_tokens is True
+        encode = partial(tokenizer.encode, text, special, tokens_max, param, chat.cuts)
         return tuple(await self._pool.run(encode, len(text)))
 
     def _prompt_ids(
