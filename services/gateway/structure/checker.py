@@ -279,8 +279,7 @@ def _verdict_of_end(code: int) -> GrammarVerdict:
 
 def _header_text(text: str) -> str:
     """Reduce a warning to characters that are valid in an HTTP header."""
-    plain = _reason(text).replace('"', "'").replace("\\", "?")
-    return plain.encode("ascii", "replace").decode()
+    return _reason(text).encode("ascii", "replace").decode()
 
 
 def _reason(error: str) -> str:
