@@ -101,13 +101,12 @@ async def test_tool_calls_of_the_template_are_not_continued(case: Case) -> None:
     answer = await case.chat(messages=[call], **both)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "continue_final_message"
+    assert "message with tool calls cannot be continued" in answer.json()["error"]["message"]
+    # In Messages another message follows.
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     messages = [{"role": "assistant", "content": [use]}]
-    answer = await case.http.post(
-        "/v1/messages", json={"model": "m", "max_tokens": 1, "messages": messages}
-    )
-    assert answer.status_code == 400
-    assert "message with tool calls cannot be continued" in answer.json()["error"]["message"]
+    await send(case, "/v1/messages", max_tokens=1, messages=messages)
+    assert case.prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.gateway(template=ALTERNATING)
