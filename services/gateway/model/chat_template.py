@@ -88,12 +88,14 @@ class ChatTemplate:
         render = self._unfinished if continue_final_message else self._rendered
         try:
             return render(messages, context)
-        except _TEMPLATE_ERRORS as error:
+        except _TEMPLATE_ERRORS as refused:
+            error = refused
             for form in merged_forms(messages):
                 try:
                     return render(form, context)
-                except _TEMPLATE_ERRORS:
-                    continue
+                except _TEMPLATE_ERRORS as refused_form:
+                    # The remaining fault is one that merging does not mend.
+                    error = refused_form
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
