@@ -24,6 +24,12 @@ def merged_forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
             latest = form
 
 
+def has_late_system(messages: Messages) -> bool:
+    """Whether a system message follows a message of another role."""
+    roles = [message["role"] for message in messages]
+    return "system" in roles[roles.count("system") :]
+
+
 def _shorten_ids(messages: Messages) -> list[dict[str, Any]]:
     """Replace ids of calls, which other models may have made, by hexadecimal ids."""
     changed: list[dict[str, Any]] = []

@@ -179,6 +179,10 @@ class RequestRecord:
         """The operation name in OpenTelemetry's GenAI conventions; None if nothing is generated."""
         return OPERATIONS.get(self.path)
 
+    def warn(self, text: str) -> None:
+        """Add an ASCII text to the warnings of the response."""
+        self.warnings += (text,)
+
     @property
     def warning_headers(self) -> tuple[str, ...]:
         """Values of `Warning` headers (RFC 7234)."""
