@@ -14,6 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 
+_PLAIN_NAMES = ("PATH", "LANG", "TZ", "TMPDIR")
+_PLAIN_PREFIXES = ("PYTHON", "LC_", "LD_")
+
+
+def plain_environment() -> dict[str, str]:
+    """The variables of the environment that Python needs: none of this process's settings or keys."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PLAIN_NAMES or name.startswith(_PLAIN_PREFIXES)
+    }
+
+
 class Child:
     """A child process. Create it within an event loop, and end it with `kill`."""
 

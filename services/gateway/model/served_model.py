@@ -83,9 +83,9 @@ def load_model(
     context_tokens = _size(model_dir, config, "max_position_embeddings", CONTEXT_TOKENS_MAX)
     chat, renderer = None, None
     if (template := load_template(model_dir)) is not None:
-        renderer = TemplateRenderer(template.source, template.special_tokens)
         formats, tokens = (tool_format, reasoning_format), tokenizer.added_tokens
         chat = ChatModel(template.source, variables, tokens, *formats, user_tokens=user_tokens)
+        renderer = TemplateRenderer(template.source, template.special_tokens, hidden=chat.cut)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
