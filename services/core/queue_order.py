@@ -55,11 +55,12 @@ def scheduling_setting() -> Any:
         Scheduling,
         "Scheduling policy. fcfs: first come, first served; priority: interactive before standard"
         " before batch; batch requests yield KV blocks and slots to the others, do not start while"
-        " any other request waits, and never trigger a drop; slo: like priority, but ordered by"
-        " deadline, and batch requests use part of the slack that deadlines leave. For"
-        " comparisons: prefill_first: like fcfs, but prompts run unchunked and pause all decodes;"
-        " round_robin: iterations of batch and of other requests alternate; waiting_time: the"
-        " request with the longest wait since its last iteration runs first; bros: unchunked"
+        " any other request waits, and never trigger a drop; slo: like priority, but online"
+        " requests are ordered by deadline, and batch requests use part of the slack that deadlines"
+        " leave. Within a class, priority orders requests by the field priority, and slo those of"
+        " batch. For comparisons: prefill_first: like fcfs, but prompts run unchunked and pause all"
+        " decodes; round_robin: iterations of batch and of other requests alternate; waiting_time:"
+        " the request with the longest wait since its last iteration runs first; bros: unchunked"
         " prompts, least residual time first; conserve: like slo, but without corrections by"
         " measured iteration times, and batch requests use all of the slack.",
     )

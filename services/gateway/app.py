@@ -370,6 +370,10 @@ class _Gateway:
 
     def _make_connections(self) -> ClientConnections:
         limits = limits_of(open_files_max(), self._config.connections_per_address_max)
+        log.info(
+            "connections of clients: at most %d descriptors, %d per address",
+            *(limits.all_max, limits.address_max),
+        )
         return ClientConnections(limits, self._metrics.count_closed_connection)
 
     def _connect_gauges(self) -> None:

@@ -65,6 +65,14 @@ async def metric(case: Case, sample: str) -> float:
     return float(values[0]) if values else 0.0
 
 
+async def test_the_limits_are_logged_at_the_start(
+    caplog: pytest.LogCaptureFixture, store: Store, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO")
+    async with gateway_case(store, tmp_path / "model", connections_per_address_max=ADDRESS_MAX):
+        assert f" descriptors, {ADDRESS_MAX} per address" in caplog.text
+
+
 @pytest.mark.gateway(connections_per_address_max=ADDRESS_MAX)
 async def test_beyond_the_limit_of_running_requests_only_probes_are_served(case: Case) -> None:
     worker = case.paused(1)

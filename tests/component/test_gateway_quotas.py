@@ -93,6 +93,7 @@ async def test_requests_beyond_the_limit_are_told_when_to_come_again(
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
     assert 20 <= int(refused.headers["retry-after"]) <= 38
     error = refused.json()["error"]
+    assert f"; retry in {refused.headers['retry-after']} s" in error["message"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
     assert "alice has reached its limit of 2 requests per minute" in error["message"]
     # Before anything of it is read, and looking around costs nothing.

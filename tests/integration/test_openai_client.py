@@ -190,7 +190,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
         ({"temperature": 2.5}, openai.BadRequestError),
         ({"max_tokens": 0}, openai.BadRequestError),
         ({"max_tokens": 100_000}, openai.BadRequestError),
-        ({"n": 17}, openai.BadRequestError),
+        ({"n": 129}, openai.BadRequestError),
         ({"model": "no-such-model"}, openai.NotFoundError),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError),
     ],

@@ -74,7 +74,7 @@ def refused() -> Iterator[tuple[str, dict[str, Any]]]:
     broken = {"type": word("no-type")}
     form = {"type": "json_schema", "json_schema": {"name": "output", "schema": broken}}
     yield "chat", CHAT | {"response_format": form}
-    yield "completion", COMPLETION | {"max_tokens": 3, "stop": [word("s")] * 5}
+    yield "completion", COMPLETION | {"max_tokens": 3, "stop": [word("s")] * 17}
     yield "completion", COMPLETION | {"structured_outputs": {"regex": word("regex") + "("}}
     yield "completion", COMPLETION | {"structured_outputs": {"grammar": word("no lark")}}
 

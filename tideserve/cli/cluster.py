@@ -110,8 +110,15 @@ class ClusterProcesses:
         return list(self._children)
 
     def start(self, program: Program) -> None:
-        """Start a program and supervise it from now on."""
-        self._children[program.name] = ServiceProcess(program)
+        """Start a program and supervise it from now on, in place of a dead one of that name.
+
+        Raises:
+            OSError: if its log cannot be opened.
+        """
+        child = ServiceProcess(program)
+        if program.name in self._children:
+            self._children[program.name].close()
+        self._children[program.name] = child
         self._start(program.name)
 
     def mark_ready(self) -> None:
@@ -160,6 +167,8 @@ class ClusterProcesses:
                 time.sleep(TICK_S / 5)
             if children:
                 self._on_change()
+        for child in self._children.values():
+            child.close()
 
     def _start(self, name: str) -> None:
         now_s = monotonic_s()

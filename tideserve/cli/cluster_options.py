@@ -94,7 +94,7 @@ class ClusterOptions:
 
     model: str | None = option(
         None,
-        "Hub id or local folder with safetensors.",
+        "Hub id, with @REVISION to pin it, or local folder with safetensors.",
         default_text="SmolLM2-135M-Instruct",
         panel=MODEL,
     )
@@ -142,7 +142,7 @@ class ClusterOptions:
         CLUSTER,
         "gateway",
         default=KEPT,
-        help="HTTP port; if they are free, the live page has this port + 10,000 and gRPC + 20,000."
+        help="HTTP port. The live page uses this port + 10,000 and gRPC + 20,000, if free."
         " Services discover the other ports through etcd.",
         range=(1, 65535),
     )
@@ -151,7 +151,7 @@ class ClusterOptions:
         CLUSTER,
         "gateway",
         default=0,
-        help="gRPC port for clients; 0: a free port, the same at each start if possible.",
+        help="gRPC port for clients; 0: --port + 20,000, or a free port.",
         range=(0, 65535),
     )
     api_key: str | None = _of("api_key", help=API_KEY_HELP)

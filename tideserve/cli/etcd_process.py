@@ -185,10 +185,10 @@ def answers(url: str) -> bool:
     return response is not None and response.is_success
 
 
-def relieve(url: str) -> bool:
+def relieve(url: str) -> bool | None:
     """Compact, defragment and disarm the private etcd if its alarm NOSPACE is raised.
 
-    Returns whether the alarm remains. False as well if etcd does not answer.
+    Returns whether the alarm remains; None if etcd does not answer.
     """
     try:
         status = _maintain(url, "maintenance/status")
@@ -204,7 +204,7 @@ def relieve(url: str) -> bool:
         alarm = {"memberID": header["member_id"], "alarm": "NOSPACE"}
         _maintain(url, "maintenance/alarm", action="DEACTIVATE", **alarm)
     except (OSError, HTTPException, ValueError, KeyError):
-        return False
+        return None
     return False
 
 

@@ -56,9 +56,14 @@ class ServiceProcess:
     """
 
     program: Program
+    _log: BinaryIO = field(init=False)
     _popen: subprocess.Popen[bytes] | None = None
     _log_start: int = 0
     _kill_at_s: float | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        # Open it now: after a restart on a disk that became full or read-only, the log goes on.
+        self._log = self.program.log_path.open("ab")
 
     @property
     def name(self) -> str:
@@ -71,23 +76,23 @@ class ServiceProcess:
         return self._popen.pid if self._popen is not None else None
 
     def start(self) -> None:
-        """Start the process; its output is appended to its log, or lost if that cannot be opened.
+        """Start the process; its output is appended to its log.
 
         Raises:
             OSError: if the program cannot be executed.
         """
         program = self.program
-        with _log_file(program.log_path) as log:
-            self._log_start = log.tell()
-            self._popen = subprocess.Popen(
-                program.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=program.folder,
-                env=program.environment,
-                start_new_session=True,
-            )
+        self._log = _opened_again(program.log_path, self._log)
+        self._log_start = self._log.seek(0, os.SEEK_END)
+        self._popen = subprocess.Popen(
+            program.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=program.folder,
+            env=program.environment,
+            start_new_session=True,
+        )
         self._kill_at_s = None
 
     def poll(self) -> int | None:
@@ -130,13 +135,23 @@ class ServiceProcess:
         """The last lines of the process since its latest start."""
         return tail_lines(self.program.log_path, count, self._log_start)
 
+    def close(self) -> None:
+        """Close the log; the process cannot be started again."""
+        self._log.close()
 
-def _log_file(path: Path) -> BinaryIO:
-    """The log opened for appending, or /dev/null: a full disk must not prevent a restart."""
+
+def _opened_again(path: Path, log: BinaryIO) -> BinaryIO:
+    """The log at `path` if it can be opened, else `log`, which was opened earlier."""
+    if os.fstat(log.fileno()).st_nlink == 0:
+        # The file was deleted: free its space. In /dev/full, lines count as lost.
+        with open("/dev/full", "ab") as full:
+            os.dup2(full.fileno(), log.fileno(), inheritable=False)
     try:
-        return path.open("ab")
+        fresh = path.open("ab")
     except OSError:
-        return open(os.devnull, "ab")
+        return log
+    log.close()
+    return fresh
 
 
 def _kill_group(pid: int, number: signal.Signals) -> None:

@@ -1,6 +1,7 @@
 """`tideserve up`: starts a cluster on this machine, supervises it and drains it."""
 
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -359,6 +360,9 @@ class Up:
         )
         at = "" if self.url == DEFAULT_URL else f" --url {self.url}"
         command = command_name()
+        # Commands for operators search the default folder, unless they have the chosen folder.
+        folder = f" --cluster-dir {shlex.quote(str(self.folder.root))}"
+        here = folder if self.options.cluster_dir else at
         self.report.box(
             "tideserve is ready",
             [
@@ -380,7 +384,7 @@ class Up:
                     f"curl {self.url}/v1/chat/completions{key}"
                     f" -H 'Content-Type: application/json' -d '{body}'",
                 ),
-                ("", f"{command} chat{at}   ·   {command} status{at}"),
+                ("", f"{command} chat{at}   ·   {command} status{here}"),
                 ("Stop", "Ctrl-C"),
             ],
         )
@@ -406,6 +410,7 @@ class Up:
             )
         workers = worker_names(self.options.workers)
         self.cluster.stop([["gateway"], workers, ["scheduler"], ["memmgr"], ["etcd"]])
+        self.upkeep.close()
         self._release_etcd()
         if self.run_dir is not None:
             remove_run_folder(self.run_dir)

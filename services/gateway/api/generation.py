@@ -81,7 +81,8 @@ class GenerationRequest(Strict):
         description=f"Choices per prompt; at most {CHOICES_MAX} over all prompts. The first choice"
         " uses the seed, the others use seeds derived from it. All choices together may have"
         f" {CHOICE_IDS_MAX:,} tokens: for each choice those of its prompt, logit_bias, bad_words"
-        f" and allowed_token_ids; and {OUTPUT_TOKENS_MAX:,} output tokens unless they stream.",
+        f" and allowed_token_ids. Unless they stream, they may have {OUTPUT_TOKENS_MAX:,} output"
+        " tokens.",
     )
     best_of: int | None = Field(None, description="Must equal n.")
     stream: bool | None = Field(
@@ -133,7 +134,11 @@ class GenerationRequest(Strict):
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
         None, description="The same seed and model give the same output in float32 on CPU."
     )
-    stop: Stop = Field((), description="Strings that end the output; not part of it.")
+    stop: Stop = Field(
+        (),
+        description="Strings that end the answer; not part of it, and not searched in the"
+        " reasoning.",
+    )
     stop_token_ids: (
         Annotated[list[TokenId], Field(max_length=STOP_TOKEN_IDS_MAX, fail_fast=True)] | None
     ) = Field(None, description="Tokens that end the output.")
@@ -183,8 +188,8 @@ class GenerationRequest(Strict):
     )
     priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(
         None,
-        description="Below 0: class interactive, above 0: batch. With the scheduling policy"
-        " priority, lower values are served earlier within a class.",
+        description="Below 0: class interactive, above 0: batch. Lower values are served"
+        " earlier within a class with the scheduling policy priority, and within batch with slo.",
     )
     slo_class: Literal["interactive", "standard", "batch"] | None = Field(
         None, description="The service class; see service-classes.md."
@@ -195,8 +200,8 @@ class GenerationRequest(Strict):
 
     response_format: ResponseFormat = Field(
         None,
-        description="json_schema or json_object: the output conforms to it; text: unconstrained;"
-        " structural_tag is refused. See agents.md.",
+        description="json_schema or json_object: the output conforms to it, except for parts that a"
+        " `Warning` header names; text: unconstrained; structural_tag is refused. See agents.md.",
     )
     structured_outputs: StructuredOutputs = Field(
         None, description="Exactly one of json, regex, choice, grammar (Lark or EBNF), json_object."

@@ -208,7 +208,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(description="Maximum output tokens, reasoning included.")
     stop_sequences: list[str] | None = Field(
-        None, description="Strings that end the output; not part of it."
+        None,
+        description="Strings that end the answer; not part of it, and not searched in the"
+        " reasoning.",
     )
     service_tier: (
         Literal["auto", "standard_only", "default", "scale", "flex", "priority"] | None

@@ -35,7 +35,7 @@ class CloseReason(StrEnum):
 
 _SENTENCES = {
     CloseReason.HANDSHAKE: "its TLS handshake failed or took too long",
-    CloseReason.INVALID: "its client does not speak the protocol",
+    CloseReason.INVALID: "its client does not speak the protocol, or sends no preface in time",
     CloseReason.HEADERS: "its headers exceed the limit",
     CloseReason.IDLE: "connections are at their limit, and it was idle for the longest time",
     CloseReason.LIMIT: "connections are at their limit, and none is idle",

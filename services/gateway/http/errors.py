@@ -1,7 +1,6 @@
 """Writes error responses in the format of the endpoint's API."""
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +21,8 @@ def error_response(
 ) -> Response:
     """The response for an error, with Retry-After if the error states when to retry."""
     all_headers = dict(headers or {})
-    # At least 1: Retry-After has whole seconds, and 0 would invite an immediate retry.
-    if error.retry_delay_s is not None:
-        all_headers["retry-after"] = str(max(1, math.ceil(error.retry_delay_s)))
+    if error.retry_s is not None:
+        all_headers["retry-after"] = str(error.retry_s)
     # RFC 9110 requires the header with 401.
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"

@@ -223,24 +223,23 @@ class QuotaLease:
 
 
 def _explanation(owner: str, exceeded: Exceeded) -> str:
-    maximum, wait_s = exceeded.maximum, exceeded.retry_after_s
-    if wait_s is None:
+    """The cause, and the remedy up to the delay, which `OverQuota` appends."""
+    maximum = exceeded.maximum
+    if exceeded.retry_after_s is None:
         return (
             f"the prompt has {exceeded.asked} tokens, more than the limit of {owner} of {maximum}"
             " tokens per minute; shorten it"
         )
-    remedy = f"retry in {max(1, math.ceil(wait_s))} s"
     match exceeded.limit:
         case Limit.CONCURRENT:
-            return f"{owner} has reached its limit of {maximum} concurrent requests; {remedy}"
+            return f"{owner} has reached its limit of {maximum} concurrent requests;"
         case Limit.TOKENS:
             return (
                 f"{owner} may use {maximum} tokens per minute, this request may need"
                 f" {exceeded.asked}, and {exceeded.remaining} are left; limit its output, or"
-                f" {remedy}"
             )
         case Limit.REQUESTS:
-            return f"{owner} has reached its limit of {maximum} requests per minute; {remedy}"
+            return f"{owner} has reached its limit of {maximum} requests per minute;"
 
 
 def _headers(use: OwnerUse, now_s: float) -> Iterator[tuple[str, str]]:

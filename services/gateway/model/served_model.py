@@ -80,6 +80,7 @@ def load_model(
     variables = try_model(model_dir)
     tokenizer = Tokenizer.load(model_dir)
     vocab_size = _size(model_dir, config, "vocab_size", VOCAB_MAX, tokenizer.size)
+    tokenizer.limit_ids(vocab_size)
     context_tokens = _size(model_dir, config, "max_position_embeddings", CONTEXT_TOKENS_MAX)
     chat, renderer = None, None
     if (template := load_template(model_dir)) is not None:
@@ -107,8 +108,8 @@ def _size(
     # Not isinstance: a bool is no size.
     if type(value) is not int or not 1 <= value <= maximum:
         raise ConfigError(
-            f"{model_dir / 'config.json'}: {key} is {value!r:.40}, but must be 1 to {maximum}; give"
-            " the folder of a decoder-only model"
+            f"{model_dir / 'config.json'}: {key} is {value!r:.40}, but must be 1 to {maximum};"
+            " correct config.json, or use another decoder-only model"
         )
     return value
 

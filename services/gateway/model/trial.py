@@ -23,7 +23,10 @@ from services.gateway.model.template import load_template
 from services.gateway.vocabulary.errors import BadRequest
 
 CPU_MAX_S = 5
-"""Processor time of the trial, which does not depend on the load of the machine."""
+"""Processor time of a trial without a large tokenizer; the machine's load does not matter."""
+BYTES_PER_CPU_S = 10_000_000
+"""Bytes of tokenizer.json that extend the processor time by a second, because a large vocabulary
+takes long to load."""
 WALL_MAX_S = 60.0
 MEMORY_MAX_BYTES = 2**31
 TOKEN_CHARS_MAX = 2**13
@@ -58,7 +61,9 @@ def try_model(model_dir: Path) -> frozenset[str]:
     except subprocess.TimeoutExpired as error:
         code, output = -signal.SIGXCPU, error.stdout or b""
     except OSError as error:
-        raise ConfigError(f"cannot start a process ({error.strerror}); raise its limit") from error
+        raise ConfigError(
+            f"cannot start a process ({error.strerror}); raise the limit of processes"
+        ) from error
     lines = output.decode(errors="replace").splitlines()
     if code:
         part = lines[-1] if lines else "tokenizer.json"
@@ -70,12 +75,21 @@ def try_model(model_dir: Path) -> frozenset[str]:
     return frozenset(result["variables"])
 
 
+def cpu_max_s(model_dir: Path) -> int:
+    """Seconds of processor time for the trial of a folder, which grow with its tokenizer."""
+    try:
+        size_bytes = (model_dir / "tokenizer.json").stat().st_size
+    except OSError:
+        size_bytes = 0
+    return CPU_MAX_S + size_bytes // BYTES_PER_CPU_S
+
+
 def main() -> None:
     """Try the files of the folder in the arguments; write each part, and then the result."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit_soft(resource.RLIMIT_CPU, CPU_MAX_S)
-    limit_memory(MEMORY_MAX_BYTES)
     model_dir = Path(sys.argv[1])
+    limit_soft(resource.RLIMIT_CPU, cpu_max_s(model_dir))
+    limit_memory(MEMORY_MAX_BYTES)
     try:
         print("tokenizer.json", flush=True)
         _try_tokenizer(model_dir)

@@ -215,7 +215,7 @@ def _check_reduced(schema: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, 
         removed += [report for report in again if report not in removed]
         result = _check_schema(schema, options, tokenizer)
     if removed and not options.get("lenient"):
-        return result | {"error": removed[0]}
+        return result | {"error": "; ".join(removed)}
     if result["error"]:
         return result | {"error": located(schema, result["error"])}
     # The reports include overlaps of `oneOf`, with their places.

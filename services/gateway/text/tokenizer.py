@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Characters that take about a millisecond to tokenize; such work needs no thread.
@@ -42,6 +44,8 @@ class Tokenizer:
             b"{}" if decoder is None else decoder.__getstate__(),
             self._added,
         )
+        # Ids from here on are refused; None if the tokenizer has none of them.
+        self._vocab_size: int | None = None
         self._bytes_of: dict[int, int] = {}
         # Cached text of single tokens, by id.
         self._single_texts: dict[int, str] = {}
@@ -76,6 +80,17 @@ class Tokenizer:
                 f"{path} is not a tokenizer: {error}; fetch or convert the model again"
             ) from error
 
+    def limit_ids(self, vocab_size: int) -> None:
+        """Let `encode` refuse texts with tokens that the model lacks: ids from `vocab_size` on."""
+        highest = max([self.size - 1, *self._added])
+        if highest >= vocab_size:
+            self._vocab_size = vocab_size
+            log.warning(
+                "tokenizer.json has token ids up to %d, but 'vocab_size' of config.json is %d;"
+                " texts with tokens above it are refused",
+                *(highest, vocab_size),
+            )
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact spelling; None if there is no such token."""
         return self._backend.token_to_id(token)
@@ -98,7 +113,8 @@ class Tokenizer:
         are encoded separately; it is not part of the text.
 
         Raises:
-            BadRequest: if the text has no UTF-8 form, or the tokenizer fails.
+            BadRequest: if the text has no UTF-8 form, the tokenizer fails, or the model lacks a
+                token.
             ContextExceeded: if the text certainly has more than `tokens_max` tokens; this check is
                 cheap.
         """
@@ -120,7 +136,13 @@ class Tokenizer:
             for number, part in enumerate(parts):
                 self._estimate(part, tokens_max, param)
                 token_ids += self._ids(part, add_special_tokens and not number)
-            return token_ids
+        if self._vocab_size is not None and max(token_ids, default=0) >= self._vocab_size:
+            raise BadRequest(
+                f"'{param}' contains the token '{self.entry(max(token_ids))}', which the model"
+                " lacks; remove it, or serve the model with a tokenizer of its vocabulary",
+                param=param,
+            )
+        return token_ids
 
     def bytes_max(self, tokens_max: int) -> int:
         """A number of bytes; longer texts have more than `tokens_max` tokens."""

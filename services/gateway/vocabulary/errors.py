@@ -1,5 +1,6 @@
 """Errors that are sent to clients, with their HTTP status; all are `GatewayError`s."""
 
+import math
 import random
 from typing import Any
 
@@ -39,6 +40,11 @@ class GatewayError(ServiceError):
         self.code = code or self.code
         self.retry_after_s = retry_after_s
         self.retry_delay_s = None if retry_after_s is None else _jittered(retry_after_s)
+
+    @property
+    def retry_s(self) -> int | None:
+        """`retry_delay_s` in whole seconds, at least 1: 0 would invite an immediate retry."""
+        return None if self.retry_delay_s is None else max(1, math.ceil(self.retry_delay_s))
 
     def body(self) -> dict[str, Any]:
         """Return the error body in the form of the OpenAI API."""
@@ -152,7 +158,8 @@ class UnsupportedMediaType(BadRequest):
 class OverQuota(GatewayError):
     """The owner of the key has reached a limit per minute or of concurrent requests.
 
-    `kind` names the limit: "requests" or "tokens" as in OpenAI's API, or "concurrent".
+    `kind` names the limit: "requests" or "tokens" as in OpenAI's API, or "concurrent". The message
+    ends with the delay that is sent to the client, if any.
     """
 
     status = 429
@@ -167,6 +174,9 @@ class OverQuota(GatewayError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+        if self.retry_s is not None:
+            self.message = f"{message} retry in {self.retry_s} s"
+            self.args = (self.message,)
         self.owner = owner
         # OpenAI's API puts the exceeded limit into the error's type.
         self.kind = str(limit)

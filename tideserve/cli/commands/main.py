@@ -43,7 +43,10 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     why: Annotated[
         bool,
-        typer.Option("--why", help="Also show the latest memory decisions and the last losses."),
+        typer.Option(
+            "--why",
+            help="Also show memory decisions, why groups are not merged, and the last losses.",
+        ),
     ] = False,
 ) -> None:
     """Show services, workers and groups of a running cluster."""

@@ -1083,7 +1083,7 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The output ends before the first of these texts."""
+        """The answer ends before the first of these texts; the reasoning is not searched."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1289,7 +1289,9 @@ class Options(_message.Message):
     service_class: _service_pb2.ServiceClass.ValueType
     """Service class; unspecified: derived from `priority`, else standard."""
     priority: _builtins.int
-    """Smaller values go first; without a class, values below 0 mean interactive and above 0 batch."""
+    """Smaller values go first within a class with the scheduling policy priority, and within batch
+    with slo; without a class, values below 0 mean interactive and above 0 batch.
+    """
     @_builtins.property
     def service_level(self) -> Global___ServiceLevel:
         """Latency targets that override those of the class."""

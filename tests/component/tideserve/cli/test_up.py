@@ -267,6 +267,7 @@ def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
 
         status = [sys.executable, "-m", "tideserve.cli.commands.main", "status", "--cluster-dir"]
         status.append(str(cluster.folder / "cluster"))
+        assert f"status --cluster-dir {status[-1]}" in cluster.output()
         assert json.loads(run([*status, "--json"]).stdout) == cluster.status()
         assert "gateway" in run(status).stdout
 

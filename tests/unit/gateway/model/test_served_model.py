@@ -9,6 +9,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.gateway.model.sampling import PLAIN_DEFAULTS, SamplingDefaults
 from services.gateway.model.served_model import load_model
+from services.gateway.vocabulary.errors import BadRequest
 from tests.support.byte_tokenizer import VOCAB_SIZE, write_model_folder
 
 
@@ -46,6 +47,16 @@ def test_defaults_of_the_model(
 
 def test_a_folder_without_advice(tmp_path: Path) -> None:
     assert load_model("m", write_model_folder(tmp_path)).defaults == PLAIN_DEFAULTS
+
+
+def test_a_text_beyond_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = write_model_folder(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 10}))
+    tokenizer = load_model("m", tmp_path).tokenizer
+    assert tokenizer.encode("<|im_end|>", False, 10) == [2]
+    with pytest.raises(BadRequest, match="'messages' contains the token 'a', which") as caught:
+        tokenizer.encode("a", False, 10, param="messages")
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(

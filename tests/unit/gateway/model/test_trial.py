@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.gateway.model.served_model import load_model
-from services.gateway.model.trial import try_model
+from services.gateway.model.trial import CPU_MAX_S, cpu_max_s, try_model
 from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
 
 
@@ -98,6 +98,14 @@ def test_what_a_usable_template_reads(tmp_path: Path) -> None:
     assert try_model(write_model_folder(tmp_path, template=None)) == set()
     refusing = "{{ raise_exception('needs tools') }}"
     assert try_model(write_model_folder(tmp_path, template=refusing)) == set()
+
+
+def test_a_large_tokenizer_may_take_longer(tmp_path: Path) -> None:
+    assert cpu_max_s(tmp_path) == CPU_MAX_S
+    for size_mb, extra_s in ((9, 0), (20, 2), (105, 10)):
+        with (tmp_path / "tokenizer.json").open("wb") as file:
+            file.truncate(size_mb * 10**6)
+        assert cpu_max_s(tmp_path) == CPU_MAX_S + extra_s
 
 
 def test_hard_limits_of_the_process_stay(tmp_path: Path) -> None:

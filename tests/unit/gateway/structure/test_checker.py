@@ -123,6 +123,19 @@ async def test_what_is_not_enforced_is_told(checker: GrammarChecker) -> None:
     assert checked.ignored == ("$.uniqueItems",)
 
 
+async def test_a_strict_schema_is_refused_with_all_that_is_not_enforced(
+    checker: GrammarChecker,
+) -> None:
+    items = {"type": "string", "pattern": "(?=a)b"}
+    schema = {"type": "array", "items": items, "uniqueItems": True, "contains": {"const": "b"}}
+    with pytest.raises(BadRequest) as strict:
+        await checker.check(of_schema(schema), OWNER)
+    lenient = await checker.check(of_schema(schema, lenient=True), OWNER)
+
+    assert len(lenient.ignored) == 3
+    assert f"cannot be enforced: {'; '.join(lenient.ignored)}; correct" in strict.value.message
+
+
 async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
     checked = await checker.check(of_text(GrammarKind.LARK, 'root ::= ("a" | "b")+'), OWNER)
     again = await checker.check(Structure(checked.grammar, "guided_grammar"), OWNER)

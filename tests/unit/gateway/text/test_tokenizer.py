@@ -25,6 +25,20 @@ def test_a_text_that_is_none() -> None:
     assert caught.value.param == "bad_words"
 
 
+def test_a_token_that_the_model_lacks_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    backend = byte_tokenizer()
+    backend.add_special_tokens(["<|image|>"])
+    tokenizer = Tokenizer(backend)
+    tokenizer.limit_ids(VOCAB_SIZE + 1)
+    assert tokenizer.encode("<|image|>", False, 10) == [VOCAB_SIZE]
+    tokenizer.limit_ids(VOCAB_SIZE)
+    assert f"token ids up to {VOCAB_SIZE}, but" in caplog.text
+    assert tokenizer.encode("a<|im_end|>", False, 10)[-1] == 2
+    with pytest.raises(BadRequest, match=r"token '<\|image\|>', which the model lacks") as caught:
+        tokenizer.encode("a<|image|>b", False, 10, param="messages")
+    assert caught.value.param == "messages"
+
+
 def test_nul_is_text() -> None:
     ids = TOKENIZER.encode("nul \0", True, 100)
     assert len(ids) == 5

@@ -139,12 +139,58 @@ def test_options_of_single_services_are_not_inherited(monkeypatch: pytest.Monkey
     assert (environment["TIDESERVE_CACHE"], environment["A"]) == ("/c", "b")
 
 
-def test_a_process_starts_without_its_log(tmp_path: Path) -> None:
-    log_path = tmp_path / "missing" / "x.log"
-    code = f"print('lost'); open({str(tmp_path / 'x.log')!r}, 'w').write('started')"
-    program = Program("x", [sys.executable, "-c", code], log_path, tmp_path, {}, 1.0)
+def started_again(folder: Path, code: str) -> ServiceProcess:
+    """A process whose log is opened at its first start, when its folder has another name."""
+    logs, moved = folder / "logs", folder / "moved"
+    logs.mkdir()
+    program = Program(
+        "x", [sys.executable, "-c", code], logs / "x.log", folder, child_environment({}), 1.0
+    )
     process = ServiceProcess(program)
     process.start()
+    wait(process)
+    logs.rename(moved)
+    return process
+
+
+def test_a_log_that_cannot_be_opened_again_goes_on(tmp_path: Path) -> None:
+    process = started_again(tmp_path, "print('line')")
+    process.start()
     assert wait(process) == 0
-    assert wait_for_output(tmp_path) == ["started"]
+    assert (tmp_path / "moved" / "x.log").read_text() == "line\nline\n"
     assert process.last_lines(1) == []
+    (tmp_path / "moved").rename(tmp_path / "logs")
+    process.start()
+    assert wait(process) == 0
+    assert process.last_lines(5) == ["line"]
+    process.close()
+
+
+LOST = """
+import logging
+from pathlib import Path
+from services.common.logging import set_up_logging, stats
+set_up_logging()
+logging.warning("line")
+Path("lost").write_text(str(stats.lost_lines))
+"""
+
+
+def test_lines_without_a_log_count_as_lost_until_it_can_be_opened(tmp_path: Path) -> None:
+    process = started_again(tmp_path, LOST)
+    (tmp_path / "moved" / "x.log").unlink()
+    process.start()
+    assert wait(process) == 0
+    assert (tmp_path / "lost").read_text() == "1"
+    (tmp_path / "logs").mkdir()
+    process.start()
+    assert wait(process) == 0
+    assert (tmp_path / "lost").read_text() == "0"
+    assert len(process.last_lines(5)) == 1
+    process.close()
+
+
+def test_a_process_needs_its_log_at_first(tmp_path: Path) -> None:
+    program = Program("x", ["/bin/true"], tmp_path / "missing" / "x.log", tmp_path, {}, 1.0)
+    with pytest.raises(FileNotFoundError):
+        ServiceProcess(program)
