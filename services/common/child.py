@@ -13,13 +13,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-
 _PLAIN_NAMES = ("PATH", "LANG", "TZ", "TMPDIR")
 _PLAIN_PREFIXES = ("PYTHON", "LC_", "LD_")
 
 
 def plain_environment() -> dict[str, str]:
-    """The variables of the environment that Python needs: none of this process's settings or keys."""
+    """The variables of the environment that Python needs, without settings and keys."""
     return {
         name: value
         for name, value in os.environ.items()

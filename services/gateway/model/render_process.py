@@ -22,15 +22,17 @@ from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.vocabulary.errors import BadRequest
 
 
-class Limits(NamedTuple):
+class RenderLimits(NamedTuple):
     """Limits of a rendering; processor time does not depend on the load of the machine."""
 
     cpu_s: float
     wall_s: float
 
 
-SHORT = Limits(0.05, 2.0)
-LONG = Limits(1.0, 8.0)
+SHORT = RenderLimits(0.05, 2.0)
+"""Most chats take less than a millisecond."""
+LONG = RenderLimits(1.0, 8.0)
+"""Of a chat that exceeded `SHORT`."""
 MEMORY_MAX_BYTES = 2**28
 """Memory that a rendering may allocate; the largest body takes about a third of it."""
 TEXT = b"\0"
@@ -65,7 +67,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit_memory(MEMORY_MAX_BYTES)
         # All renderers inherit the compiled template.
-        serve = partial(_serve, source, ChatTemplate(**setup["template"]), Limits(*setup["limits"]))
+        template, limits = ChatTemplate(**setup["template"]), RenderLimits(*setup["limits"])
+        serve = partial(_serve, source, template, limits)
         while (response := _ENDED.get(code := _run_renderer(serve))) is not None:
             _send(encode_bytes(response))
     # As in a shell: the gateway logs by which signal a renderer ended.
@@ -87,7 +90,7 @@ def _run_renderer(serve: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _serve(source: RawIOBase, template: ChatTemplate, limits: Limits) -> None:
+def _serve(source: RawIOBase, template: ChatTemplate, limits: RenderLimits) -> None:
     while (request := read_message(source)) is not None:
         # This process ends if it exceeds a limit of time.
         signal.setitimer(signal.ITIMER_REAL, limits.wall_s)

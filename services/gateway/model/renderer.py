@@ -17,7 +17,7 @@ from typing import Any
 from services.common.message_pipes import MessagePipes
 from services.common.messages import encode_message
 from services.common.timeouts import timeout
-from services.gateway.model.render_process import LONG, SHORT, TEXT, TOO_LONG, Limits
+from services.gateway.model.render_process import LONG, SHORT, TEXT, TOO_LONG, RenderLimits
 from services.gateway.structure.checker import FairSemaphore
 from services.gateway.vocabulary.errors import (
     BadRequest,
@@ -112,12 +112,14 @@ class _Renderers:
     """A process, replaced when it ends, and the clients that wait for it."""
 
     def __init__(
-        self, setup: Mapping[str, Any], limits: Limits, sent_max: int, client_max: int
+        self, setup: Mapping[str, Any], limits: RenderLimits, sent_max: int, client_max: int
     ) -> None:
         """`sent_max`, `client_max`: requests that the process has, in all and of a client."""
         self._setup_message = encode_message({"limits": limits, "template": setup})
         self._stuck_s = limits.wall_s + STUCK_S
-        self._semaphore = FairSemaphore(sent_max, client_max, WAITING_MAX, "chats are being rendered")
+        self._semaphore = FairSemaphore(
+            sent_max, client_max, WAITING_MAX, "chats are being rendered"
+        )
         self._process: _RenderProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._closed = False
