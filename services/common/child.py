@@ -13,6 +13,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+_PLAIN_NAMES = ("PATH", "LANG", "TZ", "TMPDIR")
+_PLAIN_PREFIXES = ("PYTHON", "LC_", "LD_")
+
+
+def plain_environment() -> dict[str, str]:
+    """The variables of the environment that Python needs, without settings and keys."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PLAIN_NAMES or name.startswith(_PLAIN_PREFIXES)
+    }
+
 
 class Child:
     """A child process. Create it within an event loop, and end it with `kill`."""

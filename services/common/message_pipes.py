@@ -3,45 +3,67 @@
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 
-from services.common.child import Child
+from services.common.child import Child, plain_environment
 from services.common.messages import LENGTH
 
 
-class MessagePipes:
-    """A child process and the pipes to it. The creator calls `kill` and `wait`."""
+class MessagePipes(asyncio.Protocol):
+    """A child process and the pipes to it. The creator calls `end`."""
 
-    def __init__(
-        self, process: Child, input_pipe: asyncio.WriteTransport, output: asyncio.StreamReader
-    ) -> None:
+    def __init__(self, process: Child) -> None:
         """Use `start`."""
         self.process = process
-        self._input, self._output = input_pipe, output
+        self.receive: Callable[[bytes], None] = lambda _: None
+        """Called with each message from the process. Set it before the first `send`."""
+        self._input: asyncio.WriteTransport | None = None
+        self._buffer = bytearray()
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, module: str) -> "MessagePipes":
-        """Run `module` as a child process. Raises OSError if it cannot be started."""
-        process = Child((sys.executable, "-m", module), output=True, new_session=True, quiet=True)
-        loop, output = asyncio.get_running_loop(), asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), process.output)
-        input_pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.input)
-        return cls(process, input_pipe, output)
+        """Run `module` as a child process, without settings and keys in its environment.
+
+        Raises:
+            OSError: if it cannot be started.
+        """
+        command = (sys.executable, "-m", module)
+        environment = plain_environment()
+        process = Child(command, env=environment, output=True, new_session=True, quiet=True)
+        loop, pipes = asyncio.get_running_loop(), cls(process)
+        await loop.connect_read_pipe(lambda: pipes, process.output)
+        pipes._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.input)
+        return pipes
 
     def send(self, data: bytes) -> None:
         """Write an encoded message; no effect once the process has ended."""
+        assert self._input is not None
         # uvloop raises RuntimeError for a pipe whose other end is closed.
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._input.write(data)
 
-    async def receive(self) -> bytes | None:
-        """Read the next message; None once the process has closed its output."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            head = await self._output.readexactly(LENGTH.size)
-            return await self._output.readexactly(LENGTH.unpack(head)[0])
-        return None
-
     async def end(self) -> int:
-        """Kill the process and return its exit code."""
+        """Wait until the process has closed its output; kill it and return its exit code."""
+        await asyncio.shield(self._closed)
         self.process.kill()
-        self._input.close()
+        if self._input is not None:
+            self._input.close()
         return await self.process.wait()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        begin = 0
+        while len(buffer) - begin >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(buffer, begin)
+            end = begin + LENGTH.size + size
+            if len(buffer) < end:
+                break
+            self.receive(bytes(memoryview(buffer)[begin + LENGTH.size : end]))
+            begin = end
+        del buffer[:begin]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)

@@ -236,3 +236,13 @@ async def test_special_tokens_of_users_are_text_where_that_is_set(case: Case) ->
     # The prompt of a completion is the client's own.
     await case.complete(prompt=TOKENS, max_tokens=1)
     assert turns_and_text() == (1, True)
+
+
+QUOTING = "{{ raise_exception('no ' ~ messages[0].content) }}"
+
+
+@pytest.mark.gateway(user_special_tokens=False, template=QUOTING)
+async def test_a_refusal_quotes_special_tokens_as_they_are(case: Case) -> None:
+    answer = await case.chat(messages=[{"role": "user", "content": "a<|im_end|>b"}])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("refuses these messages: no a<|im_end|>b")

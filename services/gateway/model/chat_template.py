@@ -25,6 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 _MOVED = (
     "the chat template permits system messages at the beginning only; later ones were moved there"
 )
+REASON_CHARS_MAX = 300
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
     *(AttributeError, ArithmeticError, RecursionError),
@@ -44,8 +45,14 @@ class _Generation(Extension):
 class ChatTemplate:
     """A compiled chat template, and the special tokens that are variables of the template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ConfigError if the template does not compile."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], hidden: str | None = None
+    ) -> None:
+        """`hidden`: a text in messages that errors must not contain.
+
+        Raises:
+            ConfigError: if the template does not compile.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -61,6 +68,9 @@ class ChatTemplate:
                 f"the model's chat template does not compile: {error}; correct the template"
             ) from error
         self._special_tokens = dict(special_tokens)
+        # The mark consists of digits, which no template removes or changes.
+        self._mark = f"{secrets.randbits(64):020}"
+        self._hidden = [text for text in (hidden, self._mark) if text]
 
     def render(
         self,
@@ -105,8 +115,16 @@ class ChatTemplate:
                     warn(_MOVED)
                 return text
             raise BadRequest(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {self._reason(error)}",
+                param="messages",
             ) from error
+
+    def _reason(self, error: Exception) -> str:
+        """The text of an error, which may quote messages."""
+        reason = str(error)
+        for text in self._hidden:
+            reason = reason.replace(text, "")
+        return reason if len(reason) <= REASON_CHARS_MAX else f"{reason[:REASON_CHARS_MAX]}…"
 
     def _rendered(self, messages: Messages, context: Mapping[str, Any]) -> str:
         return self._template.render(
@@ -122,17 +140,16 @@ class ChatTemplate:
         *earlier, last = messages
         content = last["content"]
         visible = content.rstrip()
-        # The content may occur anywhere in the prompt, so mark its end. The mark consists of
-        # letters, which no template removes.
-        mark = f"end{secrets.token_hex(8)}"
-        marked = [*earlier, {**last, "content": visible + mark}]
-        head, found, tail = self._rendered(marked, context).rpartition(mark)
-        if not found:
+        # The content may occur anywhere in the prompt, and several times, so mark its end.
+        marked = [*earlier, {**last, "content": visible + self._mark}]
+        head, mark, tail = self._rendered(marked, context).rpartition(self._mark)
+        if not mark:
             raise BadRequest(
                 "the last message cannot be continued, because the template omits it; send"
                 " 'continue_final_message': false",
                 param="continue_final_message",
             )
+        head = head.replace(mark, "")
         if content == visible:
             return head
         # The template may trim whitespace at the end: keep what it keeps.

@@ -7,6 +7,7 @@ its response to the last, so no other request is lost with it, and responses hav
 requests. This process ends with its parent, which closes its standard input.
 """
 
+import json
 import os
 import resource
 import signal
@@ -14,15 +15,24 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from io import RawIOBase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from services.common.messages import encode_bytes, encode_message, limit_memory, read_message
 from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.vocabulary.errors import BadRequest
 
-CPU_MAX_S = 1.0
-"""Processor time of a rendering, which does not depend on the load of the machine."""
-WALL_MAX_S = 8.0
+
+class RenderLimits(NamedTuple):
+    """Limits of a rendering; processor time does not depend on the load of the machine."""
+
+    cpu_s: float
+    wall_s: float
+
+
+SHORT = RenderLimits(0.05, 2.0)
+"""Most chats take less than a millisecond."""
+LONG = RenderLimits(1.0, 8.0)
+"""Of a chat that exceeded `SHORT`."""
 MEMORY_MAX_BYTES = 2**28
 """Memory that a rendering may allocate; the largest body takes about a third of it."""
 TEXT = b"\0"
@@ -30,15 +40,22 @@ TEXT = b"\0"
 
 A warning in ASCII, which may be empty, this byte again, and the text of the prompt in UTF-8 follow.
 """
-ENDED: Mapping[int, str] = {
-    -signal.SIGPROF: "takes too long",
-    -signal.SIGALRM: "takes too long",
-    -signal.SIGABRT: "takes too much memory, or crashes",
-    -signal.SIGSEGV: "crashes",
-}
-"""Meaning of the exit codes of a renderer that exceeds a limit, or whose request crashes it."""
 
-T = TypeVar("T")
+
+def _failure(reason: str) -> bytes:
+    return json.dumps({"failed": reason}).encode()
+
+
+TOO_LONG = _failure("takes too long")
+"""Response to a request that exceeds a limit of time."""
+_TOO_LARGE = _failure("takes too much memory")
+_ENDED: Mapping[int, bytes] = {
+    -signal.SIGPROF: TOO_LONG,
+    -signal.SIGALRM: TOO_LONG,
+    -signal.SIGABRT: _failure("takes too much memory, or crashes"),
+    -signal.SIGSEGV: _failure("crashes"),
+}
+"""Responses by exit code of a renderer that exceeds a limit, or whose request crashes it."""
 
 
 def main() -> None:
@@ -51,11 +68,17 @@ def main() -> None:
             return
         # A renderer that is ended must not spend time on a core dump.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        while (ended := ENDED.get(_run_renderer(source, setup))) is not None:
-            _send(encode_message({"failed": ended}))
+        limit_memory(MEMORY_MAX_BYTES)
+        # All renderers inherit the compiled template.
+        template, limits = ChatTemplate(**setup["template"]), RenderLimits(*setup["limits"])
+        serve = partial(_serve, source, template, limits)
+        while (response := _ENDED.get(code := _run_renderer(serve))) is not None:
+            _send(encode_bytes(response))
+    # As in a shell: the gateway logs by which signal a renderer ended.
+    sys.exit(code if code >= 0 else 128 - code)
 
 
-def _run_renderer(source: RawIOBase, setup: Mapping[str, Any]) -> int:
+def _run_renderer(serve: Callable[[], None]) -> int:
     """Fork a renderer and wait for its end; return its exit code. The fork exits here."""
     pid = os.fork()
     if pid:
@@ -64,29 +87,21 @@ def _run_renderer(source: RawIOBase, setup: Mapping[str, Any]) -> int:
     code = 1
     # The fork must exit after any exception, and never return into the caller's loop.
     try:
-        _serve(source, setup)
+        serve()
         code = 0
     finally:
         os._exit(code)
 
 
-def _serve(source: RawIOBase, setup: Mapping[str, Any]) -> None:
-    template: ChatTemplate | None = None
-    limit_memory(MEMORY_MAX_BYTES)
+def _serve(source: RawIOBase, template: ChatTemplate, limits: RenderLimits) -> None:
     while (request := read_message(source)) is not None:
-        if template is None:
-            template = _limited(partial(ChatTemplate, **setup))
-        _send(_limited(partial(_response, template, **request)))
-
-
-def _limited(function: Callable[[], T]) -> T:
-    """Run `function`; this process ends if it exceeds a limit of time."""
-    signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
-    signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
-    result = function()
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return result
+        # This process ends if it exceeds a limit of time.
+        signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+        response = _response(template, **request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(response)
 
 
 def _response(template: ChatTemplate, bytes_max: int, fields: Mapping[str, Any]) -> bytes:
@@ -95,13 +110,13 @@ def _response(template: ChatTemplate, bytes_max: int, fields: Mapping[str, Any])
     try:
         # Tool calls may have lone surrogates, which the gateway refuses.
         text = template.render(**fields, warn=warnings.append).encode("utf-8", "surrogatepass")
+        if len(text) > bytes_max:
+            return encode_message({"bytes": len(text)})
+        return encode_bytes(TEXT + "".join(warnings).encode() + TEXT + text)
     except BadRequest as error:
         return encode_message({"refused": error.message, "param": error.param})
     except MemoryError:
-        return encode_message({"failed": "takes too much memory"})
-    if len(text) > bytes_max:
-        return encode_message({"bytes": len(text)})
-    return encode_bytes(TEXT + "".join(warnings).encode() + TEXT + text)
+        return encode_bytes(_TOO_LARGE)
 
 
 def _send(data: bytes) -> None:

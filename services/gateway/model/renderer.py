@@ -1,19 +1,23 @@
-"""Renders chat templates in a separate process (render_process.py).
+"""Renders chat templates in separate processes (render_process.py).
 
-Clients share the process fairly: a client that sends many long chats delays only its own requests.
+Chats are sent to the first process ahead of its responses, as a chat takes less time to render than
+an iteration of the event loop. A chat that exceeds the first process's short limit is rendered by a
+second process with a long limit, so chats on which a template loops do not delay others. In both,
+clients take turns.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.common.message_pipes import MessagePipes
 from services.common.messages import encode_message
 from services.common.timeouts import timeout
-from services.gateway.model.render_process import TEXT
+from services.gateway.model.render_process import LONG, SHORT, TEXT, TOO_LONG, RenderLimits
 from services.gateway.structure.checker import FairSemaphore
 from services.gateway.vocabulary.errors import (
     BadRequest,
@@ -26,11 +30,16 @@ log = logging.getLogger(__name__)
 
 _MODULE = "services.gateway.model.render_process"
 RENDER_TIMEOUT_S = 10.0
-"""Time limit for queueing, process start and rendering together."""
+"""Time limit for queueing, process starts and rendering together."""
 START_DELAY_S = 1.0
 """Delay of the process's start, so that it does not slow the start of the gateway."""
+SENT_MAX = 16
+"""Requests that the first process has, of which it renders one."""
+CLIENT_SENT_MAX = 8
 WAITING_MAX = 2**20
 """Waiting requests of a client; `inflight_max` bounds the requests of all clients."""
+STUCK_S = 2.0
+"""Time beyond the process's own limit after which a process that does not respond is killed."""
 
 
 class PromptTooLong(Exception):
@@ -42,17 +51,18 @@ class PromptTooLong(Exception):
 
 
 class TemplateRenderer:
-    """Owns the process, which starts with the first request. The creator calls `close`."""
+    """Owns the processes, which start with the first request. The creator calls `close`."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: variables of the template."""
-        self._setup_message = encode_message({"source": source, "special_tokens": special_tokens})
-        self._process: _RenderProcess | None = None
-        # A single slot: the process serves its requests in order.
-        self._semaphore = FairSemaphore(1, 1, WAITING_MAX, "chats are being rendered")
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], hidden: str | None = None
+    ) -> None:
+        """`special_tokens`: variables of the template. `hidden`: see `ChatTemplate`."""
+        setup = {"source": source, "special_tokens": special_tokens, "hidden": hidden}
+        self._short = _Renderers(setup, SHORT, SENT_MAX, CLIENT_SENT_MAX)
+        self._long = _Renderers(setup, LONG, 1, 1)
 
     async def run(self, delay_s: float = START_DELAY_S) -> None:
-        """Start the process after `delay_s`, ahead of the first request; end it when cancelled."""
+        """Start a process after `delay_s`, ahead of the first request; end all when cancelled."""
         try:
             await asyncio.sleep(delay_s)
             request = render_request({"messages": [{"role": "user", "content": ""}]}, 0)
@@ -73,17 +83,13 @@ class TemplateRenderer:
             BadRequest: if the template refuses the messages, or takes too much time or memory.
             PromptTooLong: if the text has more than `bytes_max` bytes.
             QueueFull: if the text is not rendered within `RENDER_TIMEOUT_S`.
-            ServiceUnavailable: if the process cannot be started or fails.
+            ServiceUnavailable: if a process cannot be started or fails.
         """
         try:
-            async with timeout(RENDER_TIMEOUT_S), self._semaphore.slot(limit_key) as slot:
-                # A cancelled caller returns at once; its slot is held until its work is done.
-                if self._process is None or not self._process.usable:
-                    slot.work = asyncio.ensure_future(self._start())
-                    await asyncio.shield(slot.work)
-                assert self._process is not None
-                slot.work = self._process.submit(request)
-                response: bytes = await asyncio.shield(slot.work)
+            async with timeout(RENDER_TIMEOUT_S):
+                response = await self._short.response(request, limit_key)
+                if response == TOO_LONG:
+                    response = await self._long.response(request, limit_key)
         except TimeoutError:
             raise QueueFull("too many chats are being rendered; try again") from None
         if response.startswith(TEXT):
@@ -102,71 +108,131 @@ class TemplateRenderer:
             raise PromptTooLong(size_bytes)
         raise BadRequest(result["refused"], param=result["param"])
 
-    async def _start(self) -> None:
-        self._process = await _RenderProcess.start(self._setup_message)
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(self._short.close(), self._long.close())
+
+
+class _Renderers:
+    """A process, replaced when it ends, and the clients that wait for it."""
+
+    def __init__(
+        self, setup: Mapping[str, Any], limits: RenderLimits, sent_max: int, client_max: int
+    ) -> None:
+        """`sent_max`, `client_max`: requests that the process has, in all and of a client."""
+        self._setup_message = encode_message({"limits": limits, "template": setup})
+        self._stuck_s = limits.wall_s + STUCK_S
+        self._semaphore = FairSemaphore(
+            sent_max, client_max, WAITING_MAX, "chats are being rendered"
+        )
+        self._process: _RenderProcess | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def response(self, request: bytes, limit_key: str) -> bytes:
+        """Return the process's response to `request`. Raises QueueFull, ServiceUnavailable."""
+        async with self._semaphore.slot(limit_key) as slot:
+            for last_try in (False, True):
+                process = await self._usable_process()
+                # A cancelled caller returns at once; its slot is held until its work is done.
+                slot.work = work = process.submit(request)
+                try:
+                    return await asyncio.shield(work)
+                except ServiceUnavailable:
+                    # Rendering has no effects, so it may be repeated.
+                    if last_try or self._closed:
+                        raise
+        raise AssertionError("unreachable")
 
     async def close(self) -> None:
         """End the process."""
+        self._closed = True
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
         if self._process is not None:
             await self._process.close()
 
+    async def _usable_process(self) -> "_RenderProcess":
+        if self._process is None or not self._process.usable:
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.create_task(self._start())
+            # Other callers may wait for the same start.
+            await asyncio.shield(self._starting)
+        assert self._process is not None
+        return self._process
 
-class _RenderProcess:
-    """Connection to one process, until the process ends; it serves one request at a time."""
-
-    def __init__(self, pipes: MessagePipes, setup_message: bytes) -> None:
-        """Use `start`."""
-        self._pipes = pipes
-        self._response: asyncio.Future[bytes] | None = None
-        self._closing = False
-        pipes.send(setup_message)
-        self._reading = asyncio.create_task(self._read_responses())
-
-    @classmethod
-    async def start(cls, setup_message: bytes) -> "_RenderProcess":
-        """Start a process. Raises ServiceUnavailable."""
+    async def _start(self) -> None:
         try:
-            return cls(await MessagePipes.start(_MODULE), setup_message)
+            pipes = await MessagePipes.start(_MODULE)
         except OSError as error:
             raise ServiceUnavailable(
                 f"the process that renders chats cannot be started ({error.strerror}); try again"
             ) from error
+        self._process = _RenderProcess(pipes, self._setup_message, self._stuck_s)
+
+
+class _RenderProcess:
+    """Connection to one process, until the process ends; it responds in order of the requests."""
+
+    def __init__(self, pipes: MessagePipes, setup_message: bytes, stuck_s: float) -> None:
+        """`stuck_s`: the process is killed if a response after the first takes longer."""
+        self._pipes = pipes
+        self._stuck_s = stuck_s
+        # The first response comes after the start of the process.
+        self._response_s = RENDER_TIMEOUT_S
+        self._stuck: asyncio.TimerHandle | None = None
+        # Responses that are awaited, in order of the requests.
+        self._pending = deque[asyncio.Future[bytes]]()
+        self._closing = False
+        pipes.receive = self._receive_response
+        pipes.send(setup_message)
+        self._ending = asyncio.create_task(self._wait_end())
 
     @property
     def usable(self) -> bool:
         """Whether the process still runs."""
-        return not self._reading.done() and self._pipes.process.returncode is None
+        return not self._ending.done() and self._pipes.process.returncode is None
 
     def submit(self, request: bytes) -> asyncio.Future[bytes]:
         """Send a request; return its response, or ServiceUnavailable if the process ends first."""
-        loop = asyncio.get_running_loop()
-        self._response = response = loop.create_future()
-        stuck = loop.call_later(RENDER_TIMEOUT_S, self._pipes.process.kill)
-        response.add_done_callback(lambda _: stuck.cancel())
+        response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending.append(response)
+        if len(self._pending) == 1:
+            self._set_timer()
         self._pipes.send(request)
         return response
 
     async def close(self) -> None:
-        """Kill the process and fail its request."""
+        """Kill the process and fail its requests."""
         self._closing = True
         self._pipes.process.kill()
-        await self._reading
+        await self._ending
 
-    async def _read_responses(self) -> None:
-        while (message := await self._pipes.receive()) is not None:
-            if self._response is not None and not self._response.done():
-                self._response.set_result(message)
+    def _receive_response(self, message: bytes) -> None:
+        self._pending.popleft().set_result(message)
+        self._response_s = self._stuck_s
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Limit the time of the first pending request, which the process renders."""
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+        if self._pending:
+            loop = asyncio.get_running_loop()
+            self._stuck = loop.call_later(self._response_s, self._pipes.process.kill)
+
+    async def _wait_end(self) -> None:
         code = await self._pipes.end()
         if not self._closing:
             log.warning("the process that renders chats ended with code %d", code)
-        if self._response is not None and not self._response.done():
-            self._response.set_exception(
-                ServiceUnavailable(
-                    f"the process that renders chats ended with code {code}; try again"
-                )
-            )
+        error = f"the process that renders chats ended with code {code}; try again"
+        while self._pending:
+            response = self._pending.popleft()
+            response.set_exception(ServiceUnavailable(error))
             # Mark the exception as retrieved, or asyncio logs it if the caller was cancelled.
-            self._response.exception()
+            response.exception()
+        self._set_timer()
 
 
 def render_request(fields: Mapping[str, Any], bytes_max: int) -> bytes:

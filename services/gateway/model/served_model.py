@@ -84,10 +84,11 @@ def load_model(
     context_tokens = _size(model_dir, config, "max_position_embeddings", CONTEXT_TOKENS_MAX)
     chat, renderer = None, None
     if (template := load_template(model_dir)) is not None:
-        renderer = TemplateRenderer(template.source, template.special_tokens)
         formats, tokens = (tool_format, reasoning_format), tokenizer.added_tokens
         cuts = None if user_tokens else tokenizer.token_cuts()
         chat = ChatModel(template.source, variables, tokens, *formats, cuts=cuts)
+        hidden = cuts.mark if cuts is not None else None
+        renderer = TemplateRenderer(template.source, template.special_tokens, hidden=hidden)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from services.common.child import plain_environment
 from services.common.errors import ConfigError
 from services.common.messages import limit_memory, limit_soft
 from services.gateway.model.chat_template import ChatTemplate
@@ -49,7 +50,12 @@ def try_model(model_dir: Path) -> frozenset[str]:
     command = (sys.executable, "-m", __name__, str(model_dir))
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=WALL_MAX_S, check=False
+            command,
+            env=plain_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=WALL_MAX_S,
+            check=False,
         )
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:

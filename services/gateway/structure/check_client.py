@@ -38,9 +38,10 @@ class CheckClient:
         self._numbers = itertools.count()
         # Results that are awaited, by number of the check.
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        pipes.receive = self._receive_result
         pipes.send(setup_message)
         self._closing = False
-        self._reading = asyncio.create_task(self._read_results())
+        self._ending = asyncio.create_task(self._wait_end())
 
     @classmethod
     async def start(cls, setup_message: bytes) -> "CheckClient":
@@ -56,7 +57,7 @@ class CheckClient:
     @property
     def usable(self) -> bool:
         """Whether the process still runs."""
-        return not self._reading.done()
+        return not self._ending.done()
 
     def submit(self, grammars: Sequence[Grammar]) -> RunningCheck:
         """Send grammars to the process, which starts their check at once."""
@@ -78,14 +79,15 @@ class CheckClient:
         """Kill the process and fail its checks."""
         self._closing = True
         self._pipes.process.kill()
-        await self._reading
+        await self._ending
 
-    async def _read_results(self) -> None:
-        while (body := await self._pipes.receive()) is not None:
-            result = json.loads(body)
-            pending = self._pending.pop(result["number"])
-            if not pending.done():
-                pending.set_result(result)
+    def _receive_result(self, body: bytes) -> None:
+        result = json.loads(body)
+        pending = self._pending.pop(result["number"])
+        if not pending.done():
+            pending.set_result(result)
+
+    async def _wait_end(self) -> None:
         code = await self._pipes.end()
         if not self._closing:
             log.warning("the process that checks grammars ended with code %d", code)

@@ -74,6 +74,7 @@ CONTINUED: dict[str, tuple[str, Callable[[str], str]]] = {
     "newlines": ("{{ m.content.strip('\n') }}", lambda text: text.strip("\n")),
     "thoughts": ("{{ m.content.split('</think>')[-1] }}", lambda text: text.split("</think>")[-1]),
     "json": ("{{ m.content | tojson }}", lambda text: json.dumps(text, ensure_ascii=False)[:-1]),
+    "upper": ("{{ m.content | upper }}", str.upper),
     "space": ("{{ ' ' + m.content + ' ' }}", lambda text: f" {text}"),
 }
 """How a template writes contents, and what of a last content comes before the end."""
@@ -104,6 +105,24 @@ def test_an_empty_message_is_continued_even_if_the_template_omits_it() -> None:
     prompt = ChatTemplate(source, {}).render(messages, continue_final_message=True)
 
     assert prompt == "<user>a <b> & 'c';<assistant>"
+
+
+def test_a_continued_message_may_occur_twice() -> None:
+    source = "{% for m in messages %}{{ messages[-1].content }}|{{ m.content }};{% endfor %}"
+    messages = [*MESSAGES, {"role": "assistant", "content": "so"}]
+
+    prompt = ChatTemplate(source, {}).render(messages, continue_final_message=True)
+
+    assert prompt == "so|a <b> & 'c';so|so"
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_refusal_that_quotes_messages_quotes_no_marks(continued: bool) -> None:
+    source = "{{ raise_exception('no ' ~ messages[-1].content ~ '!') }}"
+    messages = [{"role": "user", "content": "<12345|end|>"}]
+    with pytest.raises(BadRequest) as caught:
+        ChatTemplate(source, {}, hidden="12345").render(messages, continue_final_message=continued)
+    assert caught.value.message.endswith(": no <|end|>!")
 
 
 def test_a_message_that_the_template_omits_cannot_be_continued() -> None:

@@ -119,3 +119,19 @@ def test_hard_limits_of_the_process_stay(tmp_path: Path) -> None:
     )
     done = subprocess.run((sys.executable, "-c", code, folder), capture_output=True, check=True)
     assert b"messages" in done.stdout
+
+
+def test_the_trial_has_no_keys_in_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDESERVE__API_KEYS", "secret")
+    environment = tmp_path / "environment"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nenv > {environment}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    try_model(write_model_folder(tmp_path / "model"))
+
+    assert "PATH=" in environment.read_text()
+    assert "TIDESERVE" not in environment.read_text()

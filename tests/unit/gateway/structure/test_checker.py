@@ -291,7 +291,7 @@ async def test_a_process_that_has_ended_is_not_killed_again(
 ) -> None:
     client = await running(checker)
     os.kill(client._pipes.process.pid, signal.SIGKILL)
-    await client._reading
+    await client._ending
     killed = list[int]()
     monkeypatch.setattr(os, "killpg", lambda pid, _: killed.append(pid))
     await checker.close()
@@ -420,9 +420,11 @@ class Broken(asyncio.WriteTransport):
 
 
 async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no_more() -> None:
-    process, output = Child(("true",), new_session=True), asyncio.StreamReader()
-    output.feed_eof()
-    client = CheckClient(MessagePipes(process, Broken(), output), b"greeting")
+    process = Child(("true",), new_session=True)
+    pipes = MessagePipes(process)
+    pipes._input = Broken()
+    pipes.connection_lost(None)
+    client = CheckClient(pipes, b"greeting")
     with pytest.raises(ServiceUnavailable, match="ended"):
         await client.submit([Grammar(GrammarKind.REGEX, "a")]).result
     assert not client.usable
