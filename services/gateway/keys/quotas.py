@@ -47,8 +47,8 @@ class QuotaMetrics:
         )
         self._refusals = counter(
             "tideserve_gateway_quota_refusals",
-            "Requests refused because the key owner had exhausted a limit: requests, tokens or"
-            " concurrent.",
+            "Requests refused or ended early because the key owner had exhausted a limit: requests,"
+            " tokens or concurrent.",
             ["owner", "limit"],
         )
         self._limited: set[OwnerLimit] = set()
@@ -192,7 +192,7 @@ class QuotaLease:
         self._output_tokens = 0
         # Output tokens from which the quota must be asked.
         self._granted_tokens = 0
-        # Ends the request; None after it did.
+        # Ends the request; None before it has a reservation and after it has ended.
         self._end: Callable[[OverQuota], None] | None = None
 
     def reserve(
@@ -231,7 +231,7 @@ class QuotaLease:
         Charges nothing if a server fault prevented any output.
         """
         if not self._settled:
-            self._settled = True
+            self._settled, self._end = True, None
             served = self._output_tokens > 0 or not server_fault
             self._quotas.settle(self._owner, self._use, self._reserved, self._output_tokens, served)
 
