@@ -92,6 +92,7 @@ def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
             demand.running,
             demand.requests_spilt,
             demand.tokens_spilt,
+            demand.minute_tokens,
         )
     )
 

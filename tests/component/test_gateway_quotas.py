@@ -369,7 +369,35 @@ async def test_outputs_that_run_at_once_keep_the_limit(case: Case, keys: Path, a
         await eventually(lambda: len(worker.active) / outputs + len(outcomes) == 12)
         assert not any(outcomes)
         worker.go.set()
-    assert 2 <= sum(outcomes) <= 5
+    assert sum(outcomes) <= 5
     used = await metric(case, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens")
     assert used is not None and before is not None
     assert 400 < used - before <= 1.1 * limit
+
+
+async def test_an_output_beyond_the_minute_ends_with_an_error(case: Case, keys: Path) -> None:
+    """Short outputs first, so that eight long ones are admitted."""
+    alice = await door(case, keys, "alice", tokens_per_minute=1000)
+    for _ in range(30):
+        assert (await alice.complete()).is_success
+    name, labels = "tideserve_gateway_quota_refusals_total", {"owner": "alice", "limit": "tokens"}
+    worker = case.paused(1)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(alice.complete(max_tokens=5))
+        await eventually(lambda: len(worker.active) == 1)
+        second = tasks.create_task(read_stream(alice, max_tokens=240, n=8))
+        await eventually(lambda: len(worker.active) == 9)
+        worker.go.set()
+    assert first.result().is_success
+    text = second.result()
+    assert "this output ended early" in text and '"code":"rate_limit_exceeded"' in text
+    assert "[DONE]" not in text
+    assert await metric(case, name, **labels) == 1
+    await eventually(lambda: not worker.active)
+
+
+async def read_stream(door: Door, **fields: Any) -> str:
+    """The text of a streamed completion."""
+    answer = await door.complete(stream=True, **fields)
+    assert answer.is_success, answer.text
+    return answer.text

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from services.core.quota.limits import Exceeded, QuotaLimits
-from services.core.quota.owner_use import OwnerUse, Reservation
+from services.core.quota.owner_use import OwnerUse
 from services.core.quota.state import QuotaReport, QuotaState
 
 OWNER = "alice"
@@ -99,7 +99,7 @@ class Fleet:
             if isinstance(reserved, Exceeded):
                 amount = 0
             else:
-                assert reserved == Reservation(amount, 1, 0, amount)
+                assert reserved.charged == amount
                 use.settle(reserved, 0, True, self.now_s)
         use.leave(0.0)
         return amount

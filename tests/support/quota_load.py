@@ -15,17 +15,22 @@ from tests.support.clock import Clock
 
 TICK_S = 0.5
 MINUTE_S = 60.0
+PIECES_MAX = 50
+"""Most pieces of a request in a tick, to keep tests fast."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; each of its `choices` generates `length` of `length_max` tokens."""
+    """A request; each of its `choices` generates `length` of `length_max` tokens, of which
+    `piece` arrive at a time.
+    """
 
     prompt_tokens: int = 1
     choices: int = 1
     length_max: int = 1
     length: int = 1
     tokens_per_s: float = 100.0
+    piece: int = 40
 
 
 @dataclass(eq=False)
@@ -39,15 +44,28 @@ class RunningAsk:
     began_full: bool
     began_s: float
     output_tokens: int = 0
+    # The error with which the quota has ended it.
+    error: OverQuota | None = None
 
     def generate(self, now_s: float) -> int:
-        """Add the output until now; returns the new tokens."""
-        ask = self.ask
+        """Receive the output until now; returns the new tokens."""
+        ask, before = self.ask, self.output_tokens
         length = min(ask.length, int((now_s - self.began_s) * ask.tokens_per_s))
-        new = length * ask.choices - self.output_tokens
-        self.lease.add_output(new)
-        self.output_tokens += new
-        return new
+        new = length * ask.choices - before
+        piece = max(ask.piece, new // PIECES_MAX)
+        while new > 0 and self.lease.count_output(min(piece, new)):
+            self.output_tokens += min(piece, new)
+            new -= piece
+        return self.output_tokens - before
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or the quota has ended it."""
+        return self.error is not None or self.output_tokens == self.ask.length * self.ask.choices
+
+    def end(self, error: OverQuota) -> None:
+        """End it early."""
+        self.error = error
 
 
 @dataclass
@@ -58,6 +76,7 @@ class QuotaLoad:
     clock: Clock = field(default_factory=Clock)
     running: list[RunningAsk] = field(default_factory=list)
     used: list[tuple[float, RunningAsk, int]] = field(default_factory=list)
+    ended_early: list[RunningAsk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(QuotaMetrics(CollectorRegistry()), self.clock)
@@ -76,12 +95,15 @@ class QuotaLoad:
             try:
                 lease = stack.enter_context(self.quotas.entered(self.alice))
                 assert lease is not None
-                lease.reserve(ask.prompt_tokens, [ask.length_max] * ask.choices)
+                now_s = self.clock.now_s
+                request = RunningAsk(ask, lease, contextlib.ExitStack(), full, now_s)
+                lengths = [ask.length_max] * ask.choices
+                lease.reserve(ask.prompt_tokens, lengths, request.end)
             except OverQuota:
                 return False
-            now_s = self.clock.now_s
-            self.running.append(RunningAsk(ask, lease, stack.pop_all(), full, now_s))
-            self.used.append((now_s, self.running[-1], ask.prompt_tokens))
+            request.lifetime = stack.pop_all()
+            self.running.append(request)
+            self.used.append((now_s, request, ask.prompt_tokens))
         return True
 
     def flood(self, ask: Ask, most: int) -> int:
@@ -96,9 +118,10 @@ class QuotaLoad:
             for request in list(self.running):
                 if new := request.generate(self.clock.now_s):
                     self.used.append((self.clock.now_s, request, new))
-                if request.output_tokens == request.ask.length * request.ask.choices:
+                if request.over:
                     request.lifetime.close()
                     self.running.remove(request)
+                    self.ended_early += [request] if request.error else []
             self.quotas.state.report(self.clock.now_s)
 
     def finish(self) -> None:

@@ -36,7 +36,7 @@ class OwnerDemand:
     # Amounts that its token buckets could not hold, since the gateway's start (see SharedRate).
     requests_spilt: float = 0.0
     tokens_spilt: float = 0.0
-    # Most tokens of any minute from now on (see MinuteUse).
+    # Tokens used in the last minute, and those that running requests may use next.
     minute_tokens: float = 0.0
 
 

@@ -40,7 +40,7 @@ NO_LIMITS = QuotaLimits()
 class Exceeded:
     """Refusal: the request needs `asked` of `limit`; `remaining` of `maximum` are left.
 
-    `retry_after_s` None: the request can never fit.
+    `retry_after_s` None: the request can never fit. `running`: the request had started.
     """
 
     limit: Limit
@@ -48,6 +48,7 @@ class Exceeded:
     remaining: int
     asked: int
     retry_after_s: float | None
+    running: bool = False
 
 
 @dataclass(frozen=True, slots=True)

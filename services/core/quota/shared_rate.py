@@ -56,13 +56,13 @@ class SharedRate:
         """Fill the bucket up to now; returns its content, negative after an overdraft."""
         if self._at_s is None:
             self.share = self.slow_share = 1 / self.gateways
-            self._level, self._at_s = self._size(per_minute), now_s
+            self._level, self._at_s = self.size(per_minute), now_s
         length_s = max(0.0, now_s - self._at_s)
         # Keep what `give_back` returned beyond the size, but not a surplus of a larger former
         # limit.
-        surplus = max(0.0, self._level - self._size(per_minute))
+        surplus = max(0.0, self._level - self.size(per_minute))
         self._follow(per_minute, length_s, now_s)
-        size = self._size(per_minute)
+        size = self.size(per_minute)
         filled = self._level - surplus + self.share * per_minute / MINUTE_S * length_s
         self.spilt += max(0.0, filled - size)
         self._level, self._at_s = min(filled, size) + min(surplus, size), now_s
@@ -80,7 +80,7 @@ class SharedRate:
 
     def take_spilt(self, spilt: float, per_minute: float, now_s: float) -> None:
         """Add this gateway's share of the amount that others have spilt, up to the size."""
-        room = self._size(per_minute) - self.advance(per_minute, now_s)
+        room = self.size(per_minute) - self.advance(per_minute, now_s)
         self._level += max(0.0, min(room, spilt * self.share))
 
     def take(self, amount: float, per_minute: float, now_s: float) -> float | None:
@@ -96,7 +96,7 @@ class SharedRate:
 
     def wait_s(self, amount: float, per_minute: float, now_s: float) -> float:
         """Seconds until `amount` can be taken, at the current share."""
-        missing = min(amount, self._size(per_minute)) - self.advance(per_minute, now_s)
+        missing = min(amount, self.size(per_minute)) - self.advance(per_minute, now_s)
         return self._fill_s(missing, per_minute, now_s) if missing > _ROUNDING else 0.0
 
     def give_back(self, amount: float, per_minute: float, now_s: float) -> None:
@@ -106,7 +106,7 @@ class SharedRate:
 
     def reset_s(self, per_minute: float, now_s: float) -> float:
         """Seconds until the bucket is full."""
-        missing = self._size(per_minute) - self.advance(per_minute, now_s)
+        missing = self.size(per_minute) - self.advance(per_minute, now_s)
         return self._fill_s(missing, per_minute, now_s) if missing > 0 else 0.0
 
     def _fill_s(self, amount: float, per_minute: float, now_s: float) -> float:
@@ -140,7 +140,8 @@ class SharedRate:
         # equal share until its first report must have arrived here.
         return share if self.reports_sent > 1 else min(share, 1 / self.gateways)
 
-    def _size(self, per_minute: float) -> float:
+    def size(self, per_minute: float) -> float:
+        """Most that the bucket holds."""
         # At least `burst_min`, so that a small limit still admits a request of usual size.
         whole = max(BURST * per_minute, min(self.burst_min, per_minute))
         return max(whole * self.slow_share, self.unit)

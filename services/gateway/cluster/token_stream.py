@@ -94,8 +94,11 @@ class TokenStream:
             self.record.segments[-1].times = event.times
         if event.cached_tokens:
             self.record.cached_tokens = event.cached_tokens
-        self._journal.apply(event)
-        self._wake_reader()
+        new_tokens = self._journal.apply(event)
+        quota = self.record.quota
+        # Count tokens here, because the client may read them much later.
+        if quota is None or not new_tokens or quota.count_output(new_tokens):
+            self._wake_reader()
 
     def fail(self, error: GatewayError) -> None:
         """End the stream with an error, unless it has ended already."""

@@ -20,9 +20,6 @@ from services.gateway.vocabulary.errors import (
     ServiceUnavailable,
 )
 
-CHARGE_STEP = 32
-"""Output tokens of a running request after which its owner is charged again."""
-
 OwnerLimit = tuple[str, Limit]
 """An owner and one of its limits."""
 
@@ -50,8 +47,8 @@ class QuotaMetrics:
         )
         self._refusals = counter(
             "tideserve_gateway_quota_refusals",
-            "Requests refused because the key owner had exhausted a limit: requests, tokens or"
-            " concurrent.",
+            "Requests refused or ended early because the key owner had exhausted a limit: requests,"
+            " tokens or concurrent.",
             ["owner", "limit"],
         )
         self._limited: set[OwnerLimit] = set()
@@ -156,9 +153,9 @@ class Quotas:
         assert isinstance(reserved, Reservation)
         return reserved
 
-    def grow(self, use: OwnerUse, reserved: Reservation, output_tokens: int) -> None:
-        """Charge the output tokens of a running request so far."""
-        use.grow(reserved, output_tokens, self._now_s())
+    def grow(self, owner: str, use: OwnerUse, reserved: Reservation, output_tokens: int) -> None:
+        """Charge the output tokens of a running request so far. Raises OverQuota if it must end."""
+        self._check(owner, use.grow(reserved, output_tokens, self._now_s()))
 
     def settle(
         self, owner: str, use: OwnerUse, reserved: Reservation, output_tokens: int, served: bool
@@ -193,23 +190,40 @@ class QuotaLease:
         self._reserved = Reservation()
         self._settled = False
         self._output_tokens = 0
-        # Output tokens at which they are charged next.
-        self._charge_at = 1
+        # Output tokens from which the quota must be asked.
+        self._granted_tokens = 0
+        # Ends the request; None before it has a reservation and after it has ended.
+        self._end: Callable[[OverQuota], None] | None = None
 
-    def reserve(self, prompt_tokens: int, outputs_max: Iterable[int]) -> None:
-        """Reserve the tokens of the prompt and of the outputs at their maximum lengths.
+    def reserve(
+        self, prompt_tokens: int, outputs_max: Iterable[int], end: Callable[[OverQuota], None]
+    ) -> None:
+        """Reserve tokens for the prompt and the outputs, given their maximum lengths.
+
+        `end` is called at most once, if the request must end because its owner would exceed the
+        limit of a minute.
 
         Raises:
             OverQuota: if the owner has fewer tokens left.
         """
+        self._end = end
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 
-    def add_output(self, tokens: int) -> None:
-        """Count output tokens of the running request; charges them in steps of `CHARGE_STEP`."""
-        self._output_tokens += tokens
-        if self._output_tokens >= self._charge_at:
-            self._charge_at = self._output_tokens + CHARGE_STEP
-            self._quotas.grow(self._use, self._reserved, self._output_tokens)
+    def count_output(self, tokens: int) -> bool:
+        """Count output tokens as they arrive; returns whether they may be sent to the client."""
+        if self._end is None:
+            return False
+        output_tokens = self._output_tokens + tokens
+        if output_tokens > self._granted_tokens:
+            try:
+                self._quotas.grow(self._owner, self._use, self._reserved, output_tokens)
+            except OverQuota as error:
+                end, self._end = self._end, None
+                end(error)
+                return False
+            self._granted_tokens = output_tokens + self._reserved.granted
+        self._output_tokens = output_tokens
+        return True
 
     def settle(self, server_fault: bool = False) -> None:
         """Charge the actual usage and return the rest of the reservation; only the first call acts.
@@ -217,7 +231,7 @@ class QuotaLease:
         Charges nothing if a server fault prevented any output.
         """
         if not self._settled:
-            self._settled = True
+            self._settled, self._end = True, None
             served = self._output_tokens > 0 or not server_fault
             self._quotas.settle(self._owner, self._use, self._reserved, self._output_tokens, served)
 
@@ -229,6 +243,11 @@ def _explanation(owner: str, exceeded: Exceeded) -> str:
         return (
             f"the prompt has {exceeded.asked} tokens, more than the limit of {owner} of {maximum}"
             " tokens per minute; shorten it"
+        )
+    if exceeded.running:
+        return (
+            f"{owner} has used its {maximum} tokens per minute, so this output ended early; limit"
+            " the length of outputs, or"
         )
     match exceeded.limit:
         case Limit.CONCURRENT:

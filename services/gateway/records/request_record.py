@@ -91,6 +91,7 @@ class ChoiceRecord:
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
     resumed: int = 0  # resumptions after the loss of a worker that had sent tokens
+    quota: QuotaLease | None = None  # of its request
 
     @property
     def queue_s(self) -> float:
@@ -227,7 +228,7 @@ class RequestRecord:
 
     def add_choice(self) -> ChoiceRecord:
         """Add and return the record of another choice."""
-        self.choices.append(ChoiceRecord())
+        self.choices.append(ChoiceRecord(quota=self.quota))
         return self.choices[-1]
 
 

@@ -149,7 +149,7 @@ class RequestServing:
                 ):
                     service_class = self.classify(body.value, record)
                     self._limit(cancel_scope, service_class, timeout_s)
-                    await self._answer(body, record, lease, writer)
+                    await self._answer(body, record, lease, writer, cancel_scope)
                 if guard is not None:
                     guard.cancel()
         except BaseExceptionGroup as group:
@@ -179,6 +179,7 @@ class RequestServing:
         record: RequestRecord,
         lease: BodyLease,
         writer: Writer,
+        cancel_scope: CancelScope,
     ) -> None:
         prepared = await self.preparer.prepare(body.take(), record)
         # The body is no longer referenced; the token ids of a prompt that fits the context are
@@ -186,7 +187,7 @@ class RequestServing:
         lease.release()
         if record.quota is not None:
             outputs_max = [choice.request.limits.max_tokens for choice in prepared.choices]
-            record.quota.reserve(prepared.prompt_tokens, outputs_max)
+            record.quota.reserve(prepared.prompt_tokens, outputs_max, cancel_scope.cancel)
         self.metrics.count_prompt_tokens(prepared.prompt_tokens)
         writer.begin(prepared)
         await self._generate(prepared, record, writer)
@@ -228,8 +229,6 @@ def _usage(prepared: PreparedRequest, record: RequestRecord) -> Usage:
 
 def _record_piece(record: RequestRecord, piece: OutputPiece) -> None:
     record.output_tokens += len(piece.token_ids)
-    if record.quota is not None:
-        record.quota.add_output(len(piece.token_ids))
     if piece.token_ids and record.first_token_s is None:
         record.first_token_s = monotonic_s()
     if (reason := piece.parsed.finish_reason if piece.finish_reason else None) is not None:

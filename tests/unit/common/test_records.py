@@ -175,6 +175,7 @@ def test_what_is_no_record_at_all() -> None:
         ({"requests_per_s": -1}, False),
         ({"tokens_per_s": float("nan")}, False),
         ({"requests_spilt": float("inf")}, False),
+        ({"minute_tokens": -1.0}, False),
         ({"running": -1}, False),
     ],
 )

@@ -502,9 +502,7 @@ class QuotaWish(_message.Message):
     tokens_spilt: _builtins.float
     """The same in tokens."""
     minute_tokens: _builtins.float
-    """Most tokens of any minute from now on: used ones, and those of running requests at their
-    maximum lengths.
-    """
+    """Tokens used in the last minute, and those that running requests may use next."""
     def __init__(
         self,
         *,

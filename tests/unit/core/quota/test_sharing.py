@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from services.core.quota.limits import QuotaLimits
+from services.core.quota.limits import Exceeded, QuotaLimits
 from services.core.quota.owner_use import OwnerUse, Reservation
 from services.core.quota.state import QuotaReport, QuotaState
 from tests.support.quota_fleet import OWNER, Fleet, Rates, parts
@@ -202,33 +202,87 @@ def test_owners_that_ask_nothing_are_forgotten() -> None:
     assert set(state.report(700.0)) == {"owner-7"} and len(state._uses) == 1
 
 
-def test_floods_of_long_outputs_at_one_gateway_after_the_other() -> None:
-    """Each gateway knows what runs at the others, and what they used in the last minute."""
-    limits, length = QuotaLimits(tokens_per_minute=60_000), 4000
-    states = {name: QuotaState() for name in "abcd"}
-    running: list[tuple[OwnerUse, Reservation]] = []
+class Gateways:
+    """Gateways that stream outputs of one owner, and exchange reports each second."""
+
+    def __init__(self, names: str, per_minute: int) -> None:
+        self.limits = QuotaLimits(tokens_per_minute=per_minute)
+        self.states = {name: QuotaState() for name in names}
+        self.running: list[tuple[OwnerUse, Reservation]] = []
+        self.ended_early = 0
+        self.used: list[tuple[float, int]] = []
+        self.now_s = 0.0
+        self.table: dict[str, QuotaReport] = {}
+        for _ in range(3):
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Each gateway writes its report and reads the others', one after the other."""
+        for name, state in self.states.items():
+            self.table[name] = QuotaReport(int(self.now_s), state.report(self.now_s))
+            others = {key: report for key, report in self.table.items() if key != name}
+            state.receive(others, self.now_s)
+        self.now_s += 1
+
+    def send(self, name: str, most: int = 10_000) -> bool:
+        use = self.states[name].use(OWNER, self.limits, self.now_s)
+        if use.enter(self.now_s) is not None:
+            return False
+        reserved = use.reserve(1, (most,), self.now_s)
+        if isinstance(reserved, Exceeded):
+            use.leave(0.0)
+            return False
+        self.used.append((self.now_s, 1))
+        self.running.append((use, reserved))
+        return True
+
+    def generate(self, tokens: int, length: int) -> None:
+        """Each output generates tokens, one after the other, and ends at its length."""
+        for use, reserved in list(self.running):
+            new, count = 0, reserved.counted
+            while new < tokens and count < length and not use.grow(reserved, count + 1, self.now_s):
+                new, count = new + 1, count + 1
+            self.used.append((self.now_s, new))
+            refused = new < tokens and count < length
+            self.ended_early += refused
+            if refused or count == length:
+                use.settle(reserved, count, True, self.now_s)
+                use.leave(1.0)
+                self.running.remove((use, reserved))
+
+    def most(self) -> int:
+        """Most tokens in a minute."""
+        return max(
+            sum(tokens for other_s, tokens in self.used if time_s - 60 < other_s <= time_s)
+            for time_s in range(int(self.now_s) + 1)
+        )
+
+
+@pytest.mark.parametrize("places", ["a", "ab", "abcd"])
+@pytest.mark.parametrize("turn_s", [1, 10])
+@pytest.mark.parametrize("speed", [100, 5000])
+def test_floods_of_long_outputs_at_several_gateways(places: str, turn_s: int, speed: int) -> None:
+    """At some gateways at a time, then at others."""
+    gateways, length = Gateways("abcd", 60_000), 5000
     for second in range(60):
-        now_s = float(second)
-        reports = {name: state.report(now_s) for name, state in states.items()}
-        for name, state in states.items():
-            others = {other: report for other, report in reports.items() if other != name}
-            state.receive(
-                {other: QuotaReport(second, report) for other, report in others.items()}, now_s
-            )
-        # Ten seconds at each, of which outputs take three.
-        use = states["abcd"[second // 10 % 4]].use(OWNER, limits, now_s)
-        use._output_mean = 1
-        for _ in range(100):
-            if use.enter(now_s) is None:
-                reserved = use.reserve(1, (length,), now_s)
-                if isinstance(reserved, Reservation):
-                    running.append((use, reserved))
-                else:
-                    use.leave(0.0)
-        if second % 10 == 3:
-            for use, reserved in running:
-                if reserved.generated is None:
-                    use.settle(reserved, length, True, now_s)
-                    use.leave(3.0)
-    # The first request at a full bucket is served in any case.
-    assert 0.5 * 60_000 < len(running) * (length + 1) <= 1.1 * 60_000 + length + 1
+        gateways.exchange()
+        for place in places:
+            name = "abcd"[("abcd".index(place) + second // turn_s) % 4]
+            gateways.states[name].use(OWNER, gateways.limits, gateways.now_s)._output_mean = 1
+            for _ in range(30):
+                gateways.send(name)
+        gateways.generate(speed, length)
+    # Beyond a request at each gateway that started alone on a full bucket.
+    assert 0.5 * 60_000 < gateways.most() <= 1.1 * 60_000 + 4 * (length + 1)
+
+
+def test_outputs_continue_when_traffic_moves_to_another_gateway() -> None:
+    """At 80 % of the limit; each output takes 20 s."""
+    gateways, sent, served = Gateways("ab", 60_000), 0, 0
+    for second in range(240):
+        gateways.exchange()
+        sent += 1
+        served += gateways.send("ab"[second // 80 % 2])
+        gateways.generate(40, 800)
+    assert gateways.ended_early == 0
+    assert served > 0.9 * sent

@@ -25,8 +25,9 @@ class Case:
         """One request from its beginning to its end."""
         with self.quotas.entered(self.alice) as lease:
             assert lease is not None
-            lease.reserve(100, [50])
-            lease.add_output(output_tokens)
+            lease.reserve(100, [50], lambda error: None)
+            if output_tokens:
+                assert lease.count_output(output_tokens)
             if fails is not None:
                 raise fails("it broke")
 
@@ -145,7 +146,7 @@ def test_tokens_are_refused_after_they_are_counted_and_the_place_is_free_again()
     with case.quotas.entered(case.alice) as lease:
         assert lease is not None
         with pytest.raises(OverQuota, match="the prompt has 60001 tokens") as caught:
-            lease.reserve(60_001, [1])
+            lease.reserve(60_001, [1], lambda error: None)
         assert caught.value.retry_after_s is None
     for _ in range(20):
         case.send()
