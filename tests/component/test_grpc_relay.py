@@ -12,9 +12,11 @@ import grpc.aio
 import pytest
 import uvloop
 
-from services.gateway.bounds.connections import ClientConnections, ConnectionLimits
+from services.gateway.bounds.connections import ClientConnections, CloseReason, ConnectionLimits
+from services.gateway.grpc import relay as relay_module
 from services.gateway.grpc.relay import CONNECTION_HEADER, Relay
 from tests.support.http2 import (
+    CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -124,7 +126,7 @@ async def received(target: str, sent: bytes) -> list[str]:
         while True:
             head = await reader.readexactly(9)
             data = await reader.readexactly(int.from_bytes(head[:3]))
-            if head[3] == DATA:
+            if head[3] == DATA and data:
                 tokens: list[str] = json.loads(data[5:])
                 return tokens
     except asyncio.IncompleteReadError:
@@ -145,6 +147,32 @@ async def test_a_header_that_swallows_the_token_replaces_it_by_none(token: str, 
         assert tokens in ([], [token])
         assert not relay.connection({CONNECTION_HEADER: token}).admit()
     assert size == 1 or tokens, "the relay's header was swallowed"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        frame(HEADERS, 0, 1, block_of(ECHO)),
+        frame(HEADERS, 0, 1, block_of(ECHO)) + frame(CONTINUATION, END_HEADERS, 1, b"x" * 9)[:-1],
+        frame(HEADERS, END_HEADERS, 1, block_of(ECHO))[:-1],
+    ],
+)
+async def test_header_blocks_have_a_deadline(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(relay_module, "BLOCK_TIMEOUT_S", 0.5)
+    reasons = list[str]()
+    connections = ClientConnections(LIMITS, lambda port, reason: reasons.append(reason))
+    async with (
+        relayed(connections) as (target, _),
+        grpc.aio.insecure_channel(target, options=OPTIONS) as honest,
+    ):
+        # Its header block ends, so its connection stays.
+        call: Any = honest.stream_stream(ECHO)()
+        assert await call.read()
+        assert await received(target, PREFACE + frame(SETTINGS, 0, 0) + begun) == []
+        await call.write(b"hi")
+        assert await call.read() == b"hi"
+        call.cancel()
+    assert reasons == [CloseReason.HEADERS]
 
 
 def test_connections_that_make_room_in_a_burst_end_whole() -> None:
