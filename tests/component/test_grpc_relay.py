@@ -15,6 +15,7 @@ import uvloop
 from services.gateway.bounds.connections import ClientConnections, CloseReason, ConnectionLimits
 from services.gateway.grpc import relay as relay_module
 from services.gateway.grpc.relay import CONNECTION_HEADER, Relay
+from tests.support.gateway import TIMEOUT_S
 from tests.support.http2 import (
     CONTINUATION,
     DATA,
@@ -123,12 +124,13 @@ async def received(target: str, sent: bytes) -> list[str]:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
     try:
-        while True:
-            head = await reader.readexactly(9)
-            data = await reader.readexactly(int.from_bytes(head[:3]))
-            if head[3] == DATA and data:
-                tokens: list[str] = json.loads(data[5:])
-                return tokens
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                head = await reader.readexactly(9)
+                data = await reader.readexactly(int.from_bytes(head[:3]))
+                if head[3] == DATA and data:
+                    tokens: list[str] = json.loads(data[5:])
+                    return tokens
     except asyncio.IncompleteReadError:
         return []
     finally:
