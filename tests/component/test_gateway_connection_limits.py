@@ -114,7 +114,7 @@ async def test_beyond_the_limit_of_running_requests_only_probes_are_served(case:
     assert await metric(case, closed) >= 3
 
 
-async def test_bytes_of_another_protocol_are_counted_and_logged_once(
+async def test_bytes_of_another_protocol_are_counted_and_logged_once_per_port(
     case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = urlsplit(case.url)
@@ -128,8 +128,9 @@ async def test_bytes_of_another_protocol_are_counted_and_logged_once(
         )
         assert await metric(case, sample) == GARBAGE
     lines = [record for record in caplog.records if record.levelname != "INFO"]
-    assert len(lines) == 1
-    assert "does not speak the protocol" in lines[0].getMessage()
+    assert len(lines) == 2
+    for port_name, line in zip(("http", "grpc"), lines, strict=True):
+        assert f"to the {port_name} port: its client does not speak" in line.getMessage()
 
 
 async def test_tls_handshakes_and_prefaces_have_a_deadline(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from services.gateway.bounds.connections import ClientConnection, ClientConnections, CloseReason
+from services.gateway.bounds.log_limiter import LOG_INTERVAL_S, LogLimiter
 
 BACKLOG = 2048
 ACCEPTS_MAX = 16
@@ -33,7 +34,7 @@ class ConnectionListener:
         listening: socket.socket,
         connections: ClientConnections,
         port: str,
-        protocol_of: Callable[[ClientConnection], asyncio.Protocol],
+        protocol_of: Callable[[ClientConnection], asyncio.Protocol | asyncio.BufferedProtocol],
         tls: ssl.SSLContext | None,
         descriptors: int = 1,
     ) -> None:
@@ -46,6 +47,7 @@ class ConnectionListener:
         self._tls = tls
         self._descriptors = descriptors
         self._opening: dict[asyncio.Task[None], ClientConnection] = {}
+        self._limiter = LogLimiter()
         self._closed = False
         self._pause: asyncio.TimerHandle | None = None
         self._watch()
@@ -78,7 +80,15 @@ class ConnectionListener:
                 return
             except OSError as error:
                 # Out of descriptors or memory: the socket stays readable, so do not watch it.
-                log.warning("cannot accept connections for %g s: %s", PAUSE_S, error.strerror)
+                if self._limiter.due("accept") is not None:
+                    log.warning(
+                        "cannot accept connections on the %s port: %s; trying again each %g s,"
+                        " without a line for %d s",
+                        self._port,
+                        error.strerror,
+                        PAUSE_S,
+                        LOG_INTERVAL_S,
+                    )
                 self._loop.remove_reader(self._socket)
                 self._pause = self._loop.call_later(PAUSE_S, self._watch)
                 return

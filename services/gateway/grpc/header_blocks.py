@@ -3,12 +3,16 @@
 gRPC's server has no hook before HTTP/2, and keeps a header block in memory until it ends.
 """
 
+from math import inf
+
 FRAME_HEAD_BYTES = 9
 HEADERS, CONTINUATION = 1, 9
 END_HEADERS = 4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-BLOCK_BYTES_MAX = 64 * 2**10
-"""Four times the metadata that a call may have: gRPC refuses such a call with a better error."""
+BLOCK_BYTES_MAX = 32 * 2**10
+"""Twice the metadata that a call may have: gRPC refuses such a call with a better error."""
+FRAME_STEPS, BLOCK_STEPS = 1, 5
+"""The cost of following a frame, and of adding the header to a block, in `steps`."""
 
 
 class InvalidFrames(Exception):
@@ -36,11 +40,15 @@ class HeaderBlocks:
         # Bytes that the current frame still has, and bytes to insert after it.
         self._left = 0
         self._insert = b""
-        # Bytes of the current header block; 0: none.
+        # Bytes of the current header block; 0: none, or its last frame has begun.
         self._block_bytes = 0
+        self.block_stream = b""
+        """The stream of the current header block until its last byte; empty: none."""
+        self.steps = 0
+        """The cost of all frames so far."""
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the bytes for the server.
+    def feed(self, data: bytes, steps_max: float = inf) -> tuple[list[bytes], bytes]:
+        """Return the bytes for the server, and the rest of `data` after about `steps_max` steps.
 
         Raises:
             InvalidFrames: if the client violates HTTP/2.
@@ -50,6 +58,7 @@ class HeaderBlocks:
         if self._head:
             data, self._head = self._head + data, b""
         begin, at, end = 0, 0, len(data)
+        steps_end = self.steps + steps_max
         while True:
             # The rest of a frame.
             taken = min(self._left, end - at)
@@ -59,10 +68,13 @@ class HeaderBlocks:
                 break
             if self._insert:
                 parts += (data[begin:at], self._insert)
-                begin, self._insert = at, b""
+                begin, self._insert, self.block_stream = at, b"", b""
+            if self.steps >= steps_end:
+                break
             if end - at < FRAME_HEAD_BYTES:
                 self._head = data[at:]
-                break
+                parts.append(data[begin:at])
+                return parts, b""
             head = data[at : at + FRAME_HEAD_BYTES]
             sent = self._open(head)
             if sent is not head:
@@ -70,24 +82,27 @@ class HeaderBlocks:
                 begin = at + FRAME_HEAD_BYTES
             at += FRAME_HEAD_BYTES
         parts.append(data[begin:at])
-        return parts
+        return parts, data[at:]
 
     def _open(self, head: bytes) -> bytes:
         """Begin a frame; return the head for the server."""
         self._left = int.from_bytes(head[:3])
+        self.steps += FRAME_STEPS
         kind, flags = head[3], head[4]
         if kind == CONTINUATION or self._block_bytes:
             if kind != CONTINUATION or not self._block_bytes:
                 raise InvalidFrames
         elif kind != HEADERS:
             return head
+        stream = head[5:]
+        self.block_stream = stream
         self._block_bytes += FRAME_HEAD_BYTES + self._left
         if self._block_bytes > BLOCK_BYTES_MAX:
             raise BlockTooLarge
         if not flags & END_HEADERS:
             return head
         self._block_bytes = 0
-        stream = head[5:]
+        self.steps += BLOCK_STEPS
         self._insert = (
             len(self._literal).to_bytes(3)
             + bytes([CONTINUATION, END_HEADERS])

@@ -87,6 +87,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         received = tuple(handler_call_details.invocation_metadata or ())
         metadata = {key: value for key, value in received}
         connection = self._connection_of(metadata)
+        connection.touch()
         record = self._recorder.open(path, _bytes(metadata.get("x-request-id")))
         record.address = connection.address
         record.slo_headers = {
@@ -137,7 +138,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         requests: Any,
         context: Context,
     ) -> None:
-        with connection.request():
+        # A call without a key does not keep its connection from making room for others.
+        keyed = refusal is None and method is not None and not method.public
+        with connection.request() if keyed else contextlib.nullcontext():
             await self._serve(method, record, identify, refusal, context)
 
     async def _serve(

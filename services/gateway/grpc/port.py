@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import tempfile
+import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -81,8 +81,6 @@ class PublicServer:
         self._grpc = grpc.aio.server(
             interceptors=(interceptor,), options=server_options(longest_call_s)
         )
-        # Only this user may enter the folder with the socket.
-        self._folder = tempfile.TemporaryDirectory(prefix="tideserve-")
 
     async def start(self) -> str:
         """Bind and serve; return the address (host:port).
@@ -92,16 +90,12 @@ class PublicServer:
         """
         listening = listen(self._host, self._port, BACKLOG, self._stall_s)
         listening.setblocking(False)
-        path = f"{self._folder.name}/grpc"
-        try:
-            self._grpc.add_insecure_port(f"unix:{path}")
-        except RuntimeError as error:
-            listening.close()
-            raise ConfigError(
-                f"cannot listen on the Unix socket {path}; set TMPDIR to a folder with a short path"
-            ) from error
+        # An abstract socket needs no folder, and leaves nothing when the process is killed. Calls
+        # of other processes lack a token of the relay.
+        name = f"tideserve-{secrets.token_hex(16)}"
+        self._grpc.add_insecure_port(f"unix-abstract:{name}")
         await self._grpc.start()
-        self._relay.start(listening, path)
+        self._relay.start(listening, name)
         return join_address(self._host, listening.getsockname()[1])
 
     async def stop(self, grace_s: float) -> None:
@@ -109,7 +103,6 @@ class PublicServer:
         self._relay.refuse()
         await self._grpc.stop(grace_s)
         await self._relay.close()
-        self._folder.cleanup()
 
 
 IDLE_S = 30.0

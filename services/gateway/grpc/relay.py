@@ -1,18 +1,29 @@
 """Relays the connections of gRPC clients to gRPC's server, over a Unix socket.
 
-The relay does what gRPC's server cannot: it limits connections, their TLS handshakes and header
-blocks, and knows which of them are idle. It adds the number of the connection to each call.
+The relay does what gRPC's server cannot: it limits connections, their TLS handshakes, header
+blocks and small frames, and knows which of them are idle. It adds the token of the connection to
+each call; without a token, only probes are served.
 """
 
 import asyncio
-import itertools
+import os
+import secrets
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
+from math import inf
+from weakref import WeakValueDictionary
 
 from services.common.timeouts import timeout
 from services.common.tls import ServerTls
-from services.gateway.bounds.connections import ClientConnection, ClientConnections, CloseReason
+from services.gateway.bounds.connections import (
+    ClientConnection,
+    ClientConnections,
+    CloseReason,
+    client_of,
+)
 from services.gateway.bounds.listener import ConnectionListener
+from services.gateway.grpc.frame_budget import READ_STEPS, FrameBudget
 from services.gateway.grpc.header_blocks import (
     PREFACE,
     BlockTooLarge,
@@ -25,19 +36,26 @@ CONNECTION_HEADER = "x-tideserve-connection"
 DESCRIPTORS = 3
 """Of a connection: to the client, and both ends of the one to gRPC's server."""
 PREFACE_TIMEOUT_S = 10.0
+BLOCK_TIMEOUT_S = 10.0
+"""From the first to the last byte of a header block."""
+READ_BYTES = 16 * 2**10
+"""Bytes that a connection reads in a turn of the loop, and may keep while it waits."""
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 
 
 class Relay:
-    """Relays the connections of a listening socket to the Unix socket at `path`."""
+    """Relays the connections of a listening socket to an abstract Unix socket of this process."""
 
     def __init__(self, connections: ClientConnections, tls: ServerTls | None) -> None:
         """`tls`: of the clients' connections; None: no TLS."""
         self._connections = connections
         self._tls = tls
-        self._numbers = itertools.count(1)
+        # By token.
         self._clients: dict[str, _ClientSide] = {}
+        self._budgets: WeakValueDictionary[str, FrameBudget] = WeakValueDictionary()
+        # All connections read into it, and copy what they have read at once.
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self._empty = asyncio.Event()
         self._empty.set()
         self._listener: ConnectionListener | None = None
@@ -45,13 +63,13 @@ class Relay:
         self._gone = connections.enter(PORT, "", 0)
         self._gone.leave()
 
-    def start(self, listening: socket.socket, path: str) -> None:
-        """Accept connections."""
+    def start(self, listening: socket.socket, name: str) -> None:
+        """Accept connections; `name`: of the Unix socket."""
         self._listener = ConnectionListener(
             listening,
             self._connections,
             PORT,
-            lambda connection: _ClientSide(self, connection, str(next(self._numbers)), path),
+            lambda connection: _ClientSide(self, connection, name),
             None if self._tls is None else self._tls.context,
             DESCRIPTORS,
         )
@@ -81,44 +99,56 @@ class Relay:
 
     def add(self, client: "_ClientSide") -> None:
         """Add a connection, after its TLS handshake."""
-        self._clients[client.number] = client
+        self._clients[client.token] = client
         self._empty.clear()
+
+    def budget(self, address: str) -> FrameBudget:
+        """The budget of an address, as long as a connection of it holds the budget."""
+        return self._budgets.setdefault(client_of(address), FrameBudget())
 
     def forget(self, client: "_ClientSide") -> None:
         """Remove a connection that has ended."""
-        del self._clients[client.number]
+        del self._clients[client.token]
         if not self._clients:
             self._empty.set()
 
 
-class _ClientSide(asyncio.Protocol):
+class _ClientSide(asyncio.BufferedProtocol):
     """The connection of a client; connects to gRPC's server after the client's preface."""
 
     transport: asyncio.Transport
     _server: "_ServerSide | None" = None
     _connecting: asyncio.Task[None] | None = None
+    _congested = False
 
-    def __init__(self, relay: Relay, connection: ClientConnection, number: str, path: str) -> None:
+    def __init__(self, relay: Relay, connection: ClientConnection, name: str) -> None:
         self._relay = relay
         self.connection = connection
-        self.number = number
-        self._path = path
-        self._blocks = HeaderBlocks(CONNECTION_HEADER, number)
+        # No client can guess the token of another one.
+        self.token = secrets.token_hex(16)
+        self._name = name
+        self._blocks = HeaderBlocks(CONNECTION_HEADER, self.token)
+        self._budget = relay.budget(connection.address)
+        # What has been read and not forwarded: before the connection to the server, and while it
+        # waits for the budget.
         self._received = b""
+        # The header block that has a deadline.
+        self._timed_block = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self.connection.close = transport.abort
         self._relay.add(self)
-        self._timer = asyncio.get_running_loop().call_later(
-            PREFACE_TIMEOUT_S, self.connection.drop, CloseReason.INVALID
-        )
+        self._start_timer(PREFACE_TIMEOUT_S, CloseReason.INVALID)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._relay.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received += bytes(self._relay.buffer[:nbytes])
         if self._server is not None:
-            self._forward(data)
+            self._forward()
             return
-        self._received += data
         begun = self._received[: len(PREFACE)]
         if not PREFACE.startswith(begun):
             self.connection.drop(CloseReason.INVALID)
@@ -128,10 +158,9 @@ class _ClientSide(asyncio.Protocol):
             self._connecting = asyncio.create_task(self._connect())
 
     async def _connect(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with timeout(CONNECT_TIMEOUT_S):
-                await loop.create_unix_connection(lambda: _ServerSide(self), self._path)
+                await _connect(self._name, lambda: _ServerSide(self))
         except OSError:
             self.transport.abort()
 
@@ -141,33 +170,82 @@ class _ClientSide(asyncio.Protocol):
             server.transport.abort()
             return
         self._server = server
-        received, self._received = self._received, b""
         server.transport.write(PREFACE)
-        self._forward(received[len(PREFACE) :])
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._received = self._received[len(PREFACE) :]
+        self._forward()
+        self._update_reading()
 
-    def _forward(self, data: bytes) -> None:
+    def _forward(self) -> None:
+        """Forward what has been received, or wait for the budget with the rest."""
+        self._feed(READ_STEPS)
+        if self._received and self._budget.available:
+            self._spend()
+        if self._received:
+            self._budget.wait(self, self._proceed)
+            self._update_reading()
+
+    def _spend(self) -> None:
+        before = self._blocks.steps
+        self._feed()
+        self._budget.spend(self._blocks.steps - before)
+
+    def _proceed(self) -> None:
+        """Forward the rest, when the budget permits."""
+        if not self.transport.is_closing():
+            self._spend()
+            self._update_reading()
+
+    def _feed(self, steps_max: float = inf) -> None:
         assert self._server is not None
+        received, self._received = self._received, b""
         try:
-            parts = self._blocks.feed(data)
+            parts, self._received = self._blocks.feed(received, steps_max)
         except InvalidFrames:
             self.connection.drop(CloseReason.INVALID)
         except BlockTooLarge:
             self.connection.drop(CloseReason.HEADERS)
         else:
             self._server.transport.writelines(parts)
+            self._time_block()
+
+    def _time_block(self) -> None:
+        """Give each header block its deadline."""
+        block = self._blocks.block_stream
+        if block != self._timed_block:
+            self._timed_block = block
+            self._timer.cancel()
+            if block:
+                self._start_timer(BLOCK_TIMEOUT_S, CloseReason.HEADERS)
+
+    def _start_timer(self, delay_s: float, reason: CloseReason) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(delay_s, self.connection.drop, reason)
+
+    def _update_reading(self) -> None:
+        """Read while neither the budget nor gRPC's server holds the client back."""
+        if self.transport.is_closing():
+            return
+        if self._congested or self._received:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def congest(self, congested: bool) -> None:
+        """Whether gRPC's server takes no more bytes."""
+        self._congested = congested
+        self._update_reading()
 
     def pause_writing(self) -> None:
-        if self._server is not None:
-            _pause(self._server.transport)
+        if self._server is not None and not self._server.transport.is_closing():
+            self._server.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self._server is not None:
-            _resume(self._server.transport)
+        if self._server is not None and not self._server.transport.is_closing():
+            self._server.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._budget.forget(self)
         if self._server is not None:
             self._server.transport.abort()
         self.connection.leave()
@@ -190,21 +268,28 @@ class _ServerSide(asyncio.Protocol):
         self._client.transport.write(data)
 
     def pause_writing(self) -> None:
-        _pause(self._client.transport)
+        self._client.congest(True)
 
     def resume_writing(self) -> None:
-        _resume(self._client.transport)
+        self._client.congest(False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         # The client still gets what was sent.
         self._client.transport.close()
 
 
-def _pause(transport: asyncio.Transport) -> None:
-    if not transport.is_closing():
-        transport.pause_reading()
-
-
-def _resume(transport: asyncio.Transport) -> None:
-    if not transport.is_closing():
-        transport.resume_reading()
+async def _connect(name: str, protocol: Callable[[], asyncio.Protocol]) -> None:
+    """Connect to an abstract Unix socket of this process. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    unix = socket.socket(socket.AF_UNIX)
+    unix.setblocking(False)
+    try:
+        await loop.sock_connect(unix, f"\0{name}")
+        credentials = unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        # Another process may take the name once this one's server has stopped.
+        if struct.unpack("3i", credentials)[0] != os.getpid():
+            raise ConnectionRefusedError
+        await loop.create_unix_connection(protocol, sock=unix)
+    except BaseException:
+        unix.close()
+        raise

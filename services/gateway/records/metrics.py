@@ -157,8 +157,8 @@ class Metrics:
             "tideserve_gateway_connections_closed",
             "Connections that the gateway closed, by port (http, grpc, admin) and reason."
             " handshake: TLS failed or took too long; invalid: not the protocol, or no preface of"
-            " HTTP/2 in time; headers: a header block of gRPC exceeds the limit; idle: the longest"
-            " idle connection made room for a new one; limit: no connection was idle.",
+            " HTTP/2 in time; headers: a header block of gRPC is too large or too slow; idle: the"
+            " longest idle connection made room for a new one; limit: no connection was idle.",
             ["port", "reason"],
             registry=registry,
         )

@@ -9,11 +9,23 @@ from services.gateway.api.conversation import MESSAGES_MAX
 from services.gateway.api.generation import CHOICE_IDS_MAX, CHOICES_MAX, OUTPUT_TOKENS_MAX
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX, SMALL_BYTES
-from services.gateway.bounds.connections import OWN_MIN, OWN_PART, RESTRICTED_MAX
+from services.gateway.bounds.connections import (
+    FIRST_REQUEST_S,
+    OWN_MIN,
+    OWN_PART,
+    RESTRICTED_MAX,
+    RESTRICTED_PART,
+)
 from services.gateway.bounds.listener import HANDSHAKE_TIMEOUT_S
 from services.gateway.cluster import outbox
-from services.gateway.grpc.header_blocks import BLOCK_BYTES_MAX
-from services.gateway.grpc.relay import DESCRIPTORS, PREFACE_TIMEOUT_S
+from services.gateway.grpc.frame_budget import READ_STEPS, STEPS_PER_S
+from services.gateway.grpc.header_blocks import BLOCK_BYTES_MAX, BLOCK_STEPS, FRAME_STEPS
+from services.gateway.grpc.relay import (
+    BLOCK_TIMEOUT_S,
+    DESCRIPTORS,
+    PREFACE_TIMEOUT_S,
+    READ_BYTES,
+)
 from services.gateway.http.protocol import (
     HEADER_TIMEOUT_S,
     INCOMPLETE_BYTES_MAX,
@@ -74,9 +86,21 @@ def test_bounds_of_connections_are_those_of_the_code() -> None:
     all_row = rows["connections of the HTTP and gRPC ports"]
     assert f"less 1/{OWN_PART}, at least {OWN_MIN} less" in all_row
     assert f"a gRPC connection has {DESCRIPTORS}" in PAGE
-    assert rows["connections that only may probe"] == f"{RESTRICTED_MAX} descriptors"
+    part = RESTRICTED_PART.as_integer_ratio()
+    assert rows["connections that only may probe"] == (
+        f"{part[0]}/{part[1]} of the other descriptors, at most {RESTRICTED_MAX}"
+    )
+    assert (
+        rows["a new connection before its first request"] == f"not idle for {FIRST_REQUEST_S:g} s"
+    )
     assert rows["connections of the admin port"] == str(CONNECTIONS.all_max)
     assert HANDSHAKE_TIMEOUT_S == PREFACE_TIMEOUT_S
     assert rows["TLS handshake; preface of HTTP/2"] == f"{HANDSHAKE_TIMEOUT_S:g} s each"
-    assert rows["header block of a gRPC call"] == f"{BLOCK_BYTES_MAX >> 10} KiB"
+    assert rows["header block of a gRPC call"] == (
+        f"{BLOCK_BYTES_MAX >> 10} KiB, {BLOCK_TIMEOUT_S:g} s"
+    )
+    assert rows["frames of gRPC clients"] == (
+        f"{READ_STEPS} of each {READ_BYTES >> 10} KiB read, and {STEPS_PER_S:,.0f}/s (a header"
+        f" block counts as {FRAME_STEPS + BLOCK_STEPS})"
+    )
     assert f"to {OPEN_FILES_WANTED:,} if" in PAGE

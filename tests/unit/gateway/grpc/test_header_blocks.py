@@ -6,6 +6,8 @@ import pytest
 
 from services.gateway.grpc.header_blocks import (
     BLOCK_BYTES_MAX,
+    BLOCK_STEPS,
+    FRAME_STEPS,
     BlockTooLarge,
     HeaderBlocks,
     InvalidFrames,
@@ -53,7 +55,9 @@ def test_each_block_gets_the_header_however_its_bytes_arrive(seed: int) -> None:
     blocks, received, rest = HeaderBlocks("name", "value"), b"", SENT
     while rest:
         size = len(rest) if seed == 0 else rng.choice((1, 2, 9, 40))
-        received += b"".join(blocks.feed(rest[:size]))
+        parts, kept = blocks.feed(rest[:size])
+        assert kept == b""
+        received += b"".join(parts)
         rest = rest[size:]
     assert received == RECEIVED
 
@@ -66,6 +70,30 @@ def test_a_block_is_bounded_whatever_its_parts(size: int) -> None:
     with pytest.raises(BlockTooLarge):
         for _ in range(BLOCK_BYTES_MAX // len(part) + 1):
             blocks.feed(part)
+
+
+@pytest.mark.parametrize("steps_max", [1, 3, 7])
+def test_the_rest_is_kept_when_the_steps_are_used(steps_max: int) -> None:
+    blocks, received, rest, rounds = HeaderBlocks("name", "value"), b"", SENT, 0
+    while rest:
+        before = blocks.steps
+        parts, rest = blocks.feed(rest, steps_max)
+        assert blocks.steps - before < steps_max + FRAME_STEPS + BLOCK_STEPS
+        received += b"".join(parts)
+        rounds += 1
+    assert received == RECEIVED
+    assert blocks.steps == 8 * FRAME_STEPS + 3 * BLOCK_STEPS
+    assert rounds > 1
+
+
+def test_a_block_lasts_until_its_last_byte() -> None:
+    blocks = HeaderBlocks("name", "value")
+    for stream in (1, 3):
+        begun = frame(HEADERS, 0, stream, b"be") + frame(CONTINUATION, END_HEADERS, stream, b"gun")
+        for number in range(len(begun)):
+            assert bool(blocks.block_stream) == (number >= 9)
+            blocks.feed(begun[number : number + 1])
+        assert not blocks.block_stream
 
 
 def test_blocks_of_many_calls_do_not_add_up() -> None:
