@@ -140,7 +140,7 @@ class Lives:
         if registered is not None or world.now_s < unseen_s:
             world.later(max(0.5, unseen_s - world.now_s), partial(self._register, process))
             return
-        if process.fence.epoch and not store.knows(name, process.incarnation):
+        if not store.may_register(process.fence):
             world.note(f"{process.incarnation} is forgotten")
             self._end(process, engine_died=False)
             return
