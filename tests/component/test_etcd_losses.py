@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from services.common.config import from_mapping
@@ -21,6 +22,7 @@ from services.memmgr.config import MemmgrConfig
 from tests.support.control_plane import (
     LEASE_TTL_S,
     delete,
+    group_record,
     open_store,
     put,
     registered,
@@ -29,10 +31,11 @@ from tests.support.control_plane import (
     worker_record,
 )
 from tests.support.etcd_server import EtcdServer, running_etcd
-from tests.support.member import FakeMember, all_serve, member, reporting
+from tests.support.member import FakeMember, all_serve, member, prepare_request, reporting
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.worker.v1 import worker_pb2
 
 KEY = f"{WORKERS}w0"
 LEADER = leader_key("memmgr")
@@ -231,6 +234,40 @@ class TestRollback:
             async with reporting(address, first, second):
                 await all_serve(address, first, second)
                 assert await merged(address) > epoch
+
+    async def test_late_calls_of_the_lost_history_have_no_effect(
+        self, store: Store, etcd: EtcdServer, tmp_path: Path
+    ) -> None:
+        """They come from a memory manager that has yet to notice that etcd has lost writes."""
+        options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "backoff_s": 0.1}
+        config = from_mapping(MemmgrConfig, options, "a test")
+        async with (
+            serving(serve, config),
+            member(store, "w0") as first,
+            member(store, "w1") as second,
+        ):
+            before = await service_address(store, "memmgr")
+            async with reporting(before, first, second):
+                await all_serve(before, first, second)
+            copy = copied(etcd, tmp_path)
+            for number in range(3):
+                await store.put(f"elsewhere/{number}", b"")
+            away_and_back(etcd, copy)
+            await eventually(lambda: first.directory.rollbacks == 1)
+            late = prepare_request(group_record(first.record, 9), token=10**6)
+            late.epoch = first.engine.epoch
+            async with open_channel(first.record.address) as channel:
+                await first.stub(channel).Abort(
+                    worker_pb2.AbortRequest(
+                        token=late.token, attempt=late.attempt, incarnation=late.incarnation
+                    )
+                )
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await first.stub(channel).Prepare(late, timeout=1)
+            address = await other_address(store, before)
+            async with reporting(address, first, second):
+                await all_serve(address, first, second)
+                await merged(address)
 
 
 def is_whole(worker: FakeMember, epoch: int) -> bool:

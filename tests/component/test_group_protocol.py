@@ -30,6 +30,7 @@ from tests.support.member import FakeMember, all_serve, member, prepare_request,
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.worker.v1 import worker_pb2
 
 PREPARING = memmgr_pb2.RECONFIGURATION_PHASE_PREPARING
 COMMITTED = memmgr_pb2.RECONFIGURATION_PHASE_COMMITTED
@@ -404,6 +405,19 @@ class TestTwoMemoryManagers:
             await frozen.wait()
 
 
+async def marked(store: Store, one: FakeMember, attempt: str = "7-1") -> worker_pb2.PrepareRequest:
+    """A request to w0, whose group has the mark of its attempt."""
+    key = f"{GROUPS}group-w0"
+    record = group_record(one.record, 1)
+    record.attempt = attempt
+    await put(store, key, record)
+    await serves(one)
+    entry = await store.read(key)
+    assert entry is not None
+    target = group_record(one.record, 9)
+    return prepare_request(target, attempt=attempt, mod_revision=entry.mod_revision)
+
+
 class TestMember:
     """What a member refuses to every caller."""
 
@@ -415,6 +429,7 @@ class TestMember:
             ({"group_id": "group-w9"}, grpc.StatusCode.FAILED_PRECONDITION),
             ({"epoch": 5}, grpc.StatusCode.ABORTED),
             ({"mod_revision": 1}, grpc.StatusCode.FAILED_PRECONDITION),
+            ({"mod_revision": 10**9}, grpc.StatusCode.ABORTED),  # a mark that etcd does not have
             ({"attempt": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ],
     )
@@ -427,11 +442,11 @@ class TestMember:
     ) -> None:
         monkeypatch.setattr("services.worker.member.servicer.FUTURE_WAIT_S", 0.2)
         async with member(store, "w0") as one, open_channel(one.record.address) as channel:
-            await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
-            await serves(one)
-            target = group_record(one.record, 9)
+            request = await marked(store, one)
+            for name, value in changes.items():
+                setattr(request, name, value)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await one.stub(channel).Prepare(prepare_request(target, **changes), timeout=30)
+                await one.stub(channel).Prepare(request, timeout=30)
             assert caught.value.code() is code
             assert one.engine.preparations == []
 
@@ -439,25 +454,21 @@ class TestMember:
         self, store: Store
     ) -> None:
         async with member(store, "w0") as one, open_channel(one.record.address) as channel:
-            await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
-            await serves(one)
-            target = group_record(one.record, 9)
-            first = await one.stub(channel).Prepare(prepare_request(target), timeout=30)
-            assert first == await one.stub(channel).Prepare(prepare_request(target), timeout=30)
+            request = await marked(store, one)
+            first = await one.stub(channel).Prepare(request, timeout=30)
+            assert first == await one.stub(channel).Prepare(request, timeout=30)
             assert len(one.engine.preparations) == 1
-            stale = prepare_request(target, token=6, attempt="6-1", mod_revision=10**9 + 1)
+            stale = prepare_request(request.target, token=6, attempt="6-1")
             with pytest.raises(grpc.aio.AioRpcError, match="newer coordinator"):
                 await one.stub(channel).Prepare(stale, timeout=30)
 
     async def test_a_later_attempt_replaces_an_earlier_one(self, store: Store) -> None:
         async with member(store, "w0") as one, open_channel(one.record.address) as channel:
-            await put(store, f"{GROUPS}group-w0", group_record(one.record, 1))
-            await serves(one)
+            request = await marked(store, one)
             one.engine.go.clear()
-            target = group_record(one.record, 9)
-            first = one.stub(channel).Prepare(prepare_request(target), timeout=30)
+            first = one.stub(channel).Prepare(request, timeout=30)
             await eventually(lambda: bool(one.engine.preparations))
-            later = prepare_request(target, attempt="7-2", mod_revision=10**9 + 1)
+            later = await marked(store, one, attempt="7-2")
             second = one.stub(channel).Prepare(later, timeout=30)
             await eventually(lambda: one.engine.aborted == ["7-1"])
             with pytest.raises(grpc.aio.AioRpcError, match="the attempt was aborted"):

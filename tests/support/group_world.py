@@ -201,7 +201,8 @@ class World:
         self.tokens = [self.store.elect(), 0]
         self.processes: dict[str, Process] = {}
         self.crashed = False
-        self.mail: list[tuple[int, str, object]] = []
+        # Coordinator, member ("" for the way back), message. None: the coordinator restarted.
+        self.mail: list[tuple[int | None, str, object]] = []
         self.transactions: list[tuple[int, Transact, bool]] = []
         self.looks: list[tuple[int, PollMembers]] = []
         self.listings: list[ClusterListed] = []
@@ -243,6 +244,7 @@ class World:
             self._settle_for_a_second()
             self.check()
         self._check_stable()
+        self._check_changeable()
         if not self.removed:
             self._check_logs()
 
@@ -297,10 +299,24 @@ class World:
             group = self.store.groups[place.group_id].group
             if group.phase is not GroupPhase.STABLE or group.attempt:
                 raise Violated(f"I9: {group} is not at rest")
+            if name not in {one.worker_id for one in group.members}:
+                raise Violated(f"I9: {name} is assigned to {group}, which lacks it")
             if (process.state.group_id, process.state.epoch) != (place.group_id, place.epoch):
                 raise Violated(f"I9: {name} has not followed to {place}")
             if place.incarnation != process.incarnation or not process.executing:
                 raise Violated(f"I9: {name} does not serve")
+
+    def _check_changeable(self) -> None:
+        before = self.committed
+        is_merged = any(len(one.group.members) == len(NAMES) for one in self.store.groups.values())
+        targets = tuple(_evenly([name]) for name in NAMES) if is_merged else (_evenly(NAMES),)
+        self._feed(1, ChangeRequested(self.now_s, "last", targets))
+        for _ in range(10):
+            self._settle_for_a_second()
+            self.check()
+        if self.committed == before:
+            raise Violated("I9: the groups cannot change any more")
+        self._check_stable()
 
     # --- coordinators
 
@@ -435,13 +451,14 @@ class World:
         if faulty and self.rng.random() < 0.05:
             return
         if isinstance(message, MemberAnswered):
+            assert which is not None
             self._feed(which, replace(message, now_s=self.now_s))
         elif name in self.processes:
             self._receive(which, self.processes[name], message)
 
     # --- members
 
-    def _receive(self, which: int, process: Process, message: object) -> None:
+    def _receive(self, which: int | None, process: Process, message: object) -> None:
         if isinstance(message, AbortCall):
             over = process.state.abort(message)
             if over is not None:
@@ -449,8 +466,6 @@ class World:
             return
         assert isinstance(message, PrepareCall)
         answer = process.state.judge(message)
-        if answer.aborted is not None:
-            process.carry_out(answer.aborted)
         if answer.verdict is Verdict.ACCEPTED:
             process.coordinator[message.attempt] = which
             if "free_after_commit" in self.removed:
@@ -459,7 +474,7 @@ class World:
                 process.staged[message.attempt] = set()
                 self._acknowledge(process, message)
         elif answer.verdict is Verdict.REPLAYED:
-            if message.attempt in process.ready:
+            if message.attempt in process.ready and which is not None:
                 self.mail.append((which, "", process.ready[message.attempt]))
         elif answer.verdict is Verdict.FUTURE and self.rng.random() < 0.9:
             self.mail.append((which, process.name, message))  # it waits for the records
@@ -587,11 +602,15 @@ class World:
         return may_register
 
     def _back_up_or_lose(self) -> None:
-        """The store is copied, or loses all that was written since the copy, or everything."""
+        """The store is copied, or loses its writes."""
         if self.rng.random() < 0.5:
             self.backup = self.store.data()
             return
         self.losses_left -= 1
+        self.lose()
+
+    def lose(self) -> None:
+        """The store loses all that was written since the copy, or everything."""
         self.store.lose(self.backup if self.rng.random() < 0.7 else None)
         self.listings.clear()
         # Its leases end, so another coordinator may lead.
@@ -610,7 +629,12 @@ class World:
             for sender, command, answered in self.transactions
         ]
         self.looks = [look for look in self.looks if look[0] != which]
-        self.mail = [mail for mail in self.mail if mail[0] != which]
+        # Its calls may still arrive; answers go to the process that called.
+        self.mail = [
+            (None if sender == which else sender, name, message)
+            for sender, name, message in self.mail
+            if name or sender != which
+        ]
         for process in self.processes.values():
             process.coordinator = {
                 attempt: None if asker == which else asker

@@ -222,8 +222,6 @@ class WorkerProcess:
         """A coordinator asks to prepare; a call for a later epoch waits for the records."""
         now_s = self.now_s()
         answer = self.fence.judge(call.asked)
-        if answer.aborted is not None:
-            self._carry_out(answer.aborted)
         match answer.verdict:
             case Verdict.ACCEPTED:
                 task = self._participant.prepare(call.change)

@@ -87,6 +87,8 @@ class SimulatedMember:
         self._world = world
         self._frames: EpochFence[_Sent] = EpochFence()
         self._answered: dict[str, Answered] = {}  # by attempt
+        # Prepares whose records have yet to arrive.
+        self._early: list[tuple[PrepareCall, tuple[Group, ...], Answered]] = []
         self._run: StageRun | None = None  # of the frame that is being handled
         self._busy: Busy | None = None  # device time that the commands take
         self._is_changing = False
@@ -134,8 +136,9 @@ class SimulatedMember:
     def ask(self, asked: PrepareCall, groups: tuple[Group, ...], answered: Answered) -> None:
         """Prepare for `asked.target`, one of `groups`, on a coordinator's request."""
         answer = self.fence.judge(asked)
-        if answer.aborted is not None:
-            self._abort(answer.aborted.attempt)
+        if answer.verdict is Verdict.FUTURE:
+            self._early.append((asked, groups, answered))
+            return
         if answer.verdict is not Verdict.ACCEPTED:
             answered(asked.attempt, self.name, False, answer.reason)
             return
@@ -159,6 +162,9 @@ class SimulatedMember:
             groups = tuple(record.group for record in stored if record.group.members)
             self.instance.reporter.epoch = action.group.epoch
             self.instance.post(self._commit, _stages_of(groups))
+        early, self._early = self._early, []
+        for call in early:
+            self.ask(*call)
 
     def _abort(self, attempt: str) -> None:
         self._answered.pop(attempt, None)

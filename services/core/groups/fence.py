@@ -2,17 +2,18 @@
 
 An *attempt* is a two-phase change of groups: the coordinator marks the records of the *source*
 groups, calls Prepare at every member, and commits the *target* groups. A member accepts a Prepare
-only from the newest coordinator (fencing token), for its own process (incarnation), and if the call
-names its current configuration (group and epoch) as the source. It switches only to a committed
-configuration with a higher epoch. Every attempt writes the source record, so the record's etcd
-revisions (`mod_revision`) order the attempts: once a member has seen a later revision, an earlier
-attempt can never be committed.
+only from the newest coordinator (fencing token), for its own process (incarnation), if the call
+names its current configuration (group and epoch) as the source, and once it has read the source
+record with the attempt's mark. It switches only to a committed configuration with a higher epoch.
+Every attempt writes the source record, so the record's etcd revisions (`mod_revision`) order the
+attempts: once a member has seen a later revision, an earlier attempt can never be committed.
 
 An etcd that has lost its data (restored from a backup, or empty) is *rolled back*: tokens and
-revisions from before mean nothing, so the fence forgets them, but never its epoch. A coordinator
-that reads such records may give a member layers that it does not hold, as the *assignment* (the
-record of a worker's group and layers) is lost or outdated. A member ignores that configuration and
-writes its assignment again (`restored`), so that the next one has its layers and a higher epoch.
+revisions from before mean nothing, so the fence forgets them, but never its epoch. A call from
+before may arrive later; without its mark in the records it changes nothing. A coordinator that
+reads such records may give a member layers that it does not hold, as the *assignment* (the record
+of a worker's group and layers) is lost or outdated. A member ignores that configuration and writes
+its assignment again (`restored`), so that the next one has its layers and a higher epoch.
 """
 
 from collections.abc import Iterable
@@ -38,7 +39,7 @@ class Verdict(StrEnum):
     STALE = "stale"
     """From an older coordinator, epoch or attempt."""
     FUTURE = "future"
-    """The source configuration is newer than this member's; its record has yet to arrive."""
+    """The record of the source configuration, or of the attempt's mark, has yet to arrive."""
     FOREIGN = "foreign"
     """For another incarnation, or the target is no newer group with this process as a member."""
 
@@ -96,8 +97,6 @@ class Answer:
 
     verdict: Verdict
     reason: str = ""
-    aborted: AbortPreparation | None = None
-    """The earlier attempt that this Prepare supersedes; execute this action first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +119,12 @@ class MemberState:
 
     worker_id: str
     incarnation: str
-    token: int = 0  # highest fencing token seen
+    token: int = 0  # of the last accepted Prepare
     group_id: str | None = None  # of the current configuration
     epoch: int = 0  # of the current configuration
     stage: Member | None = None  # this process in the current configuration
     preparing: PrepareCall | None = None  # the accepted Prepare, until commit or abort
+    _mark: tuple[str, int] | None = None  # the last one read: its attempt and its revision
     _revision: int = 0  # attempts whose mark has this revision or a lower one are over
     _rollbacks: int = 0  # of the store, before the records last observed
 
@@ -148,23 +148,24 @@ class MemberState:
         refused = self._refusal(call)
         if refused is not None:
             return refused
-        self.token = call.token
         # Compare all of it: a store that has lost writes may assign an attempt's id again.
         if self.preparing == call:
             return Answer(Verdict.REPLAYED)
         if call.mod_revision <= self._revision:
             return Answer(Verdict.STALE, f"attempt {call.attempt} is over")
-        # A later mark on the source record proves that the earlier attempt was not committed.
-        aborted = AbortPreparation(self.preparing.attempt) if self.preparing is not None else None
+        # Only the mark proves that the token and the revision are of the store's present history.
+        if self._mark != (call.attempt, call.mod_revision):
+            reason = f"{self.worker_id} has not read the mark of attempt {call.attempt}"
+            return Answer(Verdict.FUTURE, reason)
+        self.token = call.token
         self.preparing = call
         self._revision = call.mod_revision
-        return Answer(Verdict.ACCEPTED, aborted=aborted)
+        return Answer(Verdict.ACCEPTED)
 
     def abort(self, call: AbortCall) -> AbortPreparation | None:
         """Apply a coordinator's Abort; returns the action, or None if there is nothing to undo."""
         if call.incarnation != self.incarnation or call.token < self.token:
             return None
-        self.token = call.token
         return self.abort_own(call.attempt)
 
     def abort_own(self, attempt: str) -> AbortPreparation | None:
@@ -187,7 +188,7 @@ class MemberState:
         if rollbacks == self._rollbacks:
             return self._observe(stored)
         self._rollbacks = rollbacks
-        self.token = self._revision = 0
+        self.token, self._mark, self._revision = 0, None, 0
         preparing, self.preparing = self.preparing, None
         aborted = [AbortPreparation(preparing.attempt)] if preparing is not None else []
         return aborted + self._observe(stored)
@@ -220,7 +221,7 @@ class MemberState:
         if self.preparing is not None:
             assert self.preparing.incarnation == self.incarnation
             assert (self.preparing.group_id, self.preparing.epoch) == (self.group_id, self.epoch)
-            assert self.preparing.token <= self.token
+            assert self.preparing.token == self.token
             assert self.preparing.target.epoch > self.epoch
 
     def _refusal(self, call: PrepareCall) -> Answer | None:
@@ -261,7 +262,9 @@ class MemberState:
         )
 
     def _note_revision(self, own: StoredGroup) -> None:
-        """Record that attempts whose mark preceded this write of the record are over."""
+        """Record the mark, and that attempts whose mark preceded this write are over."""
+        if own.group.attempt and own.mod_revision > self._revision:
+            self._mark = (own.group.attempt, own.mod_revision)
         # If this write is a mark, its own attempt is not over: its Prepare may be in flight.
         begun = own.mod_revision - 1 if own.group.attempt else own.mod_revision
         self._revision = max(self._revision, begun)

@@ -129,7 +129,10 @@ class Records:
         stored = self.assignments.get(worker_id)
         if stored is None or not self.is_sound(stored.assignment.group_id):
             return None
-        return stored.assignment.group_id
+        group = self.groups[stored.assignment.group_id].group
+        # A restored assignment may name a group that was formed again without the worker.
+        is_member = any(member.worker_id == worker_id for member in group.members)
+        return group.group_id if is_member else None
 
     def held_layers(self, worker: Worker) -> tuple[int, int]:
         """The worker's resident layers, first and end: all, unless its assignment has fewer."""

@@ -16,6 +16,7 @@ import grpc.aio
 
 from services.common import failpoint
 from services.common.clock import monotonic_s
+from services.common.etcd import RELIST_S
 from services.common.records import to_group
 from services.common.timeouts import timeout
 from services.core.groups.fence import (
@@ -99,8 +100,8 @@ def to_abort_call(request: pb.AbortRequest) -> AbortCall:
     return AbortCall(request.token, request.attempt, request.incarnation)
 
 
-# How long a Prepare for a higher epoch than this worker's waits for the records of that epoch.
-FUTURE_WAIT_S = 3.0
+# How long a Prepare waits for the records that it names: for a listing even if the watch is silent.
+FUTURE_WAIT_S = RELIST_S + 1.0
 # Time limit of a preparation if the caller set no deadline.
 PREPARE_TIMEOUT_S = 600.0
 
@@ -210,8 +211,6 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                         grpc.StatusCode.FAILED_PRECONDITION, "the worker is stopping; leave it out"
                     )
                 answer = self._state.judge(call)
-                if answer.aborted is not None:
-                    await self._execute(answer.aborted)
                 if answer.verdict is Verdict.ACCEPTED:
                     return self._begin(preparation, timeout_s)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:

@@ -32,8 +32,19 @@ def state() -> MemberState:
     return state
 
 
+def mark(call: PrepareCall) -> StoredGroup:
+    """The record of the source group with the mark of the call's attempt."""
+    return StoredGroup(replace(ALONE, attempt=call.attempt), call.mod_revision)
+
+
+def prepare(state: MemberState, call: PrepareCall = ASKED) -> None:
+    """Let the member read the mark and accept the call."""
+    state.observe([mark(call)])
+    assert state.judge(call) == Answer(Verdict.ACCEPTED)
+
+
 def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -> None:
-    assert state.judge(ASKED).verdict is Verdict.ACCEPTED
+    prepare(state)
     assert state.observe([MARKED]) == []
     assert state.judge(ASKED).verdict is Verdict.REPLAYED
     assert state.observe([StoredGroup(PAIR, 30)]) == [Apply(PAIR, "7-1")]
@@ -63,47 +74,53 @@ def test_what_is_stale_or_foreign_has_no_effect(
 
 
 def test_a_lower_token_is_refused_for_ever(state: MemberState) -> None:
-    state.judge(ASKED)
+    prepare(state)
     assert state.abort(AbortCall(6, "7-1", "a")) is None
     older = replace(ASKED, token=6, attempt="6-9", mod_revision=40)
     assert state.judge(older).verdict is Verdict.STALE
 
 
 def test_an_aborted_attempt_is_not_taken_up_again(state: MemberState) -> None:
-    state.judge(ASKED)
+    prepare(state)
     assert state.abort(AbortCall(8, "7-1", "a")) == AbortPreparation("7-1")
     assert state.judge(replace(ASKED, token=8)).verdict is Verdict.STALE
 
 
 def test_a_later_attempt_ends_an_earlier_one(state: MemberState) -> None:
-    state.judge(ASKED)
-    answer = state.judge(replace(ASKED, attempt="7-2", mod_revision=25))
-    assert (answer.verdict, answer.aborted) == (Verdict.ACCEPTED, AbortPreparation("7-1"))
+    prepare(state)
+    later = replace(ASKED, attempt="7-2", mod_revision=25)
+    assert state.judge(later).verdict is Verdict.FUTURE
+    assert state.preparing == ASKED
+    assert state.observe([mark(later)]) == [AbortPreparation("7-1")]
+    assert state.judge(later).verdict is Verdict.ACCEPTED
     assert state.judge(ASKED).verdict is Verdict.STALE
 
 
 def test_a_record_without_the_mark_ends_the_attempt(state: MemberState) -> None:
-    state.judge(ASKED)
+    prepare(state)
     assert state.observe([StoredGroup(ALONE, 10)]) == []
     assert state.observe([StoredGroup(ALONE, 21)]) == [AbortPreparation("7-1")]
     assert state.judge(ASKED).verdict is Verdict.STALE
 
 
-def test_a_record_that_bears_the_mark_may_come_before_the_request(state: MemberState) -> None:
+def test_a_request_waits_for_the_record_that_bears_the_mark(state: MemberState) -> None:
+    assert state.judge(ASKED).verdict is Verdict.FUTURE
+    assert (state.token, state.preparing) == (0, None)
     assert state.observe([MARKED]) == []
+    assert state.observe([StoredGroup(ALONE, 10)]) == [], "an outdated listing"
     assert state.judge(ASKED).verdict is Verdict.ACCEPTED
 
 
 def test_layers_fetched_for_a_commit_that_was_not_seen_are_kept(state: MemberState) -> None:
     """The target may have been committed and followed by another one before anybody looked."""
-    state.judge(ASKED)
+    prepare(state)
     later = replace(ALONE, epoch=6, phase=GroupPhase.DEGRADED)
     assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
 
 
 def test_a_prepared_layer_is_kept_while_the_member_has_no_group(state: MemberState) -> None:
     """The target was committed, unseen, and dissolved when the member's lease had ended."""
-    state.judge(ASKED)
+    prepare(state)
     gone_on = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
     assert state.observe([StoredGroup(gone_on, 30)]) == []
     assert state.preparing == ASKED
@@ -127,7 +144,7 @@ OWN = Assignment("w0", "a", "group-w0", 4, 0, 2)
 @pytest.fixture
 def merged(state: MemberState) -> MemberState:
     """A member that runs half of the layers, at epoch 4."""
-    state.judge(ASKED)
+    prepare(state)
     state.observe([StoredGroup(PAIR, 30)])
     assert state.assignment == OWN
     return state
@@ -145,11 +162,12 @@ def test_a_configuration_with_layers_that_it_lacks_is_not_followed(merged: Membe
 def test_tokens_and_revisions_of_a_lost_history_do_not_count(merged: MemberState) -> None:
     wider = replace(PAIR, epoch=5, members=(Member("w0", "a", 0, 4),))
     asked = replace(ASKED, attempt="7-2", epoch=4, mod_revision=35, target=wider)
+    merged.observe([StoredGroup(replace(PAIR, attempt="7-2"), 35)])
     assert merged.judge(asked).verdict is Verdict.ACCEPTED
     # The same numbers again, from another leader, for something else.
     again = replace(asked, token=2, attempt="2-1", mod_revision=6)
     assert merged.judge(again).verdict is Verdict.STALE
-    before = [StoredGroup(PAIR, 5)]
+    before = [StoredGroup(replace(PAIR, attempt="2-1"), 6)]
     assert merged.observe(before, rollbacks=1) == [AbortPreparation("7-2")]
     assert merged.judge(again).verdict is Verdict.ACCEPTED
     assert merged.observe(before, rollbacks=1) == []
@@ -157,10 +175,28 @@ def test_tokens_and_revisions_of_a_lost_history_do_not_count(merged: MemberState
     merged.check_invariants()
 
 
-def test_an_attempt_id_that_is_assigned_again_is_another_attempt(state: MemberState) -> None:
+@pytest.mark.parametrize("late", ["prepare", "abort"])
+def test_a_late_call_of_a_lost_history_does_not_count(state: MemberState, late: str) -> None:
+    """The member notices the roll-back before the coordinator, which has an attempt in flight."""
+    lost = replace(ASKED, token=5000, attempt="5000-1", mod_revision=5020)
+    if late == "abort":
+        prepare(state, lost)
+    state.observe([StoredGroup(ALONE, 12)], rollbacks=1)
+    if late == "prepare":
+        assert state.judge(lost).verdict is Verdict.FUTURE
+    else:
+        assert state.abort(AbortCall(lost.token, lost.attempt, "a")) is None
+    # The restarted coordinator was elected at a lower revision.
+    assert state.observe([MARKED], rollbacks=1) == []
     assert state.judge(ASKED).verdict is Verdict.ACCEPTED
+    state.check_invariants()
+
+
+def test_an_attempt_id_that_is_assigned_again_is_another_attempt(state: MemberState) -> None:
+    prepare(state)
     other = replace(ASKED, target=replace(PAIR, epoch=5), mod_revision=21)
-    assert state.judge(other) == Answer(Verdict.ACCEPTED, aborted=AbortPreparation("7-1"))
+    assert state.observe([mark(other)]) == [AbortPreparation("7-1")]
+    assert state.judge(other).verdict is Verdict.ACCEPTED
 
 
 @pytest.mark.parametrize(

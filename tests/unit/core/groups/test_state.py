@@ -220,6 +220,18 @@ class TestGroupsOfOne:
         pair.settle()
         assert pair.group("group-w0") == stable(3, whole("w0", "b"))
 
+    def test_a_restored_assignment_to_a_group_without_the_worker_is_replaced(self) -> None:
+        """The store was emptied, and w0 registered before w1 wrote its assignment again."""
+        store = Store(worker("w0"))
+        store.settle()
+        store.workers["w1"] = worker("w1")
+        lost = Assignment("w1", "w1-a", "group-w0", 2, 2, LAYERS)
+        store.assignments["w1"] = StoredAssignment(lost, 12)
+        (command,) = store.read()
+        member = Member("w1", "w1-a", 2, LAYERS)
+        degraded = replace(stable(3, member), phase=GroupPhase.DEGRADED)
+        assert transaction(command).groups == (degraded,)
+
     def test_a_group_under_a_foreign_name_goes(self) -> None:
         store = Store(worker("w0"))
         foreign = Group("group-x", 3, GroupPhase.STABLE, (whole("w0"),), "m")
