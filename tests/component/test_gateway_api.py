@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.admin.port import PAGE
 from services.worker.start_frame import to_request
-from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
+from tests.support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE
 from tests.support.gateway import TEXT, Case, text_ids
 from tests.support.waiting import eventually
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -163,6 +163,10 @@ async def test_too_long_for_the_context(case: Case) -> None:
     assert caught.value.code == "context_length_exceeded"
     for number in ("256", "257", "250", "7"):
         assert number in caught.value.message
+    body = {"model": "m", "input": "x" * 200, "max_output_tokens": 50}
+    error = (await case.http.post("/v1/responses", json=body)).json()["error"]
+    assert error["param"] == "input"
+    assert "in the input, 50 in the completion" in error["message"]
     answer = await case.complete(prompt="x" * 1_000_000)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert (await case.complete(prompt="x" * 255)).status_code == 200
@@ -181,11 +185,14 @@ async def test_ids_above_the_vocabulary(case: Case) -> None:
     assert (await case.complete(prompt=[VOCAB_SIZE - 1], max_tokens=1)).status_code == 200
 
 
+REFUSING = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not no') }}{% endif %}"
+
+
+@pytest.mark.gateway(template=REFUSING + CHAT_TEMPLATE)
 async def test_messages_that_the_template_refuses(case: Case) -> None:
-    messages = [*HI, {"role": "system", "content": "late"}]
-    answer = await case.chat(messages=messages)
+    answer = await case.chat(messages=[{"role": "user", "content": "no"}])
     assert answer.status_code == 400
-    assert "system comes first" in answer.json()["error"]["message"]
+    assert "not no" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

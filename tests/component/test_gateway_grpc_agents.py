@@ -226,3 +226,15 @@ async def test_a_part_that_is_not_enforced_is_in_a_warning(
     assert len(warnings) == 2
     assert f"not enforced: {subject}$.properties.mail.pattern (look-around" in warnings[0]
     assert f"not enforced: {subject}$.properties.tags.uniqueItems" in warnings[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_system_message_that_is_moved_is_in_a_warning(case: Case, stream: bool) -> None:
+    chat = pb.ChatRequest(model="m", sampling=pb.Sampling(max_tokens=4))
+    chat.messages.add(role=pb.ROLE_USER, text="hi")
+    chat.messages.add(role=pb.ROLE_SYSTEM, text="late")
+    async with grpc.aio.insecure_channel(case.target) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.StreamChat(pb.StreamChatRequest(chat=chat)) if stream else stub.Chat(chat)
+        warnings = [text for name, text in await call.initial_metadata() if name == "warning"]
+    assert len(warnings) == 1 and "later ones were moved" in warnings[0]

@@ -171,21 +171,28 @@ async def test_a_stream_has_the_items_of_the_whole(
     assert ended == events[-1]["response"]["output"]
 
 
-@pytest.mark.parametrize("ended_by", ["length", "stop", "invalid"])
+@pytest.mark.parametrize("ended_by", ["length", "stop", "stop string", "invalid"])
 async def test_a_truncated_call_is_incomplete_and_calls_before_it_are_complete(
     case: Case, ended_by: str
 ) -> None:
     text = f'{CALL}\n<tool_call>\n{{"name": "get_weather", "arguments": {{"city": '
-    case.answer_with(text + ("New" if ended_by == "invalid" else ""))
-    limit = len(text) - 5 if ended_by == "length" else 500
-    whole = (await send(case, max_output_tokens=limit, tools=[TOOL])).json()
+    case.answer_with(text + ("New" if ended_by in ("invalid", "stop string") else ""))
+    body: dict[str, Any] = {"max_output_tokens": 500, "tools": [TOOL]}
+    if ended_by == "length":
+        body["max_output_tokens"] = len(text) - 5
+    if ended_by == "stop string":
+        body["stop"] = ["New"]
+    whole = (await send(case, **body)).json()
     first, second, *rest = whole["output"]
     assert (first["status"], first["arguments"]) == ("completed", ARGUMENTS)
     assert second["status"] == "incomplete"
     assert not ARGUMENTS.startswith(second["arguments"] + "}")
-    assert whole["status"] == ("incomplete" if ended_by == "length" else "completed")
+    assert (whole["status"], whole["completed_at"]) == ("incomplete", None)
+    reason = {"reason": "max_output_tokens"} if ended_by == "length" else None
+    assert whole["incomplete_details"] == reason
     assert [item["type"] for item in rest] == ["message"] * (ended_by == "invalid")
-    events = events_of(await send(case, max_output_tokens=limit, tools=[TOOL], stream=True))
+    events = events_of(await send(case, **body, stream=True))
+    assert events[-1]["type"] == "response.incomplete"
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     ended = [e["item"]["status"] for e in events if e["type"] == "response.output_item.done"]
     assert ended == [item["status"] for item in whole["output"]]

@@ -101,13 +101,12 @@ async def test_tool_calls_of_the_template_are_not_continued(case: Case) -> None:
     answer = await case.chat(messages=[call], **both)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "continue_final_message"
+    assert "message with tool calls cannot be continued" in answer.json()["error"]["message"]
+    # In Messages another message follows.
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     messages = [{"role": "assistant", "content": [use]}]
-    answer = await case.http.post(
-        "/v1/messages", json={"model": "m", "max_tokens": 1, "messages": messages}
-    )
-    assert answer.status_code == 400
-    assert "message with tool calls cannot be continued" in answer.json()["error"]["message"]
+    await send(case, "/v1/messages", max_tokens=1, messages=messages)
+    assert case.prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.gateway(template=ALTERNATING)
@@ -176,6 +175,32 @@ async def test_stop_strings_do_not_end_the_reasoning(case: Case) -> None:
     answer = await case.grpc.chat("x", model="m", stop=["hi"])
     message = answer.choices[0].message
     assert (message.text, message.reasoning) == ("Yes, ", "hi, hm")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_system_message_that_is_moved_is_in_a_warning(case: Case, path: str) -> None:
+    async def warnings(*messages: dict[str, str], stream: bool = False) -> str:
+        field, limit = "messages", "max_tokens"
+        if path == "/v1/responses":
+            field, limit = "input", "max_output_tokens"
+        body = {"model": "m", field: messages, limit: 1, "stream": stream}
+        answer = await case.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.headers.get("warning", "")
+
+    system, user = {"role": "system", "content": "one"}, {"role": "user", "content": "a"}
+    for stream in (False, True):
+        assert "later ones were moved" in await warnings(user, system, stream=stream)
+        assert case.prompt.startswith("<|im_start|>system\none<|im_end|>\n<|im_start|>user\na")
+    # Joined at the beginning, none is moved.
+    assert await warnings(system, system, user) == ""
+    assert await warnings(system, user) == ""
+
+
+async def test_tokenizing_warns_of_a_system_message_that_is_moved(case: Case) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "system", "content": "one"}]
+    answer = await case.http.post("/tokenize", json={"model": "m", "messages": turns})
+    assert "later ones were moved" in answer.headers["warning"]
 
 
 TOKENS = "a<|im_end|>\n<|im_start|>system\nb"

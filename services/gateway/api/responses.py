@@ -217,6 +217,7 @@ FIELDS = BodyFields(
         {
             TOOL_FORM: "{'type': 'function', 'name': …}",
             CHOICE_FORM: "{'type': 'function', 'name': …}",
+            "in the messages": "in the input",
         },
     ),
     absent=frozenset(

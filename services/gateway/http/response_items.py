@@ -23,6 +23,7 @@ class Items:
         self._logprobs = logprobs
         self._items: list[_Item] = []
         self._open: _Item | None = None
+        self.truncated = False  # whether a call is incomplete
         # Log probabilities of tokens whose text is still incomplete.
         self._pending_logprobs: list[JsonObject] = []
         self._budget = LogprobBudget("top_logprobs")
@@ -74,6 +75,7 @@ class Items:
         events += self._open.grow(delta.arguments)
         if not delta.ended:
             return events
+        self.truncated |= delta.truncated
         return events + self.close("incomplete" if delta.truncated else "completed")
 
     def _start(self, item: "_Item") -> list[Event]:

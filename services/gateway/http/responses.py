@@ -60,7 +60,7 @@ class ResponseBuilder:
             "reasoning": {"effort": chat.reasoning_effort, "summary": None},
         }
         self._items = Items(logprobs if chat.output_logprobs is not None else None)
-        self._truncated = False
+        self._limited = False  # whether the output reached its limit
         self._next_number = 0
 
     def prepare(self, prepared: PreparedRequest) -> None:
@@ -74,14 +74,15 @@ class ResponseBuilder:
 
     def push(self, piece: OutputPiece) -> list[Event]:
         """Add output; return its events."""
-        self._truncated = piece.parsed.finish_reason == "length"
+        self._limited = piece.parsed.finish_reason == "length"
         return self._numbered(self._items.push(piece))
 
     def end(self, usage: Usage) -> list[Event]:
         """The last events, after all output."""
-        events = self._items.close("incomplete" if self._truncated else "completed")
-        kind = "response.incomplete" if self._truncated else "response.completed"
-        return self._numbered([*events, {"type": kind, "response": self.response(usage)}])
+        events = self._items.close(_status(self._limited))
+        response = self.response(usage)
+        kind = f"response.{response['status']}"
+        return self._numbered([*events, {"type": kind, "response": response}])
 
     def fail(self, error: GatewayError) -> list[Event]:
         """The last events of a failed response."""
@@ -97,13 +98,14 @@ class ResponseBuilder:
 
     def response(self, usage: Usage) -> dict[str, Any]:
         """The response object, after all output."""
-        status = "incomplete" if self._truncated else "completed"
+        # A stop string, or the model, may end the output within a call.
+        incomplete = self._limited or self._items.truncated
         return {
             **self._in_progress(),
-            "status": status,
-            "completed_at": None if self._truncated else unix_s(),
-            "incomplete_details": {"reason": "max_output_tokens"} if self._truncated else None,
-            "output": self._items.written(status),
+            "status": _status(incomplete),
+            "completed_at": None if incomplete else unix_s(),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._limited else None,
+            "output": self._items.written(_status(self._limited)),
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {
@@ -143,6 +145,10 @@ class ResponseBuilder:
     def _numbered(self, events: list[Event]) -> list[Event]:
         first, self._next_number = self._next_number, self._next_number + len(events)
         return [event | {"sequence_number": first + i} for i, event in enumerate(events)]
+
+
+def _status(incomplete: bool) -> str:
+    return "incomplete" if incomplete else "completed"
 
 
 def _failure(error: GatewayError) -> str:

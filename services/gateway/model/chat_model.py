@@ -6,9 +6,9 @@ from typing import Any
 
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
-from services.gateway.model.token_cuts import TokenCuts
 from services.gateway.structure.schema import check_size
 from services.gateway.structure.structured_outputs import Structure, lark_literal
+from services.gateway.text.token_cuts import TokenCuts
 from services.gateway.tools import mistral
 from services.gateway.tools.format import (
     ChatForm,
@@ -106,18 +106,18 @@ class ChatModel:
         configured_tools: str,
         configured_reasoning: str,
         *,
-        user_tokens: bool = True,
+        cuts: TokenCuts | None = None,
     ) -> None:
         """`source`: text of the chat template; `variables`: names of the variables it reads.
 
         `added_tokens`: tokens added to the vocabulary, special tokens among them, by id.
-        `configured_tools`, `configured_reasoning`: names of formats, or "auto". `user_tokens`:
-        whether added tokens in messages of the roles user and tool become these tokens.
+        `configured_tools`, `configured_reasoning`: names of formats, or "auto". `cuts`: if not
+        None, cuts the tokens in messages of the roles user and tool.
         """
         ids = {text: token_id for token_id, text in added_tokens.items()}
         self._takes_tools = "tools" in variables
         self._ids = ids
-        self._cuts = None if user_tokens else TokenCuts(ids)
+        self.cuts = cuts
         self.tool_format: ToolFormat = tool_format(configured_tools, source, self._takes_tools, ids)
         self.reasoning_format: ReasoningFormat = reasoning_format(configured_reasoning, source, ids)
 
@@ -129,8 +129,8 @@ class ChatModel:
                 and should be continued.
         """
         messages = template_messages(body.messages)
-        if self._cuts is not None:
-            messages = self._cuts.cut_messages(messages)
+        if self.cuts is not None:
+            messages = self.cuts.cut_messages(messages)
         tools = self._prompt_tools(body)
         # If the template ignores tools, describe them as text, in the format of Hermes.
         if not self._takes_tools:
@@ -148,11 +148,6 @@ class ChatModel:
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),
         }
-
-    @property
-    def cut(self) -> str:
-        """Separator of parts of the rendered prompt to encode separately; empty: no such parts."""
-        return "" if self._cuts is None else self._cuts.mark
 
     def thinking(self, prompt: str) -> Thinking:
         """Return where the output after `prompt` begins: inside, before or after reasoning."""

@@ -6,7 +6,7 @@ render_process.py.
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,10 +18,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.clock import unix_s
 from services.common.errors import ConfigError
-from services.gateway.model.merged_turns import merged_forms
+from services.gateway.model.merged_turns import has_late_system, merged_forms
 from services.gateway.vocabulary.errors import BadRequest
 
 Messages = Sequence[Mapping[str, Any]]
+_MOVED = (
+    "the chat template permits system messages at the beginning only; later ones were moved there"
+)
 REASON_CHARS_MAX = 300
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
@@ -77,12 +80,13 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        warn: Callable[[str], object] | None = None,
     ) -> str:
         """Render the prompt of the assistant's next message, or of the rest of the last message.
 
         `variables`: further template variables, whose names must be names that clients may set.
         If the template refuses the messages, they are merged as far as it needs; see
-        `merged_forms`.
+        `merged_forms`. `warn` is called with an ASCII text if that moves a message.
 
         Raises:
             BadRequest: if the template refuses the messages in every form.
@@ -98,12 +102,18 @@ class ChatTemplate:
         render = self._unfinished if continue_final_message else self._rendered
         try:
             return render(messages, context)
-        except _TEMPLATE_ERRORS as error:
+        except _TEMPLATE_ERRORS as refused:
+            error = refused
             for form in merged_forms(messages):
                 try:
-                    return render(form, context)
-                except _TEMPLATE_ERRORS:
+                    text = render(form, context)
+                except _TEMPLATE_ERRORS as refused_form:
+                    # The remaining fault is one that merging does not mend.
+                    error = refused_form
                     continue
+                if warn is not None and has_late_system(messages) and not has_late_system(form):
+                    warn(_MOVED)
+                return text
             raise BadRequest(
                 f"the model's chat template refuses these messages: {self._reason(error)}",
                 param="messages",

@@ -1,24 +1,52 @@
-"""Merges messages of a chat for templates that refuse them as they are.
+"""Changes messages of a chat for templates that refuse them as they are.
 
 Many templates permit a single system message at the beginning, or none, and require the roles user
-and assistant to alternate.
+and assistant to alternate. Those of Mistral permit only ids of calls with nine letters and digits.
 """
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
 _SEPARATOR = "\n\n"
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def merged_forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield `messages` in forms that more templates accept, each merged further than the last."""
+    """Yield `messages` in forms that more templates accept, each changed further than the last."""
     latest = [dict(message) for message in messages]
-    for merge in (_merge_turns, _merge_after_results, _merge_system):
+    for merge in (_shorten_ids, _merge_turns, _merge_after_results, _merge_system):
         form = merge(latest)
         if form != latest:
             yield form
             latest = form
+
+
+def has_late_system(messages: Messages) -> bool:
+    """Whether a system message follows a message of another role."""
+    roles = [message["role"] for message in messages]
+    return "system" in roles[roles.count("system") :]
+
+
+def _shorten_ids(messages: Messages) -> list[dict[str, Any]]:
+    """Replace ids of calls, which other models may have made, by hexadecimal ids."""
+    changed: list[dict[str, Any]] = []
+    for message in messages:
+        fields = dict(message)
+        if (call_id := fields.get("tool_call_id")) is not None:
+            fields["tool_call_id"] = _short_id(call_id)
+        if calls := fields.get("tool_calls"):
+            fields["tool_calls"] = [call | {"id": _short_id(call["id"])} for call in calls]
+        changed.append(fields)
+    return changed
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _merge_turns(messages: Messages) -> list[dict[str, Any]]:

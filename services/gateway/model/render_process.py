@@ -36,7 +36,10 @@ LONG = RenderLimits(1.0, 8.0)
 MEMORY_MAX_BYTES = 2**28
 """Memory that a rendering may allocate; the largest body takes about a third of it."""
 TEXT = b"\0"
-"""First byte of a response that is the text of a prompt in UTF-8; others are JSON objects."""
+"""First byte of a response with a prompt; others are JSON objects.
+
+A warning in ASCII, which may be empty, this byte again, and the text of the prompt in UTF-8 follow.
+"""
 
 
 def _failure(reason: str) -> bytes:
@@ -103,12 +106,13 @@ def _serve(source: RawIOBase, template: ChatTemplate, limits: RenderLimits) -> N
 
 def _response(template: ChatTemplate, bytes_max: int, fields: Mapping[str, Any]) -> bytes:
     """Render `fields`, the arguments of `ChatTemplate.render`; return the encoded response."""
+    warnings: list[str] = []
     try:
         # Tool calls may have lone surrogates, which the gateway refuses.
-        text = template.render(**fields).encode("utf-8", "surrogatepass")
+        text = template.render(**fields, warn=warnings.append).encode("utf-8", "surrogatepass")
         if len(text) > bytes_max:
             return encode_message({"bytes": len(text)})
-        return encode_bytes(TEXT + text)
+        return encode_bytes(TEXT + "".join(warnings).encode() + TEXT + text)
     except BadRequest as error:
         return encode_message({"refused": error.message, "param": error.param})
     except MemoryError:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.common.message_pipes import MessagePipes
@@ -72,10 +72,12 @@ class TemplateRenderer:
         finally:
             await self.close()
 
-    async def render(self, request: bytes, limit_key: str) -> str:
+    async def render(
+        self, request: bytes, limit_key: str, warn: Callable[[str], object] | None = None
+    ) -> str:
         """Return the text of the prompt of `request`, an encoded message; see `render_request`.
 
-        `limit_key`: the client.
+        `limit_key`: the client. `warn`: see `ChatTemplate.render`.
 
         Raises:
             BadRequest: if the template refuses the messages, or takes too much time or memory.
@@ -91,7 +93,10 @@ class TemplateRenderer:
         except TimeoutError:
             raise QueueFull("too many chats are being rendered; try again") from None
         if response.startswith(TEXT):
-            return str(memoryview(response)[1:], "utf-8", "surrogatepass")
+            end = response.index(TEXT, len(TEXT))
+            if warn is not None and (warning := response[len(TEXT) : end]):
+                warn(warning.decode())
+            return str(memoryview(response)[end + len(TEXT) :], "utf-8", "surrogatepass")
         result: dict[str, Any] = json.loads(response)
         if (failed := result.get("failed")) is not None:
             raise BadRequest(

@@ -67,7 +67,7 @@ def load_model(
     """Read a model folder. `own_defaults`: use the defaults of its generation_config.json.
 
     `tool_format` and `reasoning_format` are names of formats, or "auto". `user_tokens`: whether
-    users may write special tokens; see `ChatModel`.
+    users may write special tokens; see `TokenCuts`.
 
     Raises:
         ConfigError: if the folder or a needed file is missing or unusable.
@@ -85,8 +85,10 @@ def load_model(
     chat, renderer = None, None
     if (template := load_template(model_dir)) is not None:
         formats, tokens = (tool_format, reasoning_format), tokenizer.added_tokens
-        chat = ChatModel(template.source, variables, tokens, *formats, user_tokens=user_tokens)
-        renderer = TemplateRenderer(template.source, template.special_tokens, hidden=chat.cut)
+        cuts = None if user_tokens else tokenizer.token_cuts()
+        chat = ChatModel(template.source, variables, tokens, *formats, cuts=cuts)
+        hidden = cuts.mark if cuts is not None else None
+        renderer = TemplateRenderer(template.source, template.special_tokens, hidden=hidden)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

@@ -113,6 +113,8 @@ class Phases:
 
 WARNINGS_MAX = 8
 WARNING_LENGTH_MAX = 256
+# Characters that a quoted string of a header escapes.
+_ESCAPED = re.compile(r'["\\]')
 
 
 @dataclass(slots=True)
@@ -177,6 +179,10 @@ class RequestRecord:
         """The operation name in OpenTelemetry's GenAI conventions; None if nothing is generated."""
         return OPERATIONS.get(self.path)
 
+    def warn(self, text: str) -> None:
+        """Add an ASCII text to the warnings of the response."""
+        self.warnings += (text,)
+
     @property
     def warning_headers(self) -> tuple[str, ...]:
         """Values of `Warning` headers (RFC 7234)."""
@@ -184,7 +190,8 @@ class RequestRecord:
         first = self.warnings[:WARNINGS_MAX]
         more = len(self.warnings) - len(first)
         rest = (f"and {more} more",) if more else ()
-        return tuple(f'299 tideserve "{text[:WARNING_LENGTH_MAX]}"' for text in (*first, *rest))
+        texts = (text[:WARNING_LENGTH_MAX] for text in (*first, *rest))
+        return tuple('299 tideserve "' + _ESCAPED.sub(r"\\\g<0>", text) + '"' for text in texts)
 
     @property
     def given_id(self) -> bytes | None:

@@ -79,7 +79,7 @@ class Preparer:
         self._check(body, record)
         service = self.service_of(body, record)
         record.warnings += body.warnings
-        prompts = await self._prompts(body, record.limit_key)
+        prompts = await self._prompts(body, record)
         thinking = self._thinking(prompts[0])
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -126,7 +126,7 @@ class Preparer:
         """
         self._check(body, record)
         tokens_max = TRUNCATED_CONTEXTS * self.max_model_len()
-        prompts = await self._prompt_encoder.encode(body, tokens_max, record.limit_key)
+        prompts = await self._prompt_encoder.encode(body, tokens_max, record)
         return prompts[0]
 
     async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
@@ -160,14 +160,16 @@ class Preparer:
         self._check_model(body.model, record)
         check_ids(body, self._model.vocab_size)
 
-    async def _prompts(self, body: GenerationRequest, limit_key: str) -> list[tuple[int, ...]]:
+    async def _prompts(
+        self, body: GenerationRequest, record: RequestRecord
+    ) -> list[tuple[int, ...]]:
         """Token ids of each prompt; long texts are tokenized in a thread."""
         context = self.max_model_len()
         if body.truncate_prompt_tokens is None:
-            return await self._prompt_encoder.encode(body, context, limit_key)
+            return await self._prompt_encoder.encode(body, context, record)
         tokens_max = TRUNCATED_CONTEXTS * context
         try:
-            prompts = await self._prompt_encoder.encode(body, tokens_max, limit_key)
+            prompts = await self._prompt_encoder.encode(body, tokens_max, record)
         except ContextExceeded as error:
             raise ContextExceeded(
                 f"a prompt may have at most {tokens_max} tokens before truncation; shorten it",

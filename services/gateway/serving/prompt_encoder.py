@@ -8,6 +8,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.prompts import Prompt
 from services.gateway.model.renderer import PromptTooLong, render_request
 from services.gateway.model.served_model import ServedModel
+from services.gateway.records.request_record import RequestRecord
 from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, too_long
 from services.gateway.vocabulary.errors import BadRequest
 
@@ -20,18 +21,18 @@ class PromptEncoder:
         self._pool = pool
 
     async def encode(
-        self, body: GenerationRequest, tokens_max: int, limit_key: str
+        self, body: GenerationRequest, tokens_max: int, record: RequestRecord
     ) -> list[tuple[int, ...]]:
         """Token ids of each prompt of `body`; long texts are tokenized in a thread.
 
-        `limit_key`: the client, whose chats wait for their turn.
+        The chats of a client wait for their turn. Writes warnings to `record`.
 
         Raises:
             GatewayError: if a prompt is refused, or certainly has more than `tokens_max` tokens.
         """
         match body:
             case ChatRequest():
-                return [await self._chat_ids(body, tokens_max, limit_key)]
+                return [await self._chat_ids(body, tokens_max, record)]
             case CompletionRequest():
                 # Many small prompts take as long as a large prompt.
                 size = sum(map(len, body.prompt))
@@ -42,14 +43,16 @@ class PromptEncoder:
         raise TypeError(f"{type(body).__name__} has no prompt")
 
     async def _chat_ids(
-        self, body: ChatRequest, tokens_max: int, limit_key: str
+        self, body: ChatRequest, tokens_max: int, record: RequestRecord
     ) -> tuple[int, ...]:
         chat, renderer = self._model.chat, self._model.renderer
         if chat is None or renderer is None:
             raise BadRequest("the model has no chat template; use /v1/completions")
         tokenizer, param = self._model.tokenizer, "messages"
-        # Each part that a cut ends has a token.
-        bytes_max = tokenizer.bytes_max(tokens_max) + len(chat.cut) * (tokens_max + 1)
+        bytes_max = tokenizer.bytes_max(tokens_max)
+        if chat.cuts is not None:
+            # A text has hardly more cuts than tokens.
+            bytes_max += len(chat.cuts.mark) * (tokens_max + 1)
         size = sum(message.size for message in body.messages)
         # Descriptions and schemas of the tools become part of the prompt.
         size += INLINE_SIZE * len(body.tools)
@@ -57,12 +60,12 @@ class PromptEncoder:
             lambda: render_request(chat.template_fields(body), bytes_max), size
         )
         try:
-            text = await renderer.render(request, limit_key)
+            text = await renderer.render(request, record.limit_key, record.warn)
         except PromptTooLong as error:
             raise too_long(f"{error.size_bytes} bytes", tokens_max, param) from None
         # The template writes the special tokens itself.
-        special, cut = body.add_special_tokens is True, chat.cut
-        encode = partial(tokenizer.encode, text, special, tokens_max, param, cut)
+        special = body.add_special_tokens is True
+        encode = partial(tokenizer.encode, text, special, tokens_max, param, chat.cuts)
         return tuple(await self._pool.run(encode, len(text)))
 
     def _prompt_ids(

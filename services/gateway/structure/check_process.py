@@ -1,8 +1,9 @@
 """Checks grammars in a separate process, each within limits of time and memory.
 
 A grammar may keep llguidance busy for ever in code that cannot be interrupted. So each check runs
-in a fork of this process. The kernel ends the fork after `CPU_MAX_S` of processor time, which does
-not depend on the load of the machine, or after `WALL_MAX_S`. A fork shares the loaded libraries, so
+in a fork of this process. The kernel ends the fork after `CPU_MAX_S` of processor time per grammar
+or `TOTAL_CPU_MAX_S` in all, which do not depend on the load of the machine, or after `WALL_MAX_S`.
+A fork shares the loaded libraries, so
 a check costs no start-up, and a malicious grammar affects only its own check. Checks run
 concurrently, and each result is sent when its check ends; a cancelled check is killed at once. This
 process ends with its parent, which closes its standard input.
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from services.common.grammar import parser_limits, source_of
-from services.common.messages import encode_message, limit_memory, read_message
+from services.common.messages import encode_message, limit_memory, limit_soft, read_message
 from services.core.request import GRAMMAR_BYTES_MAX, Grammar, GrammarKind
 from services.gateway.structure.references import reference_fault
 from services.gateway.structure.schema import OPTIONS, compact_json
@@ -37,6 +38,9 @@ from services.gateway.structure.unenforced import (
 )
 
 CPU_MAX_S = 0.15
+"""Processor time of the check of a grammar."""
+TOTAL_CPU_MAX_S = 1
+"""Processor time of a check of several grammars; the kernel counts whole seconds."""
 WALL_MAX_S = 10.0
 MEMORY_MAX_BYTES = 2**26
 """Memory that a check may allocate beyond what the fork shares; ordinary grammars take 10 MiB."""
@@ -52,7 +56,10 @@ _END = b"\xff<end of output>"
 
 @dataclass(slots=True)
 class _Check:
-    """A check in a fork: its number, the fork's process id, and the fork's output so far."""
+    """A check in a fork: its number, the fork's process id, and the fork's output so far.
+
+    The output has a line per grammar: its result.
+    """
 
     number: int
     pid: int
@@ -62,7 +69,8 @@ class _Check:
 def main() -> None:
     """Read the vocabulary, then numbered checks and cancellations, until the input ends.
 
-    A check has one or more grammars. Sends one result per check, even if it is cancelled.
+    A check has one or more grammars. Sends one message per check, even if it is cancelled: the
+    results of its grammars, and the fork's exit code if the fork ended within the next grammar.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Unbuffered: the selector would not report messages that a buffer has read ahead.
@@ -108,14 +116,14 @@ def _start(message: Mapping[str, Any], tokenizer: LLTokenizer) -> tuple[int, _Ch
     # The fork must exit after any exception, and never return into the caller's loop.
     with contextlib.suppress(BaseException):
         signal.setitimer(signal.ITIMER_REAL, WALL_MAX_S)
-        signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
-        results = [check(grammar, tokenizer) for grammar in grammars]
-        encoded = json.dumps({"results": results}).encode()
-        # The limits apply to the check, not to the write of its result.
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        with open(entry, "wb") as file:
-            file.write(encoded)
+        limit_soft(resource.RLIMIT_CPU, TOTAL_CPU_MAX_S)
+        with open(entry, "wb", buffering=0) as file:
+            for grammar in grammars:
+                signal.setitimer(signal.ITIMER_PROF, CPU_MAX_S)
+                result = check(grammar, tokenizer)
+                # The limit applies to the check, not to the write of its result.
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                file.write(json.dumps(result).encode() + b"\n")
         code = 0
     os._exit(code)
 
@@ -131,7 +139,7 @@ def _cancel(number: int, selector: selectors.BaseSelector) -> None:
 def _read_output(
     output: int, running: _Check, selector: selectors.BaseSelector, sink: BinaryIO
 ) -> None:
-    """Read a fork's output; at its end, send the result or the fork's exit code to `sink`."""
+    """Read a fork's output; at its end, send the results and the fork's exit code to `sink`."""
     if part := os.read(output, PIPE_BYTES):
         running.output += part
         return
@@ -139,8 +147,10 @@ def _read_output(
     os.close(output)
     _, status = os.waitpid(running.pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    result: dict[str, Any] = {"ended": code} if code else json.loads(running.output)
-    sink.write(encode_message({"number": running.number, **result}))
+    # A fork that is ended may leave a part of a line.
+    *lines, _ = running.output.split(b"\n")
+    message: dict[str, Any] = {"number": running.number, "results": list(map(json.loads, lines))}
+    sink.write(encode_message(message | {"ended": code} if code else message))
     sink.flush()
 
 

@@ -187,6 +187,7 @@ class GrammarChecker:
         """
         grammars = [structure.grammar for structure in structures]
         verdicts = await self._checked(grammars, limit_key)
+        # A check that ended early has fewer verdicts, of which the last is an error.
         return list(map(_usable, structures, verdicts))
 
     async def close(self) -> None:
@@ -225,7 +226,11 @@ class GrammarChecker:
         slot.work = check.result
         try:
             result = await asyncio.shield(check.result)
-            return list(map(_verdict_of, result.get("results", [result] * len(grammars))))
+            verdicts = list(map(_verdict_of, result["results"]))
+            # The check ended within the next grammar, which is refused; the rest is unchecked.
+            if (code := result.get("ended")) is not None:
+                verdicts.append(_verdict_of_end(code))
+            return verdicts
         finally:
             # A cancelled caller returns at once; its slot is held until the check ends.
             client.cancel(check)
@@ -252,23 +257,29 @@ def _usable(structure: Structure, verdict: GrammarVerdict) -> CheckedGrammar:
 
 
 def _verdict_of(result: Mapping[str, Any]) -> GrammarVerdict:
-    """Convert a result; raises ServiceUnavailable if the check died at no limit."""
-    code = result.get("ended")
-    if code == -signal.SIGPROF:
-        return GrammarVerdict("it takes too long to compile")
-    if code in (-signal.SIGABRT, -signal.SIGSEGV):
-        return GrammarVerdict("it takes too much memory to compile")
-    if code is not None:
-        raise ServiceUnavailable(f"the check of the grammar ended with code {code}; try again")
     if result["error"] is not None:
         return GrammarVerdict(_reason(result["error"]))
     return GrammarVerdict(None, result["text"], tuple(map(_header_text, result["ignored"])))
 
 
+def _verdict_of_end(code: int) -> GrammarVerdict:
+    """The verdict of a grammar in whose check the fork ended with `code`.
+
+    Raises:
+        ServiceUnavailable: if the fork died at no limit.
+    """
+    if code == -signal.SIGPROF:
+        return GrammarVerdict("it takes too long to compile")
+    if code == -signal.SIGXCPU:
+        return GrammarVerdict("it takes too long to compile together with those before it")
+    if code in (-signal.SIGABRT, -signal.SIGSEGV):
+        return GrammarVerdict("it takes too much memory to compile")
+    raise ServiceUnavailable(f"the check of the grammar ended with code {code}; try again")
+
+
 def _header_text(text: str) -> str:
     """Reduce a warning to characters that are valid in an HTTP header."""
-    plain = _reason(text).replace('"', "'").replace("\\", "?")
-    return plain.encode("ascii", "replace").decode()
+    return _reason(text).encode("ascii", "replace").decode()
 
 
 def _reason(error: str) -> str:

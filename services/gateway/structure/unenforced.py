@@ -42,11 +42,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
     "propertyNames": (True, {}, {"type": "string"}),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
     "not": (False,),
 }
+_DEPENDENCIES = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
 _SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems")
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPPING_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
@@ -67,8 +65,10 @@ def remove_unenforced(schema: Node, everywhere: Collection[str] = ()) -> list[st
     reports: list[str] = []
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
     for path, node in nodes(schema):
+        # Qualifiers of these keywords are among those to remove.
+        neutral = {keyword for keyword in node if _is_neutral(node, keyword)}
         for keyword in [keyword for keyword in node if keyword != "patternProperties"]:
-            if keyword in _QUALIFIERS or _is_neutral(node, keyword):
+            if keyword in _QUALIFIERS or keyword in neutral:
                 del node[keyword]
             elif keyword in everywhere or keyword in UNENFORCED:
                 del node[keyword]
@@ -121,12 +121,22 @@ def _children(path: str, node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def _step(name: str) -> str:
-    return f".{name}" if _PLAIN_NAME.fullmatch(name) else f"['{name}']"
+    if _PLAIN_NAME.fullmatch(name):
+        return f".{name}"
+    # JSONPath has the escapes of JSON, but for the quotes.
+    escaped = json.dumps(name, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
+    return f"['{escaped}']"
 
 
 def _is_neutral(node: Node, keyword: str) -> bool:
     """Whether the keyword excludes no value that the rest of the node permits."""
     value = node[keyword]
+    if keyword == "if":
+        return all(node.get(branch, True) in (True, {}) for branch in ("then", "else"))
+    if keyword == "contains":
+        return node.get("minContains") == 0 and "maxContains" not in node
+    if keyword in _DEPENDENCIES and isinstance(value, dict):
+        return all(needed in (True, {}, []) for needed in value.values())
     if keyword not in COUNTS or type(value) is not int:
         return value in _NEUTRAL.get(keyword, ())
     if keyword == "minProperties":

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from services.common.errors import ConfigError
 from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.token_cuts import TokenCuts
 from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
@@ -105,12 +106,11 @@ class Tokenizer:
         add_special_tokens: bool,
         tokens_max: int,
         param: str = "prompt",
-        cut: str = "",
+        cuts: TokenCuts | None = None,
     ) -> list[int]:
         """Tokenise `text`. Slow for long texts, but releases the interpreter lock.
 
-        `param` is the field that errors name. `cut`, if not empty, separates parts of the text that
-        are encoded separately; it is not part of the text.
+        `param` is the field that errors name. `cuts`: the cuts that `text` may have.
 
         Raises:
             BadRequest: if the text has no UTF-8 form, the tokenizer fails, or the model lacks a
@@ -118,9 +118,9 @@ class Tokenizer:
             ContextExceeded: if the text certainly has more than `tokens_max` tokens; this check is
                 cheap.
         """
-        parts = text.split(cut) if cut else [text]
+        ids: Callable[[str, bool], list[int]] = self._ids
         try:
-            size_bytes = sum(len(part.encode()) for part in parts)
+            size_bytes = len((cuts.join(text) if cuts else text).encode())
         except UnicodeEncodeError:
             raise BadRequest(
                 f"'{param}' contains a lone surrogate; send valid Unicode",
@@ -128,14 +128,11 @@ class Tokenizer:
             ) from None
         if size_bytes > self.bytes_max(tokens_max):
             raise too_long(f"{size_bytes} bytes", tokens_max, param)
-        # Each part but the first has a token.
-        if len(parts) > tokens_max + 1:
-            raise too_long(f"more than {tokens_max} tokens", tokens_max, param)
+        if cuts is not None:
+            text, ids = cuts.named(text), cuts.ids
         with _panics_refused(param):
-            token_ids = list[int]()
-            for number, part in enumerate(parts):
-                self._estimate(part, tokens_max, param)
-                token_ids += self._ids(part, add_special_tokens and not number)
+            _estimate(text, ids, tokens_max, param)
+            token_ids = ids(text, add_special_tokens)
         if self._vocab_size is not None and max(token_ids, default=0) >= self._vocab_size:
             raise BadRequest(
                 f"'{param}' contains the token '{self.entry(max(token_ids))}', which the model"
@@ -144,21 +141,13 @@ class Tokenizer:
             )
         return token_ids
 
+    def token_cuts(self) -> TokenCuts:
+        """Make cuts of this tokenizer's added tokens, special tokens among them."""
+        return TokenCuts(self._backend)
+
     def bytes_max(self, tokens_max: int) -> int:
         """A number of bytes; longer texts have more than `tokens_max` tokens."""
         return self._token_bytes_max * (tokens_max + 1)
-
-    def _estimate(self, text: str, tokens_max: int, param: str) -> None:
-        """Refuse a text far above the limit before the whole text is encoded.
-
-        The encoding of a text takes hundreds of times the text's memory.
-        """
-        tokens = 0
-        # The limit has margins, since each boundary between slices may add a few tokens.
-        for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
-            tokens += len(self._ids(text[start : start + SLICE_CHARS], False))
-            if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
-                raise too_long(f"more than {tokens_max} tokens", tokens_max, param)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # Unlike `encode`, `encode_batch_fast` releases the interpreter lock.
@@ -235,6 +224,21 @@ def _panics_refused(param: str) -> Iterator[None]:
         raise BadRequest(
             f"the model's tokenizer cannot encode '{param}'; change the text", param=param
         ) from None
+
+
+def _estimate(
+    text: str, ids: Callable[[str, bool], list[int]], tokens_max: int, param: str
+) -> None:
+    """Refuse a text far above the limit before the whole text is encoded, by `ids`.
+
+    The encoding of a text takes hundreds of times the text's memory.
+    """
+    tokens = 0
+    # The limit has margins, since each boundary between slices may add a few tokens.
+    for start in range(0, len(text) if len(text) > SLICE_CHARS else 0, SLICE_CHARS):
+        tokens += len(ids(text[start : start + SLICE_CHARS], False))
+        if tokens > ESTIMATE_MARGIN * tokens_max + SLICE_MARGIN_TOKENS:
+            raise too_long(f"more than {tokens_max} tokens", tokens_max, param)
 
 
 def too_long(size: str, tokens_max: int, param: str) -> ContextExceeded:

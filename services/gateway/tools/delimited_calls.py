@@ -40,7 +40,8 @@ class _DelimitedMode(Enum):
 class DelimitedCalls(BufferedParser):
     """Parses calls between markers and omits whitespace around calls. A `Parser`.
 
-    If the text after a marker is not a call, the marker and the text are content.
+    If the text after a marker is not a call, the marker and the text are content. But a call that
+    has barely begun directly after another, where the text ends, is omitted.
     """
 
     def __init__(self, opening: str, closing: str, body: Callable[[int], CallBody]) -> None:
@@ -63,9 +64,12 @@ class DelimitedCalls(BufferedParser):
         events: list[Event] = []
         rest = self._buffer.take_rest()
         match self._mode:
+            case _DelimitedMode.BODY if self._after_call:
+                self._body.end(events)
             case _DelimitedMode.BODY:
                 self._reject(events)
-            case _DelimitedMode.TEXT if not (self._after_call and not rest.strip()):
+            # After a call, the rest is whitespace and the beginning of a marker.
+            case _DelimitedMode.TEXT if not self._after_call:
                 self._content(rest, events)
         return events
 

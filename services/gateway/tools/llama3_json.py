@@ -39,7 +39,10 @@ class Llama3JsonCalls(BufferedParser):
     def finish(self) -> list[Event]:
         events: list[Event] = []
         rest = self._buffer.take_rest()
-        if self._mode is _Llama3Mode.CALL:
+        if self._mode is _Llama3Mode.CALL and self._calls.index:
+            # Omit a further call that has barely begun.
+            self._calls.end(events)
+        elif self._mode is _Llama3Mode.CALL:
             self._reject(events)
         elif self._mode is not _Llama3Mode.BETWEEN:
             _content(rest, events)

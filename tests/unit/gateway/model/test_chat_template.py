@@ -1,6 +1,7 @@
 """Chat templates render in a sandbox."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -189,9 +190,44 @@ def test_a_system_message_is_merged_where_the_template_has_none() -> None:
     assert template.render(chat(("system", "a"), ("user", "b"))) == "[user:a\n\nb]"
 
 
-def test_messages_that_no_form_helps_are_refused_with_the_first_reason() -> None:
+def test_messages_that_no_form_helps_are_refused() -> None:
     with pytest.raises(BadRequest, match="must alternate"):
         ChatTemplate(ALTERNATING, {}).render(chat(("assistant", "a"), ("user", "b"), ("user", "c")))
+
+
+def test_a_refusal_names_the_fault_that_merging_does_not_mend() -> None:
+    unnamed = "{% if not messages[-1].content.count('d') %}{{ raise_exception('no d') }}{% endif %}"
+    turns = chat(("user", "a"), ("user", "b"))
+    with pytest.raises(BadRequest, match="no d"):
+        ChatTemplate(ALTERNATING + unnamed, {}).render(turns)
+
+
+# As Mistral's.
+NINE = """{% for m in messages %}
+{% for id in [m.tool_call_id] + m.tool_calls | map(attribute='id') | list %}
+{% if id is defined and id | length != 9 %}{{ raise_exception('ids of length 9') }}{% endif %}
+{% endfor %}{% endfor %}"""
+
+
+def test_ids_of_other_models_are_shortened_where_the_template_refuses_them() -> None:
+    source = (
+        NINE + "{% for m in messages %}[{{ m.tool_call_id or m.tool_calls[0].id }}]{% endfor %}"
+    )
+    ids = ("toolu_1", "abcdEF123")
+    turns = [
+        message
+        for call_id in ids
+        for message in (
+            {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": call_id}]},
+            {"role": "tool", "content": "b", "tool_call_id": call_id},
+        )
+    ]
+    prompt = ChatTemplate(source, {}).render(turns).strip()
+    short = re.fullmatch(r"\[(\w{9})\]\[\1\]\[abcdEF123\]\[abcdEF123\]", prompt)
+    assert short is not None and short[1] != "abcdEF123"
+    # Others write them as they are.
+    plain = ChatTemplate(source.removeprefix(NINE), {})
+    assert plain.render(turns).startswith("[toolu_1][toolu_1]")
 
 
 def test_merged_messages_are_continued() -> None:

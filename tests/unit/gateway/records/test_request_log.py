@@ -40,6 +40,12 @@ def test_warnings_fit_into_the_headers_of_an_answer() -> None:
     assert len(told) == 9 and sum(map(len, told)) < 2048
 
 
+def test_warnings_are_quoted_strings() -> None:
+    record = served()
+    record.warnings = ("$['a\\'\"b'].not",)
+    assert record.warning_headers == ("299 tideserve \"$['a\\\\'\\\"b'].not\"",)
+
+
 def test_the_line_of_a_served_request() -> None:
     record = served()
     assert fields_of(record) == {

@@ -133,3 +133,18 @@ def test_ids_differ_and_those_of_mistral_have_nine_letters() -> None:
 
     assert len(ids) == 100
     assert len(short) == 9 and short.isalnum()
+
+
+HEADS = {
+    ToolFormat.HERMES: (CALL, "\n<tool_call>\n"),
+    ToolFormat.MISTRAL: ('[TOOL_CALLS][{"name": "get", "arguments": {}}', ', {"name": "get"'),
+    ToolFormat.LLAMA3_JSON: ('{"name": "get", "parameters": {}}', '; {"name": "get"'),
+}
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_the_beginning_of_a_further_call_is_omitted(form: ToolFormat) -> None:
+    first, head = HEADS[form]
+    for pieces in cuttings(first + head, seed=3):
+        whole, _ = parsed(ChatForm(form, frozenset({"get"})), pieces, FinishReason.LENGTH)
+        assert (whole.content, len(whole.calls)) == ("", 1)

@@ -15,7 +15,7 @@ import pytest
 from services.common.child import Child
 from services.common.clock import monotonic_s
 from services.common.message_pipes import MessagePipes
-from services.common.messages import encode_message
+from services.common.messages import LENGTH, encode_message
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure import check_client as client_module
 from services.gateway.structure import checker as checker_module
@@ -24,7 +24,7 @@ from services.gateway.structure.checker import (
     CLIENT_CHECKS_MAX,
     WAITING_MAX,
     GrammarChecker,
-    _verdict_of,
+    _verdict_of_end,
 )
 from services.gateway.structure.schema import schema_text
 from services.gateway.structure.structured_outputs import Structure
@@ -160,22 +160,55 @@ async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) ->
     assert checked.grammar == good.grammar
 
 
+def of_tool(number: int, properties: dict[str, Any]) -> Structure:
+    """The arguments of a tool."""
+    text = schema_text({"type": "object", "properties": properties}, "tools", lenient=True)
+    return Structure(Grammar(GrammarKind.JSON_SCHEMA, text), "tools", f"tool {number}")
+
+
+async def test_each_tool_has_the_time_of_a_grammar(checker: GrammarChecker) -> None:
+    tools = [
+        of_tool(
+            number,
+            {
+                "tags": {"type": "array", "uniqueItems": True},
+                "code": {"type": "string", "pattern": f"^{number}[a-z]+$"},
+                "link": {"type": "string", "format": "uri"},
+                f"either{number}": {"oneOf": [{"type": "integer"}, {"type": "object"}]},
+            },
+        )
+        for number in range(128)
+    ]
+    checked = await checker.check_all(tools, OWNER)
+    assert [grammar.ignored for grammar in checked] == [
+        (f"tool {number}, $.properties.tags.uniqueItems",) for number in range(128)
+    ]
+
+
+async def test_an_error_names_the_tool_that_takes_too_long(checker: GrammarChecker) -> None:
+    tools = [of_tool(number, {}) for number in range(4)]
+    tools[2] = of_tool(2, {"a": BOMB})
+    with pytest.raises(BadRequest, match="enforced: tool 2, it takes too long to compile; "):
+        await checker.check_all(tools, OWNER)
+
+
 @pytest.mark.parametrize(
     ("ended_by", "reason"),
     [
         (signal.SIGPROF, "too long to compile"),
+        (signal.SIGXCPU, "too long to compile together"),
         (signal.SIGABRT, "too much memory to compile"),
         (signal.SIGSEGV, "too much memory to compile"),
     ],
 )
 def test_how_a_check_ended_tells_what_was_wrong(ended_by: int, reason: str) -> None:
-    error = _verdict_of({"number": 0, "ended": -ended_by}).error
+    error = _verdict_of_end(-ended_by).error
     assert error is not None and reason in error
 
 
 def test_what_is_no_fault_of_the_grammars_is_not_remembered() -> None:
     with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
-        _verdict_of({"number": 0, "ended": -signal.SIGKILL})
+        _verdict_of_end(-signal.SIGKILL)
 
 
 async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> None:
@@ -265,19 +298,37 @@ async def test_a_process_that_has_ended_is_not_killed_again(
     assert not killed, "another process may have its id"
 
 
-def test_a_check_that_gets_no_processor_time_ends() -> None:
+def message_about(grammars: int, patched: str) -> dict[str, Any]:
+    """What a process that runs `patched` first says of the check of so many grammars."""
     code = (
         "import time; from services.gateway.structure import check_process as tested;"
-        "tested.WALL_MAX_S = 0.01; tested.check = lambda *_: time.sleep(60); tested.main()"
+        f"{patched}; tested.main()"
     )
     command, pipe = (sys.executable, "-c", code), subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(encode_message({"vocab_size": 300, "special": {}}))
-        process.stdin.write(encode_message({"number": 5, "grammars": [(GrammarKind.REGEX, "a")]}))
+        texts = [(GrammarKind.REGEX, "a")] * grammars
+        process.stdin.write(encode_message({"number": 5, "grammars": texts}))
         process.stdin.flush()
-        expected = encode_message({"number": 5, "ended": -signal.SIGALRM})
-        assert process.stdout.read(len(expected)) == expected
+        (length,) = LENGTH.unpack(process.stdout.read(LENGTH.size))
+        message: dict[str, Any] = json.loads(process.stdout.read(length))
+        process.stdin.close()
+    return message
+
+
+def test_a_check_that_gets_no_processor_time_ends() -> None:
+    message = message_about(1, "tested.WALL_MAX_S = 0.01; tested.check = lambda *_: time.sleep(60)")
+    assert message == {"number": 5, "results": [], "ended": -signal.SIGALRM}
+
+
+def test_all_grammars_of_a_check_share_a_time_limit() -> None:
+    # Each takes 0.1 s of processor time.
+    busy = "all(time.process_time() < end for _ in iter(int, 1))"
+    patched = f"tested.check = lambda *_: [{busy} for end in [time.process_time() + 0.1]]"
+    message = message_about(30, patched)
+    assert message["ended"] == -signal.SIGXCPU
+    assert 1 < len(message["results"]) < 30
 
 
 async def test_a_process_that_dies_as_it_starts_is_started_again(

@@ -90,6 +90,15 @@ OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
             [*call(0, "now"), *text(', {"name": 1}]</tool_call>')],
         ),
         (f"<tool_call>{NOW}}}</tool_call>", [*call(0, "now"), *text("}</tool_call>")]),
+        # After a call the beginning of another, which has no name yet, is omitted.
+        (f"<tool_call>{NOW}</tool_call>\n<tool", call(0, "now")),
+        (f"<tool_call>{NOW}</tool_call>\n<tool_call>\n", call(0, "now")),
+        (f'<tool_call>{NOW}</tool_call>\n<tool_call>\n{{"name": "get"', call(0, "now")),
+        (f'<tool_call>[{NOW}, {{"name": "get"', call(0, "now")),
+        (
+            f"<tool_call>{NOW}</tool_call> a <tool_call>\n",
+            [*call(0, "now"), *text(" a <tool_call>\n")],
+        ),
     ],
     "mistral": [
         (f"[TOOL_CALLS] [{GET}, {NOW}]", [*call(0, "get", GET_ARGUMENTS), *call(1, "now")]),
@@ -108,6 +117,9 @@ OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
         ('[TOOL_CALLS]get[ARGS]{"a"', call(0, "get", '{"a"', False)),
         ("[TOOL_CALLS]get[ARGS]{a}", [*call(0, "get", "{", False), *text("a}")]),
         (f"[TOOL_CALLS][{NOW}", call(0, "now")),
+        (f'[TOOL_CALLS][{NOW}, {{"name": "get"', call(0, "now")),
+        ("[TOOL_CALLS]now[ARGS]{}[TOOL", call(0, "now")),
+        ("[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get[AR", call(0, "now")),
     ],
     "llama3_json": [
         ('{"name": "get", "parameters": {"a": "b"}}', call(0, "get", '{"a": "b"}')),
@@ -123,6 +135,8 @@ OUTPUTS: dict[str, list[tuple[str, list[Event]]]] = {
             '{"name": "now", "parameters": {}}; {"name": "get", "parameters": {"a',
             [*call(0, "now"), *call(1, "get", '{"a', False)],
         ),
+        (f'{NOW}; {{"name": "get"', call(0, "now")),
+        (f"{NOW};", call(0, "now")),
         ('{"name": "now"}', text('{"name": "now"}')),
         ('{"name": "Bob", "age": 3}', text('{"name": "Bob", "age": 3}')),
         ('{"name": "now", "age": 3}', text('{"name": "now", "age": 3}')),
