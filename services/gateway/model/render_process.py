@@ -29,7 +29,7 @@ class RenderLimits(NamedTuple):
     wall_s: float
 
 
-SHORT = RenderLimits(0.05, 2.0)
+SHORT = RenderLimits(0.02, 2.0)
 """Most chats take less than a millisecond."""
 LONG = RenderLimits(1.0, 8.0)
 """Of a chat that exceeded `SHORT`."""

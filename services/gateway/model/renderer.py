@@ -33,9 +33,9 @@ RENDER_TIMEOUT_S = 10.0
 """Time limit for queueing, process starts and rendering together."""
 START_DELAY_S = 1.0
 """Delay of the process's start, so that it does not slow the start of the gateway."""
-SENT_MAX = 16
+SENT_MAX = 32
 """Requests that the first process has, of which it renders one."""
-CLIENT_SENT_MAX = 8
+CLIENT_SENT_MAX = 16
 WAITING_MAX = 2**20
 """Waiting requests of a client; `inflight_max` bounds the requests of all clients."""
 STUCK_S = 2.0

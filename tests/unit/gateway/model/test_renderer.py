@@ -187,7 +187,7 @@ async def test_a_process_that_ends_each_time_fails_the_chat(
 async def test_chats_are_sent_ahead_of_responses(renderer: TemplateRenderer) -> None:
     process = await started(renderer)
     os.killpg(process.pid, signal.SIGSTOP)
-    texts = [f"{number}" for number in range(40)]
+    texts = [f"{number}" for number in range(80)]
     chats = [
         asyncio.create_task(renderer.render(request(text), f"client {number % 4}"))
         for number, text in enumerate(texts)
