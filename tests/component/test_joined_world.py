@@ -75,7 +75,6 @@ def test_leaders_whose_group_a_loss_divides_give_requests_back(
         ("farewell", 10),
         ("desertion", 10),
         ("division", 7),
-        ("a look at lanes", 1),
         ("leaving the lost", 21),
         ("settlement", 1),
         ("resume", 1),
