@@ -50,7 +50,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def serving(tls: ServerTls) -> AsyncIterator[int]:
     listener = bind("127.0.0.1", 0, 5.0)
-    connections = ClientConnections(ConnectionLimits(all_max=100, address_max=100))
+    connections = ClientConnections(ConnectionLimits(100, 100, restricted_max=9))
     server = HttpServer(app, tls, 5.0, connections, "http")
     running = asyncio.create_task(server.serve([listener]))
 
