@@ -250,7 +250,8 @@ class TestRollback:
             async with reporting(before, first, second):
                 await all_serve(before, first, second)
             copy = copied(etcd, tmp_path)
-            for number in range(3):
+            # More writes than follow before the memory manager has read etcd again.
+            for number in range(300):
                 await store.put(f"elsewhere/{number}", b"")
             away_and_back(etcd, copy)
             await eventually(lambda: first.directory.rollbacks == 1)
