@@ -41,6 +41,18 @@ KEY = f"{WORKERS}w0"
 LEADER = leader_key("memmgr")
 
 
+@asynccontextmanager
+async def two_members(store: Store) -> AsyncIterator[tuple[FakeMember, FakeMember]]:
+    """A memory manager and two members."""
+    options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "backoff_s": 0.1}
+    async with (
+        serving(serve, from_mapping(MemmgrConfig, options, "a test")),
+        member(store, "w0") as first,
+        member(store, "w1") as second,
+    ):
+        yield first, second
+
+
 async def value_at(store: Store, key: str) -> bytes | None:
     entry = await store.read(key)
     return entry.value if entry is not None else None
@@ -211,13 +223,7 @@ class TestRollback:
 
         A restored etcd may have overtaken the revisions that it has lost, as by `--bump-revision`.
         """
-        options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "backoff_s": 0.1}
-        config = from_mapping(MemmgrConfig, options, "a test")
-        async with (
-            serving(serve, config),
-            member(store, "w0") as first,
-            member(store, "w1") as second,
-        ):
+        async with two_members(store) as (first, second):
             before = await service_address(store, "memmgr")
             async with reporting(before, first, second):
                 await all_serve(before, first, second)
@@ -239,13 +245,7 @@ class TestRollback:
         self, store: Store, etcd: EtcdServer, tmp_path: Path
     ) -> None:
         """They come from a memory manager that has yet to notice that etcd has lost writes."""
-        options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "backoff_s": 0.1}
-        config = from_mapping(MemmgrConfig, options, "a test")
-        async with (
-            serving(serve, config),
-            member(store, "w0") as first,
-            member(store, "w1") as second,
-        ):
+        async with two_members(store) as (first, second):
             before = await service_address(store, "memmgr")
             async with reporting(before, first, second):
                 await all_serve(before, first, second)

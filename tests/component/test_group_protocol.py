@@ -405,16 +405,18 @@ class TestTwoMemoryManagers:
             await frozen.wait()
 
 
-async def marked(store: Store, one: FakeMember, attempt: str = "7-1") -> worker_pb2.PrepareRequest:
+async def marked(
+    store: Store, participant: FakeMember, attempt: str = "7-1"
+) -> worker_pb2.PrepareRequest:
     """A request to w0, whose group has the mark of its attempt."""
     key = f"{GROUPS}group-w0"
-    record = group_record(one.record, 1)
+    record = group_record(participant.record, 1)
     record.attempt = attempt
     await put(store, key, record)
-    await serves(one)
+    await serves(participant)
     entry = await store.read(key)
     assert entry is not None
-    target = group_record(one.record, 9)
+    target = group_record(participant.record, 9)
     return prepare_request(target, attempt=attempt, mod_revision=entry.mod_revision)
 
 

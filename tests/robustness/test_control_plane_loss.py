@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from services.common.etcd import Store
-from tests.support.client import Answer, prompt_of, stream_completion
+from tests.support.client import seeded_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -25,18 +25,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=5)
     with Cluster(model_dir=folder, memory="32MiB", dtype="float64") as running:
         yield running
-
-
-async def ask(cluster: Cluster, max_tokens: int = OUTPUT_TOKENS, **options) -> Answer:
-    return await stream_completion(
-        cluster.url,
-        prompt=prompt_of(1, 40),
-        max_tokens=max_tokens,
-        temperature=0.8,
-        seed=11,
-        ignore_eos=True,
-        **options,
-    )
 
 
 def model_name(cluster: Cluster) -> str:
@@ -87,7 +75,7 @@ class Trigger:
 
 async def succeeds(cluster: Cluster) -> bool:
     try:
-        return (await ask(cluster, max_tokens=4)).completion_tokens == 4
+        return (await seeded_completion(cluster.url, 4)).completion_tokens == 4
     except Exception:  # noqa: BLE001 - whatever the client raises means: not yet
         return False
 
@@ -96,16 +84,16 @@ async def succeeds(cluster: Cluster) -> bool:
 async def test_killing_a_control_service_leaves_the_stream_whole(
     cluster: Cluster, service: str
 ) -> None:
-    undisturbed = await ask(cluster)
+    undisturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS)
     before = cluster.pids()[service]
     trigger = Trigger(lambda: cluster.kill(service, signal.SIGKILL))
-    disturbed = await ask(cluster, on_chunk=trigger)
+    disturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS, on_chunk=trigger)
     assert trigger.fired
     assert disturbed == undisturbed
     assert disturbed.completion_tokens == OUTPUT_TOKENS
     await eventually(lambda: succeeds(cluster))
     await eventually(lambda: cluster.pids().get(service) not in (None, before))
-    assert await ask(cluster) == undisturbed
+    assert await seeded_completion(cluster.url, OUTPUT_TOKENS) == undisturbed
 
 
 async def test_without_a_scheduler_a_request_gets_503_within_seconds(cluster: Cluster) -> None:
@@ -213,7 +201,7 @@ async def test_a_stream_on_a_killed_worker_goes_on_at_the_other_one(cluster: Clu
 
 async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
     await eventually(lambda: is_whole(cluster))
-    undisturbed = await ask(cluster)
+    undisturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS)
     pids = cluster.pids()
 
     async def outage() -> None:
@@ -222,7 +210,9 @@ async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
         cluster.kill("etcd", signal.SIGCONT)
 
     away = asyncio.create_task(outage())
-    streams = await asyncio.gather(*(ask(cluster) for _ in range(4)))
+    streams = await asyncio.gather(
+        *(seeded_completion(cluster.url, OUTPUT_TOKENS) for _ in range(4))
+    )
     assert all(answer == undisturbed for answer in streams)
     await away
     await eventually(lambda: succeeds(cluster))
@@ -231,10 +221,10 @@ async def test_etcd_away_for_ten_seconds(cluster: Cluster) -> None:
 
 
 async def test_etcd_killed_and_restarted(cluster: Cluster) -> None:
-    undisturbed = await ask(cluster)
+    undisturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS)
     groups = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}
     trigger = Trigger(lambda: cluster.kill("etcd", signal.SIGKILL))
-    assert await ask(cluster, on_chunk=trigger) == undisturbed
+    assert await seeded_completion(cluster.url, OUTPUT_TOKENS, on_chunk=trigger) == undisturbed
     await eventually(lambda: succeeds(cluster))
     await eventually(lambda: is_whole(cluster))
     after = {group["id"]: group["epoch"] for group in cluster.status()["groups"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.common.etcd import SameCreation, Store
-from tests.support.client import Answer, prompt_of, stream_completion
+from tests.support.client import seeded_completion
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -30,18 +30,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=5)
     with Cluster(model_dir=folder, memory="32MiB", dtype="float64") as running:
         yield running
-
-
-async def ask(cluster: Cluster, max_tokens: int = OUTPUT_TOKENS, **options: object) -> Answer:
-    return await stream_completion(
-        cluster.url,
-        prompt=prompt_of(1, 40),
-        max_tokens=max_tokens,
-        temperature=0.8,
-        seed=11,
-        ignore_eos=True,
-        **options,
-    )
 
 
 async def keys(cluster: Cluster, prefix: str = "") -> list[str]:
@@ -115,12 +103,14 @@ async def changes(cluster: Cluster, what: str) -> None:
 )
 async def test_deleted_keys_come_back(cluster: Cluster, prefix: str) -> None:
     await eventually(lambda: serves(cluster))
-    undisturbed = await ask(cluster)
+    undisturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS)
     before, deleted = cluster.pids(), await keys(cluster, prefix)
-    streams = [asyncio.create_task(ask(cluster)) for _ in range(STREAMS)]
+    streams = [
+        asyncio.create_task(seeded_completion(cluster.url, OUTPUT_TOKENS)) for _ in range(STREAMS)
+    ]
     await delete_keys(cluster, prefix)
     await eventually(lambda: back(cluster, deleted), deadline_s=KEY_BACK_S)
-    assert await ask(cluster) == undisturbed
+    assert await seeded_completion(cluster.url, OUTPUT_TOKENS) == undisturbed
     assert await asyncio.gather(*streams) == [undisturbed] * STREAMS
     await changes(cluster, "merge")
     await changes(cluster, "split")
@@ -158,13 +148,15 @@ async def test_etcd_comes_back_without_its_latest_writes(
     cluster: Cluster, tmp_path: Path, data: str, merged: bool
 ) -> None:
     await eventually(lambda: serves(cluster))
-    undisturbed = await ask(cluster)
+    undisturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS)
     copy = copy_data(cluster, tmp_path / "copy")
     await changes(cluster, "merge")
     if not merged:
         await changes(cluster, "split")
     services = {name: pid for name, pid in cluster.pids().items() if name != "etcd"}
-    streams = [asyncio.create_task(ask(cluster)) for _ in range(STREAMS)]
+    streams = [
+        asyncio.create_task(seeded_completion(cluster.url, OUTPUT_TOKENS)) for _ in range(STREAMS)
+    ]
     rollbacks = cluster.log("memmgr").count("has lost writes")
     etcd = cluster.pids()["etcd"]
     replace_data(cluster, None if data == "empty" else copy)
@@ -173,7 +165,7 @@ async def test_etcd_comes_back_without_its_latest_writes(
         lambda: cluster.log("memmgr").count("has lost writes") > rollbacks, deadline_s=HEALED_S
     )
     await eventually(lambda: serves(cluster), deadline_s=HEALED_S)
-    assert await ask(cluster) == undisturbed
+    assert await seeded_completion(cluster.url, OUTPUT_TOKENS) == undisturbed
     assert await asyncio.gather(*streams) == [undisturbed] * STREAMS
     await changes(cluster, "merge")
     await changes(cluster, "split")

@@ -105,3 +105,16 @@ async def gather_bounded(jobs: list[Callable[[], Awaitable[T]]], at_once: int) -
             return await job()
 
     return await asyncio.gather(*(run(job) for job in jobs))
+
+
+async def seeded_completion(url: str, max_tokens: int, **options: Any) -> Answer:
+    """Stream a sampled completion whose tokens are the same at each call."""
+    return await stream_completion(
+        url,
+        prompt=prompt_of(1, 40),
+        max_tokens=max_tokens,
+        temperature=0.8,
+        seed=11,
+        ignore_eos=True,
+        **options,
+    )

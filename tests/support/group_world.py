@@ -299,7 +299,7 @@ class World:
             group = self.store.groups[place.group_id].group
             if group.phase is not GroupPhase.STABLE or group.attempt:
                 raise Violated(f"I9: {group} is not at rest")
-            if name not in {one.worker_id for one in group.members}:
+            if name not in {member.worker_id for member in group.members}:
                 raise Violated(f"I9: {name} is assigned to {group}, which lacks it")
             if (process.state.group_id, process.state.epoch) != (place.group_id, place.epoch):
                 raise Violated(f"I9: {name} has not followed to {place}")
@@ -308,7 +308,9 @@ class World:
 
     def _check_changeable(self) -> None:
         before = self.committed
-        is_merged = any(len(one.group.members) == len(NAMES) for one in self.store.groups.values())
+        is_merged = any(
+            len(entry.group.members) == len(NAMES) for entry in self.store.groups.values()
+        )
         targets = tuple(_evenly([name]) for name in NAMES) if is_merged else (_evenly(NAMES),)
         self._feed(1, ChangeRequested(self.now_s, "last", targets))
         for _ in range(10):
@@ -579,7 +581,7 @@ class World:
             self._keep_registered(name)
 
     def _keep_registered(self, name: str) -> None:
-        """Register a process unless it is; one that was in a group and is forgotten starts anew."""
+        """Register a process unless it is; a removed member of a group starts again."""
         process = self.processes[name]
         if name in self.store.workers and not self._is_registered(process):
             self.store.expire(name)  # of a predecessor, which a backup had

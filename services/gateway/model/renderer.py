@@ -18,7 +18,7 @@ from services.common.message_pipes import MessagePipes
 from services.common.messages import encode_message
 from services.common.timeouts import timeout
 from services.gateway.model.render_process import LONG, SHORT, TEXT, TOO_LONG, RenderLimits
-from services.gateway.structure.checker import FairSemaphore
+from services.gateway.structure.fair_semaphore import FairSemaphore
 from services.gateway.vocabulary.errors import (
     BadRequest,
     GatewayError,

@@ -20,6 +20,7 @@ from services.common.errors import ConfigError
 from services.common.messages import limit_memory, limit_soft
 from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.model.template import load_template
+from services.gateway.text.tokenizer import read_tokenizer
 from services.gateway.vocabulary.errors import BadRequest
 
 CPU_MAX_S = 5
@@ -119,13 +120,7 @@ def _try_template(model_dir: Path) -> frozenset[str]:
 
 
 def _try_tokenizer(model_dir: Path) -> None:
-    path = model_dir / "tokenizer.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read {path}: {error}; the model folder needs a tokenizer.json"
-        ) from error
+    path, text = read_tokenizer(model_dir)
     try:
         _try_texts(Tokenizer.from_str(text), json.loads(text))
     # The package raises plain Exception for a malformed file, and a panic is a BaseException.

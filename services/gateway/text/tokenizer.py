@@ -28,6 +28,17 @@ ESTIMATE_MARGIN = 1.1
 SLICE_MARGIN_TOKENS = 256
 
 
+def read_tokenizer(model_dir: Path) -> tuple[Path, str]:
+    """Return the path and the text of tokenizer.json. Raises ConfigError."""
+    path = model_dir / "tokenizer.json"
+    try:
+        return path, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; the model folder needs a tokenizer.json"
+        ) from error
+
+
 class Tokenizer:
     """The model's tokenizer."""
 
@@ -64,13 +75,7 @@ class Tokenizer:
         Raises:
             ConfigError: if tokenizer.json is missing or unreadable.
         """
-        path = model_dir / "tokenizer.json"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read {path}: {error}; the model folder needs a tokenizer.json"
-            ) from error
+        path, text = read_tokenizer(model_dir)
         # Texts are encoded one at a time, so threads inside the tokenizer would only cost memory.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:

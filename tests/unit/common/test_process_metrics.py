@@ -83,16 +83,16 @@ def test_every_service_tells_of_itself(tmp_path: Path) -> None:
     with pytest.raises(KeyError), calls.timed((StoreError,)):
         raise KeyError("neither an answer nor a failure of etcd")
     calls.rollbacks = 2
-    found = samples(generate_latest(service_registry("memmgr", config, calls)).decode())
-    assert value(found, "tideserve_etcd_call_failures_total") == 1
-    assert value(found, "tideserve_etcd_rollbacks_total") == 2
-    assert value(found, "tideserve_etcd_call_duration_seconds_count") == 2
-    assert value(found, "tideserve_log_lines_lost_total") == stats.lost_lines
+    families = samples(generate_latest(service_registry("memmgr", config, calls)).decode())
+    assert value(families, "tideserve_etcd_call_failures_total") == 1
+    assert value(families, "tideserve_etcd_rollbacks_total") == 2
+    assert value(families, "tideserve_etcd_call_duration_seconds_count") == 2
+    assert value(families, "tideserve_log_lines_lost_total") == stats.lost_lines
     name = "tideserve_tls_certificate_expiry_seconds"
-    assert value(found, name, purpose="tls") == expiry_unix_s(certificate)
-    unreadable = value(found, name, purpose="etcd")
+    assert value(families, name, purpose="tls") == expiry_unix_s(certificate)
+    unreadable = value(families, name, purpose="etcd")
     assert unreadable is not None and math.isnan(unreadable)
-    builds = [dict(labels) for name, labels in found if name == "tideserve_build_info"]
+    builds = [dict(labels) for name, labels in families if name == "tideserve_build_info"]
     assert [build["service"] for build in builds] == ["memmgr"]
 
 

@@ -17,7 +17,8 @@ from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.prepare import Preparer
-from services.gateway.structure.checker import FairSemaphore, GrammarChecker
+from services.gateway.structure.checker import GrammarChecker
+from services.gateway.structure.fair_semaphore import FairSemaphore
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import BadRequest
 from tests.support.byte_tokenizer import write_model_folder

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from services.gateway.structure.checker import FairSemaphore
+from services.gateway.structure.fair_semaphore import FairSemaphore
 from services.gateway.vocabulary.errors import QueueFull
 from tests.support.waiting import settle
 

@@ -132,10 +132,10 @@ def test_bad_words_forbid_the_tokens_of_the_word_alone() -> None:
         BPE({piece: i for i, piece in enumerate(pieces)}, [tuple(m.split()) for m in merges])  # type: ignore[misc]
     )
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    words = bad_word_ids(["Pari"], Tokenizer(backend))
-    assert words == ((pieces.index("Pari"),), (pieces.index("\u0120"), pieces.index("Pari")))
-    words = bad_word_ids(["Paris"], Tokenizer(backend))
-    sampling = replace(GREEDY, bad_words=words)
+    word_ids = bad_word_ids(["Pari"], Tokenizer(backend))
+    assert word_ids == ((pieces.index("Pari"),), (pieces.index("\u0120"), pieces.index("Pari")))
+    word_ids = bad_word_ids(["Paris"], Tokenizer(backend))
+    sampling = replace(GREEDY, bad_words=word_ids)
 
     def forbidden(*output: str) -> set[str]:
         ids = tuple(map(pieces.index, output))
