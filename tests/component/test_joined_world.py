@@ -75,6 +75,7 @@ def test_leaders_whose_group_a_loss_divides_give_requests_back(
         ("farewell", 10),
         ("desertion", 10),
         ("division", 7),
+        ("a look at lanes", 251),
         ("leaving the lost", 21),
         ("settlement", 1),
         ("resume", 1),

@@ -121,6 +121,7 @@ class Lives:
             prefix_caching=self._prefix_caching,
             machine=self._rules.machine,
         )
+        self._rules.take_out(engine)
         process = world.processes[name] = WorkerProcess(engine, lambda: world.now_s)
         world.note(f"{process.incarnation} starts")
         self._register(process)

@@ -6,6 +6,7 @@ from services.core.changeover.vocabulary import Command, Event, FrameReceived, T
 from services.core.groups.state import GroupState
 from services.core.groups.vocabulary import Command as GroupCommand
 from services.core.groups.vocabulary import Group
+from tests.support.engines import Engine
 from tests.support.joined_world import Rules
 
 
@@ -67,9 +68,15 @@ class NoSettlement(GroupState):
         return super()._repair(group_id, busy) if self.records.is_sound(group_id) else []
 
 
+def without_look(engine: Engine) -> None:
+    """It does not notice lanes that have ended without an event for it."""
+    engine.member._connections.detect_lost = lambda: None  # type: ignore[method-assign]
+
+
 REMOVED = {
     "start over": Rules(machine=NoStartOver),
     "reports of trouble": Rules(troubles=False),
+    "a look at lanes": Rules(take_out=without_look),
     "farewell": Rules(machine=NoFarewell),
     "desertion": Rules(machine=NoDesertion),
     "leaving the lost": Rules(machine=NoLeaving),

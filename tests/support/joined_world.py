@@ -26,6 +26,7 @@ from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_group import Stream
 from tests.support.engine_networks import QueueNetwork
 from tests.support.engines import (
+    Engine,
     at_rest,
     check_at_rest,
     check_engines,
@@ -56,13 +57,14 @@ class Rules:
     """What a world runs; a test takes a rule out here.
 
     Without `troubles` nobody hears that a group is stuck, without `resumes` a request that has lost
-    its worker after a token is over.
+    its worker after a token is over. `take_out` gets each engine before its first turn.
     """
 
     machine: type[Changeover] = Changeover
     groups: type[GroupState] = GroupState
     troubles: bool = True
     resumes: bool = True
+    take_out: Callable[[Engine], None] = lambda _engine: None
 
 
 class JoinedWorld:
