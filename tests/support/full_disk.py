@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # etcd reserves two segments of 64 MB for its log.
-SIZE = "220m"
+SIZE = "320m"
 
 
 class SmallDisk:

@@ -16,7 +16,8 @@ from services.common.settings import PREFIX
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 FREE_DISK_BYTES = 256 * 2**20
-FULL_DISK_BYTES = 8 * 2**20
+FULL_DISK_BYTES = 72 * 2**20
+"""etcd reserves 64 MiB at a time, and ends when that fails; when it ends it returns as much."""
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 RELEASE_TIMEOUT_S = 5.0
 RETRY_S = 0.1
@@ -117,14 +118,14 @@ def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
 
 
 def disk_faults(folder: Path) -> list[str]:
-    """A sentence if the disk of a running cluster's `folder` is full."""
+    """A sentence if the disk of a running cluster's `folder` is full or nearly so."""
     free_bytes = psutil.disk_usage(str(folder)).free
     if free_bytes >= FULL_DISK_BYTES:
         return []
     return [
-        f"the disk of {folder} is full ({free_bytes >> 10} KiB left): logs are lost, process ids"
-        " may be old, and etcd may stop, without which workers cannot register and groups cannot"
-        " change; free some disk space"
+        f"the disk of {folder} is full or nearly so ({free_bytes >> 20} MiB left; etcd reserves 64"
+        " at a time): logs may be lost, process ids may be old, and etcd may stop, without which"
+        " workers cannot register and groups cannot change; free some disk space"
     ]
 
 
