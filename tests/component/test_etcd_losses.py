@@ -250,6 +250,7 @@ class TestRollback:
             async with reporting(before, first, second):
                 await all_serve(before, first, second)
             copy = copied(etcd, tmp_path)
+            await until_read(store)
             # More writes than follow before the memory manager has read etcd again.
             for number in range(300):
                 await store.put(f"elsewhere/{number}", b"")

@@ -1,6 +1,7 @@
 """Idle connections beyond the limit of open files: the gateway serves, and reaches its cluster."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import httpx
@@ -42,17 +43,20 @@ class IdleClients:
 
     async def _client(self, port: int, sent: bytes) -> None:
         while True:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            self.connected += 1
-            try:
-                writer.write(sent)
-                while await reader.read(2**16):
-                    pass
-            except ConnectionError:
-                pass
-            finally:
-                writer.close()
+            with contextlib.suppress(OSError):
+                await self._connect(port, sent)
             await asyncio.sleep(PAUSE_S)
+
+    async def _connect(self, port: int, sent: bytes) -> None:
+        """Connect, and stay until the gateway closes the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        self.connected += 1
+        try:
+            writer.write(sent)
+            while await reader.read(2**16):
+                pass
+        finally:
+            writer.close()
 
 
 async def asked(gateway: GatewayProcess, address: str, method: str, path: str) -> int:
