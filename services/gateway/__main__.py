@@ -2,11 +2,13 @@
 
 from services.common import lifecycle
 from services.gateway.app import serve
+from services.gateway.bounds.allocator import limit_arenas
 from services.gateway.config import GatewayConfig
 
 
 def main() -> None:
     """Serve until SIGTERM."""
+    limit_arenas()
     lifecycle.main("gateway", GatewayConfig, serve)
 
 
