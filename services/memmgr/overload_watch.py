@@ -110,6 +110,11 @@ class OverloadWatch:
         """Missing KV tokens by model; see `OverloadMonitor.shortfalls`."""
         return self._monitor.shortfalls
 
+    @property
+    def rising(self) -> dict[str, bool]:
+        """Whether demand keeps rising, by model; see `OverloadMonitor.rising`."""
+        return self._monitor.rising
+
     def evaluate(self) -> None:
         """Pass the current demand and usage of groups to the monitor, and act on its decisions."""
         now_s = monotonic_s()
@@ -153,7 +158,9 @@ def text_of(decision: Decision) -> str:
     """The decision with its reason, as a log line."""
     reason, load = decision.reason, decision.reason.load
     names = ", ".join(decision.group_ids)
-    merged = names if reason.cause is Cause.MANUAL else f"full groups {names} with others"
+    merged = {Cause.MANUAL: names, Cause.START: f"{names} in pairs"}.get(
+        reason.cause, f"full groups {names} with others"
+    )
     change = {
         Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
         Action.SPLIT: f"split {names}",

@@ -32,6 +32,7 @@ _CAUSES = {
     Cause.SUBSIDED: memmgr_pb2.DECISION_CAUSE_RELIEF,
     Cause.MANUAL: memmgr_pb2.DECISION_CAUSE_MANUAL,
     Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
+    Cause.START: memmgr_pb2.DECISION_CAUSE_START,
 }
 MODELS_MAX = 1_000
 """Maximum number of models in a scheduler's demand report."""

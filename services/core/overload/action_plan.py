@@ -4,15 +4,17 @@ A *merge* drops duplicate parameters and so gains memory for KV; a *split* resto
 each worker. KV is counted in tokens.
 """
 
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from services.core.groups.layer_map import ModelShape, SplitError
-from services.core.groups.reconfiguration import split_up
+from services.core.groups.reconfiguration import WORKERS_MAX, split_up
 from services.core.groups.vocabulary import Group, Targets
 from services.core.overload.drop_plan import MergeKey, PlanGroup, plan_drop
 from services.core.overload.group_use import used_tokens
+from services.core.overload.static_pipelines import MEMBERS
 from services.core.overload.target import (
     Target,
     plan_group,
@@ -22,6 +24,9 @@ from services.core.overload.target import (
 )
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
+
+AS_MANY_AS_FIT = sys.maxsize
+"""KV capacity in tokens that a merge aims at if memory has priority over speed."""
 
 
 class NoPlan(Exception):
@@ -108,6 +113,7 @@ def _merges_alike(
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, EngineReport],
     needed_tokens: int,
+    members_max: int = WORKERS_MAX,
 ) -> list[Change]:
     """Merges of groups with the same weights: drop plan, then layer maps. Raises SplitError."""
     shape = facts[known[0].members[0].worker_id].shape
@@ -116,10 +122,29 @@ def _merges_alike(
     arena_bytes = {worker_id: facts[worker_id].arena_bytes for worker_id in ids}
     shapes = {known[0].model: shape}
     planned = [_plan_group(group, shape, facts, reports) for group in known]
-    plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
+    needed_bytes = needed_tokens * shape.num_layers * shape.kv_bytes
+    plan = plan_drop(planned, shapes, needed_bytes, members_max)
     targets = targets_of(plan, shapes, arena_bytes)
     # With unequal memory, a merge may lose capacity: the smallest stage limits the group.
     return [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
+
+
+def static_pipelines(
+    groups: Sequence[Group], facts: Mapping[str, WorkerFacts], reports: Mapping[str, EngineReport]
+) -> list[Change]:
+    """Merges of single workers in pairs, as many as possible, for the policy static-pipeline.
+
+    Raises:
+        NoPlan: if no two of them can merge.
+    """
+    known = [group for group in groups if not unmergeable(group, facts)]
+    changes: list[Change] = []
+    for alike in _by_digest(known, facts):
+        with suppress(SplitError):
+            changes += _merges_alike(alike, facts, reports, AS_MANY_AS_FIT, members_max=MEMBERS)
+    if not changes:
+        raise NoPlan(f"no two of {len(known)} single workers that can drop layers can merge")
+    return changes
 
 
 def merges_of_full(

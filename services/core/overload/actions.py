@@ -20,9 +20,10 @@ from services.core.overload.action_plan import (
     merges,
     merges_of_full,
     splits,
+    static_pipelines,
     unmergeable,
 )
-from services.core.overload.events import Action, Decision
+from services.core.overload.events import Action, Cause, Decision
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 
@@ -140,6 +141,9 @@ class ActionState:
         blocked = {group.group_id: self._blocked(group, now_s) for group in groups}
         free = [group for group in groups if not blocked[group.group_id]]
         try:
+            if decision.reason.cause is Cause.START:
+                asked = [group for group in free if group.group_id in decision.group_ids]
+                return static_pipelines(asked, facts, reports)
             if decision.group_ids:
                 return merges_of_full(free, decision.group_ids, facts, reports)
             changes = merges(free, facts, reports, needed - pending_tokens)

@@ -24,10 +24,14 @@ class Action(StrEnum):
 
 
 class OverloadPolicy(StrEnum):
-    """The memory manager's response to overload: drop layers, or leave it to recomputation."""
+    """The memory manager's response to overload: drop layers, or leave it to recomputation.
+
+    STATIC_PIPELINE drops layers from the start instead (`static_pipelines.py`).
+    """
 
     DROP = "drop"
     RECOMPUTE = "recompute"
+    STATIC_PIPELINE = "static-pipeline"
 
 
 class Cause(StrEnum):
@@ -38,6 +42,8 @@ class Cause(StrEnum):
     MANUAL = "manual"
     # A member is shutting down: split its group so that the other members continue.
     DRAINING = "draining"
+    # The policy static-pipeline merges workers that were never merged.
+    START = "start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,11 @@ class OverloadConfig:
     regret_s: float = seconds(30.0)  # overload this soon after a split doubles the dwell time
     calm_s: float = seconds(5.0)  # time without overload that ends a shortfall
     manual_hold_s: float = seconds(30.0)  # time for which a manual change is not reverted
+    # Rising demand (`demand_trend.py`): so many periods with a rise, each by at least this share of
+    # the undropped capacity.
+    trend_period_s: float = seconds(3.0, minimum=0.001)
+    trend_periods: int = number(5, minimum=1, maximum=1000)
+    trend_share: float = number(0.02, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +216,8 @@ class Decision:
     """A decision of the monitor about a model.
 
     MERGE: gain `needed_tokens` of KV; with `group_ids`, merge these full groups with groups that
-    have free memory. SPLIT: split `group_ids`. CALL_OFF: cancel the split of `group_ids`.
+    have free memory, or, if the cause is START, with each other in pairs. SPLIT: split `group_ids`.
+    CALL_OFF: cancel the split of `group_ids`.
     EXHAUSTED: `needed_tokens` are missing. For a manual change, `group_ids` are the groups that
     were merged or split.
     """

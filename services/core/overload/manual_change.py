@@ -1,6 +1,5 @@
 """Plans changes of groups that an operator requests: a merge or a split of named groups."""
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from services.core.groups.layer_map import (
@@ -11,12 +10,9 @@ from services.core.groups.layer_map import (
     split_layers,
 )
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import Change, splits
+from services.core.overload.action_plan import AS_MANY_AS_FIT, Change, splits
 from services.core.overload.target import group_tokens, plan_members
 from services.core.overload.worker_facts import WorkerFacts
-
-AS_MANY_AS_FIT = sys.maxsize
-"""KV capacity in tokens that a manual merge aims at: memory has priority over speed."""
 
 
 class InvalidChange(ValueError):

@@ -17,6 +17,10 @@ both conditions never hold at once.
 Hysteresis: each condition must hold for a dwell time, and if overload follows a split, the dwell
 time of the next split is doubled. This keeps merges and splits from alternating.
 
+The policies `recompute` and `static-pipeline` answer no overload; the latter merges single workers
+once, whatever the demand. In every policy, demand that keeps rising while groups are merged is
+reported (`rising`).
+
 A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
 A split reduces capacity while it is prepared; if that causes overload, the split is cancelled,
 unless it is due to a leaving member.
@@ -27,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from math import exp
 
 from services.core.demand import ModelDemand
+from services.core.overload.demand_trend import DemandTrend
 from services.core.overload.events import (
     Action,
     Cause,
@@ -43,6 +48,7 @@ from services.core.overload.events import (
     OverloadPolicy,
     ReportStatus,
 )
+from services.core.overload.static_pipelines import StaticPipelines
 
 CHANGING_MAX_S = 30.0
 """How long a group in a change-over delays decisions about other groups of its model."""
@@ -74,6 +80,8 @@ class _Model:
     # Time of the next decision to split a group with a leaving member, by group.
     departing_until_s: dict[str, float] = field(default_factory=dict)
     splitting: frozenset[str] = frozenset()  # groups in a split for subsided demand
+    trend: DemandTrend = field(default_factory=DemandTrend)
+    pipelines: StaticPipelines = field(default_factory=StaticPipelines)
 
     def forecast_tokens(self, lookahead_s: float) -> int:
         """Predicted growth of demand within the look-ahead, at least 0."""
@@ -115,6 +123,11 @@ class OverloadMonitor:
             model: max(1, self.load(model).short_tokens) if state.exhausted else 0
             for model, state in self._models.items()
         }
+
+    @property
+    def rising(self) -> dict[str, bool]:
+        """Whether each model's demand keeps rising while groups are merged (`DemandTrend`)."""
+        return {model: state.trend.is_rising(self.config) for model, state in self._models.items()}
 
     @property
     def is_alert(self) -> bool:
@@ -164,6 +177,7 @@ class OverloadMonitor:
                 # The changing group's demand is unknown, so the model's demand is not comparable.
                 state.settle_until_s = max(state.settle_until_s, seen.now_s + self.config.report_s)
             self._note_layout(state, groups, seen.now_s)
+            state.pipelines.note(groups)
 
     def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
         """Reset measurements if the groups, or the groups that count, have changed."""
@@ -190,8 +204,10 @@ class OverloadMonitor:
         if not self._groups[model]:
             # Without current reports no overload is detected, so a reported shortfall ends in time.
             self._note_calm(self._models[model], True, now_s)
+            self._note_trend(self._models[model], None, now_s)
             return []
         load = self.load(model)
+        self._note_trend(self._models[model], load, now_s)
         self._smooth(model, load.demand_tokens, now_s)
         forecast = self._models[model].forecast_tokens(self.config.lookahead_s)
         load = replace(load, forecast_tokens=forecast)
@@ -209,11 +225,16 @@ class OverloadMonitor:
         short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
         overloaded = load.waiting > 0 and short and not low
         splits = self._splits(model)
-        subsided = low and bool(splits)
+        static = config.policy is OverloadPolicy.STATIC_PIPELINE
+        subsided = low and bool(splits) and not static
         self._note_calm(state, not overloaded, now_s)
         # While the last decision takes effect, only the cancellation of a split is decided.
         if now_s < state.settle_until_s and not state.splitting:
             return None
+        if static and (group_ids := state.pipelines.due(now_s)):
+            state.settle_until_s = now_s + config.settle_s
+            reason = DecisionReason(Cause.START, load.capacity_tokens, 0.0, 0.0, load)
+            return Decision(now_s, model, Action.MERGE, reason, group_ids=group_ids)
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
         state.subsided_since_s = _since(subsided, state.subsided_since_s, now_s)
         if overloaded and now_s >= state.manual_until_s.get(Action.SPLIT, now_s):
@@ -230,6 +251,17 @@ class OverloadMonitor:
                 reason = DecisionReason(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, load)
                 return self._split_subsided(model, reason, splits, now_s)
         return None
+
+    def _note_trend(self, state: _Model, load: ModelLoad | None, now_s: float) -> None:
+        """Add a load to the trend, or None if no group has current reports."""
+        merged = any(len(worker_ids) > 1 for _, worker_ids in state.layout)
+        changing_s = _held_s(state.changing_since_s, now_s)
+        if state.changing_since_s is not None and changing_s < CHANGING_MAX_S:
+            state.trend.skip(now_s)
+        elif merged and load is not None:
+            state.trend.sample(load, self.config, now_s)
+        else:
+            state.trend.clear()
 
     def _note_calm(self, state: _Model, calm: bool, now_s: float) -> None:
         """End a shortfall after `calm_s` without overload."""
@@ -271,7 +303,7 @@ class OverloadMonitor:
         """Decide to merge; if merges are impossible, report a shortfall once per overload."""
         state, config = self._models[model], self.config
         needed = max(1, reason.load.short_tokens)
-        if config.policy is OverloadPolicy.RECOMPUTE or len(self._counted(model)) < 2:
+        if config.policy is not OverloadPolicy.DROP or len(self._counted(model)) < 2:
             return self._exhaust(model, reason, needed, now_s)
         state.settle_until_s = now_s + config.settle_s
         # Overload soon after a split: the split was too early (regretted), so delay the next.

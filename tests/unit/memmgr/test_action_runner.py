@@ -217,6 +217,27 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     assert plan.changes == () and "no group with free memory" in plan.reason
 
 
+def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
+    state, groups = ActionState(1.0, 1.0), [alone(name) for name in FACTS]
+    decision = logged(Action.MERGE, *(group.group_id for group in groups)).decision
+    decision = replace(
+        decision, reason=replace(decision.reason, cause=Cause.START), needed_tokens=0
+    )
+    plan = state.begin(decision, groups, FACTS, {}, 0.0)
+    assert plan.short_tokens is None
+    assert {change.group_ids for change in plan.changes} == {
+        ("group-w0", "group-w1"),
+        ("group-w2", "group-w3"),
+    }
+    assert all(len(change.targets) == 1 for change in plan.changes)
+    # Only the groups of the decision merge, and of three workers two.
+    fewer = replace(decision, group_ids=decision.group_ids[:3])
+    assert len(ActionState(1.0, 1.0).begin(fewer, groups, FACTS, {}, 0.0).changes) == 1
+    facts = {name: replace(fact, can_drop=False) for name, fact in FACTS.items()}
+    plan = ActionState(1.0, 1.0).begin(decision, groups, facts, {}, 0.0)
+    assert plan.changes == () and "no two of 0 single workers" in plan.reason
+
+
 def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
     state = ActionState(1.0, 1.0)
     groups = [alone(name) for name in FACTS]

@@ -68,6 +68,8 @@ class _DecisionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisio
     """An operator requested it."""
     DECISION_CAUSE_DRAINING: _DecisionCause.ValueType  # 4
     """A member of a group is draining."""
+    DECISION_CAUSE_START: _DecisionCause.ValueType  # 6
+    """The policy static-pipeline merges workers from the start, whatever the demand."""
 
 class DecisionCause(_DecisionCause, metaclass=_DecisionCauseEnumTypeWrapper):
     """Cause of a decision."""
@@ -82,6 +84,8 @@ DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
 """An operator requested it."""
 DECISION_CAUSE_DRAINING: DecisionCause.ValueType  # 4
 """A member of a group is draining."""
+DECISION_CAUSE_START: DecisionCause.ValueType  # 6
+"""The policy static-pipeline merges workers from the start, whatever the demand."""
 Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
 class _ReconfigurationPhase:
@@ -703,8 +707,8 @@ class Decision(_message.Message):
     """Part of the demand: tokens bound to groups without room for them."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Groups that are to split, or full groups that are to merge with others; of manual changes,
-        those that were merged or split.
+        """Groups that are to split, or full groups that are to merge with others; of the cause START,
+        those that are to merge in pairs; of manual changes, those that were merged or split.
         """
 
     def __init__(
