@@ -37,6 +37,11 @@ class MemmgrConfig(ServiceConfig):
         minimum=0,
         maximum=3600,
     )
+    partial_splits: bool = option(
+        MONITOR.partial_splits,
+        "Split merged groups into smaller merged groups while their KV in use does not fit single"
+        " workers.",
+    )
     prepare_timeout_s: float = number(
         BOUNDS.protocol.prepare_timeout_s,
         "Seconds that members may take to prepare for a change of groups, which can include"

@@ -115,6 +115,11 @@ class OverloadWatch:
         """Whether demand keeps rising, by model; see `OverloadMonitor.rising`."""
         return self._monitor.rising
 
+    @property
+    def split_obstacles(self) -> dict[str, str]:
+        """Why merged groups do not split now, by group; see `OverloadMonitor.split_obstacles`."""
+        return self._monitor.split_obstacles
+
     def evaluate(self) -> None:
         """Pass the current demand and usage of groups to the monitor, and act on its decisions."""
         now_s = monotonic_s()
@@ -157,7 +162,8 @@ class OverloadWatch:
 def text_of(decision: Decision) -> str:
     """The decision with its reason, as a log line."""
     reason, load = decision.reason, decision.reason.load
-    names = ", ".join(decision.group_ids)
+    into = decision.parts_of
+    names = ", ".join(f"{n} into {into[n]}" if n in into else n for n in decision.group_ids)
     merged = {Cause.MANUAL: names, Cause.START: f"{names} in pairs"}.get(
         reason.cause, f"full groups {names} with others"
     )

@@ -120,6 +120,7 @@ def to_get_cluster(
     decisions: Iterable[LoggedDecision] = (),
     shortfalls: Mapping[str, int] | None = None,
     losses: Iterable[GroupLoss] = (),
+    split_obstacles: Mapping[str, str] | None = None,
 ) -> memmgr_pb2.GetClusterResponse:
     """The response of GetCluster."""
     return memmgr_pb2.GetClusterResponse(
@@ -136,6 +137,7 @@ def to_get_cluster(
             )
             for loss in losses
         ],
+        split_obstacles=split_obstacles,
     )
 
 

@@ -86,7 +86,8 @@ class ActionState:
         try:
             if decision.action is Action.SPLIT:
                 asked = [group for group in groups if group.group_id in decision.group_ids]
-                changes = splits([group for group in asked if not self._busy(group, now_s)])
+                free = [group for group in asked if not self._busy(group, now_s)]
+                changes = splits(free, facts, decision.parts_of)
             else:
                 changes = self._merges(decision, pending_tokens, groups, facts, reports, now_s)
         except NoPlan as error:

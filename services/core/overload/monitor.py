@@ -14,6 +14,11 @@ group exceeds that group's capacity (its requests cannot run elsewhere). Subside
 forecast is below `subsided_share` of the undropped capacity; full groups are then no overload, so
 both conditions never hold at once.
 
+A group splits into single workers only if its KV in use fits at each member with all layers. A
+*partial split* into smaller merged groups has its own condition: the forecast is below
+`subsided_share` of the capacity *after* it. While a split into single workers is about to be
+decided, no group splits partially.
+
 Hysteresis: each condition must hold for a dwell time, and if overload follows a split, the dwell
 time of the next split is doubled. This keeps merges and splits from alternating.
 
@@ -48,10 +53,13 @@ from services.core.overload.events import (
     OverloadPolicy,
     ReportStatus,
 )
+from services.core.overload.split_choice import SplitChoice, choose_splits
 from services.core.overload.static_pipelines import StaticPipelines
 
 CHANGING_MAX_S = 30.0
 """How long a group in a change-over delays decisions about other groups of its model."""
+
+STATIC = "the policy static-pipeline splits no groups"
 
 _Layout = frozenset[tuple[str, tuple[str, ...]]]
 """Groups with the ids of their workers."""
@@ -71,6 +79,7 @@ class _Model:
     smoothed_at_s: float | None = None  # last update of these rates
     overloaded_since_s: float | None = None  # None: not overloaded
     subsided_since_s: float | None = None  # None: demand has not subsided
+    partial_since_s: float | None = None  # the same for partial splits
     last_split_s: float | None = None  # last split for subsided demand
     settle_until_s: float = 0.0  # until then, the last decision or change takes effect
     exhausted: bool = False  # merges cannot meet the demand of this overload
@@ -82,6 +91,10 @@ class _Model:
     splitting: frozenset[str] = frozenset()  # groups in a split for subsided demand
     trend: DemandTrend = field(default_factory=DemandTrend)
     pipelines: StaticPipelines = field(default_factory=StaticPipelines)
+
+    def restart_dwell(self) -> None:
+        """Restart all dwell times: what was measured belongs to other groups."""
+        self.overloaded_since_s = self.subsided_since_s = self.partial_since_s = None
 
     def forecast_tokens(self, lookahead_s: float) -> int:
         """Predicted growth of demand within the look-ahead, at least 0."""
@@ -134,6 +147,20 @@ class OverloadMonitor:
         """Whether a model is overloaded: a decision may then be due without a new report."""
         return any(state.calm_since_s is None for state in self._models.values())
 
+    @property
+    def split_obstacles(self) -> dict[str, str]:
+        """Why merged groups are not split now, by group; "" for a group that is about to split."""
+        obstacles = {}
+        static = self.config.policy is OverloadPolicy.STATIC_PIPELINE
+        for model, groups in self._groups.items():
+            load = self.load(model)
+            choice = self._choice(model, load)
+            for group in groups:
+                if len(group.members) > 1:
+                    obstacle = choice.obstacle(group, load.expected_tokens)
+                    obstacles[group.group_id] = STATIC if static else obstacle
+        return obstacles
+
     def load(self, model: str) -> ModelLoad:
         """Demand and capacity of a served model, as of the last events."""
         groups = self._counted(model)
@@ -158,7 +185,8 @@ class OverloadMonitor:
         assert self._models.keys() == self._groups.keys()
         longest = max(self.config.split_dwell_max_s, self.config.split_dwell_s)
         for state in self._models.values():
-            assert state.overloaded_since_s is None or state.subsided_since_s is None
+            subsided = state.subsided_since_s is not None or state.partial_since_s is not None
+            assert state.overloaded_since_s is None or not subsided
             assert self.config.split_dwell_s <= state.split_dwell_s <= longest
             assert state.rate_tokens_per_s >= 0
 
@@ -189,10 +217,10 @@ class OverloadMonitor:
         if layout != state.layout:
             # The last decision has taken effect; wait only for reports of the new groups.
             state.settle_until_s = now_s + self.config.report_s
-            state.overloaded_since_s = state.subsided_since_s = None
+            state.restart_dwell()
             ids = {group.group_id for group in groups}
-            merged = {group.group_id for group in groups if len(group.worker_ids) > 1}
-            state.splitting &= merged
+            # The first of the new groups keeps the id, so compare the workers, too.
+            state.splitting &= {group_id for group_id, _ in layout & state.layout}
             state.departing_until_s = {
                 group_id: until_s
                 for group_id, until_s in state.departing_until_s.items()
@@ -217,40 +245,35 @@ class OverloadMonitor:
 
     def _decide_by_load(self, model: str, load: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[model]
-        subsided_tokens = self._subsided_tokens(load)
-        low = load.expected_tokens < subsided_tokens
+        choice = self._choice(model, load)
+        low = load.expected_tokens < choice.singles_tokens
         state.splitting -= set(self._departing(model))
         # A full group is overloaded even while others have free memory: its requests cannot run
         # elsewhere. Without waiting requests there is no overload, however high the forecast.
         short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
         overloaded = load.waiting > 0 and short and not low
-        splits = self._splits(model)
-        static = config.policy is OverloadPolicy.STATIC_PIPELINE
-        subsided = low and bool(splits) and not static
+        subsided = low and bool(choice.singles)
+        eased = load.expected_tokens < choice.partial_tokens and not overloaded
+        eased = eased and bool(choice.partial)
         self._note_calm(state, not overloaded, now_s)
         # While the last decision takes effect, only the cancellation of a split is decided.
         if now_s < state.settle_until_s and not state.splitting:
             return None
-        if static and (group_ids := state.pipelines.due(now_s)):
+        if config.policy is OverloadPolicy.STATIC_PIPELINE and (ids := state.pipelines.due(now_s)):
             state.settle_until_s = now_s + config.settle_s
             reason = DecisionReason(Cause.START, load.capacity_tokens, 0.0, 0.0, load)
-            return Decision(now_s, model, Action.MERGE, reason, group_ids=group_ids)
+            return Decision(now_s, model, Action.MERGE, reason, group_ids=ids)
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
         state.subsided_since_s = _since(subsided, state.subsided_since_s, now_s)
+        state.partial_since_s = _since(eased, state.partial_since_s, now_s)
         if overloaded and now_s >= state.manual_until_s.get(Action.SPLIT, now_s):
             held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
                 reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
                 act = self._call_off if state.splitting else self._merge
                 return act(model, reason, now_s)
-        if now_s < state.settle_until_s:
-            return None
-        if subsided and now_s >= state.manual_until_s.get(Action.MERGE, now_s):
-            held_s, dwell_s = _held_s(state.subsided_since_s, now_s), state.split_dwell_s
-            if held_s >= dwell_s:
-                reason = DecisionReason(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, load)
-                return self._split_subsided(model, reason, splits, now_s)
-        return None
+        held = now_s < state.settle_until_s or now_s < state.manual_until_s.get(Action.MERGE, now_s)
+        return None if held else self._split_subsided(model, choice, load, now_s)
 
     def _note_trend(self, state: _Model, load: ModelLoad | None, now_s: float) -> None:
         """Add a load to the trend, or None if no group has current reports."""
@@ -290,12 +313,13 @@ class OverloadMonitor:
             return []
         load = self.load(changed.model)
         merge = changed.action is Action.MERGE
-        threshold = load.capacity_tokens if merge else self._subsided_tokens(load)
+        choice = self._choice(changed.model, load)
+        threshold = load.capacity_tokens if merge else choice.singles_tokens
         reason = DecisionReason(Cause.MANUAL, threshold, 0.0, 0.0, load)
         state.manual_until_s = {changed.action: changed.now_s + self.config.manual_hold_s}
         # Measurements belong to the groups before the change.
         state.settle_until_s = changed.now_s + self.config.settle_s
-        state.overloaded_since_s = state.subsided_since_s = None
+        state.restart_dwell()
         group_ids = changed.group_ids
         return [Decision(changed.now_s, changed.model, changed.action, reason, group_ids=group_ids)]
 
@@ -354,16 +378,32 @@ class OverloadMonitor:
         return Decision(now_s, model, Action.EXHAUSTED, reason, short_tokens)
 
     def _split_subsided(
-        self, model: str, reason: DecisionReason, splits: tuple[str, ...], now_s: float
-    ) -> Decision:
+        self, model: str, choice: SplitChoice, load: ModelLoad, now_s: float
+    ) -> Decision | None:
         state = self._models[model]
+        since_s, partial_since_s = state.subsided_since_s, state.partial_since_s
+        dwell_s = state.split_dwell_s
+        partial_due = partial_since_s is not None and now_s - partial_since_s >= dwell_s
+        singles_due = since_s is not None and now_s - since_s >= dwell_s
+        # Wait for singles: two changes would pause requests twice.
+        if not singles_due and (since_s is not None or not partial_due):
+            return None
+        threshold = choice.singles_tokens if singles_due else choice.partial_tokens
+        held_s = _held_s(since_s if singles_due else partial_since_s, now_s)
+        reason = DecisionReason(Cause.SUBSIDED, threshold, held_s, dwell_s, load)
+        group_ids, parts = choice.decided(singles_due, partial_due)
         state.settle_until_s = now_s + self.config.settle_s
         state.last_split_s = now_s
-        state.splitting = frozenset(splits).difference(self._departing(model))
-        return Decision(now_s, model, Action.SPLIT, reason, group_ids=splits)
+        state.splitting = frozenset(group_ids).difference(self._departing(model))
+        return Decision(now_s, model, Action.SPLIT, reason, group_ids=group_ids, parts=parts)
 
-    def _splits(self, model: str) -> tuple[str, ...]:
-        return tuple(group.group_id for group in self._groups[model] if group.can_split)
+    def _choice(self, model: str, load: ModelLoad) -> SplitChoice:
+        config = self.config
+        static = config.policy is OverloadPolicy.STATIC_PIPELINE
+        return choose_splits(
+            () if static else self._groups[model],
+            *(load.undropped_tokens, config.subsided_share, config.partial_splits),
+        )
 
     def _departing(self, model: str) -> tuple[str, ...]:
         """Merged groups with a leaving member; they split even if their KV does not fit then."""
@@ -376,9 +416,6 @@ class OverloadMonitor:
     def _counted(self, model: str) -> list[GroupUse]:
         """The groups that count as demand and capacity: those without a leaving member."""
         return [group for group in self._groups[model] if not group.draining]
-
-    def _subsided_tokens(self, load: ModelLoad) -> int:
-        return int(self.config.subsided_share * load.undropped_tokens)
 
     def _smooth(self, model: str, demand_tokens: int, now_s: float) -> None:
         """Update the exponentially smoothed rates of arrivals and growth."""

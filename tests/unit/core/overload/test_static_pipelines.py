@@ -14,7 +14,7 @@ from services.core.overload.events import (
     OverloadPolicy,
     ReportStatus,
 )
-from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.monitor import STATIC, OverloadMonitor
 from services.core.overload.static_pipelines import RETRY_S
 
 TICK_S = 0.1
@@ -65,6 +65,7 @@ def test_all_single_workers_are_merged_in_pairs_without_demand() -> None:
     assert decision.group_ids == ("a", "b", "c", "d")
     world.groups = ["ab", "cd"]
     assert world.tick(120) == [], "no split, though demand is low"
+    assert set(world.monitor.split_obstacles.values()) == {STATIC}
 
 
 def test_overload_and_low_demand_change_nothing() -> None:
