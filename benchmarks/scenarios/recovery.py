@@ -335,7 +335,7 @@ def _rows(turns: Mapping[str, Sequence[Turn]], figures: Mapping[str, Any]) -> li
 
 SCENARIO = Scenario(
     name="recovery",
-    memory="24MiB",
+    memory="36MiB",
     run=run,
     options=frozenset({"paced"}),
     # A layer per worker, and parameters that fill about half of the memory.

@@ -6,10 +6,13 @@ The streams keep a part of the unmerged KV in use; see `tideserve bench recovery
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import pytest
 
 from services.core.cost.model import CostModel
 from services.core.groups.layer_map import ModelShape
+from services.core.overload.events import OverloadConfig
 from services.core.planner.config import IterationConfig
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
@@ -42,8 +45,10 @@ ITERATION = IterationConfig(
 )
 PROMPT, OUTPUT = UniformLength(96, 160), UniformLength(200, 300)
 BURST_PROMPT, BURST_OUTPUT = UniformLength(300, 400), UniformLength(60, 100)
-BURST_S, END_S = 10.0, 90.0
-BURST_SHARE = 1.6
+BURST_S, END_S = 5.0, 50.0
+BURST_SHARE = 2.2
+BOUND_S = 5.0 + 15.0
+"""The dwell time, and a margin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Recovered:
         return None if first_s is None else first_s - self.burst_end_s
 
 
-def recovered(workers: int, share: float, seed: int) -> Recovered:
+def recovered(workers: int, share: float, seed: int, partial_splits: bool = True) -> Recovered:
     """Simulate `workers` whose streams keep `share` of the unmerged KV in use."""
     rng = random.Random(seed)
     unmerged = workers * BLOCKS * BLOCK_SIZE
@@ -82,7 +87,8 @@ def recovered(workers: int, share: float, seed: int) -> Recovered:
         for n in itertools.count()
     )
     load = CoServed(OpenLoop([*sorted(burst), last]), ClosedLoop(steady, clients))
-    cluster = Cluster(ClusterSpec(workers, ITERATION, 8192, change=CHANGE), DEVICE, load)
+    change = replace(CHANGE, monitor=OverloadConfig(partial_splits=partial_splits))
+    cluster = Cluster(ClusterSpec(workers, ITERATION, 8192, change=change), DEVICE, load)
     sizes: list[tuple[float, tuple[int, ...]]] = []
     for_checks: Iterator[int] = itertools.count()
 
@@ -92,7 +98,7 @@ def recovered(workers: int, share: float, seed: int) -> Recovered:
         sizes.append((now_s, tuple(sorted(len(group.members) for group in groups))))
 
     def check() -> None:
-        if next(for_checks) % 64 == 0:
+        if next(for_checks) % 512 == 0:
             cluster.check_invariants()
 
     outcomes = cluster.run(progress, check)
@@ -101,16 +107,15 @@ def recovered(workers: int, share: float, seed: int) -> Recovered:
     return Recovered(sizes, max(record.end_s for record in online))
 
 
-if __name__ == "__main__":
-    for workers, share, seed in itertools.product((4, 8), (0.4, 0.45), range(3)):
-        seen = recovered(workers, share, seed)
-        print(
-            workers,
-            share,
-            seed,
-            seen.largest,
-            seen.burst_end_s,
-            seen.after_s(workers // 2),
-            seen.after_s(2),
-            seen.after_s(1),
-        )
+@pytest.mark.parametrize(("workers", "share", "seed"), [(4, 0.4, 0), (4, 0.48, 1), (8, 0.45, 2)])
+def test_groups_split_in_time_under_load(workers: int, share: float, seed: int) -> None:
+    seen = recovered(workers, share, seed)
+    assert seen.largest == workers, "the burst merged all"
+    split_s = seen.after_s(workers // 2)
+    assert split_s is not None and split_s <= BOUND_S
+
+
+def test_without_partial_splits_the_group_stays_whole() -> None:
+    seen = recovered(4, 0.45, 3, partial_splits=False)
+    assert seen.largest == 4
+    assert seen.after_s(3) is None
