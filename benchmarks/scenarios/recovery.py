@@ -66,7 +66,7 @@ class EndlessStreams(Load):
         self.answers: list[StreamedAnswer] = []
         self.failures: list[str] = []
         self._stopped = threading.Event()
-        super().__init__(url, model, self._requests(clients, seed), clients)
+        super().__init__(url, model, self.drawn(clients, seed), clients)
 
     def stop(self) -> None:
         """Disconnect all clients."""
@@ -81,17 +81,14 @@ class EndlessStreams(Load):
         ]
         return [(t[-1] - t[0]) / (len(t) - 1) for t in within if len(t) > GAPS_MIN]
 
-    def _requests(self, clients: int, seed: int) -> Iterator[PlannedRequest]:
+    def drawn(self, clients: int, seed: int) -> Iterator[PlannedRequest]:
+        """The requests in order; those of the start are under way, at all stages."""
         shape = Shape(clients, PROMPT_TOKENS, OUTPUT_TOKENS, seed=seed)
         for number in itertools.count():
             if self._stopped.is_set():
                 return
             request = shape.request(number)
-            if number < clients:
-                # Stagger the ends, so that the KV in use stays even.
-                output_tokens = max(2, request.output_tokens * (number + 1) // clients)
-                request = replace(request, output_tokens=output_tokens)
-            yield request
+            yield _under_way(request, (number + 1) / clients) if number < clients else request
 
     async def _send(self, server: OpenAIServer, number: int, request: PlannedRequest) -> None:
         answer = StreamedAnswer()
@@ -159,7 +156,8 @@ class Turn:
     burst_s: float = 0.0
     split_after_s: float | None = None  # no group has more than half of the workers
     singles_after_s: float | None = None
-    tpot_s: dict[str, float | None] = field(default_factory=dict)
+    tpot_s: dict[str, float | None] = field(default_factory=dict)  # within `WINDOW_S`
+    halves_tpot_s: dict[str, float | None] = field(default_factory=dict)  # until the next split
     kv_share: float | None = None  # mean KV in use during the measurement, of the unmerged KV
     decode_over_paced: float | None = None  # duration of decoding, over that of the paced device
     late_iterations_min: int = 0  # logged since the start, at least half of their number
@@ -231,6 +229,10 @@ class Trial:
         time.sleep(WINDOW_S)
         after, to_s = self._cluster.counters(), monotonic_s()
         turn.tpot_s = distribution(steady.tpot_s(from_s, to_s))
+        singles_s = watch.first_s(since_s, 1)
+        turn.halves_tpot_s = distribution(
+            steady.tpot_s(from_s, to_s if singles_s is None else singles_s)
+        )
         used = [tokens for at_s, _, tokens in watch.samples if at_s >= from_s]
         turn.kv_share = quotient(sum(used), len(used) * turn.unmerged_tokens)
         if None not in (after.decode_s, before.decode_s):
@@ -238,6 +240,17 @@ class Trial:
                 (after.decode_s or 0) - (before.decode_s or 0),
                 (after.decode_predicted_s or 0) - (before.decode_predicted_s or 0),
             )
+
+
+def _under_way(request: PlannedRequest, share_left: float) -> PlannedRequest:
+    """A request of which only `share_left` of the output is missing: the rest is in the prompt.
+
+    Streams that start like this use as much KV together as later, and do not end together.
+    """
+    left = max(2, round(share_left * request.output_tokens))
+    length = len(request.prompt_ids) + request.output_tokens - left
+    prompt = tuple(itertools.islice(itertools.cycle(request.prompt_ids), length))
+    return replace(request, prompt_ids=prompt, output_tokens=left)
 
 
 def late_iterations(logs: Path) -> int:
@@ -283,7 +296,7 @@ def judge(turns: Mapping[str, Sequence[Turn]], deployment: Deployment) -> TrialV
         for own, other in zip(ours, others, strict=True)
     ]
     known = [ratio for ratio in ratios if ratio is not None]
-    figures = {
+    figures: dict[str, Any] = {
         "workers": deployment.workers,
         "paced": deployment.paced,
         # A round without a split has no time, and counts as a missed bar.
@@ -330,6 +343,8 @@ def _rows(turns: Mapping[str, Sequence[Turn]], figures: Mapping[str, Any]) -> li
             (f"{name}: decoding over its pace", each([t.decode_over_paced for t in of], "{:.3f}")),
             (f"{name}: late iterations, at least", each([t.late_iterations_min for t in of], "{}")),
         ]
+    halves = each([t.halves_tpot_s["p50"] for t in ours], "{:.4f} s")
+    rows.append(("drop: TPOT p50 until single workers", halves))
     return [*rows, ("TPOT over that of single workers", each(figures["tpot_ratios"], "{:.2f}"))]
 
 

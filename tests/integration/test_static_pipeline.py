@@ -58,7 +58,7 @@ async def test_workers_are_merged_at_the_start_and_split_only_by_hand(cluster: C
     assert sizes(cluster) == [2]
     assert decisions(cluster) == [("merge", "start")]
 
-    await asyncio.to_thread(restore, cluster.admin_url, None, None)
+    await asyncio.to_thread(restore, cluster.admin_url, None, None, None)
     await eventually(lambda: sizes(cluster) == [1, 1])
     single = await answers(cluster)
     assert [answer.text for answer in single] == [answer.text for answer in merged]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from benchmarks.scenarios.recovery import (
     GAPS_MIN,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
     EndlessStreams,
     Turn,
     judge,
@@ -14,7 +16,18 @@ from benchmarks.systems.system import Deployment
 from tideserve.load.event_stream import StreamedAnswer
 
 DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 4, 1 << 28, paced="A100-14B:4")
-TURN = Turn(9000, 16, True, 20.0, 12.0, 18.0, {"p50": 0.1}, kv_share=0.45, decode_over_paced=1.01)
+TURN = Turn(
+    9000,
+    16,
+    True,
+    20.0,
+    12.0,
+    18.0,
+    {"p50": 0.1},
+    {"p50": 0.11},
+    kv_share=0.45,
+    decode_over_paced=1.01,
+)
 
 
 def test_a_run_in_which_the_groups_split_in_time_has_no_problem() -> None:
@@ -49,6 +62,17 @@ def test_tpot_counts_gaps_within_the_window_of_streams_with_enough_of_them() -> 
         streams.answers.append(answer)
     assert [round(value, 6) for value in streams.tpot_s(0.0, 9.0)] == [0.1, 0.2]
     assert [round(value, 6) for value in streams.tpot_s(0.0, 3.9)] == [0.1]
+
+
+def test_the_first_requests_of_the_clients_are_at_all_stages() -> None:
+    streams = EndlessStreams("http://127.0.0.1:1", "m", 16, 3)
+    requests = [request for request, _ in zip(streams.drawn(16, 3), range(48), strict=False)]
+    sizes = [len(request.prompt_ids) + request.output_tokens for request in requests]
+    assert max(sizes) <= PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]
+    assert min(sizes) >= PROMPT_TOKENS[0] + OUTPUT_TOKENS[0]
+    outputs = [request.output_tokens for request in requests]
+    assert outputs[0] < 25 and outputs[15] >= OUTPUT_TOKENS[0]
+    assert min(outputs[16:]) >= OUTPUT_TOKENS[0]
 
 
 def test_the_last_count_of_each_workers_log_is_taken(tmp_path: Path) -> None:
