@@ -42,7 +42,7 @@ class DivisionScenario(Scenario):
         self.group.gateway.asks_again = self.group.gateway.resumes = True
         self._chances = random.Random(f"divisions {seed}")
         self._moment = MOMENTS[seed % len(MOMENTS)]
-        self._route = ROUTES[seed // len(MOMENTS) % len(ROUTES)]
+        self._route = ROUTES[(seed + seed // len(MOMENTS)) % len(ROUTES)]
         # The worker dies in a change that divides a group, or in any other.
         self._fatal = self._chances.randrange(1, len(self._route))
         self.seen: Counter[str] = Counter()
