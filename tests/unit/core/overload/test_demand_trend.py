@@ -1,6 +1,7 @@
 """Only ramps are reported as rising: no flat or falling demand, no steps, no short teeth."""
 
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from math import exp
 from random import Random
 
@@ -59,7 +60,7 @@ def test_a_ramp_is_reported_within_seconds(share_per_s: float, seed: int) -> Non
     assert begins_s <= plain[0] <= begins_s + WHOLE_S + CONFIG.trend_period_s
     assert plain[-1] >= begins_s + 59, "it lasts as long as the ramp"
     if share_per_s > 0.01:
-        disturbed = raised(noisy(ramp, seed), begins_s + 60)
+        disturbed = raised(noisy(ramp, seed, 0.02), begins_s + 60)
         assert disturbed[0] <= begins_s + WHOLE_S + 2 * CONFIG.trend_period_s
 
 
@@ -77,6 +78,23 @@ def test_demand_that_single_workers_hold_is_not_reported() -> None:
 @pytest.mark.parametrize("level", [0.6, 1.0, 1.5, 4.0])
 def test_flat_demand_is_never_reported(level: float, seed: int) -> None:
     assert raised(noisy(lambda _: level * UNDROPPED, seed), 600) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_noise_of_random_arrivals_is_not_reported(seed: int) -> None:
+    """Poisson arrivals, exponential durations: 300 requests at a time on average, for an hour."""
+    rng, requests, mean_s = Random(seed), 300, 20.0
+    ends_s = [rng.expovariate(1 / mean_s) for _ in range(requests)]
+    heapify(ends_s)
+    next_s, trend = 0.0, DemandTrend()
+    for now_s in range(3600):
+        while next_s <= now_s:
+            heappush(ends_s, next_s + rng.expovariate(1 / mean_s))
+            next_s += rng.expovariate(requests / mean_s)
+        while ends_s[0] <= now_s:
+            heappop(ends_s)
+        trend.sample(load(1.2 * UNDROPPED * len(ends_s) / requests), CONFIG, float(now_s))
+        assert not trend.is_rising(CONFIG)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -178,7 +196,7 @@ def test_the_trend_goes_on_over_a_change_of_groups() -> None:
         members = 2 if tick <= 90 else 4
         return group.see(11_000 + 20 * tick, status=status, members=members, capacity=40_000)
 
-    seen = [see(tick) for tick in range(220)]
+    seen = [see(tick) for tick in range(260)]
     assert seen[-1], "reports of a change-over are left out"
 
 
