@@ -94,10 +94,15 @@ class Measured:
         return int(classes.get("interactive", {}).get("token_group", 1))
 
     @property
+    def policy(self) -> OverloadPolicy:
+        """Its overload policy."""
+        policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
+        return OverloadPolicy(policy)
+
+    @property
     def merges(self) -> bool:
         """Whether the overload policy may merge its workers."""
-        policy = self.description["options"].get("overload_policy") or OverloadConfig().policy
-        return bool(policy == OverloadPolicy.DROP)
+        return self.policy is not OverloadPolicy.RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +332,7 @@ def _spec(measured: Measured, profile: DeviceProfile) -> ClusterSpec:
         delays=BUSY_HOST,
         fast_forward=False,
         drain_s=DRAIN_S if case.backlog is None else case.limit_s - last_s,
-        change=_change(profile, blocks * block_size, options) if measured.merges else None,
+        change=_change(profile, blocks * block_size, measured) if measured.merges else None,
     )
 
 
@@ -341,8 +346,9 @@ def _settings(cls: type[T], values: Mapping[str, Any], **more: Any) -> T:
     return from_mapping(cls, {key: values[key] for key in own} | more, "the result")
 
 
-def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) -> ChangeSpec:
+def _change(profile: DeviceProfile, kv_tokens: int, measured: Measured) -> ChangeSpec:
     """Change-over costs for workers with `kv_tokens` each on one host. Raises ConfigError."""
+    options = measured.description["options"]
     memmgr, limits = options.get("memmgr") or {}, options.get("worker") or {}
     monitor = {
         setting.name: memmgr[setting.name]
@@ -361,7 +367,7 @@ def _change(profile: DeviceProfile, kv_tokens: int, options: Mapping[str, Any]) 
         shape,
         shape.parameter_bytes(1) + kv_bytes,
         profile.hidden_bytes,
-        monitor=OverloadConfig(**monitor),
+        monitor=OverloadConfig(policy=measured.policy, **monitor),
         link=replace(ONE_HOST, coordinated=limits.get("coordinated_exchange", True)),
     )
 

@@ -62,14 +62,15 @@ Ablation = Annotated[
 Systems = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated: tideserve (default overload policy), drop, recompute (overload"
-        " policies), a scheduling (fcfs, priority, eager, prefill-first, round-robin, bros,"
-        " waiting-time, slo, slo-quarter, slo-half, slo-full, reserved, online-only), vllm,"
-        " vllm-priority, name=URL. Suffixes disable a mechanism: -exchange, -lookahead,"
-        " -restore, -chunking, -ample (the memory limit, also of vllm). After a scheduling, -256"
-        " limits the tokens of an iteration, -preempting lets online requests interrupt batch work,"
-        " -packing, -slots and -victims enable parts of BROS, -groups sets a deadline for each"
-        " token instead of each group. -float32 or -bfloat16 sets the dtype.",
+        help="Comma-separated: tideserve (default overload policy), drop, recompute, "
+        "static-pipeline (overload policies), a scheduling (fcfs, priority, eager, "
+        "prefill-first, round-robin, bros, waiting-time, slo, slo-quarter, slo-half, "
+        "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
+        "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "
+        "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
+        "-preempting lets online requests interrupt batch work, -packing, -slots and "
+        "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
+        "each group. -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]

@@ -98,7 +98,7 @@ def _memmgr() -> MemmgrCollector:
     group = Group("g", 1, GroupPhase.STABLE, (Member("w", "i"),), "m")
     driver = SimpleNamespace(leads=True, groups=(group,), changes=ChangeCount())
     watch = SimpleNamespace(decided=dict.fromkeys(Action, 0))
-    watch.shortfalls = {"m": 0}
+    watch.shortfalls, watch.rising = {"m": 0}, {"m": False}
     return MemmgrCollector(cast(Any, driver), MemoryView(asyncio.Event()), cast(Any, watch))
 
 

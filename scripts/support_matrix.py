@@ -38,6 +38,7 @@ MERGES = (
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
     ("all workers with `--overload-policy recompute`", "only manually: `tideserve drop`"),
+    ("all workers with `--overload-policy static-pipeline`", "each once, in pairs, at the start"),
 )
 INTRODUCTION = (
     "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"

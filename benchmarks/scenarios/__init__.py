@@ -12,6 +12,7 @@ SUMMARIES = {
     "overhead": "control-plane latency added to TTFT; planning share of iteration time",
     "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
+    "recovery": "steady streams after a burst that merged all workers: time to the split, TPOT",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
     "survive": "a worker is killed and etcd stops: no request fails, other workers keep serving",
 }

@@ -10,6 +10,7 @@ from benchmarks.systems.schedulings import (
     is_suffix,
     merged,
     options_of,
+    prefixed,
     scheduling_of,
 )
 from benchmarks.systems.system import AMPLE, Deployment, System
@@ -109,7 +110,9 @@ def _check_url(name: str) -> tuple[str, str]:
 
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
     scheduled = scheduling_of(name)
-    base, suffixes = scheduled or (name.split("-")[0], name.split("-")[1:])
+    base, suffixes = (
+        scheduled or prefixed(name, POLICIES) or (name.split("-")[0], name.split("-")[1:])
+    )
     off = [suffix for suffix in suffixes if suffix not in DTYPES]
     known = VLLM_SUFFIXES if base == VLLM else tuple(MECHANISMS)
     if base != VLLM and base not in {*POLICIES, *SCHEDULINGS}:

@@ -1,6 +1,6 @@
 """Systems that differ in scheduling, and their options of `tideserve up`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.errors import BenchError
@@ -73,7 +73,12 @@ sets a deadline per token instead of per group of tokens."""
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
     """(key of `SCHEDULINGS`, suffixes); None if the name starts with no key."""
-    for key in SCHEDULINGS:
+    return prefixed(name, SCHEDULINGS)
+
+
+def prefixed(name: str, keys: Iterable[str]) -> tuple[str, Sequence[str]] | None:
+    """(key that starts the name, suffixes after it); None if the name starts with no key."""
+    for key in keys:
         if name == key or name.startswith(f"{key}-"):
             return key, [suffix for suffix in name[len(key) :].split("-") if suffix]
     return None

@@ -1,13 +1,15 @@
 """tideserve, started with `tideserve up`."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.gateway_cost import GatewayCost, read_gateway_cost
 from benchmarks.systems.process_cost import ProcessCost, read_process_cost
-from benchmarks.systems.schedulings import SCHEDULINGS, merged, scheduling_of
+from benchmarks.systems.schedulings import SCHEDULINGS, merged, prefixed, scheduling_of
 from benchmarks.systems.system import (
     AMPLE,
     CPU,
@@ -17,11 +19,15 @@ from benchmarks.systems.system import (
     Say,
     read_metrics,
 )
+from services.common.clock import monotonic_s
+from services.core.overload.events import OverloadPolicy
+from services.core.overload.static_pipelines import MEMBERS as PIPELINE
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.cli.local_cluster import LocalCluster
 
 READY_TIMEOUT_S, GPU_READY_TIMEOUT_S = 300.0, 900.0
 """On a GPU, a start reads the weights of a large model and compiles kernels."""
+PIPELINES_TIMEOUT_S, SETTLE_S = 60.0, 0.5
 BLOCK_TOKENS = 16
 # Let requests wait instead of being refused.
 QUEUE_DEADLINE_S = 3600.0
@@ -29,6 +35,7 @@ POLICIES: Mapping[str, str] = {
     "tideserve": "the default overload policy, which is `drop`",
     "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
     "recompute": "preempt the newest request and recompute it later, as in vLLM",
+    "static-pipeline": "drop half of the layers at start, pipelines of two that never split",
 }
 RESTORE_OFF_S = 3600.0
 """A dwell time longer than any run."""
@@ -88,7 +95,8 @@ class Tideserve:
     @property
     def policy(self) -> str:
         """The key of `POLICIES`."""
-        return self.name.split("@")[0].split("-")[0]
+        policy, _ = prefixed(self.name.split("@")[0], POLICIES) or ("tideserve", ())
+        return policy
 
     @property
     def _about(self) -> str:
@@ -120,8 +128,8 @@ class Tideserve:
             options = merged(options, MECHANISMS[mechanism][1])
         if AMPLE in self._off:
             options["memory"] = deployment.ample_memory_bytes
-        if self.policy == "recompute":
-            options["overload_policy"] = "recompute"
+        if self.policy in (OverloadPolicy.RECOMPUTE, OverloadPolicy.STATIC_PIPELINE):
+            options["overload_policy"] = self.policy
         if deployment.paced:
             options["paced"] = deployment.paced
         if deployment.device != CPU:
@@ -135,9 +143,32 @@ class Tideserve:
         self._cluster.start(options, float(options.get("ready_timeout", READY_TIMEOUT_S)))
         self.urls = (self._cluster.url,)
         self.cost_at_start = self.gateway_cost()
-        # Read the capacity before any merge: demand is reported as a multiple of it.
+        # The capacity before any merge: demand is reported as a multiple of it.
+        if self.policy == OverloadPolicy.STATIC_PIPELINE:
+            self._capacity_tokens = self._await_pipelines()
+            return
         blocks = self.metrics().get("tideserve_worker_kv_blocks_total")
         self._capacity_tokens = int(blocks) * self._block_tokens if blocks else None
+
+    def _await_pipelines(self) -> int:
+        """Wait until workers are merged in pairs; returns their KV capacity in tokens before that.
+
+        Raises SystemUnavailable.
+        """
+
+        def merged() -> bool:
+            groups = read_status(self.admin_url)["groups"]
+            single = sum(len(group["members"]) < PIPELINE for group in groups)
+            return single < PIPELINE and not any(group["changing"] for group in groups)
+
+        deadline_s = monotonic_s() + PIPELINES_TIMEOUT_S
+        while not merged():
+            if monotonic_s() > deadline_s:
+                raise SystemUnavailable(f"the workers of {self.name} are not merged in pairs")
+            time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S)
+        decisions = read_status(self.admin_url)["decisions"]
+        return max(int(decision["undropped_tokens"]) for decision in decisions)
 
     def stop(self) -> None:
         if self._cluster is not None:

@@ -116,6 +116,7 @@ def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
             policy=config.overload_policy,
             overload_dwell_s=config.overload_dwell_s,
             split_dwell_s=config.split_dwell_s,
+            partial_splits=config.partial_splits,
         )
     )
 

@@ -22,7 +22,8 @@ class MemmgrConfig(ServiceConfig):
         MONITOR.policy,
         OverloadPolicy,
         "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
-        " or preempt requests and recompute their KV (recompute).",
+        " or preempt requests and recompute their KV (recompute). static-pipeline merges all"
+        " workers in pairs at the start and never splits them; otherwise like recompute.",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,
@@ -35,6 +36,11 @@ class MemmgrConfig(ServiceConfig):
         "Seconds that demand must be low before groups split.",
         minimum=0,
         maximum=3600,
+    )
+    partial_splits: bool = option(
+        MONITOR.partial_splits,
+        "Split merged groups into smaller merged groups while their KV in use does not fit single"
+        " workers.",
     )
     prepare_timeout_s: float = number(
         BOUNDS.protocol.prepare_timeout_s,

@@ -44,6 +44,7 @@ class MemmgrCollector(Collector):
         yield from self._changes()
         yield from self._decisions()
         yield from self._cluster()
+        yield from self._demand()
 
     def _changes(self) -> Iterable[Metric]:
         changes = self._driver.changes
@@ -90,16 +91,6 @@ class MemmgrCollector(Collector):
             "Usable KV blocks: the smallest member limits each group.",
             labels=["model_name"],
         )
-        exhausted = GaugeMetricFamily(
-            "tideserve_memmgr_relief_exhausted",
-            "1 while the model is overloaded and merges cannot meet its demand: add workers.",
-            labels=["model_name"],
-        )
-        shortfall = GaugeMetricFamily(
-            "tideserve_memmgr_kv_shortfall_tokens",
-            "Tokens of KV that the model lacks after all possible merges, for autoscalers.",
-            labels=["model_name"],
-        )
         if leads:
             phases = Counter(group.phase for group in groups)
             for phase in SHOWN_PHASES:
@@ -111,10 +102,33 @@ class MemmgrCollector(Collector):
                 serving.add_metric([model], members)
             for model, blocks in usable_blocks(stable, self._memory.workers()).items():
                 usable.add_metric([model], blocks)
+        yield from (by_phase, merged, serving, usable)
+
+    def _demand(self) -> Iterable[Metric]:
+        """The monitor's signals for autoscalers; a standby exports no samples."""
+        exhausted = GaugeMetricFamily(
+            "tideserve_memmgr_relief_exhausted",
+            "1 while the model is overloaded and merges cannot meet its demand: add workers.",
+            labels=["model_name"],
+        )
+        shortfall = GaugeMetricFamily(
+            "tideserve_memmgr_kv_shortfall_tokens",
+            "Tokens of KV that the model lacks after all possible merges, for autoscalers.",
+            labels=["model_name"],
+        )
+        rising = GaugeMetricFamily(
+            "tideserve_memmgr_demand_rising",
+            "1 while groups are merged and the model's KV demand keeps rising: add workers before"
+            " merges are exhausted.",
+            labels=["model_name"],
+        )
+        if self._driver.leads:
             for model, tokens in self._watch.shortfalls.items():
                 exhausted.add_metric([model], tokens > 0)
                 shortfall.add_metric([model], tokens)
-        yield from (by_phase, merged, serving, usable, exhausted, shortfall)
+            for model, is_rising in self._watch.rising.items():
+                rising.add_metric([model], is_rising)
+        yield from (exhausted, shortfall, rising)
 
 
 def usable_blocks(groups: Sequence[Group], workers: Iterable[MemoryReport]) -> dict[str, int]:

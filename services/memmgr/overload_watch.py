@@ -110,6 +110,16 @@ class OverloadWatch:
         """Missing KV tokens by model; see `OverloadMonitor.shortfalls`."""
         return self._monitor.shortfalls
 
+    @property
+    def rising(self) -> dict[str, bool]:
+        """Whether demand keeps rising, by model; see `OverloadMonitor.rising`."""
+        return self._monitor.rising
+
+    @property
+    def split_obstacles(self) -> dict[str, str]:
+        """Why merged groups do not split now, by group; see `OverloadMonitor.split_obstacles`."""
+        return self._monitor.split_obstacles
+
     def evaluate(self) -> None:
         """Pass the current demand and usage of groups to the monitor, and act on its decisions."""
         now_s = monotonic_s()
@@ -152,8 +162,11 @@ class OverloadWatch:
 def text_of(decision: Decision) -> str:
     """The decision with its reason, as a log line."""
     reason, load = decision.reason, decision.reason.load
-    names = ", ".join(decision.group_ids)
-    merged = names if reason.cause is Cause.MANUAL else f"full groups {names} with others"
+    into = decision.parts_of
+    names = ", ".join(f"{n} into {into[n]}" if n in into else n for n in decision.group_ids)
+    merged = {Cause.MANUAL: names, Cause.START: f"{names} in pairs"}.get(
+        reason.cause, f"full groups {names} with others"
+    )
     change = {
         Action.MERGE: f"merge {merged if names else f'to gain {decision.needed_tokens} tokens'}",
         Action.SPLIT: f"split {names}",

@@ -98,6 +98,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
             watch.decisions,
             watch.shortfalls,
             self._driver.losses,
+            watch.split_obstacles,
         )
 
     async def MergeGroups(
@@ -113,7 +114,9 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         self, request: memmgr_pb2.SplitGroupRequest, context: Context
     ) -> AsyncIterator[memmgr_pb2.SplitGroupResponse]:
         def change() -> Change:
-            return split_of(self._driver.stable_groups, request.group_id or None)
+            driver = self._driver
+            group_id, parts = request.group_id or None, request.parts or None
+            return split_of(driver.stable_groups, group_id, driver.facts, parts)
 
         async for step in self._steps(Action.SPLIT, change, context):
             yield memmgr_pb2.SplitGroupResponse(step=step)

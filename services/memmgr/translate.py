@@ -32,6 +32,7 @@ _CAUSES = {
     Cause.SUBSIDED: memmgr_pb2.DECISION_CAUSE_RELIEF,
     Cause.MANUAL: memmgr_pb2.DECISION_CAUSE_MANUAL,
     Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
+    Cause.START: memmgr_pb2.DECISION_CAUSE_START,
 }
 MODELS_MAX = 1_000
 """Maximum number of models in a scheduler's demand report."""
@@ -119,6 +120,7 @@ def to_get_cluster(
     decisions: Iterable[LoggedDecision] = (),
     shortfalls: Mapping[str, int] | None = None,
     losses: Iterable[GroupLoss] = (),
+    split_obstacles: Mapping[str, str] | None = None,
 ) -> memmgr_pb2.GetClusterResponse:
     """The response of GetCluster."""
     return memmgr_pb2.GetClusterResponse(
@@ -135,6 +137,7 @@ def to_get_cluster(
             )
             for loss in losses
         ],
+        split_obstacles=split_obstacles,
     )
 
 

@@ -323,6 +323,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "decisions",
         "losses",
         "shortfalls",
+        "split_obstacles",
         "scheduling",
     }
     assert status["scheduling"] == "slo"

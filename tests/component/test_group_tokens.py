@@ -30,7 +30,9 @@ from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.transfer.errors import UcxUnavailable
 from services.worker.engine.transfer.ucx_transport import load_ucxx
+from tests.support import division_scenario
 from tests.support.class_scenario import ClassScenario
+from tests.support.division_scenario import DivisionScenario
 from tests.support.engine_group import EngineGroup
 from tests.support.engine_networks import EngineNetwork, QueueNetwork, UcxNetwork
 from tests.support.group_scenario import LAYERS, Scenario, split_in
@@ -143,6 +145,45 @@ def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
             "turns",
         )
         assert all(seen[one] for one in wanted), seen
+
+
+DIVISIONS = int(os.environ.get("TIDESERVE_DIVISIONS", "512"))
+DIVISIONS_AT_ONCE = 2 * len(division_scenario.MOMENTS)
+DIVISION_EVENTS = 4
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunnerConfig, Oracle]:
+    config = tight_config(tmp_path_factory.mktemp("models") / "llama", division_scenario.LAYERS)
+    return config, Oracle(config)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.slow if first else ())
+        for first in range(0, DIVISIONS, DIVISIONS_AT_ONCE)
+    ],
+)
+def test_groups_that_split_into_smaller_groups_give_the_tokens_of_an_undisturbed_run(
+    four_layers: tuple[RunnerConfig, Oracle], first: int
+) -> None:
+    """4 → 2+2 → 1, 2+2 → 4 and 3 → 2+1; in most a worker dies in some phase of a change."""
+    config, oracle = four_layers
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + DIVISIONS_AT_ONCE):
+        scenario = DivisionScenario(config, oracle.requests, seed)
+        try:
+            scenario.run(DIVISION_EVENTS)
+            for stream in scenario.group.streams.values():
+                assert not stream.refused, f"{seed}: {stream.refused}"
+                oracle.check(stream)
+                assert stream.tokens == oracle.tokens(stream.request), seed
+        finally:
+            scenario.group.close()
+        seen += scenario.seen
+    assert seen["divided"] >= DIVISIONS_AT_ONCE / 2, seen
+    assert seen["prepared"] and seen["committed"], seen
 
 
 def test_the_undisturbed_runs_show_what_was_asked_for(config: RunnerConfig, oracle: Oracle) -> None:

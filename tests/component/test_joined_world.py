@@ -18,6 +18,9 @@ LAYERS = 4
 SEEDS = range(int(os.environ.get("TIDESERVE_JOINED_SEEDS", "60")))
 """A world takes between half a second and a second of one core."""
 BATCHES = 10
+DIVIDING_SEEDS = range(int(os.environ.get("TIDESERVE_DIVIDING_SEEDS", "120")))
+"""Worlds whose groups split into smaller groups, too."""
+DIVIDING_QUICK = 12
 GIVEN_BACK = (16, 25, 30)
 """Worlds in which a member of a group is lost whose leader has requests to share."""
 
@@ -51,12 +54,27 @@ def test_requests_get_their_tokens_whatever_fails(
     live(config, oracle, seed)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *DIVIDING_SEEDS[:DIVIDING_QUICK],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in DIVIDING_SEEDS[DIVIDING_QUICK:]),
+    ],
+)
+def test_requests_get_their_tokens_while_groups_split_into_smaller_groups(
+    config: RunnerConfig, oracle: Oracle, seed: int
+) -> None:
+    live(config, oracle, seed, Rules(divides=True))
+
+
 def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) -> None:
     worlds = [live(config, oracle, seed) for seed in range(BATCHES)]
     assert sum(world.control.committed for world in worlds) >= BATCHES, "hardly anything changed"
     assert sum(world.gateway.resumed for world in worlds) > 0, "no request lost its worker"
     ends = {client.stream.aborted for world in worlds for client in world.gateway.clients.values()}
     assert ends == {True, False}
+    divided = [live(config, oracle, seed, Rules(divides=True)).divided for seed in range(3)]
+    assert sum(divided) > 0, "no group split into smaller groups"
 
 
 def test_leaders_whose_group_a_loss_divides_give_requests_back(

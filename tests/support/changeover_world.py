@@ -24,6 +24,7 @@ from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.support.changeover_clients import Clients, Stream
 from tests.support.changeover_member import Packet, Sending, WorldMember
 from tests.support.fake_stage import BLOCK_SIZE, FakeMemory, Violated, require
+from tests.support.interleaved import interleaved
 
 LAYERS = 4
 SLAB_UNITS = 5
@@ -60,7 +61,8 @@ class World:
     """`workers` members, each a group of its own; every choice comes from the seed.
 
     With `prefixes`, members cache prefixes, and prompts go on from earlier ones. With `classes`,
-    half of the requests are batch work, which yields.
+    half of the requests are batch work, which yields. With `divides`, groups of three or more
+    split into smaller groups, each of which keeps its members' layers.
     """
 
     def __init__(
@@ -70,10 +72,13 @@ class World:
         losses: int | None = None,
         prefixes: bool = False,
         classes: bool = False,
+        divides: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self._prompts = random.Random(seed) if prefixes else None
         self._classes = random.Random(seed) if classes else None
+        self._divisions = random.Random(seed) if divides else None
+        self.divided = 0
         self.now_s = 0.0
         self.clients = Clients()
         self.faults = True
@@ -174,6 +179,8 @@ class World:
             self.groups = [group for group in self.groups if group not in attempt.old]
             self.groups += [group.stages for group in attempt.groups]
             self.committed += 1
+            stages = [len(group.stages) for group in attempt.groups]
+            self.divided += len(stages) > 1 and max(stages) > 1
             for member in attempt.members:
                 committed = vocabulary.ConfigurationCommitted(self.now_s, attempt.groups)
                 self.members[member].control.append(committed)
@@ -346,6 +353,8 @@ class World:
         names = [stage.worker_id for stage in old[0]]
         if not self._serves(old[0]):
             return old, [(self.members[name].alone(),) for name in names]
+        if self._divisions is not None and self._divisions.random() < 0.8:
+            return self._divide(self._divisions, [group for group in free if self._serves(group)])
         if len(free) > 1 and (len(old[0]) == 1 or rng.random() < 0.4):
             other = rng.choice(
                 [group for group in free if group != old[0] and self._serves(group)] or old
@@ -361,6 +370,15 @@ class World:
             rest = [(self.members[name].alone(),) for name in names[2:]]
             return old, [self._cut_among(names[:2]), *rest]
         return old, [(self.members[name].alone(),) for name in names]
+
+    def _divide(
+        self, rng: random.Random, free: list[tuple[Stage, ...]]
+    ) -> tuple[list[tuple[Stage, ...]], list[tuple[Stage, ...]]]:
+        """Split the largest group into smaller ones; while there is none of three, merge all."""
+        largest = max(free, key=len)
+        if len(largest) < 3:
+            return free, [self._cut_among([stage.worker_id for group in free for stage in group])]
+        return [largest], interleaved(largest, rng.randrange(2, len(largest)), LAYERS)
 
     def _cut_among(self, names: list[str]) -> tuple[Stage, ...]:
         cuts = [0, *sorted(self.rng.sample(range(1, LAYERS), len(names) - 1)), LAYERS]

@@ -25,6 +25,7 @@ class Scenario:
     """Random events on a small cluster; every choice comes from the seed."""
 
     WORKERS = (2, 2, 3)
+    NUM_LAYERS = LAYERS
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class Scenario:
         self.rng = random.Random(seed)
         self.requests = requests
         # From room for a request and a half to room for seven.
-        kv_bytes = self.rng.choice([4, 4, 5, 8, 16]) * LAYERS * CHUNK_BYTES
+        kv_bytes = self.rng.choice([4, 4, 5, 8, 16]) * self.NUM_LAYERS * CHUNK_BYTES
         self.group = EngineGroup(
             replace(config, budget_bytes=config.budget_bytes + kv_bytes),
             self.rng.choice(self.WORKERS),

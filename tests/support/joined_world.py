@@ -18,7 +18,7 @@ from services.core.changeover.state import Changeover
 from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import split_up
 from services.core.groups.state import GroupState
-from services.core.groups.vocabulary import GroupPhase, StoredGroup, Targets
+from services.core.groups.vocabulary import GroupPhase, Member, StoredGroup, Targets
 from services.core.request import Request
 from services.gateway.serving.retry import LOST_MAX
 from services.worker.engine.compute.runner import ModelRunner
@@ -33,6 +33,7 @@ from tests.support.engines import (
     wrong_books,
 )
 from tests.support.group_store import Violated
+from tests.support.interleaved import interleaved
 from tests.support.joined_control import REPORT_S, ControlPlane
 from tests.support.joined_gateway import Client, JoinedGateway
 from tests.support.joined_lanes import LaneFaults
@@ -57,7 +58,8 @@ class Rules:
     """What a world runs; a test takes a rule out here.
 
     Without `troubles` nobody hears that a group is stuck, without `resumes` a request that has lost
-    its worker after a token is over. `take_out` gets each engine before its first turn.
+    its worker after a token is over. `take_out` gets each engine before its first turn. If it
+    `divides`, there are four workers, and operators split groups into smaller groups, too.
     """
 
     machine: type[Changeover] = Changeover
@@ -65,6 +67,7 @@ class Rules:
     troubles: bool = True
     resumes: bool = True
     take_out: Callable[[Engine], None] = lambda _engine: None
+    divides: bool = False
 
 
 class JoinedWorld:
@@ -90,7 +93,10 @@ class JoinedWorld:
         runner = ModelRunner.load(replace(config, budget_bytes=config.budget_bytes + (1 << 20)))
         self.layers = runner.stage_memory.num_layers
         runner.close()
-        names = [f"w{index}" for index in range(self.rng.choice([2, 2, 3, 3, 4]))]
+        number = self.rng.choice([2, 2, 3, 3, 4])
+        names = [f"w{index}" for index in range(4 if rules.divides else number)]
+        self._divisions = random.Random(seed) if rules.divides else None
+        self.divided = 0
         kv_bytes = self.rng.choice([5, 6, 8, 16]) * self.layers * CHUNK_BYTES
         roomy = replace(config, budget_bytes=config.budget_bytes + kv_bytes)
         self.gateway = JoinedGateway(self, rules.resumes)
@@ -404,7 +410,7 @@ class JoinedWorld:
         """An operator merges, splits or orders anew some of the groups."""
         groups = [one.group.members for one in self.control.store.groups.values()]
         live = [members for members in groups if members]
-        if not live or not self.changes:
+        if not live or not self.changes or self._divide(live):
             return
         chosen = self.rng.sample(live, self.rng.choice([1, 2, 2]) if len(live) > 1 else 1)
         names = [member.worker_id for members in chosen for member in members]
@@ -415,6 +421,18 @@ class JoinedWorld:
             self._ask(tuple((Stage(name, 0, self.layers),) for name in names))
         else:
             self._merge(names)
+
+    def _divide(self, groups: Sequence[Sequence[Member]]) -> bool:
+        """Split a group into smaller groups, if chance says so; returns whether it did."""
+        large = [members for members in groups if len(members) > 2]
+        if not self._divisions or not large or self._divisions.random() < 0.3:
+            return False
+        members = self._divisions.choice(large)
+        stages = [Stage(one.worker_id, one.first_layer, one.end_layer) for one in members]
+        parts = self._divisions.randrange(2, len(stages))
+        self._ask(tuple(interleaved(stages, parts, self.layers)))
+        self.divided += 1
+        return True
 
     def split(self) -> None:
         """An operator asks each group of several to split."""

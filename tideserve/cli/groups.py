@@ -1,6 +1,6 @@
 """`tideserve drop` and `tideserve restore`: merge and split groups by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlencode
 
 from rich.console import Console
@@ -17,20 +17,23 @@ STEP_TIMEOUT_S = 900.0
 
 def drop(url: str, key: str | None, groups: Sequence[str]) -> None:
     """Merge `groups`, all if empty, so that each member drops layers. Raises CommandError."""
-    _change(url, key, MERGE_PATH, groups)
+    _change(url, key, MERGE_PATH, groups, {})
 
 
-def restore(url: str, key: str | None, group: str | None) -> None:
-    """Split `group` (None: the only merged group), so that each member has all layers again.
+def restore(url: str, key: str | None, group: str | None, parts: int | None) -> None:
+    """Split `group` (None: the only merged group) into `parts` groups (None: into single workers).
 
     Raises:
         CommandError: if the split is refused or fails; the message has the reason.
     """
-    _change(url, key, SPLIT_PATH, [group] if group else [])
+    number = {} if parts is None else {"parts": parts}
+    _change(url, key, SPLIT_PATH, [group] if group else [], number)
 
 
-def _change(url: str, key: str | None, path: str, groups: Sequence[str]) -> None:
-    query = urlencode([("group", group) for group in groups])
+def _change(
+    url: str, key: str | None, path: str, groups: Sequence[str], more: Mapping[str, int]
+) -> None:
+    query = urlencode([*(("group", group) for group in groups), *more.items()])
     console = Console(highlight=False)
     phase, message = "", ""
     with AdminClient(url, key, STEP_TIMEOUT_S) as client:

@@ -38,8 +38,8 @@ class SimulationOptions:
 
     The device is a `profile` (name or path) or its coefficients in section `cost`. Its KV cache has
     `kv_blocks` blocks, or the part of `memory` (default: 90 % of the device's) without parameters.
-    `overload_policy` is a policy, or a list of policies to compare. The policy drop needs the sizes
-    of the model, from the profile or section `shape` with `hidden_bytes` (activation of a token).
+    `overload_policy` is a policy, or a list of policies to compare. All but recompute need sizes of
+    the model, from the profile or section `shape` with `hidden_bytes` (activation of a token).
     `service`, `batch`, `systems` and `loads`: see `simulated_classes`.
     """
 
@@ -162,10 +162,10 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     systems = {}
     for policy in _policies(options.overload_policy, path):
         spec = plain
-        if policy is OverloadPolicy.DROP:
-            spec = replace(plain, change=_change(options, profile, blocks, path))
+        if policy is not OverloadPolicy.RECOMPUTE:
+            spec = replace(plain, change=_change(options, policy, profile, blocks, path))
             assert spec.change is not None
-            description["drop"] = asdict(spec.change)
+            description[policy.value] = asdict(spec.change)
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
         load = with_classes(load, service.service, options.batch, options.seed, path)
@@ -195,20 +195,24 @@ def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy,
 
 
 def _change(
-    options: SimulationOptions, profile: DeviceProfile, blocks: int, path: Path
+    options: SimulationOptions,
+    policy: OverloadPolicy,
+    profile: DeviceProfile,
+    blocks: int,
+    path: Path,
 ) -> ChangeSpec:
     """Settings and costs of merges and splits. Raises ConfigError."""
     shape = options.shape or profile.shape
     if shape is None:
         raise ConfigError(
-            f"the device of {path} lacks the sizes of layers, which the policy 'drop' needs; add a"
-            " section 'shape'"
+            f"the device of {path} lacks the sizes of layers, which the policy '{policy}' needs;"
+            " add a section 'shape'"
         )
     hidden_bytes = options.hidden_bytes or profile.hidden_bytes
     if hidden_bytes is None:
         raise ConfigError(
-            f"the device of {path} lacks the size of activations, which the policy 'drop' needs;"
-            " add 'hidden_bytes'"
+            f"the device of {path} lacks the size of activations, which the policy '{policy}'"
+            " needs; add 'hidden_bytes'"
         )
     link = dict(options.link)
     if profile.network_bytes_per_s is not None:
@@ -218,7 +222,7 @@ def _change(
         shape=shape,
         arena_bytes=shape.parameter_bytes(1) + kv_bytes,
         hidden_bytes=hidden_bytes,
-        monitor=options.monitor,
+        monitor=replace(options.monitor, policy=policy),
         protocol=options.protocol,
         link=from_mapping(LinkSpec, link, f"section 'link' of {path}"),
         costs=options.change,

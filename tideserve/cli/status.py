@@ -143,6 +143,8 @@ def _print(status: Mapping[str, Any], why: bool) -> None:
     console.print(etcd_line(status))
     if why:
         _print_decisions(console, status)
+        for line in obstacle_lines(status):
+            console.print(f"  {escape(line)}", soft_wrap=True)
         _print_losses(console, status)
     for device, workers in paced_workers(status).items():
         console.print(
@@ -179,6 +181,15 @@ def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
     console.print("[bold]Losses[/] [dim](the last one of each group, newest last)[/]")
     for line in loss_lines(status) or ["none since this memory manager leads"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def obstacle_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for each merged group: why it does not split now."""
+    obstacles = status.get("split_obstacles") or {}
+    return [
+        f"{group_id} stays merged: {reason}" if reason else f"{group_id} splits if demand stays low"
+        for group_id, reason in sorted(obstacles.items())
+    ]
 
 
 def trouble_lines(status: Mapping[str, Any]) -> list[str]:

@@ -8,8 +8,9 @@ parameters and KV.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heapreplace
 from itertools import chain
 
@@ -105,15 +106,41 @@ def split_layers(
     """
     _check(model, members)
     free_bytes = _free_bytes(model, members)
+    covers = partial(_can_cover, model)
     # Objective 1: the capacity that memory alone allows, capped at the need.
     unlimited = [model.num_layers] * len(members)
-    tokens = min(max(0, needed_tokens), _most_tokens(model, free_bytes, unlimited))
+    tokens = min(max(0, needed_tokens), _most_tokens(model, free_bytes, unlimited, covers))
     # Objective 2: the shortest time of the slowest stage at that capacity.
-    limits = _limits_for_fastest(model, _most_layers(model, free_bytes, tokens))
+    limits = _limits_for_fastest(model, _most_layers(model, free_bytes, tokens), covers)
     # Objective 3: the largest capacity at that time.
-    tokens = _most_tokens(model, free_bytes, limits)
+    tokens = _most_tokens(model, free_bytes, limits, covers)
     counts = _assign_layers(model, _minima(_most_layers(model, free_bytes, tokens), limits))
     return stages_of(members, counts)
+
+
+def grow_stages(
+    model: ModelShape, members: Sequence[MemberMemory], present: Sequence[Stage]
+) -> tuple[Stage, ...]:
+    """Divide the layers among `members` so that each keeps its `present` layers.
+
+    `present` has the members' stages in a larger group, in pipeline order. The capacity is as large
+    as possible, then the slowest stage as fast as possible.
+
+    Raises:
+        SplitError: if the parameters do not fit.
+    """
+    _check(model, members)
+    free_bytes = _free_bytes(model, members)
+    covers = partial(_grows_to_cover, model, present)
+    unlimited = [model.num_layers] * len(members)
+    tokens = _most_tokens(model, free_bytes, unlimited, covers)
+    limits = _limits_for_fastest(model, _most_layers(model, free_bytes, tokens), covers)
+    ends = _latest_ends(model, present, limits)
+    assert ends is not None  # `limits` cover the layers
+    return tuple(
+        Stage(member.worker_id, first, end)
+        for member, first, end in zip(members, [0, *ends], ends, strict=False)
+    )
 
 
 def stages_of(members: Sequence[MemberMemory], counts: Sequence[int]) -> tuple[Stage, ...]:
@@ -173,14 +200,44 @@ def _can_cover(model: ModelShape, counts: Sequence[int]) -> bool:
     return min(counts) >= 1 and sum(counts) >= model.num_layers
 
 
-def _most_tokens(model: ModelShape, free_bytes: Sequence[int], limits: Sequence[int]) -> int:
+def _latest_ends(
+    model: ModelShape, present: Sequence[Stage], counts: Sequence[int]
+) -> list[int] | None:
+    """The largest end layers of stages with at most `counts` layers that keep `present`.
+
+    None if such stages cannot have all layers.
+    """
+    # A stage ends where the next stage's present layers begin, or before.
+    most_ends = [*(stage.first_layer for stage in present[1:]), model.num_layers]
+    ends, end = [], 0
+    for stage, count, most_end in zip(present, counts, most_ends, strict=True):
+        # The larger the end, the fewer layers remain for the next stages.
+        end = min(end + count, most_end)
+        if end < stage.end_layer:
+            return None
+        ends.append(end)
+    return ends if end == model.num_layers else None
+
+
+def _grows_to_cover(model: ModelShape, present: Sequence[Stage], counts: Sequence[int]) -> bool:
+    """Whether stages with at most `counts` layers each can keep `present` and have all layers."""
+    return _latest_ends(model, present, counts) is not None
+
+
+_Covers = Callable[[Sequence[int]], bool]
+"""Whether members with at most these numbers of layers can run all layers."""
+
+
+def _most_tokens(
+    model: ModelShape, free_bytes: Sequence[int], limits: Sequence[int], covers: _Covers
+) -> int:
     """Maximum capacity in tokens if member i runs at most `limits[i]` layers.
 
     Raises SplitError.
     """
 
     def fits(tokens: int) -> bool:
-        return _can_cover(model, _minima(_most_layers(model, free_bytes, tokens), limits))
+        return covers(_minima(_most_layers(model, free_bytes, tokens), limits))
 
     if not fits(0):
         raise SplitError(
@@ -204,7 +261,7 @@ def _extra_costs(model: ModelShape, stages: int) -> list[float]:
     return extra
 
 
-def _limits_for_fastest(model: ModelShape, limits: Sequence[int]) -> list[int]:
+def _limits_for_fastest(model: ModelShape, limits: Sequence[int], covers: _Covers) -> list[int]:
     """`limits` lowered to the shortest possible time of the slowest stage; still sufficient."""
     # The time of 1, 2, … layers at each member. The slowest stage's time is one of these values,
     # so a binary search over them is exact: it compares each float only with these values.
@@ -217,7 +274,7 @@ def _limits_for_fastest(model: ModelShape, limits: Sequence[int]) -> list[int]:
         return [bisect_right(own, time) for own in times]
 
     choices = sorted(set(chain.from_iterable(times)))
-    best = bisect_left(choices, True, key=lambda time: _can_cover(model, counts_within(time)))
+    best = bisect_left(choices, True, key=lambda time: covers(counts_within(time)))
     return counts_within(choices[best])
 
 

@@ -4,15 +4,19 @@ A *merge* drops duplicate parameters and so gains memory for KV; a *split* resto
 each worker. KV is counted in tokens.
 """
 
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.core.groups.layer_map import ModelShape, SplitError
-from services.core.groups.reconfiguration import split_up
+from services.core.groups.reconfiguration import WORKERS_MAX, split_up
 from services.core.groups.vocabulary import Group, Targets
 from services.core.overload.drop_plan import MergeKey, PlanGroup, plan_drop
 from services.core.overload.group_use import used_tokens
+from services.core.overload.partial_split import partial_targets
+from services.core.overload.static_pipelines import MEMBERS
 from services.core.overload.target import (
     Target,
     plan_group,
@@ -22,6 +26,9 @@ from services.core.overload.target import (
 )
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
+
+AS_MANY_AS_FIT = sys.maxsize
+"""KV capacity in tokens that a merge aims at if memory has priority over speed."""
 
 
 class NoPlan(Exception):
@@ -108,6 +115,7 @@ def _merges_alike(
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, EngineReport],
     needed_tokens: int,
+    members_max: int = WORKERS_MAX,
 ) -> list[Change]:
     """Merges of groups with the same weights: drop plan, then layer maps. Raises SplitError."""
     shape = facts[known[0].members[0].worker_id].shape
@@ -116,10 +124,29 @@ def _merges_alike(
     arena_bytes = {worker_id: facts[worker_id].arena_bytes for worker_id in ids}
     shapes = {known[0].model: shape}
     planned = [_plan_group(group, shape, facts, reports) for group in known]
-    plan = plan_drop(planned, shapes, needed_tokens * shape.num_layers * shape.kv_bytes)
+    needed_bytes = needed_tokens * shape.num_layers * shape.kv_bytes
+    plan = plan_drop(planned, shapes, needed_bytes, members_max)
     targets = targets_of(plan, shapes, arena_bytes)
     # With unequal memory, a merge may lose capacity: the smallest stage limits the group.
     return [_merge(target) for target in targets if target.tokens_after > target.tokens_before]
+
+
+def static_pipelines(
+    groups: Sequence[Group], facts: Mapping[str, WorkerFacts], reports: Mapping[str, EngineReport]
+) -> list[Change]:
+    """Merges of single workers in pairs, as many as possible, for the policy static-pipeline.
+
+    Raises:
+        NoPlan: if no two of them can merge.
+    """
+    known = [group for group in groups if not unmergeable(group, facts)]
+    changes: list[Change] = []
+    for alike in _by_digest(known, facts):
+        with suppress(SplitError):
+            changes += _merges_alike(alike, facts, reports, AS_MANY_AS_FIT, members_max=MEMBERS)
+    if not changes:
+        raise NoPlan(f"no two of {len(known)} single workers that can drop layers can merge")
+    return changes
 
 
 def merges_of_full(
@@ -128,7 +155,7 @@ def merges_of_full(
     facts: Mapping[str, WorkerFacts],
     reports: Mapping[str, EngineReport],
 ) -> list[Change]:
-    """Merges of each full group with a group with free memory: the nearest, then the least used.
+    """Merges of each full group with a group with free memory: the smallest, nearest, least used.
 
     Raises:
         NoPlan: if no merge gains memory.
@@ -139,15 +166,17 @@ def merges_of_full(
             shape = facts[group.members[0].worker_id].shape
             assert shape is not None  # unmergeable
             planned[group.group_id] = group, _plan_group(group, shape, facts, reports)
-    spare = [entry for entry in planned.values() if entry[0].group_id not in full_ids]
+    # As in a drop plan, small groups merge first: short pipelines slow serving least.
+    by_size = sorted(planned.values(), key=lambda entry: len(entry[0].members))
+    spare = [entry for entry in by_size if entry[0].group_id not in full_ids]
     changes: list[Change] = []
-    for full, plan in [entry for entry in planned.values() if entry[0].group_id in full_ids]:
+    for full, plan in [entry for entry in by_size if entry[0].group_id in full_ids]:
         alike = [entry for entry in spare if entry[1].key == plan.key]
         if not alike:
             continue
         # Groups that are close exchange KV over fast links; a group with little KV has the most
         # free memory.
-        partner = max(alike, key=lambda p: (_nearness(plan, p[1]), -p[1].running_kv_bytes))
+        partner = min(alike, key=partial(_partner_order, plan))
         with suppress(SplitError):
             merged = _merges_alike([full, partner[0]], facts, reports, 1)
             if merged:
@@ -158,29 +187,46 @@ def merges_of_full(
     return changes
 
 
-def _nearness(left: PlanGroup, right: PlanGroup) -> int:
-    """Length of the common prefix of their locations."""
-    return len(shared_location([left.location, right.location]))
+def _partner_order(full: PlanGroup, spare: tuple[Group, PlanGroup]) -> tuple[int, int, int]:
+    """Sort key of a group that may merge with `full`: size, distance, KV in use."""
+    plan = spare[1]
+    nearness = len(shared_location([full.location, plan.location]))
+    return len(plan.members), -nearness, plan.running_kv_bytes
 
 
-def splits(groups: Iterable[Group]) -> list[Change]:
-    """Splits of the merged groups among `groups` into single workers.
+def splits(
+    groups: Iterable[Group], facts: Mapping[str, WorkerFacts], parts: Mapping[str, int]
+) -> list[Change]:
+    """Splits of the merged groups among `groups`.
+
+    `parts`: number of new groups, by group; the other groups split into single workers.
 
     Raises:
-        NoPlan: if none of `groups` is merged.
+        NoPlan: if none of `groups` is merged, or all partial splits are impossible.
     """
-    changes = [
-        Change(
-            (group.group_id,),
-            split_up(group, group.members[-1].end_layer),
-            f"{group.group_id} splits into {len(group.members)}",
-        )
-        for group in groups
-        if len(group.members) > 1
-    ]
+    changes: list[Change] = []
+    reason = "a change of the groups is in progress, or has just failed"
+    for group in groups:
+        if len(group.members) < 2:
+            continue
+        try:
+            changes.append(_split(group, facts, parts.get(group.group_id, len(group.members))))
+        except SplitError as error:
+            reason = f"{group.group_id} cannot split: {error}"
     if not changes:
-        raise NoPlan("a change of the groups is in progress, or has just failed")
+        raise NoPlan(reason)
     return changes
+
+
+def _split(group: Group, facts: Mapping[str, WorkerFacts], parts: int) -> Change:
+    """The split of a group into `parts` groups. Raises SplitError."""
+    if parts >= len(group.members):
+        targets = split_up(group, group.members[-1].end_layer)
+        text = str(len(targets))
+    else:
+        targets = partial_targets(group, facts, parts)
+        text = "+".join(str(len(target)) for target in targets)
+    return Change((group.group_id,), targets, f"{group.group_id} splits into {text}")
 
 
 def unmergeable(group: Group, facts: Mapping[str, WorkerFacts]) -> str:

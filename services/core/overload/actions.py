@@ -20,9 +20,10 @@ from services.core.overload.action_plan import (
     merges,
     merges_of_full,
     splits,
+    static_pipelines,
     unmergeable,
 )
-from services.core.overload.events import Action, Decision
+from services.core.overload.events import Action, Cause, Decision
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 
@@ -85,7 +86,8 @@ class ActionState:
         try:
             if decision.action is Action.SPLIT:
                 asked = [group for group in groups if group.group_id in decision.group_ids]
-                changes = splits([group for group in asked if not self._busy(group, now_s)])
+                free = [group for group in asked if not self._busy(group, now_s)]
+                changes = splits(free, facts, decision.parts_of)
             else:
                 changes = self._merges(decision, pending_tokens, groups, facts, reports, now_s)
         except NoPlan as error:
@@ -140,6 +142,9 @@ class ActionState:
         blocked = {group.group_id: self._blocked(group, now_s) for group in groups}
         free = [group for group in groups if not blocked[group.group_id]]
         try:
+            if decision.reason.cause is Cause.START:
+                asked = [group for group in free if group.group_id in decision.group_ids]
+                return static_pipelines(asked, facts, reports)
             if decision.group_ids:
                 return merges_of_full(free, decision.group_ids, facts, reports)
             changes = merges(free, facts, reports, needed - pending_tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.demand import ModelDemand
-from services.core.setting import computed, number, seconds
+from services.core.setting import computed, number, option, seconds
 
 
 class Action(StrEnum):
@@ -24,10 +24,14 @@ class Action(StrEnum):
 
 
 class OverloadPolicy(StrEnum):
-    """The memory manager's response to overload: drop layers, or leave it to recomputation."""
+    """The memory manager's response to overload: drop layers, or leave it to recomputation.
+
+    STATIC_PIPELINE drops layers from the start instead (`static_pipelines.py`).
+    """
 
     DROP = "drop"
     RECOMPUTE = "recompute"
+    STATIC_PIPELINE = "static-pipeline"
 
 
 class Cause(StrEnum):
@@ -38,6 +42,8 @@ class Cause(StrEnum):
     MANUAL = "manual"
     # A member is shutting down: split its group so that the other members continue.
     DRAINING = "draining"
+    # The policy static-pipeline merges workers that were never merged.
+    START = "start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class OverloadConfig:
     # Demand below this share of the undropped capacity has subsided. The margin is wide, so that a
     # split does not cause the next overload.
     subsided_share: float = number(0.5, minimum=0, maximum=1)
+    partial_splits: bool = option(True)  # groups may split into smaller merged groups
     lookahead_s: float = seconds(1.0)  # horizon of the demand forecast
     smoothing_s: float = seconds(2.0, minimum=0.001)  # time constant of the rates
     settle_s: float = seconds(5.0)  # time for a decision to take effect, before the next
@@ -58,6 +65,11 @@ class OverloadConfig:
     regret_s: float = seconds(30.0)  # overload this soon after a split doubles the dwell time
     calm_s: float = seconds(5.0)  # time without overload that ends a shortfall
     manual_hold_s: float = seconds(30.0)  # time for which a manual change is not reverted
+    # Rising demand (`demand_trend.py`): so many periods with a rise, each by at least this share of
+    # the undropped capacity.
+    trend_period_s: float = seconds(2.0, minimum=0.001)
+    trend_periods: int = number(10, minimum=1, maximum=1000)
+    trend_share: float = number(0.015, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,19 @@ class MemberUse:
     total_tokens: int
     used_tokens: int
     unmerged_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSplit:
+    """A possible split of a group into `parts` groups, at least one of them merged.
+
+    It is possible while the group's KV in use is at most `limit_tokens`: before the split, each
+    member makes room for its new layers but still stores the KV of all requests of the group.
+    """
+
+    parts: int
+    limit_tokens: int
+    capacity_tokens: int  # total of the new groups
 
 
 class ReportStatus(StrEnum):
@@ -86,7 +111,8 @@ class GroupUse:
 
     `members` has their usage if `report_status` is CURRENT; otherwise `silent_ids` has their ids.
     `waiting` requests at workers need `waiting_tokens` of KV to start. `draining`: a member is
-    shutting down.
+    shutting down. `partial_splits`: most parts first; each has a higher limit than the one before.
+    `whole_reason`: why a group of three or more has none.
     """
 
     group_id: str
@@ -97,6 +123,8 @@ class GroupUse:
     draining: bool = False
     report_status: ReportStatus = ReportStatus.CURRENT
     silent_ids: tuple[str, ...] = ()
+    partial_splits: tuple[PartialSplit, ...] = ()
+    whole_reason: str = ""
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -121,8 +149,18 @@ class GroupUse:
     @property
     def can_split(self) -> bool:
         """Whether the group is merged, and its KV in use fits at each member alone."""
-        least = min(member.unmerged_tokens for member in self.members)
-        return len(self.members) > 1 and self.used_tokens <= least
+        return len(self.members) > 1 and self.used_tokens <= self.unmerged_tokens
+
+    @property
+    def unmerged_tokens(self) -> int:
+        """Capacity of the smallest member with all layers resident."""
+        return min(member.unmerged_tokens for member in self.members)
+
+    @property
+    def partial_split(self) -> PartialSplit | None:
+        """The split into the most merged groups for which its KV in use fits at each member."""
+        fits = (split for split in self.partial_splits if self.used_tokens <= split.limit_tokens)
+        return next(fits, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +243,10 @@ class Decision:
     """A decision of the monitor about a model.
 
     MERGE: gain `needed_tokens` of KV; with `group_ids`, merge these full groups with groups that
-    have free memory. SPLIT: split `group_ids`. CALL_OFF: cancel the split of `group_ids`.
-    EXHAUSTED: `needed_tokens` are missing. For a manual change, `group_ids` are the groups that
-    were merged or split.
+    have free memory, or, if the cause is START, with each other in pairs. SPLIT: split `group_ids`
+    into `parts` groups each; into single workers if `parts` is empty. CALL_OFF: cancel the split of
+    `group_ids`. EXHAUSTED: `needed_tokens` are missing. For a manual change, `group_ids` are the
+    groups that were merged or split.
     """
 
     now_s: float
@@ -216,3 +255,9 @@ class Decision:
     reason: DecisionReason
     needed_tokens: int = 0
     group_ids: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
+
+    @property
+    def parts_of(self) -> dict[str, int]:
+        """Number of new groups, by group that splits into merged groups."""
+        return dict(zip(self.group_ids, self.parts, strict=False))

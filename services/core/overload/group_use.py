@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.core.groups.vocabulary import Group
 from services.core.overload.events import GroupUse, MemberUse, ReportStatus
+from services.core.overload.partial_split import partial_splits_of
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 
@@ -30,7 +31,19 @@ def group_uses(
         waiting = sum(reports[worker_id].load.waiting_demand for worker_id in ids)
         wanted = sum(reports[worker_id].load.kv_blocks_wanted for worker_id in ids) * size
         draining = any(facts[worker_id].draining for worker_id in ids)
-        usages.append(GroupUse(group.group_id, group.model, members, waiting, wanted, draining))
+        partial_splits, whole_reason = partial_splits_of(group, facts)
+        usages.append(
+            GroupUse(
+                group.group_id,
+                group.model,
+                members,
+                waiting,
+                wanted,
+                draining,
+                partial_splits=partial_splits,
+                whole_reason=whole_reason,
+            )
+        )
     return tuple(usages)
 
 

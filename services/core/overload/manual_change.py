@@ -1,6 +1,5 @@
 """Plans changes of groups that an operator requests: a merge or a split of named groups."""
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from services.core.groups.layer_map import (
@@ -11,12 +10,9 @@ from services.core.groups.layer_map import (
     split_layers,
 )
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import Change, splits
+from services.core.overload.action_plan import AS_MANY_AS_FIT, Change, NoPlan, splits
 from services.core.overload.target import group_tokens, plan_members
 from services.core.overload.worker_facts import WorkerFacts
-
-AS_MANY_AS_FIT = sys.maxsize
-"""KV capacity in tokens that a manual merge aims at: memory has priority over speed."""
 
 
 class InvalidChange(ValueError):
@@ -56,11 +52,16 @@ def merge_of(
     return Change(ids, (stages,), text)
 
 
-def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
-    """The split of `group_id` into single workers; None: of the only merged group.
+def split_of(
+    groups: Sequence[Group],
+    group_id: str | None,
+    facts: Mapping[str, WorkerFacts],
+    parts: int | None = None,
+) -> Change:
+    """The split of `group_id` into `parts` groups; None: of the only merged group, into workers.
 
     Raises:
-        InvalidChange: if there is no such group, or it has a single member.
+        InvalidChange: if there is no such group, or it cannot split into so many groups.
     """
     merged_groups = [group for group in groups if len(group.members) > 1]
     if group_id is not None:
@@ -74,7 +75,14 @@ def split_of(groups: Sequence[Group], group_id: str | None) -> Change:
         raise InvalidChange("no groups are merged; there is nothing to restore")
     if len(group.members) < 2:
         raise InvalidChange(f"{group.group_id} has one member and all layers; nothing to restore")
-    (change,) = splits([group])
+    if parts is not None and not 1 < parts <= len(group.members):
+        raise InvalidChange(
+            f"{group.group_id} cannot split into {parts} groups; name 2 to {len(group.members)}"
+        )
+    try:
+        (change,) = splits([group], facts, {group.group_id: parts or len(group.members)})
+    except NoPlan as error:
+        raise InvalidChange(str(error)) from error
     return change
 
 

@@ -14,8 +14,17 @@ group exceeds that group's capacity (its requests cannot run elsewhere). Subside
 forecast is below `subsided_share` of the undropped capacity; full groups are then no overload, so
 both conditions never hold at once.
 
+A group splits into single workers only if its KV in use fits at each member with all layers. A
+*partial split* into smaller merged groups has its own condition: the forecast is below
+`subsided_share` of the capacity *after* it. While a split into single workers is about to be
+decided, no group splits partially.
+
 Hysteresis: each condition must hold for a dwell time, and if overload follows a split, the dwell
 time of the next split is doubled. This keeps merges and splits from alternating.
+
+The policies `recompute` and `static-pipeline` answer no overload; the latter merges single workers
+once, whatever the demand. In every policy, demand that keeps rising while groups are merged is
+reported (`rising`).
 
 A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
 A split reduces capacity while it is prepared; if that causes overload, the split is cancelled,
@@ -27,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from math import exp
 
 from services.core.demand import ModelDemand
+from services.core.overload.demand_trend import DemandTrend
 from services.core.overload.events import (
     Action,
     Cause,
@@ -43,9 +53,13 @@ from services.core.overload.events import (
     OverloadPolicy,
     ReportStatus,
 )
+from services.core.overload.split_choice import SplitChoice, choose_splits
+from services.core.overload.static_pipelines import StaticPipelines
 
 CHANGING_MAX_S = 30.0
 """How long a group in a change-over delays decisions about other groups of its model."""
+
+STATIC = "the policy static-pipeline splits no groups"
 
 _Layout = frozenset[tuple[str, tuple[str, ...]]]
 """Groups with the ids of their workers."""
@@ -65,6 +79,7 @@ class _Model:
     smoothed_at_s: float | None = None  # last update of these rates
     overloaded_since_s: float | None = None  # None: not overloaded
     subsided_since_s: float | None = None  # None: demand has not subsided
+    partial_since_s: float | None = None  # the same for partial splits
     last_split_s: float | None = None  # last split for subsided demand
     settle_until_s: float = 0.0  # until then, the last decision or change takes effect
     exhausted: bool = False  # merges cannot meet the demand of this overload
@@ -74,6 +89,12 @@ class _Model:
     # Time of the next decision to split a group with a leaving member, by group.
     departing_until_s: dict[str, float] = field(default_factory=dict)
     splitting: frozenset[str] = frozenset()  # groups in a split for subsided demand
+    trend: DemandTrend = field(default_factory=DemandTrend)
+    pipelines: StaticPipelines = field(default_factory=StaticPipelines)
+
+    def restart_dwell(self) -> None:
+        """Restart all dwell times: what was measured belongs to other groups."""
+        self.overloaded_since_s = self.subsided_since_s = self.partial_since_s = None
 
     def forecast_tokens(self, lookahead_s: float) -> int:
         """Predicted growth of demand within the look-ahead, at least 0."""
@@ -117,9 +138,28 @@ class OverloadMonitor:
         }
 
     @property
+    def rising(self) -> dict[str, bool]:
+        """Whether each model's demand keeps rising while groups are merged (`DemandTrend`)."""
+        return {model: state.trend.is_rising(self.config) for model, state in self._models.items()}
+
+    @property
     def is_alert(self) -> bool:
         """Whether a model is overloaded: a decision may then be due without a new report."""
         return any(state.calm_since_s is None for state in self._models.values())
+
+    @property
+    def split_obstacles(self) -> dict[str, str]:
+        """Why merged groups are not split now, by group; "" for a group that is about to split."""
+        obstacles = {}
+        static = self.config.policy is OverloadPolicy.STATIC_PIPELINE
+        for model, groups in self._groups.items():
+            load = self.load(model)
+            choice = self._choice(model, load)
+            for group in groups:
+                if len(group.members) > 1:
+                    obstacle = choice.obstacle(group, load.expected_tokens)
+                    obstacles[group.group_id] = STATIC if static else obstacle
+        return obstacles
 
     def load(self, model: str) -> ModelLoad:
         """Demand and capacity of a served model, as of the last events."""
@@ -145,7 +185,8 @@ class OverloadMonitor:
         assert self._models.keys() == self._groups.keys()
         longest = max(self.config.split_dwell_max_s, self.config.split_dwell_s)
         for state in self._models.values():
-            assert state.overloaded_since_s is None or state.subsided_since_s is None
+            subsided = state.subsided_since_s is not None or state.partial_since_s is not None
+            assert state.overloaded_since_s is None or not subsided
             assert self.config.split_dwell_s <= state.split_dwell_s <= longest
             assert state.rate_tokens_per_s >= 0
 
@@ -164,6 +205,7 @@ class OverloadMonitor:
                 # The changing group's demand is unknown, so the model's demand is not comparable.
                 state.settle_until_s = max(state.settle_until_s, seen.now_s + self.config.report_s)
             self._note_layout(state, groups, seen.now_s)
+            state.pipelines.note(groups)
 
     def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
         """Reset measurements if the groups, or the groups that count, have changed."""
@@ -175,10 +217,10 @@ class OverloadMonitor:
         if layout != state.layout:
             # The last decision has taken effect; wait only for reports of the new groups.
             state.settle_until_s = now_s + self.config.report_s
-            state.overloaded_since_s = state.subsided_since_s = None
+            state.restart_dwell()
             ids = {group.group_id for group in groups}
-            merged = {group.group_id for group in groups if len(group.worker_ids) > 1}
-            state.splitting &= merged
+            # The first of the new groups keeps the id, so compare the workers, too.
+            state.splitting &= {group_id for group_id, _ in layout & state.layout}
             state.departing_until_s = {
                 group_id: until_s
                 for group_id, until_s in state.departing_until_s.items()
@@ -190,8 +232,10 @@ class OverloadMonitor:
         if not self._groups[model]:
             # Without current reports no overload is detected, so a reported shortfall ends in time.
             self._note_calm(self._models[model], True, now_s)
+            self._note_trend(self._models[model], None, now_s)
             return []
         load = self.load(model)
+        self._note_trend(self._models[model], load, now_s)
         self._smooth(model, load.demand_tokens, now_s)
         forecast = self._models[model].forecast_tokens(self.config.lookahead_s)
         load = replace(load, forecast_tokens=forecast)
@@ -201,35 +245,46 @@ class OverloadMonitor:
 
     def _decide_by_load(self, model: str, load: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[model]
-        subsided_tokens = self._subsided_tokens(load)
-        low = load.expected_tokens < subsided_tokens
+        choice = self._choice(model, load)
+        low = load.expected_tokens < choice.singles_tokens
         state.splitting -= set(self._departing(model))
         # A full group is overloaded even while others have free memory: its requests cannot run
         # elsewhere. Without waiting requests there is no overload, however high the forecast.
         short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
         overloaded = load.waiting > 0 and short and not low
-        splits = self._splits(model)
-        subsided = low and bool(splits)
+        subsided = low and bool(choice.singles)
+        eased = load.expected_tokens < choice.partial_tokens and not overloaded
+        eased = eased and bool(choice.partial)
         self._note_calm(state, not overloaded, now_s)
         # While the last decision takes effect, only the cancellation of a split is decided.
         if now_s < state.settle_until_s and not state.splitting:
             return None
+        if config.policy is OverloadPolicy.STATIC_PIPELINE and (ids := state.pipelines.due(now_s)):
+            state.settle_until_s = now_s + config.settle_s
+            reason = DecisionReason(Cause.START, load.capacity_tokens, 0.0, 0.0, load)
+            return Decision(now_s, model, Action.MERGE, reason, group_ids=ids)
         state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
         state.subsided_since_s = _since(subsided, state.subsided_since_s, now_s)
+        state.partial_since_s = _since(eased, state.partial_since_s, now_s)
         if overloaded and now_s >= state.manual_until_s.get(Action.SPLIT, now_s):
             held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
                 reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
                 act = self._call_off if state.splitting else self._merge
                 return act(model, reason, now_s)
-        if now_s < state.settle_until_s:
-            return None
-        if subsided and now_s >= state.manual_until_s.get(Action.MERGE, now_s):
-            held_s, dwell_s = _held_s(state.subsided_since_s, now_s), state.split_dwell_s
-            if held_s >= dwell_s:
-                reason = DecisionReason(Cause.SUBSIDED, subsided_tokens, held_s, dwell_s, load)
-                return self._split_subsided(model, reason, splits, now_s)
-        return None
+        held = now_s < state.settle_until_s or now_s < state.manual_until_s.get(Action.MERGE, now_s)
+        return None if held else self._split_subsided(model, choice, load, now_s)
+
+    def _note_trend(self, state: _Model, load: ModelLoad | None, now_s: float) -> None:
+        """Add a load to the trend, or None if no group has current reports."""
+        merged = any(len(worker_ids) > 1 for _, worker_ids in state.layout)
+        changing_s = _held_s(state.changing_since_s, now_s)
+        if state.changing_since_s is not None and changing_s < CHANGING_MAX_S:
+            state.trend.skip(now_s)
+        elif merged and load is not None:
+            state.trend.sample(load, self.config, now_s)
+        else:
+            state.trend.clear()
 
     def _note_calm(self, state: _Model, calm: bool, now_s: float) -> None:
         """End a shortfall after `calm_s` without overload."""
@@ -258,12 +313,13 @@ class OverloadMonitor:
             return []
         load = self.load(changed.model)
         merge = changed.action is Action.MERGE
-        threshold = load.capacity_tokens if merge else self._subsided_tokens(load)
+        choice = self._choice(changed.model, load)
+        threshold = load.capacity_tokens if merge else choice.singles_tokens
         reason = DecisionReason(Cause.MANUAL, threshold, 0.0, 0.0, load)
         state.manual_until_s = {changed.action: changed.now_s + self.config.manual_hold_s}
         # Measurements belong to the groups before the change.
         state.settle_until_s = changed.now_s + self.config.settle_s
-        state.overloaded_since_s = state.subsided_since_s = None
+        state.restart_dwell()
         group_ids = changed.group_ids
         return [Decision(changed.now_s, changed.model, changed.action, reason, group_ids=group_ids)]
 
@@ -271,7 +327,7 @@ class OverloadMonitor:
         """Decide to merge; if merges are impossible, report a shortfall once per overload."""
         state, config = self._models[model], self.config
         needed = max(1, reason.load.short_tokens)
-        if config.policy is OverloadPolicy.RECOMPUTE or len(self._counted(model)) < 2:
+        if config.policy is not OverloadPolicy.DROP or len(self._counted(model)) < 2:
             return self._exhaust(model, reason, needed, now_s)
         state.settle_until_s = now_s + config.settle_s
         # Overload soon after a split: the split was too early (regretted), so delay the next.
@@ -322,16 +378,32 @@ class OverloadMonitor:
         return Decision(now_s, model, Action.EXHAUSTED, reason, short_tokens)
 
     def _split_subsided(
-        self, model: str, reason: DecisionReason, splits: tuple[str, ...], now_s: float
-    ) -> Decision:
+        self, model: str, choice: SplitChoice, load: ModelLoad, now_s: float
+    ) -> Decision | None:
         state = self._models[model]
+        since_s, partial_since_s = state.subsided_since_s, state.partial_since_s
+        dwell_s = state.split_dwell_s
+        partial_due = partial_since_s is not None and now_s - partial_since_s >= dwell_s
+        singles_due = since_s is not None and now_s - since_s >= dwell_s
+        # Wait for singles: two changes would pause requests twice.
+        if not singles_due and (since_s is not None or not partial_due):
+            return None
+        threshold = choice.singles_tokens if singles_due else choice.partial_tokens
+        held_s = _held_s(since_s if singles_due else partial_since_s, now_s)
+        reason = DecisionReason(Cause.SUBSIDED, threshold, held_s, dwell_s, load)
+        group_ids, parts = choice.decided(singles_due, partial_due)
         state.settle_until_s = now_s + self.config.settle_s
         state.last_split_s = now_s
-        state.splitting = frozenset(splits).difference(self._departing(model))
-        return Decision(now_s, model, Action.SPLIT, reason, group_ids=splits)
+        state.splitting = frozenset(group_ids).difference(self._departing(model))
+        return Decision(now_s, model, Action.SPLIT, reason, group_ids=group_ids, parts=parts)
 
-    def _splits(self, model: str) -> tuple[str, ...]:
-        return tuple(group.group_id for group in self._groups[model] if group.can_split)
+    def _choice(self, model: str, load: ModelLoad) -> SplitChoice:
+        config = self.config
+        static = config.policy is OverloadPolicy.STATIC_PIPELINE
+        return choose_splits(
+            () if static else self._groups[model],
+            *(load.undropped_tokens, config.subsided_share, config.partial_splits),
+        )
 
     def _departing(self, model: str) -> tuple[str, ...]:
         """Merged groups with a leaving member; they split even if their KV does not fit then."""
@@ -344,9 +416,6 @@ class OverloadMonitor:
     def _counted(self, model: str) -> list[GroupUse]:
         """The groups that count as demand and capacity: those without a leaving member."""
         return [group for group in self._groups[model] if not group.draining]
-
-    def _subsided_tokens(self, load: ModelLoad) -> int:
-        return int(self.config.subsided_share * load.undropped_tokens)
 
     def _smooth(self, model: str, demand_tokens: int, now_s: float) -> None:
         """Update the exponentially smoothed rates of arrivals and growth."""

@@ -131,9 +131,12 @@ def _groups(groups: GroupClient) -> APIRouter:
         return await _streamed(groups.merge(group))
 
     @routes.post("/tideserve/v1/groups/split", response_class=StreamingResponse)
-    async def split(group: Annotated[str | None, Query(max_length=256)] = None) -> Response:
-        """Split a group; default: the only merged group."""
-        return await _streamed(groups.split(group))
+    async def split(
+        group: Annotated[str | None, Query(max_length=256)] = None,
+        parts: Annotated[int | None, Query(ge=2, le=1000)] = None,
+    ) -> Response:
+        """Split a group; default: the only merged group, into single workers."""
+        return await _streamed(groups.split(group, parts))
 
     return routes
 

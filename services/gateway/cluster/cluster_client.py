@@ -26,7 +26,7 @@ from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 def cluster_rows(
     cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
 ) -> dict[str, Any]:
-    """The JSON lists of a status: workers, groups, decisions, shortfalls and losses.
+    """The cluster's part of a status: workers, groups, decisions, shortfalls and losses.
 
     `records`: the workers' registrations by worker id.
     """
@@ -47,6 +47,7 @@ def cluster_rows(
             {"model": model, "tokens": tokens} for model, tokens in cluster.shortfalls.items()
         ],
         "losses": list(cluster.losses),
+        "split_obstacles": cluster.split_obstacles,
     }
 
 

@@ -33,9 +33,12 @@ class GroupClient:
         request = memmgr_pb2.MergeGroupsRequest(group_ids=group_ids)
         return self._change(lambda stub: stub.MergeGroups(request, timeout=CHANGE_TIMEOUT_S))
 
-    def split(self, group_id: str | None) -> AsyncIterator[GroupStep]:
-        """Split `group_id`, or the only merged group if None; raises as `merge`."""
-        request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "")
+    def split(self, group_id: str | None, parts: int | None) -> AsyncIterator[GroupStep]:
+        """Split a group, None: the only merged one, into `parts` groups, None: into single workers.
+
+        Raises as `merge`.
+        """
+        request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "", parts=parts or 0)
         return self._change(lambda stub: stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S))
 
     async def _change(self, call: Callable[[Any], AsyncIterator[Any]]) -> AsyncIterator[GroupStep]:

@@ -104,6 +104,7 @@ def cluster_state(answer: memmgr_pb2.GetClusterResponse) -> ClusterStatus:
             {field.name: getattr(loss, field.name) for field in loss.DESCRIPTOR.fields}
             for loss in answer.losses
         ),
+        split_obstacles=dict(answer.split_obstacles),
     )
 
 

@@ -145,3 +145,5 @@ class ClusterStatus:
     shortfalls: dict[str, int] = field(default_factory=dict)
     # The last loss of each group, with the fields of memmgr.proto; the newest last.
     losses: tuple[dict[str, Any], ...] = ()
+    # Why merged groups do not split now, by group; "" for a group that is about to split.
+    split_obstacles: dict[str, str] = field(default_factory=dict)

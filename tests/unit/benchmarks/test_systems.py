@@ -148,6 +148,20 @@ def test_vllm_with_priorities_is_told_them(deployment: Deployment) -> None:
     ]
 
 
+def test_a_policy_with_a_dash_takes_suffixes(deployment: Deployment) -> None:
+    check_names(["static-pipeline", "static-pipeline-ample", "drop"])
+    system = make_system("static-pipeline-lookahead", deployment)
+    assert isinstance(system, Tideserve)
+    assert system.policy == "static-pipeline"
+    options = system.options()
+    assert options["overload_policy"] == "static-pipeline"
+    assert options["worker"]["batch_formation"] == "token_count"
+    with pytest.raises(BenchError, match="no mechanism 'what'"):
+        check_names(["static-pipeline-what"])
+    with pytest.raises(BenchError, match="unknown system 'static'"):
+        check_names(["static"])
+
+
 def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
     plain = Tideserve("recompute", (), deployment).options()
     ample = Tideserve("recompute-ample", ("ample",), deployment).options()

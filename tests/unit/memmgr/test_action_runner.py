@@ -208,6 +208,11 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     assert set(change.group_ids) == {"group-w0", "group-w3"}
     both = merges_of_full(groups, ("group-w0", "group-w1"), FACTS, used)
     assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
+    # A short pipeline slows serving less than a long one, near or far.
+    near = {name: replace(FACTS[name], location=("rack", "h0")) for name in ("w1", "w2")}
+    mixed = [groups[0], merged("w1", "w2"), groups[3]]
+    (change,) = merges_of_full(mixed, ("group-w0",), FACTS | near, {"w3": engine(50)})
+    assert set(change.group_ids) == {"group-w0", "group-w3"}
     # During a rolling update the worker is the only one of its release.
     facts = FACTS | {"w0": replace(FACTS["w0"], build="1:old")}
     with pytest.raises(NoPlan, match="no group with free memory"):
@@ -215,6 +220,27 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     decision = logged(Action.MERGE, "group-w0").decision
     plan = ActionState(1.0, 1.0).begin(decision, groups, facts, used, 0.0)
     assert plan.changes == () and "no group with free memory" in plan.reason
+
+
+def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
+    state, groups = ActionState(1.0, 1.0), [alone(name) for name in FACTS]
+    decision = logged(Action.MERGE, *(group.group_id for group in groups)).decision
+    decision = replace(
+        decision, reason=replace(decision.reason, cause=Cause.START), needed_tokens=0
+    )
+    plan = state.begin(decision, groups, FACTS, {}, 0.0)
+    assert plan.short_tokens is None
+    assert {change.group_ids for change in plan.changes} == {
+        ("group-w0", "group-w1"),
+        ("group-w2", "group-w3"),
+    }
+    assert all(len(change.targets) == 1 for change in plan.changes)
+    # Only the groups of the decision merge, and of three workers two.
+    fewer = replace(decision, group_ids=decision.group_ids[:3])
+    assert len(ActionState(1.0, 1.0).begin(fewer, groups, FACTS, {}, 0.0).changes) == 1
+    facts = {name: replace(fact, can_drop=False) for name, fact in FACTS.items()}
+    plan = ActionState(1.0, 1.0).begin(decision, groups, facts, {}, 0.0)
+    assert plan.changes == () and "no two of 0 single workers" in plan.reason
 
 
 def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
@@ -243,10 +269,10 @@ def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
 
 
 def test_a_group_splits_into_its_members() -> None:
-    (change,) = splits([alone("w2"), merged("w0", "w1")])
+    (change,) = splits([alone("w2"), merged("w0", "w1")], FACTS, {})
     assert change.targets == ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
     with pytest.raises(NoPlan):
-        splits([alone("w2")])
+        splits([alone("w2")], FACTS, {})
 
 
 class FakeDriver:

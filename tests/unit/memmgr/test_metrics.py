@@ -32,7 +32,9 @@ def memory() -> MemoryView:
 def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
     groups = (group("a", "b"), group("c"), group("d", phase=GroupPhase.DEGRADED))
     driver = SimpleNamespace(leads=leads, groups=groups, changes=changes or ChangeCount())
-    watch = SimpleNamespace(decided=Counter({Action.MERGE: 3}), shortfalls={"m": 70})
+    watch = SimpleNamespace(
+        decided=Counter({Action.MERGE: 3}), shortfalls={"m": 70}, rising={"m": True}
+    )
     return collected(MemmgrCollector(cast(Any, driver), memory(), cast(Any, watch)))
 
 
@@ -46,6 +48,7 @@ def test_the_leader_tells_of_the_cluster() -> None:
     assert value(found, "tideserve_memmgr_usable_kv_blocks", model_name="m") == 7 + 5
     assert value(found, "tideserve_memmgr_relief_exhausted", model_name="m") == 1
     assert value(found, "tideserve_memmgr_kv_shortfall_tokens", model_name="m") == 70
+    assert value(found, "tideserve_memmgr_demand_rising", model_name="m") == 1
     assert value(found, "tideserve_memmgr_decisions_total", action="merge") == 3
     assert value(found, "tideserve_memmgr_decisions_total", action="exhausted") == 0
 
@@ -58,6 +61,7 @@ def test_a_standby_tells_of_itself_only() -> None:
         "_serving_workers",
         "_usable_kv_blocks",
         "_relief_exhausted",
+        "_demand_rising",
         "_shortfall_tokens",
     )
     assert [name for name, _ in found if name.endswith(cluster)] == []

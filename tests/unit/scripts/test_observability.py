@@ -137,6 +137,14 @@ def test_the_autoscaler_adds_no_workers_for_batch_work() -> None:
     assert "tideserve_worker_kv_blocks_batch" in queries["cache"]
 
 
+def test_the_autoscaler_adds_workers_before_merges_are_exhausted() -> None:
+    path = ROOT / "deploy" / "components" / "keda" / "scaled_object.yaml"
+    triggers = yaml.safe_load(path.read_text())["spec"]["triggers"]
+    queries = {trigger["name"]: trigger["metadata"]["query"] for trigger in triggers}
+    # KEDA polls less often than a trend may last.
+    assert "max_over_time(tideserve_memmgr_demand_rising[1m])" in queries["rising"]
+
+
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
     tmp_path: Path,
 ) -> None:

@@ -112,13 +112,19 @@ def drop(
     run(find_admin_url(admin_url, url, cluster_dir), admin_key, groups or [])
 
 
-@app.command(epilog="Examples:\n\n  tideserve restore\n\n  tideserve restore group-worker-0")
+@app.command(
+    epilog="Examples:\n\n  tideserve restore\n\n  tideserve restore group-worker-0 --parts 2"
+)
 def restore(
     group: Annotated[
         str | None,
         typer.Argument(
             help="Merged group, from `tideserve status`.", show_default="the only merged group"
         ),
+    ] = None,
+    parts: Annotated[
+        int | None,
+        typer.Option(help="Number of new groups.", min=2, show_default="one for each worker"),
     ] = None,
     url: Url = DEFAULT_URL,
     admin_url: AdminUrl = None,
@@ -127,12 +133,12 @@ def restore(
 ) -> None:
     """Split a merged group: each worker loads all layers again (the reverse of `drop`).
 
-    Requests go on. Waits until all workers serve alone, or says why they do not.
+    Requests go on. Waits until the new groups serve, or says why they do not.
     """
     from tideserve.cli.cluster_folder import find_admin_url
     from tideserve.cli.groups import restore as run
 
-    run(find_admin_url(admin_url, url, cluster_dir), admin_key, group)
+    run(find_admin_url(admin_url, url, cluster_dir), admin_key, group, parts)
 
 
 @app.command(

@@ -68,6 +68,8 @@ class _DecisionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisio
     """An operator requested it."""
     DECISION_CAUSE_DRAINING: _DecisionCause.ValueType  # 4
     """A member of a group is draining."""
+    DECISION_CAUSE_START: _DecisionCause.ValueType  # 6
+    """The policy static-pipeline merges workers from the start, whatever the demand."""
 
 class DecisionCause(_DecisionCause, metaclass=_DecisionCauseEnumTypeWrapper):
     """Cause of a decision."""
@@ -82,6 +84,8 @@ DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
 """An operator requested it."""
 DECISION_CAUSE_DRAINING: DecisionCause.ValueType  # 4
 """A member of a group is draining."""
+DECISION_CAUSE_START: DecisionCause.ValueType  # 6
+"""The policy static-pipeline merges workers from the start, whatever the demand."""
 Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
 class _ReconfigurationPhase:
@@ -561,11 +565,32 @@ class GetClusterResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SplitObstaclesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKERS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     SHORTFALLS_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
+    SPLIT_OBSTACLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMemory]:
         """Memory of the registered workers that have reported, ordered by id."""
@@ -586,6 +611,10 @@ class GetClusterResponse(_message.Message):
     def losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoss]:
         """The last loss of each group since this memory manager became leader; at most 100."""
 
+    @_builtins.property
+    def split_obstacles(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Why merged groups do not split now, as text, by group id; empty for a group that is about to."""
+
     def __init__(
         self,
         *,
@@ -594,10 +623,11 @@ class GetClusterResponse(_message.Message):
         decisions: _abc.Iterable[Global___Decision] | None = ...,
         shortfalls: _abc.Iterable[Global___Shortfall] | None = ...,
         losses: _abc.Iterable[Global___GroupLoss] | None = ...,
+        split_obstacles: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "losses", b"losses", "shortfalls", b"shortfalls", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "groups", b"groups", "losses", b"losses", "shortfalls", b"shortfalls", "split_obstacles", b"split_obstacles", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -703,8 +733,8 @@ class Decision(_message.Message):
     """Part of the demand: tokens bound to groups without room for them."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Groups that are to split, or full groups that are to merge with others; of manual changes,
-        those that were merged or split.
+        """Groups that are to split, or full groups that are to merge with others; of the cause START,
+        those that are to merge in pairs; of manual changes, those that were merged or split.
         """
 
     def __init__(
@@ -794,16 +824,20 @@ class SplitGroupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group; empty: the only group with several members."""
+    parts: _builtins.int
+    """Number of new groups; 0: a group for each member."""
     def __init__(
         self,
         *,
         group_id: _builtins.str = ...,
+        parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

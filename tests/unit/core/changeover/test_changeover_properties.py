@@ -1,5 +1,7 @@
 """Whatever happens to members while groups change, requests get the tokens of a calm run."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,10 @@ STEPS = 50
 RUNS = 150
 CACHED_RUNS = 100
 CLASS_RUNS = 60
+PARTIAL_RUNS, DIVIDING_STEPS = 40, 100
 MANY_RUNS = 5_000
 MANY_CLASS_RUNS = 2_000
+MANY_PARTIAL_RUNS = 1_000
 OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns", "abort", "abandon")
 FAULTS = ("lose", "jump")
 ONCE_WRONG = (96, 408, 1433, 1670, 2656, 4426)
@@ -21,7 +25,7 @@ LONG_STEPS, ONCE_WRONG_CACHED = 80, (10876,)
 
 
 def explore(
-    seed: int, prefixes: bool = False, steps: int = STEPS, classes: bool = False, **options: int
+    seed: int, prefixes: bool = False, steps: int = STEPS, classes: bool = False, **options: Any
 ) -> World:
     """A run by chance."""
     world = World(seed, prefixes=prefixes, classes=classes, **options)
@@ -56,6 +60,25 @@ def test_so_it_is_with_batch_work_that_rests_on_shelves() -> None:
     assert sum(world.committed for world in worlds) > CLASS_RUNS
     loads = [member.planner.load() for world in worlds for member in world.members.values()]
     assert sum(load.preemptions_total for load in loads) > CLASS_RUNS
+
+
+def explore_partial(seed: int) -> World:
+    """Four workers; each second group that could splits into smaller groups."""
+    cached, classes = seed % 2 == 1, seed % 3 == 0
+    return explore(seed, cached, DIVIDING_STEPS, classes, workers=4, losses=seed % 2, divides=True)
+
+
+def test_so_it_is_with_groups_that_split_into_smaller_groups() -> None:
+    worlds = [explore_partial(seed) for seed in range(PARTIAL_RUNS)]
+    assert sum(world.divided for world in worlds) > PARTIAL_RUNS / 4
+    assert sum(world.committed for world in worlds) > PARTIAL_RUNS
+    assert sum(4 - len(world.members) for world in worlds) >= PARTIAL_RUNS / 4, "workers are lost"
+
+
+@pytest.mark.slow
+def test_many_runs_with_groups_that_split_into_smaller_groups() -> None:
+    for seed in range(PARTIAL_RUNS, MANY_PARTIAL_RUNS):
+        explore_partial(seed)
 
 
 def test_kv_of_a_request_that_was_released_is_not_sent() -> None:

@@ -103,7 +103,7 @@ def test_workers_that_cannot_merge_are_named() -> None:
 def test_a_group_splits_into_its_members() -> None:
     merged = group(("w0", 0, 5), ("w1", 5, LAYERS))
     for name in (None, "group-w0"):
-        change = split_of([merged, ALONE[2]], name)
+        change = split_of([merged, ALONE[2]], name, FACTS)
         assert change.targets == ((Stage("w0", 0, LAYERS),), (Stage("w1", 0, LAYERS),))
         assert change.text == "group-w0 splits into 2"
 
@@ -113,10 +113,10 @@ def test_what_cannot_split_is_one_sentence() -> None:
     with pytest.raises(
         InvalidChange, match="several merged groups; name one of group-w0, group-w2"
     ):
-        split_of(merged, None)
+        split_of(merged, None, FACTS)
     with pytest.raises(InvalidChange, match="no groups are merged"):
-        split_of(ALONE, None)
+        split_of(ALONE, None, FACTS)
     with pytest.raises(InvalidChange, match="group-w0 has one member"):
-        split_of(ALONE, "group-w0")
+        split_of(ALONE, "group-w0", FACTS)
     with pytest.raises(InvalidChange, match="no group 'x' is serving"):
-        split_of(ALONE, "x")
+        split_of(ALONE, "x", FACTS)

@@ -9,7 +9,7 @@ import pytest
 from services.core.cost.model import CostModel
 from services.core.groups.layer_map import ModelShape
 from services.core.overload.actions import LOAD_IS_BACK
-from services.core.overload.events import Action
+from services.core.overload.events import Action, OverloadConfig, OverloadPolicy
 from services.core.planner.config import IterationConfig
 from tideserve.sim.change_spec import ChangeCosts, ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
@@ -65,6 +65,20 @@ def test_groups_merge_in_a_flood_and_split_after_it(seed: int, instances: int) -
         assert instance.state.stages == 1
         assert not instance.state.sequences
         assert instance.state.pool.free_count == instance.state.pool.usable == BLOCKS
+
+
+@pytest.mark.parametrize(("seed", "instances"), [(0, 2), (1, 3), (2, 4)])
+def test_static_pipelines_are_merged_at_the_start_and_never_split(
+    seed: int, instances: int
+) -> None:
+    monitor = OverloadConfig(policy=OverloadPolicy.STATIC_PIPELINE)
+    spec = ClusterSpec(instances, ITERATION, 8192, change=replace(CHANGE, monitor=monitor))
+    cluster = Cluster(spec, DEVICE, flood_and_trickle(seed, instances))
+    outcomes = cluster.run()
+    cluster.check_invariants()
+    assert {record.outcome for record in outcomes.records} == {Outcome.COMPLETED}
+    assert [len(change.workers) for change in outcomes.changes.changes] == [2] * (instances // 2)
+    assert all(change.decided_s < 3.0 for change in outcomes.changes.changes)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,354 @@
+"""Merged groups split into smaller merged groups, as far as their KV in use allows."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from services.core.demand import ModelDemand
+from services.core.groups.layer_map import (
+    MemberMemory,
+    ModelShape,
+    SplitError,
+    Stage,
+    capacity_tokens,
+    grow_stages,
+    split_layers,
+)
+from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.overload.action_plan import NoPlan, merges, splits
+from services.core.overload.actions import ActionState
+from services.core.overload.drop_plan import Merge, MergeKey, PlanGroup, PlanMember
+from services.core.overload.events import (
+    Action,
+    Decision,
+    DemandReported,
+    GroupsSeen,
+    OverloadConfig,
+    PartialSplit,
+)
+from services.core.overload.group_use import group_uses
+from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.partial_split import partial_splits_of, partial_targets
+from services.core.overload.worker_facts import WorkerFacts
+from services.core.report import EngineReport, Load
+
+SHAPE = ModelShape(8, 1000, 0, 0, False, 1)
+UNMERGED = 1000
+ARENA = 8 * 1000 + UNMERGED * 8
+"""Half of it is parameters."""
+TICK_S = 0.1
+SHAPES = 200
+
+
+def facts_of(arenas: Sequence[int], shape: ModelShape = SHAPE) -> dict[str, WorkerFacts]:
+    blocks = [
+        (arena - shape.parameter_bytes(1)) // (shape.num_layers * shape.kv_bytes)
+        for arena in arenas
+    ]
+    return {
+        f"w{n}": WorkerFacts(f"w{n}", "m", 1, blocks[n], arena, shape, ("h",), True)
+        for n, arena in enumerate(arenas)
+    }
+
+
+def group_of(stages: Sequence[Stage], epoch: int = 1) -> Group:
+    members = tuple(Member(s.worker_id, "i", s.first_layer, s.end_layer) for s in stages)
+    return Group(f"group-{stages[0].worker_id}", epoch, GroupPhase.STABLE, members, "m")
+
+
+def pipeline(workers: int) -> Group:
+    ends = [8 * n // workers for n in range(workers + 1)]
+    return group_of([Stage(f"w{n}", ends[n], ends[n + 1]) for n in range(workers)])
+
+
+def test_halves_interleave_so_that_each_member_keeps_its_layers() -> None:
+    facts = facts_of([ARENA] * 4)
+    # A pair has 32,000 bytes for 8 layers of 1,000: 3,000 tokens; all four have 7,000.
+    assert partial_splits_of(pipeline(4), facts) == ((PartialSplit(2, 3000, 6000),), "")
+    assert partial_targets(pipeline(4), facts, 2) == (
+        (Stage("w0", 0, 4), Stage("w2", 4, 8)),
+        (Stage("w1", 0, 4), Stage("w3", 4, 8)),
+    )
+    (quarters, halves), _ = partial_splits_of(pipeline(8), facts_of([ARENA] * 8))
+    assert (quarters.parts, quarters.limit_tokens) == (4, 3000)
+    assert (halves.parts, halves.limit_tokens) == (2, 7000)
+
+
+def test_three_workers_split_in_two_if_the_largest_has_room_for_all_layers() -> None:
+    large = 2 * ARENA
+    group = pipeline(3)
+    (split,), _ = partial_splits_of(group, facts_of([ARENA, large, ARENA]))
+    assert (split.parts, split.limit_tokens) == (2, 3000)
+    assert partial_targets(group, facts_of([ARENA, large, ARENA]), 2) == (
+        (Stage("w0", 0, 4), Stage("w2", 4, 8)),
+        (Stage("w1", 0, 8),),
+    )
+    # With equal workers, the worker alone needs as much room as after a split into three.
+    found, reason = partial_splits_of(group, facts_of([ARENA] * 3))
+    assert found == () and "as much memory" in reason
+
+
+def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
+    tight = SHAPE.parameter_bytes(1) // 4 + 100
+    facts = facts_of([ARENA, tight, ARENA, tight])
+    found, reason = partial_splits_of(pipeline(4), facts)
+    assert found == () and "do not fit" in reason
+    with pytest.raises(SplitError):
+        partial_targets(pipeline(4), facts, 2)
+    with pytest.raises(NoPlan, match="do not fit"):
+        splits([pipeline(4)], facts, {"group-w0": 2})
+    unknown = {name: replace(worker, shape=None) for name, worker in facts.items()}
+    assert partial_splits_of(pipeline(4), unknown) == ((), "the sizes of its model are unknown")
+
+
+def random_shape(rng: Random) -> ModelShape:
+    layer_bytes = rng.randint(1000, 100_000) * 4096
+    embedding, tied = int(layer_bytes * rng.uniform(0, 6)), rng.random() < 0.5
+    return ModelShape(
+        rng.randint(4, 80),
+        layer_bytes,
+        embedding,
+        4096 + (0 if tied else embedding),
+        tied,
+        rng.randint(1, 64) * 512,
+        embedding_cost=rng.uniform(0, 1),
+        head_cost=rng.uniform(0, 2),
+    )
+
+
+def merged_by_chance(rng: Random, shape: ModelShape, arenas: dict[str, int]) -> list[Stage]:
+    """Stages after merges of two or more groups at a time, ordered as a drop plan does."""
+    groups = [[PlanMember(name, 0, shape.num_layers)] for name in arenas]
+    while len(groups) > 1:
+        rng.shuffle(groups)
+        count = rng.randint(2, len(groups))
+        chosen = [PlanGroup("g", MergeKey("m"), tuple(members)) for members in groups[:count]]
+        members = Merge(tuple(chosen), 0).members
+        memories = [MemberMemory(m.worker_id, arenas[m.worker_id]) for m in members]
+        stages = split_layers(shape, memories, rng.choice([0, 10**4, 10**9]))
+        groups = [*groups[count:], [PlanMember(*astuple(stage)) for stage in stages]]
+    return [Stage(*member) for member in groups[0]]
+
+
+def test_groups_of_equal_members_split_and_most_others_whatever_their_layers() -> None:
+    """Unequal memory, tied embeddings, odd sizes, repeated and uneven merges."""
+    rng, divided, whole = Random(46), 0, 0
+    for number in range(SHAPES):
+        shape, equal = random_shape(rng), number % 3 == 0
+        workers = rng.randint(3, min(8, shape.num_layers))
+        scale = [rng.uniform(1.05, 4) for _ in range(workers)]
+        arenas = {
+            f"w{n}": int(shape.parameter_bytes(1) * scale[0 if equal else n])
+            for n in range(workers)
+        }
+        present = merged_by_chance(rng, shape, arenas)
+        splittable = False
+        for parts in range(2, workers):
+            for part in (present[first::parts] for first in range(parts)):
+                memories = [MemberMemory(s.worker_id, arenas[s.worker_id]) for s in part]
+                try:
+                    stages = grow_stages(shape, memories, part)
+                except SplitError:
+                    break
+                check_stages(shape, stages, part)
+                if min(capacity_tokens(shape, memories, stages)) < 1:
+                    break
+            else:
+                splittable = True
+        assert splittable or not equal
+        divided += splittable
+        whole += not splittable
+    assert divided >= 0.8 * (divided + whole), f"{whole} stay whole"
+
+
+def check_stages(shape: ModelShape, stages: Sequence[Stage], present: Sequence[Stage]) -> None:
+    """They have all layers in order, and each stage those that it had."""
+    assert (stages[0].first_layer, stages[-1].end_layer) == (0, shape.num_layers)
+    for left, right in pairwise(stages):
+        assert left.end_layer == right.first_layer
+    for stage, before in zip(stages, present, strict=True):
+        assert stage.first_layer <= before.first_layer < before.end_layer <= stage.end_layer
+
+
+class Cluster:
+    """Workers whose groups change at once as decided; `used` is the KV of all requests."""
+
+    def __init__(self, workers: int, **config: object) -> None:
+        self.facts = facts_of([ARENA] * workers)
+        self.monitor = OverloadMonitor(OverloadConfig(**config))  # type: ignore[arg-type]
+        self.actions = ActionState(1.0, 1.0)
+        self.groups = [pipeline(workers)]
+        self.now_s = 100.0
+        self.used = self.queued = 0
+        self.executes = True
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(len(group.members) for group in self.groups)
+
+    def run(self, seconds: float) -> list[Decision]:
+        """Let time pass; returns the decisions."""
+        decided = []
+        for _ in range(round(seconds / TICK_S)):
+            self.now_s += TICK_S
+            reports = self._reports()
+            uses = group_uses(self.groups, reports, self.facts)
+            found = self.monitor.handle(GroupsSeen(self.now_s, uses))
+            demand = ModelDemand("m", queued=self.queued > 0, queued_tokens=self.queued)
+            found += self.monitor.handle(DemandReported(self.now_s, (demand,)))
+            self.monitor.check_invariants()
+            for decision in found:
+                if self.executes:
+                    self._change(decision, reports)
+            decided += found
+        return decided
+
+    def _reports(self) -> dict[str, EngineReport]:
+        reports = {}
+        for group in self.groups:
+            used = self.used // len(self.groups)
+            for member in group.members:
+                layers = member.end_layer - member.first_layer
+                total = (ARENA - layers * 1000) // layers
+                load = Load(1, 0, total - used, 0, kv_blocks_total=total)
+                reports[member.worker_id] = EngineReport(load, group.epoch)
+        return reports
+
+    def _change(self, decision: Decision, reports: dict[str, EngineReport]) -> None:
+        if decision.action not in (Action.MERGE, Action.SPLIT):
+            return
+        plan = self.actions.begin(decision, self.groups, self.facts, reports, self.now_s)
+        for change in plan.changes:
+            kept = [group for group in self.groups if group.group_id not in change.group_ids]
+            epoch = max(group.epoch for group in self.groups) + 1
+            self.groups = kept + [group_of(target, epoch) for target in change.targets]
+            self.actions.ended(change, True, self.now_s)
+
+
+def test_a_group_of_four_halves_at_half_of_the_undropped_capacity() -> None:
+    cluster = Cluster(4)
+    cluster.used = UNMERGED * 4 // 2
+    assert cluster.run(5.0) == []
+    (decision,) = cluster.run(1.5)
+    assert (decision.group_ids, decision.parts) == (("group-w0",), (2,))
+    assert decision.reason.threshold_tokens == 3000 and decision.reason.held_s >= 5.0
+    assert cluster.sizes == [2, 2]
+    assert cluster.run(60.0) == [], "half is not below half"
+    cluster.used = int(0.45 * UNMERGED * 4)
+    (decision,) = cluster.run(10.0)
+    assert set(decision.group_ids) == {"group-w0", "group-w1"} and decision.parts == ()
+    assert cluster.sizes == [1, 1, 1, 1]
+
+
+def test_singles_have_priority_while_the_kv_fits_them() -> None:
+    cluster = Cluster(4)
+    cluster.used = UNMERGED
+    (decision,) = cluster.run(10.0)
+    assert decision.parts == () and cluster.sizes == [1, 1, 1, 1]
+
+
+def test_kv_that_soon_does_not_fit_singles_still_allows_halves() -> None:
+    """While a split into single workers is near, halves wait; then they come at once."""
+    cluster = Cluster(4)
+    cluster.used = 1500
+    assert cluster.run(3.0) == []
+    cluster.used = 900
+    assert cluster.run(4.0) == [], "singles will be possible soon"
+    cluster.used = 1500
+    (decision,) = cluster.run(0.2)
+    assert decision.parts == (2,)
+
+
+def test_eight_workers_return_in_three_steps() -> None:
+    cluster = Cluster(8)
+    cluster.used = int(0.45 * UNMERGED * 8)
+    sizes = []
+    for _ in range(4):
+        cluster.run(8.0)
+        sizes.append(cluster.sizes)
+    assert sizes == [[4, 4], [2, 2, 2, 2], [1] * 8, [1] * 8]
+
+
+def test_without_partial_splits_a_group_waits_until_single_workers_have_room() -> None:
+    cluster = Cluster(4, partial_splits=False)
+    cluster.used = 1500
+    assert cluster.run(60.0) == []
+    cluster.used = 1000
+    (decision,) = cluster.run(10.0)
+    assert decision.parts == ()
+
+
+def test_halves_merge_again_when_load_returns_and_then_wait_longer() -> None:
+    cluster = Cluster(4)
+    cluster.used = 2000
+    cluster.run(8.0)
+    assert cluster.sizes == [2, 2]
+    cluster.used, cluster.queued = 6000, 900
+    (decision,) = cluster.run(3.0)
+    assert decision.action is Action.MERGE and cluster.sizes == [4]
+    cluster.used, cluster.queued = 2000, 0
+    assert cluster.run(10.0) == [], "the dwell has doubled"
+    (decision,) = cluster.run(4.0)
+    assert decision.parts == (2,)
+
+
+def test_a_partial_split_that_is_prepared_is_called_off_when_load_returns() -> None:
+    cluster = Cluster(4)
+    cluster.used, cluster.executes = 2000, False
+    (decision,) = cluster.run(8.0)
+    assert decision.action is Action.SPLIT
+    cluster.used, cluster.queued = 7000, 900
+    (called_off,) = cluster.run(1.0)
+    assert (called_off.action, called_off.group_ids) == (Action.CALL_OFF, ("group-w0",))
+
+
+def test_after_a_partial_split_there_is_nothing_to_call_off() -> None:
+    """The first half has the id of the group that has split."""
+    cluster = Cluster(4)
+    cluster.used = 2000
+    cluster.run(6.4)
+    assert cluster.sizes == [2, 2] and cluster.groups[0].group_id == "group-w0"
+    cluster.used, cluster.queued = 6000, 900
+    actions = [decision.action for decision in cluster.run(8.0)]
+    assert actions == [Action.MERGE]
+
+
+def test_a_merged_group_says_why_it_does_not_split() -> None:
+    cluster = Cluster(4)
+    cluster.used = 3500
+    cluster.run(1.0)
+    assert cluster.monitor.split_obstacles == {
+        "group-w0": "its KV in use, 3500 tokens, must fall to 3000 tokens"
+    }
+    cluster.used, cluster.queued = 2900, 200
+    cluster.run(0.1)
+    assert cluster.monitor.split_obstacles == {
+        "group-w0": "demand and forecast, 3100 tokens, must fall below 3000 tokens"
+    }
+    cluster.used = cluster.queued = 0
+    cluster.run(4.0)
+    assert cluster.monitor.split_obstacles == {"group-w0": ""}
+    cluster = Cluster(3)
+    cluster.used = 1500
+    cluster.run(1.0)
+    (text,) = cluster.monitor.split_obstacles.values()
+    assert text.startswith("its KV in use, 1500 tokens, must fall to 1000 tokens (no partial")
+
+
+def test_merges_and_partial_splits_of_a_plan_agree() -> None:
+    """Halves of a planned merge can merge again without a layer that its member lacks."""
+    facts = facts_of([ARENA] * 4)
+    alone = [group_of([Stage(name, 0, 8)]) for name in facts]
+    (merge,) = merges(alone, facts, {}, 3000)
+    (change,) = splits([group_of(merge.targets[0], 2)], facts, {"group-w0": 2})
+    assert change.text == "group-w0 splits into 2+2"
+    assert sorted(len(target) for target in change.targets) == [2, 2]
+    halves = [group_of(target, 3) for target in change.targets]
+    (again,) = merges(halves, facts, {}, 1000)
+    held = {stage.worker_id: stage for target in change.targets for stage in target}
+    for stage in again.targets[0]:
+        assert held[stage.worker_id].first_layer <= stage.first_layer
+        assert held[stage.worker_id].end_layer >= stage.end_layer
