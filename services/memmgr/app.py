@@ -66,6 +66,7 @@ async def _serve(
     protocol = ProtocolConfig(
         prepare_timeout_s=config.prepare_timeout_s,
         backoff_s=config.backoff_s,
+        share_layers=config.share_layers,
     )
     bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
     event_log = open_event_log(config.event_log, NAME, bounds)

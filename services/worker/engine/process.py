@@ -84,6 +84,7 @@ def build_engine() -> EngineLoop:
             runner.stage_memory.tied_embeddings,
             planner,
             config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
+            config.slabs_at_once,
         )
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
@@ -141,6 +142,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         max_model_len=config.max_model_len,
         threads=config.threads,
         suspends=resumes and planner.preempt is not Preempt.OFF,
+        host_weights_bytes=config.host_weights_bytes,
     )
 
 
