@@ -30,7 +30,7 @@ from services.worker.engine.memory.budget import (
     MemoryPlan,
     plan_memory,
 )
-from services.worker.engine.memory.host_copies import HostCopies, host_budget
+from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout, WeightSource
 from services.worker.engine.memory.memfd import MemfdArena
@@ -202,15 +202,11 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             num_layers=geometry.num_layers,
             tied_embeddings=geometry.tied_embeddings,
             open_source=partial(_open_source, config),
-            host_copies=HostCopies(
-                host_budget(config.host_weights_bytes, device), pinned=device.type == "cuda"
-            ),
+            host_copies=HostCopies.of(config.host_weights_bytes, device),
         )
         if config.load_format != "dummy":
             verify_manifest(config.model_dir)
         stage_memory.load()
-        if size_bytes := stage_memory.host_copies.size_bytes:
-            log.info("host memory has copies of %d bytes of parameters", size_bytes)
         decoder = _build_decoder(config, skeleton, geometry, stage_memory)
         stack.pop_all()
     return LoadedModel(geometry, stage_memory, decoder)

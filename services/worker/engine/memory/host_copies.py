@@ -16,13 +16,6 @@ AUTO_SHARE = 0.5
 """Part of the available host memory that copies may use by default."""
 
 
-def host_budget(configured_bytes: int | None, device: torch.device) -> int:
-    """Return the budget of host copies; `configured_bytes` None: choose it (see the module)."""
-    if configured_bytes is not None:
-        return configured_bytes
-    return int(AUTO_SHARE * _available_bytes()) if device.type == "cuda" else 0
-
-
 def _available_bytes() -> int:
     """Host memory that this process may still use, within the limit of its container."""
     available = [psutil.virtual_memory().available]
@@ -43,6 +36,14 @@ class HostCopies:
         self._pinned = pinned
         self._copies: dict[str, torch.Tensor] = {}
 
+    @classmethod
+    def of(cls, budget_bytes: int | None, device: torch.device) -> "HostCopies":
+        """The copies of an engine on `device`; `budget_bytes` None: see the module's docstring."""
+        on_gpu = device.type == "cuda"
+        if budget_bytes is None:
+            budget_bytes = int(AUTO_SHARE * _available_bytes()) if on_gpu else 0
+        return cls(budget_bytes, pinned=on_gpu)
+
     def keep(self, name: str, slab: torch.Tensor) -> None:
         """Copy a slab, uint8 [n], if the budget allows; a later copy of the name is ignored."""
         if name in self._copies or slab.numel() > self._left_bytes:
@@ -58,8 +59,3 @@ class HostCopies:
     def remove(self, name: str) -> None:
         """Free a copy that does not match the slab's digest."""
         self._copies.pop(name, None)
-
-    @property
-    def size_bytes(self) -> int:
-        """Host memory of all copies."""
-        return sum(copy.numel() for copy in self._copies.values())

@@ -23,7 +23,7 @@ from services.worker.errors import (
 )
 from services.worker.ipc import Prepare
 from tests.support.engines import Engine
-from tests.support.fake_model import BLOCKS, CHUNK_BYTES, LAYERS
+from tests.support.fake_model import BLOCKS, CHUNK_BYTES, LAYERS, SLABS
 from tests.support.integer_group import (
     APART,
     MERGED,
@@ -296,3 +296,31 @@ def test_an_attempt_that_ends_while_parameters_come_takes_none_of_them(
     group.check_invariants()
     group.reconfigure(APART)
     check_tokens(group)
+
+
+def test_parameters_come_from_their_copies_in_host_memory(make_group: MakeGroup) -> None:
+    group = merged_and_started(make_group(host_weights_bytes=len(SLABS) * CHUNK_BYTES))
+    group.reconfigure(APART)
+    check_tokens(group)
+    assert [member(group, name).restored_slabs for name in ("w0", "w1")] == [
+        *({"host": 3}, {"host": 2})
+    ]
+
+
+def test_copies_take_no_more_than_their_budget(make_group: MakeGroup) -> None:
+    """The other slabs come from the member that has them."""
+    group = merged_and_started(make_group(host_weights_bytes=3 * CHUNK_BYTES))
+    group.reconfigure(APART)
+    check_tokens(group)
+    assert member(group, "w0").restored_slabs == {"host": 1, "peer": 2}
+    assert member(group, "w1").restored_slabs == {"host": 2}
+
+
+def test_a_damaged_copy_is_not_used(make_group: MakeGroup) -> None:
+    group = merged_and_started(make_group(host_weights_bytes=len(SLABS) * CHUNK_BYTES))
+    copy = memory(group, "w0").host_copies.get("model.layers.1")
+    copy[7] ^= 1
+    group.reconfigure(APART)
+    check_tokens(group)
+    assert member(group, "w0").restored_slabs == {"host": 2, "peer": 1}
+    assert memory(group, "w0").host_copies.get("model.layers.1") is None
