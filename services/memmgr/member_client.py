@@ -7,11 +7,10 @@ then a commit of the *target* groups, or Abort.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import grpc.aio
 
-from services.common.clock import monotonic_s
 from services.common.grpc_client import Dial
 from services.core.groups.fence import prepare_calls
 from services.core.groups.vocabulary import AbortMember, Member, PrepareMembers
@@ -21,8 +20,6 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
 INTRODUCE_TIMEOUT_S = 5.0
-SHARED_S = 60.0
-"""How long attempts with holders share the nonces of a worker."""
 NONCE_BYTES = 16
 CONNECTING = "last error:"
 """Appears in gRPC's error message if no connection could be established."""
@@ -32,41 +29,11 @@ Answered = Callable[[str, str, bool, str], None]
 """Callback: worker id, incarnation, whether it is ready, and the reason if not."""
 
 
-Nonces = tuple[bytes, bytes]
-"""The secrets for connections to a worker's lanes: activations and bulk."""
-
-
-class SharedNonces:
-    """The nonces of workers in attempts with holders, by incarnation.
-
-    Two attempts can each have a member of the other as a holder. They must name the same nonces,
-    because the two workers have only one connection.
-    """
-
-    def __init__(self) -> None:
-        self._nonces: dict[str, tuple[float, Nonces]] = {}
-
-    def of(self, incarnation: str) -> Nonces:
-        """The nonces of a worker; new ones after `SHARED_S`."""
-        now_s = monotonic_s()
-        self._nonces = {
-            key: (until_s, nonces)
-            for key, (until_s, nonces) in self._nonces.items()
-            if until_s > now_s
-        }
-        return self._nonces.setdefault(incarnation, (now_s + SHARED_S, _new_nonces()))[1]
-
-
-def _new_nonces() -> Nonces:
-    return secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-
-
 class MemberClient:
     """Sends Prepare, Abort and Introduce to workers."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self._shared_nonces = SharedNonces()
 
     async def prepare(
         self, command: PrepareMembers, endpoints: dict[str, WorkerEndpoint], answered: Answered
@@ -76,8 +43,7 @@ class MemberClient:
         Also introduces the members to the holders, whose answers do not matter: members have other
         sources.
         """
-        requests = prepare_requests(command, endpoints, self._shared_nonces)
-        introductions = introduce_requests(command, endpoints, self._shared_nonces)
+        requests, introductions = requests_for(command, endpoints)
         async with asyncio.TaskGroup() as tasks:
             for worker_id, introduction in introductions.items():
                 tasks.create_task(self._introduce(worker_id, introduction, endpoints))
@@ -147,52 +113,33 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
     return details or str(error.code().name)
 
 
-def prepare_requests(
-    command: PrepareMembers, endpoints: dict[str, WorkerEndpoint], shared: SharedNonces
-) -> dict[str, worker_pb2.PrepareRequest]:
-    """The Prepare for each member, by worker id; all list the same peers with the same nonces.
+def requests_for(
+    command: PrepareMembers, endpoints: dict[str, WorkerEndpoint]
+) -> tuple[dict[str, worker_pb2.PrepareRequest], dict[str, worker_pb2.IntroduceRequest]]:
+    """The Prepare for each member and the Introduce for each holder, by worker id.
 
-    The nonces are new, or those of `shared` if the command has holders.
+    All list the same peers with the same new nonces.
     """
-    holders = _peers(command.holders, endpoints, shared)
-    peers = _peers(_members_of(command), endpoints, shared if holders else SharedNonces())
+    peers = [_peer(m, endpoints) for source in command.sources for m in source.group.members]
+    holders = [_peer(holder, endpoints) for holder in command.holders]
     formed = [target for target in command.targets if target.members]
-    return {
+    prepares = {
         worker_id: to_prepare_request(
             call, peers, [group for group in formed if group != call.target], holders
         )
         for worker_id, call in prepare_calls(command).items()
     }
-
-
-def introduce_requests(
-    command: PrepareMembers, endpoints: dict[str, WorkerEndpoint], shared: SharedNonces
-) -> dict[str, worker_pb2.IntroduceRequest]:
-    """The Introduce for each holder, by worker id, with the nonces of the members' Prepare."""
-    members = _members_of(command)
-    return {
+    introductions = {
         holder.worker_id: worker_pb2.IntroduceRequest(
-            token=command.token,
-            incarnation=holder.incarnation,
-            peers=_peers([*members, holder], endpoints, shared),
+            token=command.token, incarnation=holder.incarnation, peers=[*peers, holder]
         )
-        for holder in command.holders
+        for holder in holders
     }
+    return prepares, introductions
 
 
-def _members_of(command: PrepareMembers) -> list[Member]:
-    return [member for source in command.sources for member in source.group.members]
-
-
-def _peers(
-    members: Iterable[Member], endpoints: dict[str, WorkerEndpoint], nonces: SharedNonces
-) -> list[worker_pb2.Peer]:
-    absent = WorkerEndpoint("", "", "")
-    return [
-        to_peer(
-            member,
-            endpoints.get(member.worker_id, absent),
-            nonces.of(member.incarnation),
-        )
-        for member in members
-    ]
+def _peer(member: Member, endpoints: dict[str, WorkerEndpoint]) -> worker_pb2.Peer:
+    endpoint = endpoints.get(member.worker_id, WorkerEndpoint("", "", ""))
+    return to_peer(
+        member, endpoint, (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES))
+    )

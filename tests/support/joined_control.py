@@ -38,7 +38,7 @@ from services.core.groups.vocabulary import (
 )
 from services.core.report import EngineReport
 from services.memmgr.driver import TICK_S
-from services.memmgr.member_client import SharedNonces, introduce_requests, prepare_requests
+from services.memmgr.member_client import requests_for
 from services.memmgr.translate_record import WorkerEndpoint
 from services.worker.member.servicer import to_preparation, to_prepare_call
 from tests.support.group_store import FakeStore
@@ -59,7 +59,6 @@ class Coordinator:
     state: CoordinatorState = field(default_factory=lambda: CoordinatorState(CoordinatorConfig()))
     alive: bool = True
     heard: dict[str, tuple[str, EngineReport]] = field(default_factory=dict)
-    nonces: SharedNonces = field(default_factory=SharedNonces)
 
 
 class ControlPlane:
@@ -256,9 +255,10 @@ class ControlPlane:
         names += [holder.worker_id for holder in command.holders]
         endpoints = {name: WorkerEndpoint(name, f"local:{name}", f"local:{name}") for name in names}
         deadline_s = world.now_s + command.timeout_s
-        for name, introduction in introduce_requests(command, endpoints, one.nonces).items():
+        prepares, introductions = requests_for(command, endpoints)
+        for name, introduction in introductions.items():
             world.mail(partial(self._introduce, name, introduction))
-        for name, request in prepare_requests(command, endpoints, one.nonces).items():
+        for name, request in prepares.items():
             asked = partial(self._call, one, name, request, deadline_s)
             world.mail(asked, partial(asked, lost=True))
             if world.faulty and world.rng.random() < 0.05:

@@ -49,9 +49,10 @@ def _candidates(records: Records, members: Sequence[Member]) -> Iterator[Member]
     like = records.workers[members[0].worker_id]
     for group_id, stored in sorted(records.groups.items()):
         group = stored.group
-        # A marked group may drop layers at any moment, but a survivor only restores more.
-        is_kept = not group.attempt or group.phase is GroupPhase.DEGRADED
-        if not is_kept or not records.is_live(group_id) or not records.is_sound(group_id):
+        # A group with a mark may drop layers at any moment. A DEGRADED group may be that of a dead
+        # worker whose lease has not ended, and waiting for it would delay the survivors.
+        is_stable = group.phase is GroupPhase.STABLE and not group.attempt
+        if not is_stable or not records.is_sound(group_id):
             continue
         for member in group.members:
             worker = records.workers.get(member.worker_id)

@@ -184,7 +184,8 @@ class Restoring:
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{slab}/{command.holder}"
         memory = self.stage.runner.stage_memory
         patience_s = self.mover.patience_s(memory.slabs[slab].layout.size_bytes)
-        fetching = _SlabFetch(self.now_s() + patience_s)
+        # Slabs that arrive at the same time share the link.
+        fetching = _SlabFetch(self.now_s() + patience_s * (1 + len(self._fetches)))
         self._fetches[transfer_id] = fetching
         digest = memory.slab_digest(slab).hex()
         self.links.send(command.holder, SlabRequest(slab, transfer_id, digest))

@@ -130,25 +130,19 @@ def test_a_holder_with_other_weights_refuses(
     assert caplog.text.count("did not arrive; its source is w3") == 3
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared nonces", "own nonces"])
-def test_two_survivors_send_each_other_what_they_have(pairs: EngineGroup, shared: bool) -> None:
-    """Each is a member of one attempt and a holder of the other, over the same connection.
-
-    If both attempts named nonces of their own, the two would never connect.
-    """
+def test_two_workers_send_each_other_slabs(pairs: EngineGroup) -> None:
+    """Each is a member of one attempt and a holder of the other, over the same connection."""
     pairs.lose("w2")
     pairs.run_until(lambda: member(pairs, "w3").links.epoch == pairs.epoch)
     first = prepare(pairs, SURVIVOR, [Stage("w3", 1, LAYERS)])
-    pairs._attempts += not shared
     plans = pairs._plans(OTHER_SURVIVOR, pairs.epoch + 2)
     holder = pairs._plan_of(Stage("w0", 0, 1))
     member(pairs, "w0").introduce([plans[0].members[0], holder])
     member(pairs, "w3").prepare(Prepare("second", plans, [holder]))
     assert pairs.await_answers(first, SURVIVOR)
     assert pairs.await_answers("second", OTHER_SURVIVOR)
-    source = "peer" if shared else "disk"
-    assert restored(pairs, "w0") == {source: 3}
-    assert restored(pairs, "w3") == {source: 2}
+    assert restored(pairs, "w0") == {"peer": 3}
+    assert restored(pairs, "w3") == {"peer": 2}
 
 
 def test_a_holder_may_become_a_member_of_the_same_group(pairs: EngineGroup) -> None:
