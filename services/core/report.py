@@ -89,6 +89,8 @@ class EngineReport:
     `slowest_iteration_s` is the duration of the slowest recent iteration, during which an engine
     answers no message. `trouble`: human-readable reason why its group cannot continue; "" if it
     can. `left`: the group continues without this engine, whose requests have ended here.
+    `restored_slabs`: parameter slabs (layers, embedding, head) that were dropped and restored, by
+    source: `host` (own copy in host memory), `peer` (another worker) or `disk` (model folder).
     """
 
     load: Load
@@ -101,6 +103,7 @@ class EngineReport:
     trouble: str = ""
     left: bool = False
     slowest_iteration_s: float = 0.0
+    restored_slabs: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

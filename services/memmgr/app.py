@@ -63,11 +63,8 @@ async def _serve(
     transport = transport_of(config)
     updated = asyncio.Event()  # set by new reports of memory or demand; wakes up `OverloadWatch`
     memory, demand = MemoryView(updated), DemandView(updated)
-    protocol = ProtocolConfig(
-        prepare_timeout_s=config.prepare_timeout_s,
-        backoff_s=config.backoff_s,
-    )
-    bounds = CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
+    bounds = _bounds(config)
+    protocol = bounds.protocol
     event_log = open_event_log(config.event_log, NAME, bounds)
     driver = Driver(
         CoordinatorState(bounds),
@@ -107,6 +104,15 @@ async def _serve(
             await server.stop(STOP_GRACE_S)
             if event_log is not None:
                 event_log.close()
+
+
+def _bounds(config: MemmgrConfig) -> CoordinatorConfig:
+    protocol = ProtocolConfig(
+        prepare_timeout_s=config.prepare_timeout_s,
+        backoff_s=config.backoff_s,
+        share_layers=config.share_layers,
+    )
+    return CoordinatorConfig(protocol, change_over_timeout_s=config.change_over_timeout_s)
 
 
 def open_monitor(config: MemmgrConfig) -> OverloadMonitor:

@@ -49,6 +49,12 @@ class MemmgrConfig(ServiceConfig):
         minimum=0.1,
         maximum=3600,
     )
+    share_layers: bool = option(
+        BOUNDS.protocol.share_layers,
+        "Whether workers fetch layers that their own group lacks from workers of other groups,"
+        " rather than from the model folder.",
+        expert=True,
+    )
     change_over_timeout_s: float = number(
         BOUNDS.change_over_timeout_s,
         "Seconds that a manual change waits for its members to change over.",

@@ -13,12 +13,13 @@ import grpc.aio
 
 from services.common.grpc_client import Dial
 from services.core.groups.fence import prepare_calls
-from services.core.groups.vocabulary import AbortMember, PrepareMembers
+from services.core.groups.vocabulary import AbortMember, Member, PrepareMembers
 from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
 from services.memmgr.translate_record import WorkerEndpoint
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
+INTRODUCE_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 CONNECTING = "last error:"
 """Appears in gRPC's error message if no connection could be established."""
@@ -29,7 +30,7 @@ Answered = Callable[[str, str, bool, str], None]
 
 
 class MemberClient:
-    """Sends Prepare and Abort to members."""
+    """Sends Prepare, Abort and Introduce to workers."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
@@ -37,9 +38,15 @@ class MemberClient:
     async def prepare(
         self, command: PrepareMembers, endpoints: dict[str, WorkerEndpoint], answered: Answered
     ) -> None:
-        """Send Prepare to all members concurrently; calls `answered` for each."""
-        requests = prepare_requests(command, endpoints)
+        """Send Prepare to all members concurrently; calls `answered` for each.
+
+        Also introduces the members to the holders, whose answers do not matter: members have other
+        sources.
+        """
+        requests, introductions = requests_for(command, endpoints)
         async with asyncio.TaskGroup() as tasks:
+            for worker_id, introduction in introductions.items():
+                tasks.create_task(self._introduce(worker_id, introduction, endpoints))
             for worker_id, request in requests.items():
                 address = endpoints[worker_id].address if worker_id in endpoints else ""
                 tasks.create_task(
@@ -57,6 +64,23 @@ class MemberClient:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 log.info("%s did not accept Abort: %s", command.worker_id, error.code().name)
+
+    async def _introduce(
+        self,
+        worker_id: str,
+        request: worker_pb2.IntroduceRequest,
+        endpoints: dict[str, WorkerEndpoint],
+    ) -> None:
+        endpoint = endpoints.get(worker_id)
+        if endpoint is None:
+            return
+        async with self._dial(endpoint.address, "worker") as channel:
+            stub = worker_pb2_grpc.MemberServiceStub(channel)
+            try:
+                await stub.Introduce(request, timeout=INTRODUCE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                # A worker of an earlier release answers UNIMPLEMENTED.
+                log.info("%s did not accept Introduce: %s", worker_id, error.code().name)
 
     async def _prepare(
         self,
@@ -89,23 +113,33 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
     return details or str(error.code().name)
 
 
-def prepare_requests(
+def requests_for(
     command: PrepareMembers, endpoints: dict[str, WorkerEndpoint]
-) -> dict[str, worker_pb2.PrepareRequest]:
-    """The Prepare for each member, by worker id; all list the same peers with new nonces."""
-    peers = [
-        to_peer(
-            member,
-            endpoints.get(member.worker_id, WorkerEndpoint("", "", "")),
-            (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)),
-        )
-        for source in command.sources
-        for member in source.group.members
-    ]
+) -> tuple[dict[str, worker_pb2.PrepareRequest], dict[str, worker_pb2.IntroduceRequest]]:
+    """The Prepare for each member and the Introduce for each holder, by worker id.
+
+    All list the same peers with the same new nonces.
+    """
+    peers = [_peer(m, endpoints) for source in command.sources for m in source.group.members]
+    holders = [_peer(holder, endpoints) for holder in command.holders]
     formed = [target for target in command.targets if target.members]
-    return {
+    prepares = {
         worker_id: to_prepare_request(
-            call, peers, [group for group in formed if group != call.target]
+            call, peers, [group for group in formed if group != call.target], holders
         )
         for worker_id, call in prepare_calls(command).items()
     }
+    introductions = {
+        holder.worker_id: worker_pb2.IntroduceRequest(
+            token=command.token, incarnation=holder.incarnation, peers=[*peers, holder]
+        )
+        for holder in holders
+    }
+    return prepares, introductions
+
+
+def _peer(member: Member, endpoints: dict[str, WorkerEndpoint]) -> worker_pb2.Peer:
+    endpoint = endpoints.get(member.worker_id, WorkerEndpoint("", "", ""))
+    return to_peer(
+        member, endpoint, (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES))
+    )

@@ -46,9 +46,15 @@ _STEPS = {
 
 
 def to_prepare_request(
-    call: PrepareCall, peers: Iterable[worker_pb2.Peer], others: Iterable[Group]
+    call: PrepareCall,
+    peers: Iterable[worker_pb2.Peer],
+    others: Iterable[Group],
+    holders: Iterable[worker_pb2.Peer],
 ) -> worker_pb2.PrepareRequest:
-    """The Prepare for a member; `others` are the other target groups of the change."""
+    """The Prepare for a member; `others` are the other target groups of the change.
+
+    `holders` are workers of other groups that it may fetch layers from.
+    """
     return worker_pb2.PrepareRequest(
         token=call.token,
         attempt=call.attempt,
@@ -59,13 +65,14 @@ def to_prepare_request(
         target=to_group_record(call.target),
         peers=peers,
         others=map(to_group_record, others),
+        holders=holders,
     )
 
 
 def to_peer(
     member: Member, endpoint: WorkerEndpoint, nonces: tuple[bytes, bytes]
 ) -> worker_pb2.Peer:
-    """A member of a source group; `nonces` authenticate its activation and bulk connections."""
+    """A member of a source group, or a holder; `nonces` authenticate its two connections."""
     return worker_pb2.Peer(
         worker_id=member.worker_id,
         incarnation=member.incarnation,

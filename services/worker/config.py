@@ -26,7 +26,7 @@ from services.core.setting import (
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
-OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "paced")
+OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced")
 # vLLM's kernels for CPUs need blocks of a multiple of 32 tokens.
 VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
@@ -127,6 +127,21 @@ class WorkerConfig(ServiceConfig):
         " instead.",
         minimum=1,
         maximum=2**50,
+    )
+    host_weights_bytes: int | None = size(
+        None,
+        "Host memory for copies of layers, from which dropped layers are restored first; 0: none."
+        " The copies are made while the model is loaded.",
+        minimum=0,
+        maximum=2**50,
+        default_text="on a GPU what the model needs, but at most half of the free memory; else 0",
+    )
+    slabs_at_once: int = number(
+        4,
+        "Layers that a worker restores at the same time, at most two of them from the same worker.",
+        minimum=1,
+        maximum=64,
+        expert=True,
     )
     ucx_transports: str = option(
         "sm,tcp", "UCX_TLS between engines, such as rc,sm,tcp for RDMA between hosts."

@@ -31,6 +31,7 @@ from services.worker.ipc import (
     ApplyConfiguration,
     EngineReady,
     EngineUnusable,
+    Introduce,
     Prepare,
     Prepared,
     Progress,
@@ -245,6 +246,10 @@ class EngineClient:
     async def abort_preparation(self, attempt: str) -> None:
         """Abort the preparation of an attempt in the engine."""
         await self._send(AbortAttempt(attempt))
+
+    async def introduce(self, introduction: Introduce) -> None:
+        """Let workers of other groups connect to the engine."""
+        await self._send(introduction)
 
     async def stop(self) -> None:
         """Kill the process and remove its sockets."""

@@ -18,6 +18,7 @@ from services.worker.ipc import (
     ApplyConfiguration,
     EngineReady,
     GroupPlan,
+    Introduce,
     Lane,
     MemberPlan,
     Prepare,
@@ -48,6 +49,8 @@ class Engine(Protocol):
     async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared: ...
 
     async def abort_preparation(self, attempt: str) -> None: ...
+
+    async def introduce(self, introduction: Introduce) -> None: ...
 
 
 class EngineParticipant:
@@ -87,11 +90,15 @@ class EngineParticipant:
         self._check_layers(preparation.target)
         # Resolve host names here, so that the engine does not block on DNS.
         peers = await self._resolved(preparation.peers)
-        command = Prepare(preparation.attempt, plans_of(replace(preparation, peers=peers)))
+        groups = plans_of(replace(preparation, peers=peers))
+        command = Prepare(preparation.attempt, groups, await self._reachable(preparation.holders))
         answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
         if answer.error:
             raise PrepareRefused(answer.error)
         self._prepared = command
+
+    async def introduce(self, peers: tuple[SourceMember, ...]) -> None:
+        await self._engine.introduce(Introduce(await self._reachable(peers)))
 
     async def abort(self, attempt: str) -> None:
         self._prepared = None
@@ -143,6 +150,16 @@ class EngineParticipant:
             )
         except ConfigError as error:
             raise PrepareRefused(f"a peer's transfer address is unreachable: {error}") from error
+
+    async def _reachable(self, peers: Iterable[SourceMember]) -> list[MemberPlan]:
+        """The plans of workers of other groups; leaves out those without a valid address."""
+        plans = []
+        for peer in peers:
+            try:
+                plans += [_plan_of_peer(known) for known in await self._resolved([peer])]
+            except PrepareRefused as error:
+                log.warning("%s sends no layers: %s", peer.worker_id, error)
+        return [plan for plan in plans if plan.activations.address and plan.bulk.address]
 
     def _move_to(self, place: Place | None) -> None:
         self.place = place
@@ -207,13 +224,19 @@ def _members(
         peer = peers.get((member.worker_id, member.incarnation))
         if peer is None:
             raise PrepareRefused(f"the preparation lacks the address of {member.worker_id}")
-        yield MemberPlan(
-            member.worker_id,
-            member.incarnation,
-            member.first_layer,
-            member.end_layer,
-            Lane(peer.activation_address, peer.activation_nonce.hex()),
-            Lane(peer.bulk_address, peer.bulk_nonce.hex()),
-            peer.address,
-            peer.draining,
-        )
+        first, end = member.first_layer, member.end_layer
+        yield _plan_of_peer(replace(peer, first_layer=first, end_layer=end))
+
+
+def _plan_of_peer(peer: SourceMember) -> MemberPlan:
+    """The plan of a worker with the layers that `peer` names."""
+    return MemberPlan(
+        peer.worker_id,
+        peer.incarnation,
+        peer.first_layer,
+        peer.end_layer,
+        Lane(peer.activation_address, peer.activation_nonce.hex()),
+        Lane(peer.bulk_address, peer.bulk_nonce.hex()),
+        peer.address,
+        peer.draining,
+    )

@@ -173,11 +173,22 @@ class ApplyConfiguration(msgspec.Struct, tag=True, frozen=True):
 class Prepare(msgspec.Struct, tag=True, frozen=True):
     """To the engine: prepare for groups that may be committed, without affecting serving.
 
-    The engine answers with a `Prepared` of the same `attempt`.
+    The engine answers with a `Prepared` of the same `attempt`. `holders` are workers of other
+    groups to fetch layers from, with the layers that each runs now.
     """
 
     attempt: str
     groups: list[GroupPlan]
+    holders: list[MemberPlan] = []
+
+
+class Introduce(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: let workers of other groups connect, which want to fetch layers from it.
+
+    `peers` includes this worker. No effect on its own group.
+    """
+
+    peers: list[MemberPlan]
 
 
 class AbortAttempt(msgspec.Struct, tag=True, frozen=True):
@@ -193,7 +204,7 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
-GroupCommand = ApplyConfiguration | Prepare | AbortAttempt
+GroupCommand = ApplyConfiguration | Prepare | AbortAttempt | Introduce
 ToEngine = StartRequest | AbortRequest | GroupCommand
 FromEngine = EngineReady | EngineUnusable | Progress | Prepared
 

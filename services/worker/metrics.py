@@ -57,6 +57,13 @@ INTERRUPTIONS = {
 }
 
 
+SLAB_SOURCES = ("host", "peer", "disk")
+RESTORED_SLABS = (
+    "Dropped layers, embeddings and heads that were restored, by source: the worker's copy in host"
+    " memory, another worker, or the model folder."
+)
+
+
 class WorkerCollector(Collector):
     """Computes the metrics at each scrape."""
 
@@ -194,6 +201,7 @@ class WorkerCollector(Collector):
             counter.add_metric((self._worker_id, self._model_name), seconds[field])
             yield counter
         yield from self._class_tokens()
+        yield self._restored_slabs()
         counts = asdict(engine.report.load)
         for name, text in INTERRUPTIONS.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
@@ -210,6 +218,15 @@ class WorkerCollector(Collector):
                 labels = (self._worker_id, self._model_name, kind)
                 counter.add_metric(labels, counts[f"{kind}_{counter_name}_tokens_total"])
             yield counter
+
+    def _restored_slabs(self) -> Metric:
+        counter = CounterMetricFamily(
+            "tideserve_worker_restored_slabs", RESTORED_SLABS, labels=(*_LABELS, "source")
+        )
+        for source in SLAB_SOURCES:
+            labels = (self._worker_id, self._model_name, source)
+            counter.add_metric(labels, self._engine.report.restored_slabs.get(source, 0))
+        return counter
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)

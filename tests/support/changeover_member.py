@@ -1,6 +1,6 @@
 """One member of a change-over's world: drives the machine as an engine does, without a model."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -63,19 +63,27 @@ class WorldMember:
     worker_id: str
     memory: FakeMemory
     config: IterationConfig
+    slabs_at_once: int = 1
+    weights: int = 0  # a worker with others sends no slab that matches
     fence: EpochFence[Packet] = field(default_factory=EpochFence)
     ripe: deque[Packet] = field(default_factory=deque)
     control: deque[vocabulary.Event] = field(default_factory=deque)
     events: deque[vocabulary.Event] = field(default_factory=deque)  # of transfers
     sending: dict[str, Sending] = field(default_factory=dict)
-    restoring: vocabulary.Command | None = None  # what a preparation does in the background
+    restoring: list[vocabulary.Command] = field(default_factory=list)  # of a preparation
+    restored: Counter[str] = field(default_factory=Counter)  # slabs by source
     noticed: set[str] = field(default_factory=set)  # lost workers
     known: set[str] = field(default_factory=set)  # sequences, to the sampler
     heard_s: float = 0.0  # of the newest change
 
     def __post_init__(self) -> None:
         self.planner = PlannerState(self.config)
-        self.machine = Changeover(self.worker_id, self.memory.num_layers, self.planner)
+        self.machine = Changeover(
+            self.worker_id,
+            self.memory.num_layers,
+            self.planner,
+            slabs_at_once=self.slabs_at_once,
+        )
         self._names = SequenceIdSource(f"{self.worker_id}-1")
         self._told_lost: frozenset[str] = frozenset()
         self._payload: Payload = {}
@@ -220,7 +228,8 @@ class WorldMember:
 
     def end_restoring(self) -> None:
         """What a preparation does in the background comes to its end."""
-        command, self.restoring = self.restoring, None
+        last = len(self.restoring) - 1
+        command = self.restoring.pop(self.world.rng.randint(0, last) if last else 0)
         chance = self.world.rng.random() if self.world.faults else 1.0
         match command:
             case vocabulary.ConnectMembers(attempt=attempt):
@@ -232,18 +241,26 @@ class WorldMember:
                 self.handle(vocabulary.KvShrunk(attempt))
             case vocabulary.RestoreSlab(attempt=attempt, slab=slab, holder=holder):
                 source = self.world.members.get(holder)
-                intact = not holder or (source is not None and slab in source.memory.slabs)
+                intact = not holder or (
+                    source is not None
+                    and slab in source.memory.slabs
+                    and source.weights == self.weights
+                )
                 if not holder and chance < 0.03:
                     self.handle(vocabulary.RestoreFailed("the folder has other parameters"))
                     return
                 intact = intact and (not holder or chance > 0.2)
                 if intact:
+                    self.restored["disk" if not holder else "peer"] += 1
                     self.memory.finish_slab(slab)
                 self.handle(vocabulary.SlabVerified(attempt, slab, intact))
 
     def _begin_restoring(self, command: vocabulary.Command) -> None:
-        require(self.restoring is None, "two steps of a preparation at once")
-        self.restoring = command
+        slabs = [command, *self.restoring]
+        alone = not self.restoring or all(isinstance(c, vocabulary.RestoreSlab) for c in slabs)
+        require(alone, "two steps of a preparation at once")
+        require(len(slabs) <= self.slabs_at_once, "too many slabs at once")
+        self.restoring.append(command)
 
     def _shrink(self, command: vocabulary.ShrinkKv) -> None:
         self.memory.shrink(command.blocks, command.used)
@@ -254,7 +271,7 @@ class WorldMember:
         self._begin_restoring(command)
 
     def _stop_restoring(self, _command: vocabulary.NoteAborted | None = None) -> None:
-        self.restoring = None
+        self.restoring.clear()
 
     def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         self.world.note_answer(command.attempt, self.worker_id, command.refusal)
@@ -287,7 +304,7 @@ class WorldMember:
         waited_s = self.now_s - self.heard_s
         require(waited_s <= DRAIN_TIMEOUT_S or self.world.disturbed, f"it waited {waited_s} s")
         answer = self.memory.set_stage(new.stage.first_layer, new.stage.end_layer)
-        self.restoring = None
+        self.restoring.clear()
         early = [packet for _, packet in self.fence.early]
         self.fence.enter(new.epoch)
         self.fence.early.clear()

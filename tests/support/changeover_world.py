@@ -62,7 +62,8 @@ class World:
 
     With `prefixes`, members cache prefixes, and prompts go on from earlier ones. With `classes`,
     half of the requests are batch work, which yields. With `divides`, groups of three or more
-    split into smaller groups, each of which keeps its members' layers.
+    split into smaller groups, each of which keeps its members' layers. With `holders`, workers outside of a
+    change may send slabs to its members, several at once.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class World:
         prefixes: bool = False,
         classes: bool = False,
         divides: bool = False,
+        holders: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
+        self._holders = random.Random(seed) if holders else None
         self._prompts = random.Random(seed) if prefixes else None
         self._classes = random.Random(seed) if classes else None
         self._divisions = random.Random(seed) if divides else None
@@ -105,7 +108,7 @@ class World:
             name, blocks = f"w{number}", blocks + more * min(number, 1)
             memory = FakeMemory(LAYERS, blocks, SLAB_UNITS)
             own = replace(config, num_blocks=blocks)
-            self.members[name] = member = WorldMember(self, name, memory, own)
+            self.members[name] = member = WorldMember(self, name, memory, own, *self._slabs())
             self.groups.append((member.alone(),))
             member.control.append(
                 vocabulary.ConfigurationCommitted(0.0, self._plans([self.groups[-1]]))
@@ -163,9 +166,23 @@ class World:
         )
         attempt = Attempt(f"attempt-{self._made}", old, self._plans(new, draining))
         self.attempts[attempt.name] = attempt
+        holders = self._holders_beside(names)
         for name in names:
-            asked = vocabulary.PreparationAsked(attempt.name, attempt.groups)
+            asked = vocabulary.PreparationAsked(attempt.name, attempt.groups, holders)
             self.members[name].control.append(asked)
+
+    def _slabs(self) -> tuple[int, int]:
+        """How many slabs a member restores at once, and which weights it has."""
+        rng = self._holders
+        return (1, 0) if rng is None else (rng.choice((1, 2, 4)), int(rng.random() < 0.1))
+
+    def _holders_beside(self, names: list[str]) -> tuple[Stage, ...]:
+        """Workers outside of a change with their layers; some change or die meanwhile."""
+        if self._holders is None:
+            return ()
+        others = [s for group in self.groups for s in group if s.worker_id not in names]
+        self._holders.shuffle(others)
+        return tuple(others[: self._holders.randint(0, 4)])
 
     def abandon(self) -> None:
         """Abort an attempt."""
@@ -254,7 +271,7 @@ class World:
                 found.append(member.take_control)
             if member.events:
                 found.append(partial(self._take_event, member))
-            if member.restoring is not None:
+            if member.restoring:
                 found.append(member.end_restoring)
             if not self._dead <= member.noticed:
                 found.append(partial(member.noticed.update, self._dead))

@@ -18,6 +18,7 @@ from services.core.planner.batch import Batch, Chunk
 from services.worker.engine.compute.runner import ModelRunner, StageOutput
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.memory.budget import MemoryDemand, plan_memory
+from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout
 from services.worker.engine.memory.memfd import MemfdArena
@@ -60,6 +61,7 @@ def fake_memory(config: RunnerConfig = FAKE) -> StageMemory:
         num_layers=LAYERS,
         tied_embeddings=False,
         open_source=DummySource,
+        host_copies=HostCopies(config.host_weights_bytes or 0),
     )
     memory.load()
     return memory

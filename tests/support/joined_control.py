@@ -38,7 +38,7 @@ from services.core.groups.vocabulary import (
 )
 from services.core.report import EngineReport
 from services.memmgr.driver import TICK_S
-from services.memmgr.member_client import prepare_requests
+from services.memmgr.member_client import requests_for
 from services.memmgr.translate_record import WorkerEndpoint
 from services.worker.member.servicer import to_preparation, to_prepare_call
 from tests.support.group_store import FakeStore
@@ -252,9 +252,13 @@ class ControlPlane:
         world = self._world
         world.note(f"attempt {command.attempt} asks {[t.members for t in command.targets]}")
         names = [member.worker_id for source in command.sources for member in source.group.members]
+        names += [holder.worker_id for holder in command.holders]
         endpoints = {name: WorkerEndpoint(name, f"local:{name}", f"local:{name}") for name in names}
         deadline_s = world.now_s + command.timeout_s
-        for name, request in prepare_requests(command, endpoints).items():
+        prepares, introductions = requests_for(command, endpoints)
+        for name, introduction in introductions.items():
+            world.mail(partial(self._introduce, name, introduction))
+        for name, request in prepares.items():
             asked = partial(self._call, one, name, request, deadline_s)
             world.mail(asked, partial(asked, lost=True))
             if world.faulty and world.rng.random() < 0.05:
@@ -291,6 +295,11 @@ class ControlPlane:
             world.later(wait_s, partial(self._call, one, name, request, deadline_s))
         elif world.now_s <= deadline_s:
             process.ask(Call(asked, to_preparation(asked, request), deadline_s, answer))
+
+    def _introduce(self, name: str, request: worker_pb2.IntroduceRequest) -> None:
+        process = self._world.processes.get(name)
+        if process is not None and not process.stands:
+            process.introduce(request)
 
     def _abort(self, name: str, asked: AbortCall) -> None:
         process = self._world.processes.get(name)

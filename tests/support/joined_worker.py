@@ -30,6 +30,7 @@ from services.worker.ipc import (
     AbortRequest,
     ApplyConfiguration,
     EngineReady,
+    Introduce,
     Prepare,
     Prepared,
     Progress,
@@ -40,11 +41,12 @@ from services.worker.ipc import (
     to_engine_decoder,
 )
 from services.worker.member.participant import PrepareRefused, ProposedChange
-from services.worker.member.servicer import FUTURE_WAIT_S
+from services.worker.member.servicer import FUTURE_WAIT_S, to_members
 from services.worker.servicer import SWEEP_S, WorkerServicer
 from tests.support.engines import Engine
 from tests.support.group_store import Violated
 from tideserve.common.v1 import load_pb2
+from tideserve.worker.v1 import worker_pb2
 
 HEARTBEAT_S = 0.25
 """Half of the engine's longest silence, as in its loop."""
@@ -103,6 +105,9 @@ class EnginePipe:
 
     async def abort_preparation(self, attempt: str) -> None:
         self.send(AbortAttempt(attempt))
+
+    async def introduce(self, introduction: Introduce) -> None:
+        self.send(introduction)
 
 
 @dataclass
@@ -246,6 +251,11 @@ class WorkerProcess:
         if action is not None:
             self._carry_out(action)
 
+    def introduce(self, request: worker_pb2.IntroduceRequest) -> None:
+        """A coordinator introduces workers that want to fetch layers."""
+        if request.incarnation == self.incarnation and request.token >= self.fence.token:
+            run_now(self._participant.introduce(to_members(request.peers)))
+
     def serve(self) -> bool:
         """A turn of the servicer; False if there was nothing to do."""
         now_s = self.now_s()
@@ -324,6 +334,8 @@ class WorkerProcess:
                     member.prepare(frame)
                 case AbortAttempt(attempt=attempt):
                     member.abort(attempt)
+                case Introduce(peers=peers):
+                    member.introduce(peers)
 
     def _publish(self) -> bool:
         """Tell the servicer the results, as the engine's loop does."""

@@ -15,7 +15,7 @@ from services.core.groups.fence import MemberState
 from services.core.groups.vocabulary import Group, GroupPhase
 from services.worker.group_view import stored_groups
 from services.worker.identity import registration_conditions
-from services.worker.member.participant import PrepareRefused, ProposedChange
+from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
 from services.worker.member.servicer import MemberServicer
 from tests.support.control_plane import registered, worker_record
 from tests.support.waiting import eventually
@@ -41,6 +41,7 @@ class FakeEngine:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     preparations: list[ProposedChange] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    introduced: list[list[str]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     blocks_total: int = 0
     blocks_free: int = 0
@@ -59,6 +60,9 @@ class FakeEngine:
         if self.refuse:
             raise PrepareRefused(self.refuse)
         self.staged[preparation.attempt] = self._layers(preparation.target) - self.held
+
+    async def introduce(self, peers: tuple[SourceMember, ...]) -> None:
+        self.introduced.append([peer.worker_id for peer in peers])
 
     async def abort(self, attempt: str) -> None:
         self.staged.pop(attempt, None)

@@ -2,21 +2,21 @@
 
 A merge only requires connections between the members. A member that will run layers that it has
 dropped first makes room for them and restores them (KunServe §4.4): it lowers the group's block
-capacity, moves used blocks below the new limit, unmaps the memory above it, and fetches the
-parameters from a member that holds them, or else from the model folder, and verifies them.
+capacity, moves used blocks below the new limit, unmaps the memory above it, and restores the
+parameters from the best of its sources (`slab_sources`).
 
 Terms: an *attempt* is a change that the coordinator tries; it ends with a commit or an abort. A
 *slab* is the parameters of a layer, the embedding or the head. *Returning* layers are layers that
 this member will run again.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.core.changeover.configuration import Configuration
 from services.core.changeover.frames import Capacity
 from services.core.changeover.member_context import MemberContext
+from services.core.changeover.slab_sources import SlabSources
 from services.core.changeover.vocabulary import (
     ConnectMembers,
     EndPreparation,
@@ -34,7 +34,7 @@ from services.core.changeover.vocabulary import (
     SlabVerified,
     UndoRestore,
 )
-from services.core.groups.layer_map import serves
+from services.core.groups.layer_map import Stage, serves
 from services.core.groups.slab_names import stage_slabs
 from services.core.planner.configuration_events import (
     BatchYielded,
@@ -45,7 +45,6 @@ from services.core.planner.configuration_events import (
 )
 
 MOVES_PER_TURN = 64  # limit of block copies, so that a turn stays short
-FAILURES_MAX = 3  # failed slabs per member and attempt; then slabs come from the model folder
 BUSY = "another change is being prepared here; try again"
 UNFINISHED = "the last change cannot be finished: the connection to a member is lost"
 NO_ROOM = "the parameters of the returning layers leave no room for KV"
@@ -71,20 +70,20 @@ class _Attempt:
 
     attempt: str  # its id
     new: Configuration  # takes effect if the attempt is committed
+    holders: tuple[Stage, ...]  # workers outside the change that may send slabs
     step: PreparationStep = PreparationStep.LAST_CHANGE
     limit: int = 0  # KV blocks that fit into memory beside the restored parameters
     restoring: bool = False  # capacity or memory may have changed: an abort must undo that
-    missing: list[str] = field(default_factory=list)  # slabs to restore, in order
+    slabs: SlabSources = field(default_factory=SlabSources)  # to restore
     returning: tuple[int, ...] = ()  # layers that need memory for KV again
-    from_folder: bool = False  # the slab in progress is loaded from the model folder
-    failures: Counter[str] = field(default_factory=Counter)  # failed slabs, by sending member
 
 
 class Preparation:
     """The preparation of a member: a single attempt at a time, after the last change settled."""
 
-    def __init__(self, context: MemberContext) -> None:
+    def __init__(self, context: MemberContext, slabs_at_once: int = 1) -> None:
         self._context = context
+        self._slabs_at_once = slabs_at_once
         self._current: _Attempt | None = None  # running, or ready for its commit
         self._queued: _Attempt | None = None  # waits for the last change to settle
 
@@ -109,7 +108,7 @@ class Preparation:
             self._context.commands.append(EndPreparation(request.attempt, BUSY))
         else:
             new = Configuration.of(self._context.worker_id, request.groups)
-            self._queued = _Attempt(request.attempt, new)
+            self._queued = _Attempt(request.attempt, new, request.holders)
 
     def advance(self, settled: bool) -> None:
         """Advance the attempt by a turn; `settled`: the last change has settled here."""
@@ -192,8 +191,14 @@ class Preparation:
         if event.blocks < 1:
             self._refuse(NO_ROOM)
             return
-        current.limit, current.missing = event.blocks, list(event.missing)
-        current.returning, current.step = event.returning, PreparationStep.CAPACITY
+        current.limit, current.returning = event.blocks, event.returning
+        current.slabs = SlabSources(
+            list(event.missing),
+            frozenset(event.copied),
+            self._holders(current),
+            self._slabs_at_once,
+        )
+        current.step = PreparationStep.CAPACITY
         # Lower the capacity first, so that new requests do not take the blocks whose memory the
         # parameters need. The leader of the group enforces the limit.
         pool = self._context.table.pool
@@ -219,20 +224,13 @@ class Preparation:
         current = self._current_at(PreparationStep.MEMORY, event.attempt)
         if current is not None:
             current.step = PreparationStep.PARAMETERS
-            self._restore_next(current)
+            self._restore_more(current)
 
     def note_verified(self, event: SlabVerified) -> None:
-        """Continue with the next slab, or load a slab that failed from the model folder."""
+        """Continue with the next slab, or with the next source of a slab that failed."""
         current = self._current_at(PreparationStep.PARAMETERS, event.attempt)
-        if current is None or not current.missing or current.missing[0] != event.slab:
-            return
-        if event.intact:
-            current.missing.pop(0)
-            current.from_folder = False
-        else:
-            current.failures[self._holder(event.slab, current)] += 1
-            current.from_folder = True
-        self._restore_next(current)
+        if current is not None and current.slabs.end(event.slab, event.intact):
+            self._restore_more(current)
 
     def note_mapped(self) -> None:
         """Finish: parameters and KV of the returning layers are in place."""
@@ -282,34 +280,34 @@ class Preparation:
         used = self._context.highest_block(self._context.table.seq_ids) + 1
         self._context.commands.append(ShrinkKv(current.attempt, current.limit, used))
 
-    def _restore_next(self, current: _Attempt) -> None:
-        if not current.missing:
+    def _restore_more(self, current: _Attempt) -> None:
+        if current.slabs.all_restored:
             current.step = PreparationStep.KV
             self._context.commands.append(MapKv(current.returning))
             return
-        slab = current.missing[0]
-        holder = "" if current.from_folder else self._holder(slab, current)
-        current.from_folder = not holder
-        self._context.commands.append(RestoreSlab(current.attempt, slab, holder))
+        for slab, source in current.slabs.start():
+            restore = RestoreSlab(current.attempt, slab, source.holder, source.from_copy)
+            self._context.commands.append(restore)
 
-    def _holder(self, slab: str, current: _Attempt) -> str:
-        """The member of the present group to fetch the slab from; "" to use the model folder.
+    def _holders(self, current: _Attempt) -> dict[str, frozenset[str]]:
+        """The slabs of each worker that may send some: members of the present group first.
 
-        The member runs the slab, is part of the change, and has failed to send fewer than
-        `FAILURES_MAX` slabs in this attempt.
+        Members that are not part of the change may drop their slabs.
         """
         context = self._context
-        for stage in context.stages:
-            slabs = stage_slabs(
-                stage.first_layer,
-                stage.end_layer,
-                num_layers=context.num_layers,
-                tied_embeddings=context.tied_embeddings,
+        members = [stage for stage in context.stages if stage.worker_id in current.new.members]
+        return {
+            stage.worker_id: frozenset(
+                stage_slabs(
+                    stage.first_layer,
+                    stage.end_layer,
+                    num_layers=context.num_layers,
+                    tied_embeddings=context.tied_embeddings,
+                )
             )
-            if stage.worker_id != context.worker_id and slab in slabs:
-                healthy = current.failures[stage.worker_id] < FAILURES_MAX
-                return stage.worker_id if healthy and stage.worker_id in current.new.members else ""
-        return ""
+            for stage in (*members, *current.holders)
+            if stage.worker_id != context.worker_id
+        }
 
     # --- ends
 

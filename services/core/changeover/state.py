@@ -113,6 +113,7 @@ class MemberConfig:
     tied_embeddings: bool  # the LM head is the embedding
     planner: IterationConfig
     link_blocks_per_s: float = LINK_BLOCKS_PER_S  # minimum bandwidth, in KV blocks of a layer
+    slabs_at_once: int = 1  # slabs that a preparation restores at the same time
 
 
 class Changeover:
@@ -126,6 +127,7 @@ class Changeover:
         *,
         tied_embeddings: bool = False,
         link_blocks_per_s: float = LINK_BLOCKS_PER_S,
+        slabs_at_once: int = 1,
     ) -> None:
         answering = AnsweringSequences()
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, answering)
@@ -135,7 +137,7 @@ class Changeover:
         self._handover = Handover(self._context)
         self._adoption = Adoption(self._context, self._moves, self._handover)
         self._capacity = MemberCapacity(self._context, self._kv)
-        self._preparation = Preparation(self._context)
+        self._preparation = Preparation(self._context, slabs_at_once)
         self._lost = LostPeers(
             self._context, self._handover, self._adoption, self._moves, self._orphaned_kv
         )
@@ -166,6 +168,7 @@ class Changeover:
             PlannerState(config.planner),
             tied_embeddings=config.tied_embeddings,
             link_blocks_per_s=config.link_blocks_per_s,
+            slabs_at_once=config.slabs_at_once,
         )
 
     # --- queries

@@ -17,6 +17,7 @@ from services.core.changeover.configuration import Configuration, GroupStages
 from services.core.changeover.frames import Activations, MemberFrame
 from services.core.changeover.route import Transfer
 from services.core.changeover.transfer_outcome import TransferOutcome
+from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
     ClientCommand,
     IterationEvent,
@@ -93,10 +94,12 @@ class PreparationAsked:
     """Prepare for `groups`, which may be committed later; answered by `EndPreparation`.
 
     The preparation starts once the last change has settled here, however long that takes.
+    `holders`: workers outside the change, with the layers that each may send to this member.
     """
 
     attempt: str
     groups: tuple[GroupStages, ...]
+    holders: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,14 @@ class MembersConnected:
 class RestoreMeasured:
     """Answer to `MeasureRestore`: beside all parameters, `blocks` KV blocks fit into memory.
 
-    `missing`: slabs that must be fetched; `returning`: layers that need memory for KV again.
+    `missing`: slabs that must be restored, of which this worker has `copied` in host memory;
+    `returning`: layers that need memory for KV again.
     """
 
     blocks: int
     missing: tuple[str, ...]
     returning: tuple[int, ...]
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,15 +278,17 @@ class ShrinkKv:
 
 @dataclass(frozen=True, slots=True)
 class RestoreSlab:
-    """Fetch a slab from the member `holder`, or from the model folder if it is "", and verify it.
+    """Restore a slab and verify it; several may be in progress.
 
-    Ends with `SlabVerified`, or with `RestoreFailed` if the folder's parameters differ from those
-    that were loaded at the start.
+    It is fetched from the worker `holder`. If that is "", it is read from the copy in host memory
+    (`from_copy`) or from the model folder. Ends with `SlabVerified`, or with `RestoreFailed` if the
+    folder's parameters differ from those that were loaded at the start.
     """
 
     attempt: str
     slab: str
     holder: str
+    from_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from services.core.groups.records import Records, assignment_of
 from services.core.groups.vocabulary import (
     Group,
     GroupPhase,
+    Member,
     MemberAnswered,
     PrepareMembers,
     Source,
@@ -61,6 +62,7 @@ class Attempt:
     marked_revision: int = 0  # etcd revision of the source records with the mark
     deadline_s: float = 0.0  # of the preparation
     ready: set[str] = field(default_factory=set)  # workers that finished the preparation
+    holders: tuple[Member, ...] = ()  # workers of other groups that send layers to the members
 
     @property
     def source_ids(self) -> tuple[str, ...]:
@@ -90,7 +92,9 @@ class Attempt:
         """The command that asks the members to prepare, once the sources are marked."""
         sources = tuple(Source(group, self.marked_revision) for group in self.sources)
         targets = tuple(group for group in self.targets if group.members)
-        return PrepareMembers(self.attempt_id, self.token, sources, targets, timeout_s)
+        return PrepareMembers(
+            self.attempt_id, self.token, sources, targets, timeout_s, self.holders
+        )
 
     def is_from_member(self, answer: MemberAnswered) -> bool:
         """Whether the answer comes from the process that received the Prepare."""

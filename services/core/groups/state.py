@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from services.core.groups.attempt import Attempt, AttemptPhase
 from services.core.groups.backoff import Backoff
+from services.core.groups.holders import holders_for
 from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import refusal, sources_of, target_groups
 from services.core.groups.records import Records
@@ -43,6 +44,7 @@ from services.core.groups.vocabulary import (
     GroupPhase,
     GroupStuck,
     LeadershipChanged,
+    Member,
     MemberAnswered,
     ReconfigurationCommitted,
     ReconfigurationFailed,
@@ -71,6 +73,7 @@ class ProtocolConfig:
     # Grace period for members that lost their leases, unless a member reports the group as stuck:
     # after an etcd outage all leases have ended, and all workers soon register again.
     absent_wait_s: float = seconds(3.0)
+    share_layers: bool = True  # members fetch layers that they all lack from other groups
 
 
 @dataclass(slots=True)
@@ -229,6 +232,7 @@ class GroupState:
             attempt.enter(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
             attempt.deadline_s = self._now_s + self._timeout_s(attempt)
+            attempt.holders = self._holders_of(attempt)
             return [attempt.prepare(self._timeout_s(attempt))]
         attempt.enter(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
@@ -236,6 +240,13 @@ class GroupState:
         for backoff in (self._backoff, self._restores):
             backoff.note_success(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
+
+    def _holders_of(self, attempt: Attempt) -> tuple[Member, ...]:
+        """The workers of other groups that send layers to the attempt's members."""
+        if not self.config.share_layers:
+            return ()
+        busy = {member.worker_id for other in self.attempts for member in other.holders}
+        return holders_for(self.records, attempt.sources, attempt.targets, busy)
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
         """`AbortMember` for the members of attempts whose mark the transaction has removed."""

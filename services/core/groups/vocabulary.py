@@ -261,13 +261,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMembers:
-    """Send Prepare to every member of `sources` for its stage in `targets`."""
+    """Send Prepare to every member of `sources` for its stage in `targets`.
+
+    `holders` are workers of other groups that the members fetch layers from (see `holders_for`);
+    introduce the members to them.
+    """
 
     attempt: str
     token: int
     sources: tuple[Source, ...]
     targets: tuple[Group, ...]
     timeout_s: float
+    holders: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from services.worker.ipc import (
     AbortRequest,
     ApplyConfiguration,
     FromEngine,
+    Introduce,
     Prepare,
     Progress,
     StartRequest,
@@ -230,6 +231,8 @@ class EngineLoop:
                     self._member.prepare(frame)
                 case AbortAttempt(attempt=attempt):
                     self._member.abort(attempt)
+                case Introduce(peers=peers):
+                    self._member.introduce(peers)
 
     def _start_checked(self) -> None:
         """Start or refuse the requests whose grammar check has ended."""
@@ -290,6 +293,7 @@ class EngineLoop:
             member.iteration_tokens,
             *status[2:],
             member.slowest_iteration_s,
+            member.restored_slabs,
         )
         send(
             self._socket,

@@ -78,13 +78,7 @@ def build_engine() -> EngineLoop:
         planner = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
         if profile is not None:
             log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
-        member_config = MemberConfig(
-            config.worker_id,
-            runner.stage_memory.num_layers,
-            runner.stage_memory.tied_embeddings,
-            planner,
-            config.link_bytes_per_s / runner.stage_memory.kv_ranges[0].shape.size_bytes,
-        )
+        member_config = _member_config(config, runner, planner)
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
     except (WorkerError, ServiceError) as error:
@@ -105,6 +99,20 @@ def build_engine() -> EngineLoop:
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, changeover.planner.pool, config),
         InfeasibleTargets(planner.cost_model),
+    )
+
+
+def _member_config(
+    config: WorkerConfig, runner: ModelRunner, planner: IterationConfig
+) -> MemberConfig:
+    memory = runner.stage_memory
+    return MemberConfig(
+        config.worker_id,
+        memory.num_layers,
+        memory.tied_embeddings,
+        planner,
+        config.link_bytes_per_s / memory.kv_ranges[0].shape.size_bytes,
+        config.slabs_at_once,
     )
 
 
@@ -141,6 +149,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         max_model_len=config.max_model_len,
         threads=config.threads,
         suspends=resumes and planner.preempt is not Preempt.OFF,
+        host_weights_bytes=config.host_weights_bytes,
     )
 
 

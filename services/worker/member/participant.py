@@ -12,7 +12,9 @@ class PrepareRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceMember:
-    """A member of the source groups of a change-over; this worker is one of them.
+    """A member of the source groups of a change-over, or a holder of layers in another group.
+
+    It runs layers `first_layer` to `end_layer` (exclusive) before the change-over.
 
     A lane is a connection between members. The nonces are secrets of the attempt: a peer that
     connects to a lane must prove that it knows the lane's nonce.
@@ -26,6 +28,8 @@ class SourceMember:
     activation_nonce: bytes
     bulk_nonce: bytes
     draining: bool = False  # the worker is shutting down
+    first_layer: int = 0
+    end_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,15 @@ class ProposedChange:
     target: Group  # group and epoch after the commit
     peers: tuple[SourceMember, ...]  # members of all source groups
     others: tuple[Group, ...] = ()  # other target groups of the change-over
+    # Workers of other groups to fetch layers from; the change-over works without any of them.
+    holders: tuple[SourceMember, ...] = ()
 
 
 class Participant(Protocol):
     """Prepares and applies change-overs on the engine side.
 
-    Calls never overlap. A running `prepare` may be cancelled. After a cancelled or refused
-    `prepare`, `abort` or `commit` is called.
+    Calls never overlap, except of `introduce`. A running `prepare` may be cancelled. After a
+    cancelled or refused `prepare`, `abort` or `commit` is called.
     """
 
     async def prepare(self, preparation: ProposedChange) -> None:
@@ -53,6 +59,9 @@ class Participant(Protocol):
         Every step is reversible. On return, this worker can serve the target as soon as it is
         committed. Raises PrepareRefused.
         """
+
+    async def introduce(self, peers: tuple[SourceMember, ...]) -> None:
+        """Let workers of other groups connect, to fetch layers; `peers` includes this worker."""
 
     async def abort(self, attempt: str) -> None:
         """Undo the preparation for the attempt, which will never be committed."""

@@ -78,20 +78,28 @@ def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedCha
         call.group_id,
         call.epoch,
         call.target,
-        tuple(
-            SourceMember(
-                peer.worker_id,
-                peer.incarnation,
-                peer.address,
-                peer.activation_address,
-                peer.bulk_address,
-                peer.activation_nonce,
-                peer.bulk_nonce,
-                peer.draining,
-            )
-            for peer in request.peers
-        ),
+        to_members(request.peers),
         others,
+        to_members(request.holders),
+    )
+
+
+def to_members(peers: Iterable[pb.Peer]) -> tuple[SourceMember, ...]:
+    """The workers of a Prepare or an Introduce."""
+    return tuple(
+        SourceMember(
+            peer.worker_id,
+            peer.incarnation,
+            peer.address,
+            peer.activation_address,
+            peer.bulk_address,
+            peer.activation_nonce,
+            peer.bulk_nonce,
+            peer.draining,
+            peer.first_layer,
+            peer.end_layer,
+        )
+        for peer in peers
     )
 
 
@@ -105,6 +113,7 @@ FUTURE_WAIT_S = RELIST_S + 1.0
 # Time limit of a preparation if the caller set no deadline.
 PREPARE_TIMEOUT_S = 600.0
 
+IntroduceContext = grpc.aio.ServicerContext[pb.IntroduceRequest, pb.IntroduceResponse]
 PrepareContext = grpc.aio.ServicerContext[pb.PrepareRequest, pb.PrepareResponse]
 AbortContext = grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
 
@@ -183,7 +192,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
         call = to_abort_call(request)
-        if call.incarnation != self._state.incarnation or call.token < self._state.token:
+        if self._is_stale(request):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale Abort, or an Abort for another incarnation",
@@ -193,6 +202,28 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             if action is not None:
                 await self._execute(action)
         return pb.AbortResponse()
+
+    async def Introduce(
+        self, request: pb.IntroduceRequest, context: IntroduceContext
+    ) -> pb.IntroduceResponse:
+        peers = to_members(request.peers)
+        if self._is_stale(request) or self._refuses_all:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "a stale Introduce, or an Introduce for another incarnation",
+            )
+        if self._state.worker_id not in {peer.worker_id for peer in peers}:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "peers must include the receiver")
+        try:
+            await self._participant.introduce(peers)
+        except PrepareRefused as refused:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
+        return pb.IntroduceResponse()
+
+    def _is_stale(self, request: pb.AbortRequest | pb.IntroduceRequest) -> bool:
+        """Whether a call is from an earlier coordinator, or for another process."""
+        state = self._state
+        return request.incarnation != state.incarnation or request.token < state.token
 
     async def _judge(
         self,

@@ -24,6 +24,7 @@ from services.worker.ipc import (
     ApplyConfiguration,
     EngineReady,
     FromEngine,
+    Introduce,
     Prepare,
     Prepared,
     Progress,
@@ -217,7 +218,7 @@ class VllmAdapter:
                 self._epoch = max(self._epoch, *own, 0)
             case Prepare(attempt=attempt):
                 self._prepared.append(Prepared(attempt, CANNOT_MERGE))
-            case AbortAttempt():
+            case AbortAttempt() | Introduce():
                 pass
 
     def _start(self, request: Request, tasks: asyncio.TaskGroup) -> None:

@@ -13,6 +13,7 @@ from services.worker.ipc import (
     ApplyConfiguration,
     EngineReady,
     GroupPlan,
+    Introduce,
     Lane,
     MemberPlan,
     Prepare,
@@ -54,6 +55,9 @@ class RecordingEngine:
 
     async def abort_preparation(self, attempt: str) -> None:
         self.told.append(attempt)
+
+    async def introduce(self, introduction: Introduce) -> None:
+        self.told.append(introduction)
 
 
 class Bench:
@@ -110,6 +114,29 @@ async def test_what_was_prepared_is_applied_with_its_peers(bench: Bench) -> None
     await bench.participant.commit(MERGED, "7-1", "")
     assert bench.engine.told[2:] == [ApplyConfiguration([MERGED_PLAN])]
     assert bench.participant.place == Place("group-w1", 2, leads=False, shared=True)
+
+
+HOLDER = SourceMember(
+    *("w2", "c", "w2:0", "w2:1", "w2:2", b"\x04" * 16, b"\x05" * 16), first_layer=2, end_layer=4
+)
+HOLDER_PLAN = plan("w2", "c", 2, 4, ("04" * 16, "05" * 16))
+
+
+async def test_the_engine_gets_the_holders_that_can_be_reached(bench: Bench) -> None:
+    """A change needs none of them, so the others are left out."""
+    holders = (
+        replace(HOLDER, worker_id="w3", bulk_address="nowhere:1"),
+        replace(HOLDER, worker_id="w4", activation_address=""),
+        HOLDER,
+    )
+    await bench.participant.prepare(replace(MERGE, holders=holders))
+    assert bench.engine.told == [Prepare("7-1", [MERGED_PLAN], [HOLDER_PLAN])]
+
+
+async def test_the_engine_is_introduced_to_members_of_other_groups(bench: Bench) -> None:
+    own = replace(PEERS[0], first_layer=0, end_layer=4)
+    await bench.participant.introduce((own, HOLDER))
+    assert bench.engine.told == [Introduce([plan("w0", "a", 0, 4, W0_NONCES), HOLDER_PLAN])]
 
 
 async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server(bench: Bench) -> None:

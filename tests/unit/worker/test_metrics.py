@@ -115,6 +115,13 @@ def test_interruptions_of_batch_work_are_told() -> None:
         assert value(found, f"tideserve_worker_{name}_total", **OWN) == number
 
 
+def test_restored_slabs_are_counted_by_source() -> None:
+    found = told(engine(restored_slabs={"peer": 7, "disk": 2}))
+    for source, number in (("host", 0), ("peer", 7), ("disk", 2)):
+        labels = OWN | {"source": source}
+        assert value(found, "tideserve_worker_restored_slabs_total", **labels) == number
+
+
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
     found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0)))
     assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0

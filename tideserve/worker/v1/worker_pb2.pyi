@@ -125,6 +125,7 @@ class PrepareRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Fencing token: revision at which the memory manager became leader; lower than an earlier token
     is refused.
@@ -151,6 +152,12 @@ class PrepareRequest(_message.Message):
     def others(self) -> _containers.RepeatedCompositeFieldContainer[_record_pb2.GroupRecord]:
         """The other groups that the same change creates, with the same epoch."""
 
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """Workers of other groups with layers that no member of the changing groups holds. The member may
+        fetch layers from them; none of them is needed for the change.
+        """
+
     def __init__(
         self,
         *,
@@ -163,10 +170,11 @@ class PrepareRequest(_message.Message):
         target: _record_pb2.GroupRecord | None = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
         others: _abc.Iterable[_record_pb2.GroupRecord] | None = ...,
+        holders: _abc.Iterable[Global___Peer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "mod_revision", b"mod_revision", "others", b"others", "peers", b"peers", "target", b"target", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "group_id", b"group_id", "holders", b"holders", "incarnation", b"incarnation", "mod_revision", b"mod_revision", "others", b"others", "peers", b"peers", "target", b"target", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +265,55 @@ class PrepareResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
+class IntroduceRequest(_message.Message):
+    """Introduces the members of an attempt to a worker that holds layers for them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """As in PrepareRequest."""
+    incarnation: _builtins.str
+    """The receiver's incarnation."""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """The members of the attempt, and the receiver."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        peers: _abc.Iterable[Global___Peer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peers", b"peers", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntroduceRequest: _TypeAlias = IntroduceRequest  # noqa: Y015
+
+@_typing.final
+class IntroduceResponse(_message.Message):
+    """The receiver expects the members."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntroduceResponse: _TypeAlias = IntroduceResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

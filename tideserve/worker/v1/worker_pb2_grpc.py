@@ -123,6 +123,11 @@ class MemberServiceStub:
                 request_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
                 response_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Introduce = channel.unary_unary(
+                '/tideserve.worker.v1.MemberService/Introduce',
+                request_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceRequest.SerializeToString,
+                response_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceResponse.FromString,
+                _registered_method=True)
 
 
 class MemberServiceServicer:
@@ -148,6 +153,14 @@ class MemberServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Introduce(self, request, context):
+        """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
+        own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MemberServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +173,11 @@ def add_MemberServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.FromString,
                     response_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.SerializeToString,
+            ),
+            'Introduce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Introduce,
+                    request_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceRequest.FromString,
+                    response_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +236,33 @@ class MemberService:
             '/tideserve.worker.v1.MemberService/Abort',
             tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortRequest.SerializeToString,
             tideserve_dot_worker_dot_v1_dot_worker__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Introduce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.worker.v1.MemberService/Introduce',
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceRequest.SerializeToString,
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceResponse.FromString,
             options,
             channel_credentials,
             insecure,

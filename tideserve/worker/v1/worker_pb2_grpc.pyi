@@ -82,6 +82,10 @@ class MemberServiceStub:
     """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
     FAILED_PRECONDITION if it is stale or meant for another process.
     """
+    Introduce: _grpc.UnaryUnaryMultiCallable[_worker_pb2.IntroduceRequest, _worker_pb2.IntroduceResponse]
+    """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
+    own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
+    """
 
 @_typing.type_check_only
 class MemberServiceAsyncStub(MemberServiceStub):
@@ -99,6 +103,10 @@ class MemberServiceAsyncStub(MemberServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
     FAILED_PRECONDITION if it is stale or meant for another process.
+    """
+    Introduce: _aio.UnaryUnaryMultiCallable[_worker_pb2.IntroduceRequest, _worker_pb2.IntroduceResponse]  # type: ignore[assignment]
+    """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
+    own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
     """
 
 class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -126,6 +134,16 @@ class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.AbortResponse, _abc.Awaitable[_worker_pb2.AbortResponse]]:
         """Aborts the preparation for an attempt; no effect if that is unknown or over. Refused with
         FAILED_PRECONDITION if it is stale or meant for another process.
+        """
+
+    @_abc_1.abstractmethod
+    def Introduce(
+        self,
+        request: _worker_pb2.IntroduceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.IntroduceResponse, _abc.Awaitable[_worker_pb2.IntroduceResponse]]:
+        """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
+        own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
         """
 
 def add_MemberServiceServicer_to_server(servicer: MemberServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,6 +30,7 @@ from services.worker.engine.memory.budget import (
     MemoryPlan,
     plan_memory,
 )
+from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout, WeightSource
 from services.worker.engine.memory.memfd import MemfdArena
@@ -201,6 +202,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             num_layers=geometry.num_layers,
             tied_embeddings=geometry.tied_embeddings,
             open_source=partial(_open_source, config),
+            host_copies=HostCopies.of(config.host_weights_bytes, device),
         )
         if config.load_format != "dummy":
             verify_manifest(config.model_dir)

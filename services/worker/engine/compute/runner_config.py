@@ -18,7 +18,8 @@ class RunnerConfig:
     `chunk_bytes`: granularity of memory mappings; None to choose it. `max_batch_tokens` bounds the
     new tokens of a batch. `min_tokens`: the minimum capacity of the KV cache. `suspends`: reserve
     memory for the hidden states of a suspended batch. `dummy_seed` and `dummy_std` apply to load
-    format `dummy`, which has random weights.
+    format `dummy`, which has random weights. `host_weights_bytes`: budget of the copies of slabs in
+    host memory (see `host_copies`).
     """
 
     model_dir: Path
@@ -36,6 +37,7 @@ class RunnerConfig:
     suspends: bool = False
     dummy_seed: int = 0
     dummy_std: float = 0.02
+    host_weights_bytes: int | None = None
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:

@@ -11,15 +11,15 @@ still needed, until its sequences have moved. A layer *arrives* while a restore 
 
 Drop:     prepare_drop → set_stage → (serve, finish_drop in slices) → release_departed as KV moves
           away, until 0. Without a prepared drop, `set_stage` maps the KV extensions itself.
-Restore:  relocate → shrink_kv → map_layer_parameters → slab_bytes or load_layer → finish_layer →
-          map_kv_of → set_stage. All steps but the last leave the serving stage unchanged;
-          `abandon_restore` undoes them.
+Restore:  relocate → shrink_kv → map_layer_parameters → slab_bytes, copy_back or load_layer →
+          finish_layer → map_kv_of → set_stage. All steps but the last leave the serving stage
+          unchanged; `abandon_restore` undoes them.
 
 A method takes microseconds to a few milliseconds unless its docstring says otherwise.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from services.common.clock import monotonic_s
 from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
+from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, grow_tails, prepare_tails
 from services.worker.engine.memory.layer_slab import (
     LayerSlab,
@@ -81,8 +82,10 @@ class StageMemory:
         num_layers: int,
         tied_embeddings: bool,
         open_source: Callable[[], WeightSource],
+        host_copies: HostCopies | None = None,
     ) -> None:
         self.arena = arena
+        self.host_copies = host_copies or HostCopies()
         self.plan = plan
         self.slabs = {name: LayerSlab(arena, name, layout) for name, layout in layouts.items()}
         self.kv_ranges = [
@@ -174,6 +177,7 @@ class StageMemory:
                 slab.map()
                 slab.fill_from(source)
                 slab.finish()
+                self.host_copies.keep(slab.name, slab.bytes_to_read())
         finally:
             source.close()
         self._grow(cold=False)
@@ -346,6 +350,18 @@ class StageMemory:
             self.slabs[name].fill_from(source)
         finally:
             source.close()
+
+    def copy_back(self, name: str) -> Iterator[None]:
+        """Fill a mapped slab from its copy in host memory, in slices.
+
+        Raises InvalidStage.
+        """
+        copy = self.host_copies.get(name)
+        if copy is None:
+            raise InvalidStage(f"{name} has no copy in host memory")
+        for offset_bytes in range(0, copy.numel(), SLICE_BYTES):
+            self.unpack_slab(name, offset_bytes, copy[offset_bytes : offset_bytes + SLICE_BYTES])
+            yield
 
     def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
         """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it is resident.

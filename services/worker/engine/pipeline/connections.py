@@ -1,19 +1,29 @@
 """Keeps this engine connected to the other members of its group, on the activation and bulk lane.
 
+An introduction connects it to a worker of another group for a while, to send or fetch layers.
+
 Terms: a lane is a transport for frames between engines. A member is identified by its worker id
 and incarnation (one process of the worker). A nonce is the secret that both ends of a planned
 connection received from the memory manager. An attempt is a dial or an expected dial.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from services.worker.engine.transfer.errors import LaneFull
 from services.worker.engine.transfer.lane import Identity, Lane, LaneEvent, PeerConnected, PeerLost
 from services.worker.ipc import Lane as LanePlan
 from services.worker.ipc import MemberPlan
 
+log = logging.getLogger(__name__)
+
 RETRY_S = 0.05
 """Pause before a failed dial is repeated: a busy peer refuses until its iteration ends."""
+INTRODUCTION_TIMEOUT_S = 3.0
+"""Time limit of an introduction; then layers come from another source."""
+INTRODUCED_MAX_S = 120.0
+"""Lifetime of an introduced connection: longer than a preparation that uses it."""
 
 
 @dataclass(slots=True)
@@ -60,6 +70,17 @@ class _Peers:
             self.lost.add(peer)
 
 
+@dataclass(slots=True)
+class _Introduction:
+    """A peer of another group; `own` is this worker, with its nonces for the peer."""
+
+    own: MemberPlan
+    peer: MemberPlan
+    until_s: float  # deadline of connecting
+    end_s: float  # when the connection ends
+    was_connected: bool = False
+
+
 class Connections:
     """Connects this worker to its peers. Of two workers, the one with the smaller id dials."""
 
@@ -67,6 +88,62 @@ class Connections:
         self._now_s = now_s
         self._activations = _Peers(activations)
         self._bulk = _Peers(bulk)
+        self._introductions: dict[str, _Introduction] = {}  # by worker id
+
+    def introduce(self, own: MemberPlan, peers: Iterable[MemberPlan]) -> None:
+        """Connect to workers of other groups that connect to this worker at the same time.
+
+        `advance` must be called. Connections that exist already stay as they are.
+        """
+        now_s = self._now_s()
+        times_s = now_s + INTRODUCTION_TIMEOUT_S, now_s + INTRODUCED_MAX_S
+        for peer in peers:
+            if peer.worker_id in self._introductions or not self.has(peer):
+                self._introductions[peer.worker_id] = _Introduction(own, peer, *times_s)
+
+    def end_introductions(self, worker_ids: Iterable[str]) -> None:
+        """Treat these workers as members from now on: another plan has nonces for them."""
+        for worker_id in worker_ids:
+            self._introductions.pop(worker_id, None)
+
+    @property
+    def introducing(self) -> bool:
+        """Whether an introduced worker is not connected yet."""
+        now_s = self._now_s()
+        return any(
+            now_s <= introduction.until_s and not self.has(introduction.peer)
+            for introduction in self._introductions.values()
+        )
+
+    def may_connect(self, peer: MemberPlan) -> bool:
+        """Whether an introduced worker is connected, or may be in time."""
+        introduction = self._introductions.get(peer.worker_id)
+        if introduction is None or introduction.was_connected:
+            return self.has(peer)
+        return self.has(peer) or self._now_s() <= introduction.until_s
+
+    def advance(self) -> None:
+        """Dial or expect the introduced workers again, and end old introductions."""
+        now_s = self._now_s()
+        for worker_id, introduction in list(self._introductions.items()):
+            if self.has(introduction.peer):
+                introduction.was_connected = True
+                if now_s > introduction.end_s:
+                    self._disconnect(worker_id)
+                    del self._introductions[worker_id]
+            elif introduction.was_connected or now_s > introduction.until_s:
+                del self._introductions[worker_id]
+            else:
+                try:
+                    self.open(introduction.own, introduction.peer)
+                except LaneFull as error:
+                    log.warning("%s is not connected: %s", worker_id, error)
+                    del self._introductions[worker_id]
+
+    def _disconnect(self, worker_id: str) -> None:
+        for peers in (self._activations, self._bulk):
+            peers.lane.disconnect(worker_id)
+            peers.connected.pop(worker_id, None)
 
     def open(self, own: MemberPlan, peer: MemberPlan) -> None:
         """Dial or expect a peer on each lane that is not connected to it.
@@ -116,6 +193,8 @@ class Connections:
 
     def enter(self, members: Iterable[MemberPlan]) -> None:
         """Start a configuration: only `members` that are not connected now stay marked as lost."""
+        members = tuple(members)
+        self.end_introductions(member.worker_id for member in members)
         processes = {Identity(member.worker_id, member.incarnation) for member in members}
         for peers in (self._activations, self._bulk):
             gone = processes.difference(peers.connected.values())

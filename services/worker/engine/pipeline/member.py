@@ -12,7 +12,7 @@ KV have reached their new members. Parked batch requests wait at a follower befo
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.group_health import GroupHealth
 from services.worker.engine.pipeline.kv_transfers import KvTransfers
 from services.worker.engine.pipeline.links import Links, Received
-from services.worker.engine.pipeline.plans import members_of, stages_of
+from services.worker.engine.pipeline.plans import members_of, stage_of, stages_of
 from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
 from services.worker.engine.pipeline.serving import EngineOutbox, Interrupts, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
@@ -55,7 +55,7 @@ from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
 from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from services.worker.errors import InvalidBlocks, WorkerError
-from services.worker.ipc import ApplyConfiguration, GroupPlan, Prepare, Prepared
+from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Member:
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
-        self._preparations: dict[str, list[GroupPlan]] = {}  # in progress, by attempt
+        self._preparations: dict[str, Prepare] = {}  # in progress, by attempt
         self._reported_lost: frozenset[str] = frozenset()  # members, in this configuration
         self._payload: Any = b""  # of the frame that is being handled
         self._due_stages: list[vocabulary.RunStage] = []  # commanded, not run yet
@@ -153,10 +153,18 @@ class Member:
     def prepare(self, command: Prepare) -> None:
         """Prepare for groups that may be committed; the answer comes in `EngineOutbox.prepared`."""
         if command.attempt not in self._preparations:  # a repeated command has no effect
-            self._preparations[command.attempt] = command.groups
+            self._preparations[command.attempt] = command
             groups = stages_of(command.groups)
             self._failpoints.hit_requested(groups, "prepare")
-            self._apply(vocabulary.PreparationAsked(command.attempt, groups))
+            holders = tuple(stage_of(holder) for holder in command.holders)
+            self._apply(vocabulary.PreparationAsked(command.attempt, groups, holders))
+
+    def introduce(self, peers: Iterable[MemberPlan]) -> None:
+        """Connect to workers of other groups that want to fetch layers; `peers` has this one."""
+        plans = {peer.worker_id: peer for peer in peers}
+        own = plans.pop(self.links.worker_id, None)
+        if own is not None:
+            self._connections.introduce(own, plans.values())
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown attempts are ignored."""
@@ -189,7 +197,8 @@ class Member:
     @property
     def busy_changing(self) -> bool:
         """Whether a change or a preparation needs further calls of `take` without new frames."""
-        return self.changeover.busy or self._restoring.running or not self._swept
+        changing = self.changeover.busy or self._restoring.running or not self._swept
+        return changing or self._connections.introducing
 
     @property
     def trouble(self) -> str:
@@ -206,6 +215,11 @@ class Member:
     def iteration_time(self) -> IterationTime:
         """Total time of this engine's iterations, measured and predicted by the cost model."""
         return self._serving.iterations.total
+
+    @property
+    def restored_slabs(self) -> dict[str, int]:
+        """Number of slabs that were restored since the start, by source: host, peer or disk."""
+        return dict(self._restoring.restored)
 
     @property
     def slowest_iteration_s(self) -> float:
@@ -239,7 +253,8 @@ class Member:
             self._connections.detect_lost()
         if self.configuration is not None and self._connections.any_lost:
             self._handle_lost_peers(self.configuration)
-        if (end := self._restoring.step()) is not None:
+        self._connections.advance()
+        for end in self._restoring.step():
             self._apply(end)
         if self.changeover.needs_turn(now_s := self._now_s()):
             self._apply(vocabulary.TurnTaken(now_s))
@@ -378,9 +393,9 @@ class Member:
         self.links.enter(new.own.group_id, new.epoch)
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= new.epoch}
         self._preparations = {
-            name: groups
-            for name, groups in self._preparations.items()
-            if groups[0].epoch > new.epoch
+            name: preparation
+            for name, preparation in self._preparations.items()
+            if preparation.groups[0].epoch > new.epoch
         }
         self._connections.enter(members_of(self._plans[new.epoch]).values())
         self._reported_lost = frozenset()
@@ -412,7 +427,9 @@ class Member:
             ) from error
 
     def _connect(self, command: vocabulary.ConnectMembers) -> None:
-        self._restoring.connect(command.attempt, members_of(self._preparations[command.attempt]))
+        preparation = self._preparations[command.attempt]
+        members = members_of(preparation.groups)
+        self._restoring.connect(command.attempt, members, preparation.holders)
 
     def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         self._failpoints.hit_preparation("ready")

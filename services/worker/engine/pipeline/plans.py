@@ -13,11 +13,16 @@ def stages_of(groups: Sequence[GroupPlan]) -> tuple[GroupStages, ...]:
         GroupStages(
             group.group_id,
             group.epoch,
-            tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members),
+            tuple(map(stage_of, group.members)),
             frozenset(member.worker_id for member in group.members if member.draining),
         )
         for group in groups
     )
+
+
+def stage_of(member: MemberPlan) -> Stage:
+    """Return the layers of a member, or those that a holder runs."""
+    return Stage(member.worker_id, member.first_layer, member.end_layer)
 
 
 def members_of(groups: Sequence[GroupPlan]) -> dict[str, MemberPlan]:

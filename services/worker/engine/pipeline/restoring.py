@@ -7,7 +7,8 @@ sends and receives slabs and KV.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,7 +50,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _SlabFetch:
-    transfer_id: str
     until_s: float  # deadline
     arrived: bool = False
     failed: bool = False
@@ -59,7 +59,8 @@ class _SlabFetch:
 class Restoring:
     """The work of a preparation. Slow work is a generator that `step` resumes between iterations.
 
-    At most one slow work is in progress, and a step is short beside an iteration.
+    Several slabs are restored at the same time; other slow work is alone. A step is short beside an
+    iteration, except for a slab that is read from the model folder.
     """
 
     links: Links
@@ -68,31 +69,45 @@ class Restoring:
     mover: Mover
     now_s: Callable[[], float]
     failpoints: ChangeFailpoints
-    _steps: Iterator[PreparationEvent | None] | None = None  # the work in progress
-    _fetching: _SlabFetch | None = field(default=None)  # the slab transfer in progress
+    restored: Counter[str] = field(default_factory=Counter)  # slabs since the start, by source
+    _steps: list[Iterator[PreparationEvent | None]] = field(default_factory=list)  # in progress
+    _fetches: dict[str, _SlabFetch] = field(default_factory=dict)  # in progress, by transfer
+    _holders: dict[str, MemberPlan] = field(default_factory=dict)  # outside of the change
 
     @property
     def running(self) -> bool:
         """Whether slow work is in progress, so that `step` must be called."""
-        return self._steps is not None
+        return bool(self._steps)
 
-    def step(self) -> PreparationEvent | None:
-        """Continue the slow work; returns its event when it has ended, else None."""
-        if self._steps is None:
-            return None
-        try:
-            end = next(self._steps)
-        except WorkerError as error:
-            end = RestoreFailed(str(error))
-        if end is not None:
-            self._steps = None
-        return end
+    def step(self) -> list[PreparationEvent]:
+        """Continue all slow work; returns the events of the work that has ended."""
+        ends, going = [], []
+        for steps in self._steps:
+            try:
+                end = next(steps)
+            except WorkerError as error:
+                end = RestoreFailed(str(error))
+            if end is None:
+                going.append(steps)
+            else:
+                ends.append(end)
+        self._steps = going
+        return ends
 
     # --- slow work
 
-    def connect(self, attempt: str, members: dict[str, MemberPlan]) -> None:
-        """Start to connect both lanes to every other member."""
-        self._steps = self._connect(attempt, members)
+    def connect(
+        self, attempt: str, members: dict[str, MemberPlan], holders: Iterable[MemberPlan] = ()
+    ) -> None:
+        """Start to connect both lanes to every other member.
+
+        Also connects to `holders` of layers in other groups, but nothing waits for them until a
+        slab is fetched.
+        """
+        self.connections.end_introductions(members)
+        self._holders = {holder.worker_id: holder for holder in holders}
+        self.connections.introduce(members[self.links.worker_id], self._holders.values())
+        self._steps = [self._connect(attempt, members)]
 
     def _connect(
         self, attempt: str, members: dict[str, MemberPlan]
@@ -113,7 +128,7 @@ class Restoring:
         """Start to unmap the KV blocks from `command.blocks` on; `step` frees them in slices."""
         self.failpoints.hit_preparation("room")
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
-        self._steps = self._sweep(command.attempt)
+        self._steps = [self._sweep(command.attempt)]
 
     def _sweep(self, attempt: str) -> Iterator[PreparationEvent | None]:
         while True:
@@ -122,18 +137,22 @@ class Restoring:
             yield KvShrunk(attempt) if swept else None
 
     def restore(self, command: RestoreSlab) -> None:
-        """Start to fetch and verify a slab."""
-        self._steps = self._restore(command)
+        """Start to restore and verify a slab."""
+        self._steps.append(self._restore(command))
 
     def _restore(self, command: RestoreSlab) -> Iterator[PreparationEvent | None]:
         memory, slab = self.stage.runner.stage_memory, command.slab
         self.failpoints.hit_preparation("fetch")
+        source = command.holder or ("the copy in host memory" if command.from_copy else "")
         try:
             with self.stage.lock:
                 if memory.slabs[slab].state is SlabState.ABSENT:
                     memory.map_layer_parameters(slab)
             if command.holder:
                 yield from self._fetch(command)
+            elif command.from_copy:
+                for _ in memory.copy_back(slab):
+                    yield None
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
@@ -141,37 +160,49 @@ class Restoring:
             while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
                 yield None
             self.failpoints.hit_preparation("verify")
+            self.restored[
+                "peer" if command.holder else "host" if command.from_copy else "disk"
+            ] += 1
             yield SlabVerified(command.attempt, slab, intact=True)
         except WorkerError as error:
-            # Without a holder, the model folder itself has failed: there is no other source. After
-            # a failed holder, the state machine loads the slab from the model folder.
-            if not command.holder:
+            # The model folder is the last source. After any other one, the state machine chooses
+            # the next.
+            if not source:
                 yield RestoreFailed(str(error))
-            log.warning("%s; its holder is %s", error, command.holder)
+            log.warning("%s; its source is %s", error, source)
+            if command.from_copy:
+                memory.host_copies.remove(slab)
             yield SlabVerified(command.attempt, slab, intact=False)
 
     def _fetch(self, command: RestoreSlab) -> Iterator[None]:
         """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
-        transfer_id = f"{command.attempt}/{self.links.worker_id}/{command.slab}"
+        slab, holder = command.slab, self._holders.get(command.holder)
+        while holder is not None and not self.connections.has(holder):
+            if not self.connections.may_connect(holder):
+                raise _NotFetched(f"{slab} was not requested: {holder.worker_id} is not connected")
+            yield None
+        transfer_id = f"{command.attempt}/{self.links.worker_id}/{slab}/{command.holder}"
         memory = self.stage.runner.stage_memory
-        patience_s = self.mover.patience_s(memory.slabs[command.slab].layout.size_bytes)
-        fetching = _SlabFetch(transfer_id, self.now_s() + patience_s)
-        self._fetching = fetching
-        digest = memory.slab_digest(command.slab).hex()
-        self.links.send(command.holder, SlabRequest(command.slab, transfer_id, digest))
+        patience_s = self.mover.patience_s(memory.slabs[slab].layout.size_bytes)
+        # Slabs that arrive at the same time share the link.
+        fetching = _SlabFetch(self.now_s() + patience_s * (1 + len(self._fetches)))
+        self._fetches[transfer_id] = fetching
+        digest = memory.slab_digest(slab).hex()
+        self.links.send(command.holder, SlabRequest(slab, transfer_id, digest))
         while not (fetching.arrived or fetching.failed):
-            if self.now_s() > fetching.until_s:
+            is_lost = holder is not None and not self.connections.has(holder)
+            if is_lost or self.now_s() > fetching.until_s:
                 self.mover.cancel(transfer_id)
                 fetching.failed = True
             yield None
-        self._fetching = None
+        del self._fetches[transfer_id]
         if fetching.failed:
-            raise _NotFetched(f"{command.slab} did not arrive")
+            raise _NotFetched(f"{slab} did not arrive")
 
     def note_transfer(self, transfer_id: str, intact: bool) -> bool:
-        """Note the end of a transfer; returns whether it was the slab that is being fetched."""
-        fetching = self._fetching
-        if fetching is None or fetching.transfer_id != transfer_id:
+        """Note the end of a transfer; returns whether it was of a slab that is being fetched."""
+        fetching = self._fetches.get(transfer_id)
+        if fetching is None:
             return False
         fetching.arrived, fetching.failed = intact, not intact
         return True
@@ -188,10 +219,12 @@ class Restoring:
         # Prepare the KV memory that a drop of layers gains now, so that the switch does not wait
         # for it.
         memory.prepare_drop(first, end)
+        missing = tuple(memory.missing_slabs(first, end))
         return RestoreMeasured(
             memory.blocks_after_adding(first, end),
-            tuple(memory.missing_slabs(first, end)),
+            missing,
             tuple(sorted(set(range(first, end)) - set(memory.layers))),
+            tuple(slab for slab in missing if memory.host_copies.get(slab) is not None),
         )
 
     def map_kv(self, command: MapKv) -> KvMapped:
@@ -208,10 +241,10 @@ class Restoring:
 
     def stop(self) -> None:
         """Stop slow work in progress, without an event."""
-        self._steps = None
-        if self._fetching is not None:
-            self.mover.cancel(self._fetching.transfer_id)
-            self._fetching = None
+        self._steps = []
+        for transfer_id in self._fetches:
+            self.mover.cancel(transfer_id)
+        self._fetches = {}
 
 
 class _NotFetched(WorkerError):

@@ -13,7 +13,9 @@ RUNS = 150
 CACHED_RUNS = 100
 CLASS_RUNS = 60
 PARTIAL_RUNS, DIVIDING_STEPS = 40, 100
+HOLDER_RUNS = 100
 MANY_RUNS = 5_000
+MANY_HOLDER_RUNS = 2_000
 MANY_CLASS_RUNS = 2_000
 MANY_PARTIAL_RUNS = 1_000
 OPERATIONS = ("start", "start", "prepare", "commit", "commit", "turns", "turns", "abort", "abandon")
@@ -25,10 +27,15 @@ LONG_STEPS, ONCE_WRONG_CACHED = 80, (10876,)
 
 
 def explore(
-    seed: int, prefixes: bool = False, steps: int = STEPS, classes: bool = False, **options: Any
+    seed: int,
+    prefixes: bool = False,
+    steps: int = STEPS,
+    classes: bool = False,
+    holders: bool = False,
+    **options: Any,
 ) -> World:
     """A run by chance."""
-    world = World(seed, prefixes=prefixes, classes=classes, **options)
+    world = World(seed, prefixes=prefixes, classes=classes, holders=holders, **options)
     for _ in range(steps):
         world.step()
     world.settle()
@@ -85,6 +92,21 @@ def test_kv_of_a_request_that_was_released_is_not_sent() -> None:
     """Runs that found a defect: a leader had preempted a request whose KV was on its way."""
     explore(1001389, True, 80)
     explore(9000471, False, 100)
+
+
+def test_so_it_is_with_slabs_from_other_groups() -> None:
+    """Holders die, change, or have other weights, and each slab is restored all the same."""
+    worlds = [explore(seed, holders=True, workers=4, losses=2) for seed in range(HOLDER_RUNS)]
+    assert sum(world.committed for world in worlds) > HOLDER_RUNS
+    survivors = [member for world in worlds for member in world.members.values()]
+    assert sum(member.restored["peer"] for member in survivors) > HOLDER_RUNS
+    assert sum(member.restored["disk"] for member in survivors) > 0
+
+
+@pytest.mark.slow
+def test_many_runs_with_slabs_from_other_groups() -> None:
+    for seed in range(HOLDER_RUNS, MANY_HOLDER_RUNS):
+        explore(seed, holders=True, workers=3 + seed % 2, losses=2)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.changeover import preparation, vocabulary
+from services.core.changeover import slab_sources, vocabulary
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.frames import Capacity
 from services.core.changeover.lost_peers import UNFINISHED_WAIT_S
@@ -266,7 +266,7 @@ def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:
 def test_a_member_that_fails_again_and_again_is_not_asked_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preparation, "FAILURES_MAX", 1)
+    monkeypatch.setattr(slab_sources, "FAILURES_MAX", 1)
     script = restoring("b")
     first = fetching(script)
     assert first.holder == "a"

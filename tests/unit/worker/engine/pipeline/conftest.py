@@ -1,6 +1,7 @@
 """Members over real memory, planners and transfers, with integers as a model."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,11 @@ def make_group() -> Iterator[MakeGroup]:
     """Makes workers that are settled, each alone, and gives their memory back."""
     made: list[EngineGroup] = []
 
-    def make(workers: int = 2, seed: int = 1, **options: object) -> EngineGroup:
-        made.append(EngineGroup(FAKE, workers, seed, load=load_fake, **options))
+    def make(
+        workers: int = 2, seed: int = 1, host_weights_bytes: int = 0, **options: object
+    ) -> EngineGroup:
+        config = replace(FAKE, host_weights_bytes=host_weights_bytes)
+        made.append(EngineGroup(config, workers, seed, load=load_fake, **options))
         made[-1].settle()
         return made[-1]
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.changeover.preparation import BUSY, FAILURES_MAX
+from services.core.changeover.preparation import BUSY
+from services.core.changeover.slab_sources import FAILURES_MAX
 from services.core.planner.batch import Microbatch
 from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
@@ -22,7 +23,7 @@ from services.worker.errors import (
 )
 from services.worker.ipc import Prepare
 from tests.support.engines import Engine
-from tests.support.fake_model import BLOCKS, CHUNK_BYTES, LAYERS
+from tests.support.fake_model import BLOCKS, CHUNK_BYTES, LAYERS, SLABS
 from tests.support.integer_group import (
     APART,
     MERGED,
@@ -231,7 +232,7 @@ def test_parameters_that_their_holder_cannot_give_come_from_the_folder(
     said = [one.getMessage() for one in caplog.records]
     loaded = [text for text in said if "comes from the model folder" in text]
     assert len(loaded) == 4, said
-    assert len([text for text in said if "did not arrive; its holder" in text]) == 3
+    assert len([text for text in said if "did not arrive; its source" in text]) == 3
     assert len([text for text in said if "do not match their digest" in text]) == 1
     monkeypatch.undo()
     group.commit(APART)
@@ -252,7 +253,7 @@ def test_parameters_that_do_not_come_in_time_are_not_waited_for(
         for _ in range(300):
             group.turn()
     assert (attempt, "w0") in group.prepared, "the folder has the rest: w1 is not asked again"
-    assert caplog.text.count("did not arrive; its holder is w1") == FAILURES_MAX
+    assert caplog.text.count("did not arrive; its source is w1") == FAILURES_MAX
     group.network._bulk.release("w1", "w0")  # type: ignore[attr-defined]
     group.commit(APART)
     group.settle()
@@ -288,10 +289,38 @@ def test_an_attempt_that_ends_while_parameters_come_takes_none_of_them(
     group = merged_and_started(make_group())
     before = memory(group, "w0").arena.free_chunks
     attempt = group.prepare(APART)
-    group.run_until(lambda: member(group, "w0")._restoring._fetching is not None)
+    group.run_until(lambda: member(group, "w0")._restoring._fetches)
     group.abort_attempt(attempt, APART)
     assert not member(group, "w0").changeover.busy
     assert memory(group, "w0").arena.free_chunks == before
     group.check_invariants()
     group.reconfigure(APART)
     check_tokens(group)
+
+
+def test_parameters_come_from_their_copies_in_host_memory(make_group: MakeGroup) -> None:
+    group = merged_and_started(make_group(host_weights_bytes=len(SLABS) * CHUNK_BYTES))
+    group.reconfigure(APART)
+    check_tokens(group)
+    assert [member(group, name).restored_slabs for name in ("w0", "w1")] == [
+        *({"host": 3}, {"host": 2})
+    ]
+
+
+def test_copies_take_no_more_than_their_budget(make_group: MakeGroup) -> None:
+    """The other slabs come from the member that has them."""
+    group = merged_and_started(make_group(host_weights_bytes=3 * CHUNK_BYTES))
+    group.reconfigure(APART)
+    check_tokens(group)
+    assert member(group, "w0").restored_slabs == {"host": 1, "peer": 2}
+    assert member(group, "w1").restored_slabs == {"host": 2}
+
+
+def test_a_damaged_copy_is_not_used(make_group: MakeGroup) -> None:
+    group = merged_and_started(make_group(host_weights_bytes=len(SLABS) * CHUNK_BYTES))
+    copy = memory(group, "w0").host_copies.get("model.layers.1")
+    copy[7] ^= 1
+    group.reconfigure(APART)
+    check_tokens(group)
+    assert member(group, "w0").restored_slabs == {"host": 2, "peer": 1}
+    assert memory(group, "w0").host_copies.get("model.layers.1") is None

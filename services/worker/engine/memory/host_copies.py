@@ -1,0 +1,61 @@
+"""Copies of slabs in host memory, so that dropped slabs come back without disk or network.
+
+They are made while the model is loaded: a copy when a slab is dropped would delay the relief that
+the drop is for. By default only engines on a GPU have copies. On a CPU a copy would take the memory
+that the drop gains, and the page cache usually has the model's file already.
+"""
+
+import contextlib
+from pathlib import Path
+
+import psutil
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+AUTO_SHARE = 0.5
+"""Part of the available host memory that copies may use by default."""
+
+
+def _available_bytes() -> int:
+    """Host memory that this process may still use, within the limit of its container."""
+    available = [psutil.virtual_memory().available]
+    with contextlib.suppress(OSError, ValueError):  # no limit: "max" is no number
+        limit = int((_CGROUP / "memory.max").read_text())
+        available.append(limit - int((_CGROUP / "memory.current").read_text()))
+    return max(0, min(available))
+
+
+class HostCopies:
+    """Copies of the first slabs that fit into `budget_bytes`.
+
+    `pinned`: in pages that a GPU can read at full speed.
+    """
+
+    def __init__(self, budget_bytes: int = 0, *, pinned: bool = False) -> None:
+        self._left_bytes = budget_bytes
+        self._pinned = pinned
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, budget_bytes: int | None, device: torch.device) -> "HostCopies":
+        """The copies of an engine on `device`; `budget_bytes` None: see the module's docstring."""
+        on_gpu = device.type == "cuda"
+        if budget_bytes is None:
+            budget_bytes = int(AUTO_SHARE * _available_bytes()) if on_gpu else 0
+        return cls(budget_bytes, pinned=on_gpu)
+
+    def keep(self, name: str, slab: torch.Tensor) -> None:
+        """Copy a slab, uint8 [n], if the budget allows; a later copy of the name is ignored."""
+        if name in self._copies or slab.numel() > self._left_bytes:
+            return
+        self._left_bytes -= slab.numel()
+        copy = torch.empty(slab.numel(), dtype=torch.uint8, pin_memory=self._pinned)
+        self._copies[name] = copy.copy_(slab)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return the copy of a slab, uint8 [n], to read; None if there is none."""
+        return self._copies.get(name)
+
+    def remove(self, name: str) -> None:
+        """Free a copy that does not match the slab's digest."""
+        self._copies.pop(name, None)

@@ -1,0 +1,81 @@
+"""A worker of one of two merged groups is killed: no layer is read from disk, no stream differs."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.disturbed_streams import KINDS, Answer, ask, check_answers, kill
+from tests.support.exposition import samples
+from tests.support.tiny_models import make_tiny_model
+from tideserve.cli.groups import drop
+
+PAIRS = (("worker-0", "worker-1"), ("worker-2", "worker-3"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    with Cluster(
+        model_dir=folder,
+        workers=4,
+        memory="32MiB",
+        dtype="float64",
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups change by hand only
+    ) as running:
+        yield running
+
+
+def groups(cluster: Cluster) -> list[list[str]]:
+    """The members of all groups; empty while any of them changes."""
+    rows = cluster.status()["groups"]
+    busy = any(row["degraded"] or row["changing"] for row in rows)
+    return [] if busy else sorted(row["members"] for row in rows)
+
+
+def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
+
+    return asyncio.run(run())
+
+
+def restored(cluster: Cluster, worker: str) -> dict[str, float]:
+    """Slabs that a worker has restored, by source."""
+    targets = json.loads((cluster.folder / "cluster" / "prometheus_targets.json").read_text())
+    (address,) = [
+        target["targets"][0] for target in targets if target["labels"]["process"] == worker
+    ]
+    found = samples(httpx.get(f"http://{address}/metrics", timeout=10).text)
+    return {
+        dict(labels)["source"]: count
+        for (name, labels), count in found.items()
+        if name == "tideserve_worker_restored_slabs_total"
+    }
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["leader", "follower"])
+def test_a_survivor_fetches_its_layers_from_the_other_group(lost: int, cluster: Cluster) -> None:
+    alone = [["worker-0"], ["worker-1"], ["worker-2"], ["worker-3"]]
+    cluster.eventually(lambda: groups(cluster) == alone, deadline_s=120)
+    undisturbed = run_all(cluster)
+    for pair in PAIRS:
+        drop(cluster.admin_url, None, [f"group-{name}" for name in pair])
+    members = groups(cluster)
+    hit: list[str] = []
+
+    def note(tokens: int) -> None:
+        if tokens >= 60 and not hit:
+            hit.append(members[0][lost])
+            kill(cluster, hit[0], engine=False)
+
+    check_answers(run_all(cluster, note), undisturbed)
+    (survivor,) = set(members[0]) - set(hit)
+    cluster.eventually(lambda: [survivor] in groups(cluster), deadline_s=120)
+    assert members[1] in groups(cluster), "the other group goes on"
+    counts = restored(cluster, survivor)
+    assert counts["peer"] > 0 and counts["disk"] == 0, counts

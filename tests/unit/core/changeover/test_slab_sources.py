@@ -1,0 +1,99 @@
+"""A slab is restored from the best of its sources, and from another one if that fails."""
+
+import random
+
+from services.core.changeover.slab_sources import (
+    COPY,
+    FAILURES_MAX,
+    FOLDER,
+    PER_HOLDER_MAX,
+    SlabSource,
+    SlabSources,
+)
+
+B, C = SlabSource("b"), SlabSource("c")
+SLABS = [f"model.layers.{index}" for index in range(6)]
+ALL = frozenset(SLABS)
+
+
+def next_of(slabs: SlabSources, *, intact: bool) -> SlabSource:
+    """The source of the only slab in progress, which ends."""
+    ((slab, source),) = slabs.start()
+    assert slabs.end(slab, intact)
+    return source
+
+
+def test_each_source_follows_one_that_failed() -> None:
+    slabs = SlabSources(SLABS[:1], frozenset(SLABS), {"b": ALL, "c": ALL})
+    assert [next_of(slabs, intact=False) for _ in range(4)] == [COPY, B, C, FOLDER]
+
+
+def test_a_holder_that_fails_often_is_not_asked_again() -> None:
+    slabs = SlabSources(SLABS[:], holders={"b": ALL})
+    found = []
+    while not slabs.all_restored:
+        ((slab, source),) = slabs.start()
+        found.append(source)
+        slabs.end(slab, source == FOLDER)
+    assert found.count(B) == FAILURES_MAX and found.count(FOLDER) == len(SLABS)
+
+
+def test_slabs_come_from_several_holders_at_the_same_time() -> None:
+    slabs = SlabSources(SLABS[:], holders={"b": ALL, "c": ALL}, at_once=6)
+    assert list(slabs.start()) == [
+        *[(SLABS[0], B), (SLABS[1], C)],
+        *[(SLABS[2], B), (SLABS[3], C)],
+    ]
+    assert not list(slabs.start()), "each has two"
+    assert slabs.end(SLABS[2], True)
+    assert list(slabs.start()) == [(SLABS[4], B)]
+
+
+def test_the_folder_is_read_beside_a_busy_holder() -> None:
+    holders = {"b": frozenset(SLABS[:4])}
+    slabs = SlabSources(SLABS[:], holders=holders, at_once=6)
+    assert list(slabs.start()) == [(SLABS[0], B), (SLABS[1], B), (SLABS[4], FOLDER)]
+
+
+def test_an_unknown_slab_ends_nothing() -> None:
+    slabs = SlabSources(SLABS[:1])
+    assert not slabs.end(SLABS[0], True) and not slabs.all_restored
+
+
+def test_whatever_fails_all_slabs_are_restored() -> None:
+    for seed in range(500):
+        rng = random.Random(seed)
+        copied = frozenset(rng.sample(SLABS, rng.randint(0, 6)))
+        holders = {
+            name: frozenset(rng.sample(SLABS, rng.randint(0, 6)))
+            for name in rng.sample("bcd", rng.randint(0, 3))
+        }
+        slabs = SlabSources(SLABS[:], copied, holders, rng.randint(1, 6))
+        running: dict[str, SlabSource] = {}
+        tried: set[tuple[str, SlabSource]] = set()
+        restored = []
+        while not slabs.all_restored:
+            for slab, source in slabs.start():
+                assert slab not in running and (slab, source) not in tried
+                better = [COPY] if slab in copied else []
+                if source == FOLDER:
+                    failed = [name for name in holders if slab in holders[name]]
+                    for name in failed:
+                        spent = sum(one.holder == name for _, one in tried) >= FAILURES_MAX
+                        assert spent or (slab, SlabSource(name)) in tried
+                assert source == COPY or all((slab, one) in tried for one in better)
+                running[slab] = source
+            assert running, "nothing is in progress, and slabs are missing"
+            assert len(running) <= slabs.at_once
+            used = list(running.values())
+            assert used.count(FOLDER) <= 1 and used.count(COPY) <= 1
+            assert all(used.count(SlabSource(name)) <= PER_HOLDER_MAX for name in holders)
+            slab = rng.choice(sorted(running))
+            source = running.pop(slab)
+            intact = source == FOLDER or rng.random() < 0.5
+            if intact:
+                restored.append(slab)
+            else:
+                tried.add((slab, source))
+            assert slabs.end(slab, intact)
+        assert sorted(restored) == sorted(SLABS)

@@ -1,0 +1,35 @@
+"""The requests to members and holders of a change: which peers and which secrets they have."""
+
+from services.core.groups.vocabulary import Group, GroupPhase, Member, PrepareMembers, Source
+from services.memmgr.member_client import requests_for
+from services.memmgr.translate_record import WorkerEndpoint
+
+ENDPOINTS = {name: WorkerEndpoint(f"{name}:0", f"{name}:1", f"{name}:2") for name in "abc"}
+LOWER, UPPER = Member("a", "a-1", 0, 2), Member("b", "b-1", 2, 4)
+
+
+def command(attempt: str, survivor: Member, *holders: Member) -> PrepareMembers:
+    source = Group(f"g-{survivor.worker_id}", 3, GroupPhase.DEGRADED, (survivor,), "m", attempt)
+    whole = Member(survivor.worker_id, survivor.incarnation, 0, 4)
+    target = Group(source.group_id, 4, GroupPhase.STABLE, (whole,), "m")
+    return PrepareMembers(attempt, 7, (Source(source, 9),), (target,), 60.0, holders)
+
+
+def test_a_member_and_its_holder_have_the_same_secrets() -> None:
+    prepares, introductions = requests_for(command("7-1", LOWER, UPPER), ENDPOINTS)
+    prepare, introduction = prepares["a"], introductions["b"]
+    assert (introduction.token, introduction.incarnation) == (7, "b-1")
+    assert [*prepare.peers, *prepare.holders] == list(introduction.peers)
+    (holder,) = prepare.holders
+    assert (holder.worker_id, holder.first_layer, holder.end_layer) == ("b", 2, 4)
+    assert (holder.activation_address, holder.bulk_address) == ("b:1", "b:2")
+
+
+def test_each_attempt_has_new_secrets() -> None:
+    peers = [requests_for(command(name, LOWER), ENDPOINTS)[0]["a"].peers[0] for name in "tu"]
+    assert peers[0].activation_nonce != peers[1].activation_nonce
+    assert peers[0].bulk_nonce not in (peers[1].bulk_nonce, peers[0].activation_nonce)
+
+
+def test_without_holders_there_is_no_introduction() -> None:
+    assert not requests_for(command("t", LOWER), ENDPOINTS)[1]

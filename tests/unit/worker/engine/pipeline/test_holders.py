@@ -1,0 +1,167 @@
+"""Workers of other groups send slabs to a survivor, while they serve."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from services.core.groups.layer_map import Stage
+from services.worker.engine.pipeline.connections import INTRODUCED_MAX_S, INTRODUCTION_TIMEOUT_S
+from services.worker.ipc import Prepare
+from tests.support.engine_group import EngineGroup
+from tests.support.fake_model import LAYERS
+from tests.support.integer_group import check_tokens, member, memory, request
+from tests.unit.worker.engine.pipeline.conftest import MakeGroup
+
+PAIRS = [
+    [Stage("w0", 0, 1), Stage("w1", 1, LAYERS)],
+    [Stage("w2", 0, 1), Stage("w3", 1, LAYERS)],
+]
+SURVIVOR = [[Stage("w0", 0, LAYERS)]]
+OTHER_SURVIVOR = [[Stage("w3", 0, LAYERS)]]
+
+
+@pytest.fixture
+def pairs(make_group: MakeGroup) -> EngineGroup:
+    """Two groups of two; the second one serves requests, and the first one has lost `w1`."""
+    group = make_group(workers=4)
+    for pair in PAIRS:
+        group.change([pair])
+    for number in range(4):
+        group.start(request(number, output=30), "w2")
+    group.run_until(lambda: all(len(stream.tokens) > 1 for stream in group.streams.values()))
+    group.lose("w1")
+    group.run_until(lambda: member(group, "w0").links.epoch == group.epoch)
+    return group
+
+
+def prepare(
+    group: EngineGroup,
+    target: Sequence[Sequence[Stage]],
+    holders: Sequence[Stage],
+    introduced: bool = True,
+) -> str:
+    """Ask a survivor to get ready, and introduce it to the holders."""
+    group._attempts += 1
+    attempt = f"attempt-{group._attempts}"
+    plans, asked = group._plans(target, group.epoch + 1), [group._plan_of(one) for one in holders]
+    (survivor,) = plans[0].members
+    for holder in asked if introduced else ():
+        group.engines[holder.worker_id].member.introduce([survivor, holder])
+    member(group, survivor.worker_id).prepare(Prepare(attempt, plans, asked))
+    return attempt
+
+
+def restored(group: EngineGroup, name: str) -> dict[str, int]:
+    return member(group, name).restored_slabs
+
+
+def check_restored(
+    group: EngineGroup, attempt: str, target: Sequence[Sequence[Stage]] = SURVIVOR
+) -> None:
+    """The survivor serves alone with the right tokens, and so does the other group."""
+    assert group.await_answers(attempt, target)
+    group.commit(target)
+    group.settle()
+    group.restore()  # what is left of the other group, if it has lost a worker
+    for number in range(10, 14):
+        group.start(request(number), target[0][0].worker_id)
+    check_tokens(group)
+    assert memory(group, target[0][0].worker_id).layers == range(LAYERS)
+
+
+def test_a_survivor_reads_nothing_from_disk(pairs: EngineGroup) -> None:
+    check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
+    assert restored(pairs, "w0") == {"peer": 3}
+
+
+def test_a_survivor_whose_holder_is_not_introduced_reads_from_disk(
+    pairs: EngineGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]], introduced=False)
+    for _ in range(200):
+        pairs.turn()
+    assert not pairs.answers(attempt)
+    pairs.network.skip(INTRODUCTION_TIMEOUT_S + 0.1)  # type: ignore[attr-defined]
+    check_restored(pairs, attempt)
+    assert restored(pairs, "w0") == {"disk": 3}
+    assert caplog.text.count("w3 is not connected; its source is w3") == 3
+
+
+@pytest.mark.parametrize("moment", ["introduced", "asked", "sending"])
+def test_a_holder_that_dies_is_followed_by_another_source(pairs: EngineGroup, moment: str) -> None:
+    attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
+    restoring = member(pairs, "w0")._restoring
+    reached: dict[str, Callable[[], object]] = {
+        "introduced": lambda: True,
+        "asked": lambda: restoring._fetches,
+        "sending": lambda: restoring.restored,
+    }
+    pairs.run_until(reached[moment])
+    before = dict(restored(pairs, "w0"))
+    pairs.lose("w3")
+    pairs.run_until(lambda: member(pairs, "w2").links.epoch == pairs.epoch)
+    if moment == "introduced":
+        pairs.network.skip(INTRODUCTION_TIMEOUT_S + 0.1)  # type: ignore[attr-defined]
+    check_restored(pairs, attempt)
+    found = restored(pairs, "w0")
+    assert found["disk"] + before.get("peer", 0) <= 3 <= sum(found.values())
+    assert found["disk"] > 0
+
+
+def test_a_holder_that_drops_its_layers_meanwhile_refuses(pairs: EngineGroup) -> None:
+    """Its group changes in the same moment: what it does not send comes from disk."""
+    turned = [[Stage("w3", 0, 1), Stage("w2", 1, LAYERS)]]
+    attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
+    pairs.change(turned)
+    check_restored(pairs, attempt)
+    assert sum(restored(pairs, "w0").values()) == 3
+
+
+def test_a_holder_with_other_weights_refuses(
+    pairs: EngineGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slabs = memory(pairs, "w3").slabs
+    for slab in slabs.values():
+        monkeypatch.setattr(slab, "_digest", b"of other parameters")
+    caplog.set_level(logging.INFO)
+    check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
+    assert restored(pairs, "w0") == {"disk": 3}
+    assert caplog.text.count("did not arrive; its source is w3") == 3
+
+
+def test_two_workers_send_each_other_slabs(pairs: EngineGroup) -> None:
+    """Each is a member of one attempt and a holder of the other, over the same connection."""
+    pairs.lose("w2")
+    pairs.run_until(lambda: member(pairs, "w3").links.epoch == pairs.epoch)
+    first = prepare(pairs, SURVIVOR, [Stage("w3", 1, LAYERS)])
+    plans = pairs._plans(OTHER_SURVIVOR, pairs.epoch + 2)
+    holder = pairs._plan_of(Stage("w0", 0, 1))
+    member(pairs, "w0").introduce([plans[0].members[0], holder])
+    member(pairs, "w3").prepare(Prepare("second", plans, [holder]))
+    assert pairs.await_answers(first, SURVIVOR)
+    assert pairs.await_answers("second", OTHER_SURVIVOR)
+    assert restored(pairs, "w0") == {"peer": 3}
+    assert restored(pairs, "w3") == {"peer": 2}
+
+
+def test_a_holder_may_become_a_member_of_the_same_group(pairs: EngineGroup) -> None:
+    """The connection of the introduction is used, and is not ended with it."""
+    check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
+    both = [[Stage("w0", 0, 1), Stage("w2", 1, 2), Stage("w3", 2, LAYERS)]]
+    pairs.change(both)
+    pairs.network.skip(INTRODUCED_MAX_S + 1.0)  # type: ignore[attr-defined]
+    pairs.start(request(20), "w0")
+    check_tokens(pairs)
+
+
+def test_an_introduction_ends(pairs: EngineGroup) -> None:
+    check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
+    lane = member(pairs, "w0").links.lane
+    assert lane.has("w3")
+    pairs.network.skip(INTRODUCED_MAX_S + 1.0)  # type: ignore[attr-defined]
+    pairs.run_until(lambda: not lane.has("w3"))
+    for name in ("w0", "w3"):
+        assert not member(pairs, name).busy_changing
+    pairs.start(request(20), "w0")
+    check_tokens(pairs)
