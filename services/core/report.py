@@ -89,6 +89,8 @@ class EngineReport:
     `slowest_iteration_s` is the duration of the slowest recent iteration, during which an engine
     answers no message. `trouble`: human-readable reason why its group cannot continue; "" if it
     can. `left`: the group continues without this engine, whose requests have ended here.
+    `cost_model` is the origin of its cost model: `paced`, `profile` (stored), `start` (measured at
+    the start), `idle` (while idle), `load` (refined), or `none: REASON`; "" if it does not report.
     """
 
     load: Load
@@ -101,6 +103,7 @@ class EngineReport:
     trouble: str = ""
     left: bool = False
     slowest_iteration_s: float = 0.0
+    cost_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

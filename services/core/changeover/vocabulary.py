@@ -20,6 +20,8 @@ from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.planner.events import (
     ClientCommand,
     IterationEvent,
+    LendBlocks,
+    MeasurementEvent,
     MoveBlocks,
     Planned,
     RequestAborted,
@@ -164,6 +166,7 @@ class RestoreUndone:
 RequestEvent = RequestArrived | RequestAborted | RequeueChecked | IterationEvent
 Event = (
     RequestEvent
+    | MeasurementEvent
     | ConfigurationCommitted
     | TurnTaken
     | FrameReceived[Any]
@@ -340,6 +343,7 @@ MemoryCommand = (
 Command = (
     ClientCommand
     | MemoryCommand
+    | LendBlocks
     | SendFrame[Any]
     | RunStage
     | SendBlocks
