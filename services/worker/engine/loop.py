@@ -286,7 +286,24 @@ class EngineLoop:
         evictions = self._member.state.pool.cache.evictions
         evicted_prefixes = evictions.since(self._evictions_reported)
         self._evictions_reported = evictions.total
-        report = EngineReport(
+        send(
+            self._socket,
+            Progress(
+                received,
+                outbox.tokens,
+                outbox.refusals,
+                self._report(status),
+                outbox.adopted,
+                outbox.moved,
+                outbox.times,
+                evicted_prefixes,
+            ),
+        )
+        return is_due
+
+    def _report(self, status: tuple[int, bool, str, bool]) -> EngineReport:
+        member = self._member
+        return EngineReport(
             member.state.load(),
             *status[:2],
             member.stage.runner.parameter_bytes,
@@ -297,20 +314,6 @@ class EngineLoop:
             member.slowest_iteration_s,
             member.cost_origin,
         )
-        send(
-            self._socket,
-            Progress(
-                received,
-                outbox.tokens,
-                outbox.refusals,
-                report,
-                outbox.adopted,
-                outbox.moved,
-                outbox.times,
-                evicted_prefixes,
-            ),
-        )
-        return is_due
 
     def _publish_costs(self) -> None:
         """Send the cost model if it predicts other times than the one that was sent last."""
