@@ -68,7 +68,7 @@ def main() -> None:
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
     runner = load(SIZES[chosen.size], device, int(chosen.memory_gib * 2**30))
-    measurer = Measurer(runner, BlockPool(runner.num_blocks))
+    measurer = Measurer(runner, BlockPool(runner.num_blocks).borrow)
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "date": time.strftime("%Y-%m-%d"),

@@ -310,8 +310,19 @@ async def stop_zero(cluster: Containers) -> None:
     assert len(codes) >= 7 and not any(codes.values()), codes
 
 
+async def cost_models(cluster: Containers) -> None:
+    """Fresh workers without a profile have measured cost models."""
+
+    def measured() -> bool:
+        origins = [row["cost_model"] for row in cluster.status()["workers"]]
+        return bool(origins) and all(name in ("start", "idle", "load") for name in origins)
+
+    await asyncio.to_thread(eventually, measured)
+
+
 CHECKS: dict[str, Check] = {
     "chat": chat,
+    "cost_models": cost_models,
     "chat_grpc": chat_grpc,
     "merge_split": merge_split,
     **{

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from services.common.address import host_of
 from services.common.report import Codec
 from services.common.wire_enum import numbers
+from services.core.cost.model import Coefficients, CostModel
 from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
@@ -258,6 +259,46 @@ def to_shape(shape: record_pb2.ModelShape) -> ModelShape | None:
     if min(sizes) < 1 or min(rest) < 0 or not all(0 <= cost < math.inf for cost in costs):
         return None
     return _SHAPE.report(shape)
+
+
+def to_cost_model(record: record_pb2.WorkerRecord) -> CostModel | None:
+    """The worker's cost model; None if it publishes none, or an invalid one."""
+    if not record.HasField("cost_model"):
+        return None
+    costs = record.cost_model
+    values = [costs.alpha_s, costs.beta_s, costs.gamma_s, costs.lambda_s, costs.kappa_s, costs.mu_s]
+    decode = None
+    if costs.HasField("decode"):
+        decode = Coefficients(costs.decode.alpha_s, costs.decode.beta_s, costs.decode.gamma_s)
+        values += [decode.alpha, decode.beta, decode.gamma]
+    if not all(0 <= value < math.inf for value in values) or costs.knee_tokens < 0:
+        return None
+    alpha, beta, gamma, lam, kappa, mu = values[:6]
+    model = CostModel(alpha, beta, gamma, lam, decode, kappa, costs.knee_tokens, mu)
+    # A model that predicts no time at all is useless, and a batch costs at least one chunk.
+    valid = lam <= gamma and model.chunk_s(0, 2) > 0 and model.chunk_s(0, 1) > 0
+    return model if valid else None
+
+
+def to_cost_record(model: CostModel | None) -> record_pb2.CostModel | None:
+    """The cost model in a worker's record."""
+    if model is None:
+        return None
+    record = record_pb2.CostModel(
+        alpha_s=model.alpha,
+        beta_s=model.beta,
+        gamma_s=model.gamma,
+        lambda_s=model.lam,
+        kappa_s=model.kappa,
+        knee_tokens=model.knee,
+        mu_s=model.mu,
+    )
+    if (decode := model.decode) is not None:
+        costs = record_pb2.DecodeCosts(
+            alpha_s=decode.alpha, beta_s=decode.beta, gamma_s=decode.gamma
+        )
+        record.decode.CopyFrom(costs)
+    return record
 
 
 def to_shape_record(shape: ModelShape | None) -> record_pb2.ModelShape | None:

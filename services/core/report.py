@@ -91,6 +91,8 @@ class EngineReport:
     can. `left`: the group continues without this engine, whose requests have ended here.
     `restored_slabs`: parameter slabs (layers, embedding, head) that were dropped and restored, by
     source: `host` (own copy in host memory), `peer` (another worker) or `disk` (model folder).
+    `cost_model` is the origin of its cost model: `paced`, `profile` (stored), `start` (measured at
+    the start), `idle` (while idle), `load` (refined), or `none: REASON`; "" if it does not report.
     """
 
     load: Load
@@ -104,6 +106,7 @@ class EngineReport:
     left: bool = False
     slowest_iteration_s: float = 0.0
     restored_slabs: dict[str, int] = field(default_factory=dict)
+    cost_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import UNKNOWN_WORKERS, SchedulerConfig
 from services.scheduler.demand_reporter import DemandReporter
 from services.scheduler.driver import SchedulerDriver
 from services.scheduler.leadership import NAME, Leadership
@@ -50,7 +50,9 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
     outbox_limit = 2 * config.state.queue_limit + 1024
     event_log = open_event_log(config.event_log, NAME, settings)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
-    view = ServingGroups(store, driver.apply, config.state.rules.scheduling)
+    view = ServingGroups(
+        store, driver.apply, config.state.rules.scheduling, own_costs=config.cost_profile is None
+    )
     transport = transport_of(config)
     server = Server(
         config.host,
@@ -81,7 +83,7 @@ def state_config(config: SchedulerConfig) -> StateConfig:
     """
     if config.state.dispatch != PREFIX:
         return config.state
-    return replace(config.state, ttft=load_profile(config.cost_profile).model)
+    return replace(config.state, ttft=load_profile(config.cost_profile or UNKNOWN_WORKERS).model)
 
 
 async def _run(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
@@ -23,8 +24,14 @@ class ServingGroups:
         store: Store,
         apply: Callable[[GroupJoined | GroupLeft], None],
         scheduling: str = "",
+        *,
+        own_costs: bool = True,
     ) -> None:
-        """`scheduling`: this scheduler's policy; workers with another policy are logged."""
+        """`scheduling`: this scheduler's policy; workers with another policy are logged.
+
+        `own_costs`: groups have the cost models that their leaders publish.
+        """
+        self._own_costs = own_costs
         self._apply = apply
         self._scheduling = scheduling
         self._differs = False
@@ -53,14 +60,17 @@ class ServingGroups:
         for record in self._groups.records.values():
             group = to_group(record, workers)
             if group is not None:
-                serving[group.group_id] = group
+                costs = group.cost_model if self._own_costs else None
+                serving[group.group_id] = replace(group, cost_model=costs)
         now_s = monotonic_s()
         for group_id in self._serving.keys() - serving.keys():
             log.info("%s left", group_id)
             self._apply(GroupLeft(now_s, group_id))
         for group_id, group in serving.items():
-            if group != self._serving.get(group_id):
-                log.info("%s serves %s at epoch %d", group_id, group.model, group.epoch)
+            known = self._serving.get(group_id)
+            if group != known:
+                if known is None or group.epoch != known.epoch:
+                    log.info("%s serves %s at epoch %d", group_id, group.model, group.epoch)
                 self._apply(GroupJoined(now_s, group))
         self._serving = serving
 

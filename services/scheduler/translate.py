@@ -4,7 +4,7 @@ An ask is a gateway's request for an assignment to a group of workers; an epoch 
 configurations of a group.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from services.common import records
 from services.common.report import demand_message, to_load_report
@@ -97,7 +97,7 @@ def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
 
 
 def to_group(
-    record: record_pb2.GroupRecord, workers: dict[str, record_pb2.WorkerRecord]
+    record: record_pb2.GroupRecord, workers: Mapping[str, record_pb2.WorkerRecord]
 ) -> ServingGroup | None:
     """The group as dispatch uses it, or None if it does not serve.
 
@@ -131,6 +131,7 @@ def to_group(
         max_model_len=min(worker.max_model_len for worker in members),
         members=len(members),
         max_batch_tokens=max(leader.max_batch_tokens, 0) or BATCH_TOKENS,
+        cost_model=records.to_cost_model(leader),
     )
 
 

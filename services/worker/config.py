@@ -187,6 +187,13 @@ class WorkerConfig(ServiceConfig):
         None, "Folder for measured profiles; none: profiles are not stored."
     )
     profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.", expert=True)
+    learn_costs: bool = option(
+        True,
+        "Whether a worker measures a rough cost model at its start if no profile is stored (in up"
+        " to 2 s), refines it under load, and adopts a profile that it measures while idle; off:"
+        " only a stored profile is used.",
+        expert=True,
+    )
 
     @staticmethod
     def defaults_for(given: Mapping[str, Any]) -> dict[str, Any]:

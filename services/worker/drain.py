@@ -38,7 +38,7 @@ class WorkerDrain:
         registration: Registration,
         record: record_pb2.WorkerRecord,
     ) -> None:
-        """`record` is the record in `registration` before the worker drains."""
+        """`record` is the record in `registration`, shared with others that change it."""
         self._engine = engine
         self._groups = groups
         self._member = member
@@ -81,10 +81,8 @@ class WorkerDrain:
 
     async def _wait_for_split(self, deadline_s: float) -> None:
         log.info("draining: requesting removal from the group")
-        leaving = record_pb2.WorkerRecord()
-        leaving.CopyFrom(self._record)
-        leaving.draining = True
-        update_task = asyncio.create_task(self._registration.update(leaving))
+        self._record.draining = True
+        update_task = asyncio.create_task(self._registration.update(self._record))
         try:
             async with timeout(deadline_s - monotonic_s()):
                 await self._wait_unused()

@@ -17,6 +17,7 @@ from services.common.errors import ServiceError
 from services.common.settings import PREFIX
 from services.common.timeouts import timeout
 from services.common.vllm_environment import vllm_environment
+from services.core.cost.model import CostModel
 from services.core.engine_kind import EngineKind
 from services.core.report import EngineReport, Load
 from services.core.request import Request
@@ -29,6 +30,7 @@ from services.worker.ipc import (
     AbortAttempt,
     AbortRequest,
     ApplyConfiguration,
+    CostsLearned,
     EngineReady,
     EngineUnusable,
     Introduce,
@@ -120,6 +122,8 @@ class EngineClient:
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
         self.report = EngineReport(Load(0, 0, 0, 0))
+        self.cost_model: CostModel | None = None  # the last that the engine sent while it serves
+        self.costs_learned = asyncio.Event()  # set with `cost_model`
         self.generated_tokens = 0
 
     @property
@@ -279,6 +283,10 @@ class EngineClient:
                 answer = self._preparing.get(frame.attempt)
                 if answer is not None and not answer.done():
                     answer.set_result(frame)
+                continue
+            if isinstance(frame, CostsLearned):
+                self.cost_model = frame.cost_model
+                self.costs_learned.set()
                 continue
             assert isinstance(frame, Progress)
             self.report = frame.report

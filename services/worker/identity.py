@@ -19,6 +19,7 @@ from services.common.records import (
     read_record,
     to_assignment,
     to_assignment_record,
+    to_cost_record,
     to_shape_record,
 )
 from services.core.groups.fence import MemberState, is_removed, restored
@@ -136,4 +137,5 @@ def worker_record(
         protocol_version=PROTOCOL_VERSION,
         code_digest=code_digest,
         scheduling=config.planner.scheduling,
+        cost_model=to_cost_record(facts.cost_model),
     )

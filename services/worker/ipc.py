@@ -8,6 +8,7 @@ configurations, and an attempt is the id of a prepared change.
 
 import msgspec
 
+from services.core.cost.model import CostModel
 from services.core.groups.layer_map import ModelShape
 from services.core.logprobs import LogprobRows
 from services.core.planner.events import EmitToken, RefuseRequest
@@ -35,6 +36,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     `max_model_len` is the longest sequence that its KV cache holds, `context_tokens` the longest
     that the model supports. The addresses are for transfers between engines; empty if the engine
     does not support them. Only engines with the same `model_digest` compute the same tokens.
+    `cost_model` predicts the duration of its iterations, if it has one.
     """
 
     max_model_len: int
@@ -51,6 +53,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     bulk_address: str = ""
     model_digest: str = ""
     context_tokens: int = 0
+    cost_model: CostModel | None = None
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):
@@ -121,6 +124,12 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     moved: list[MovedRequest] = []
     times: dict[str, RequestTimes] = {}
     dropped_prefixes: tuple[int, ...] = ()
+
+
+class CostsLearned(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: it plans with another cost model, which dispatch should predict with."""
+
+    cost_model: CostModel
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -206,7 +215,7 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 
 GroupCommand = ApplyConfiguration | Prepare | AbortAttempt | Introduce
 ToEngine = StartRequest | AbortRequest | GroupCommand
-FromEngine = EngineReady | EngineUnusable | Progress | Prepared
+FromEngine = EngineReady | EngineUnusable | Progress | Prepared | CostsLearned
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

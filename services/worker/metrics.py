@@ -29,16 +29,17 @@ WORKER_TIMES = {
     ),
     "prefill_s": (
         "prefill_seconds",
-        "Time of iterations with prefill, that is a chunk of several tokens; 0 without a profile.",
+        "Time of iterations with prefill, that is a chunk of several tokens; 0 without a cost"
+        " model.",
     ),
     "prefill_predicted_s": (
         "prefill_predicted_seconds",
-        "Time of iterations with prefill as predicted by the cost model; 0 without a profile.",
+        "Time of iterations with prefill as predicted by the cost model; 0 without a cost model.",
     ),
-    "decode_s": ("decode_seconds", "Time of decode-only iterations; 0 without a profile."),
+    "decode_s": ("decode_seconds", "Time of decode-only iterations; 0 without a cost model."),
     "decode_predicted_s": (
         "decode_predicted_seconds",
-        "Time of decode-only iterations as predicted by the cost model; 0 without a profile.",
+        "Time of decode-only iterations as predicted by the cost model; 0 without a cost model.",
     ),
 }
 
@@ -195,6 +196,7 @@ class WorkerCollector(Collector):
             "1 while the worker serves in a group with other workers.",
             place is not None and place.shared,
         )
+        yield self._cost_model(report.cost_model)
         seconds = asdict(report.stage) | asdict(report.iterations)
         for field, (name, text) in WORKER_TIMES.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
@@ -207,6 +209,20 @@ class WorkerCollector(Collector):
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), counts[f"{name}_total"])
             yield counter
+
+    def _cost_model(self, origin: str) -> Metric:
+        info = GaugeMetricFamily(
+            "tideserve_worker_cost_model_info",
+            "Origin of the cost model, always 1: paced, profile (stored), start (measured at the"
+            " start), idle (measured while idle), load (refined under load), or none (lookahead"
+            " counts tokens).",
+            labels=(*_LABELS, "origin"),
+        )
+        if origin:
+            # The reason for none is in the worker's log and in its status.
+            name = origin.partition(":")[0]
+            info.add_metric((self._worker_id, self._model_name, name), 1)
+        return info
 
     def _class_tokens(self) -> Iterable[Metric]:
         counts = asdict(self._engine.report.load.tokens)

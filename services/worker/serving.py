@@ -14,6 +14,7 @@ from services.common.etcd import RETRY_S, Store
 from services.common.grpc_client import Dial
 from services.common.grpc_server import Server
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Registration
+from services.common.records import to_cost_record
 from services.core.groups.fence import MemberState
 from services.core.report import EngineReport
 from services.worker.config import WorkerConfig
@@ -30,6 +31,10 @@ from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+COSTS_INTERVAL_S = 30.0
+"""Least time between two changes of the cost model in the worker's record."""
+COSTS_RETRY_S = 1.0
 
 SILENCE_MAX_S = 3.0
 """Longest silence of etcd for which a group that cannot continue waits; as long as a call takes."""
@@ -127,6 +132,7 @@ class EngineServing:
         )
         state = MemberState(name, incarnation)
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
+        self._record = record
         path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
         claim = partial(registration_conditions, store, state)
         self._registration = Registration(store, path, record, lease_s, claim)
@@ -176,6 +182,7 @@ class EngineServing:
                     self._stranded_watch.run(),
                     self._reporter.run(),
                     self._requests.run(),
+                    self._publish_costs(),
                 )
             ]
             registering = tasks.create_task(self._registration.run())
@@ -184,6 +191,20 @@ class EngineServing:
             await self._leave(registering)
             for task in owned:
                 task.cancel()
+
+    async def _publish_costs(self) -> None:
+        """Update the worker's record whenever its engine has learned another cost model."""
+        while True:
+            await self._engine.costs_learned.wait()
+            await self._registration.registered.wait()
+            # A change of the record would end a change of groups that this worker prepares.
+            if self._member.preparing:
+                await asyncio.sleep(COSTS_RETRY_S)
+                continue
+            self._engine.costs_learned.clear()
+            self._record.cost_model.CopyFrom(to_cost_record(self._engine.cost_model))
+            await self._registration.update(self._record)
+            await asyncio.sleep(COSTS_INTERVAL_S)
 
     async def _leave(self, registering: asyncio.Task[None]) -> None:
         deadline_s = monotonic_s() + self._drain_timeout_s

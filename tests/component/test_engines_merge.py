@@ -39,6 +39,7 @@ async def engines(model_dir: Path, tmp_path: Path) -> AsyncIterator[EngineProces
         memory_bytes=64 << 20,
         dtype="float64",
         profile_when_idle=False,
+        learn_costs=False,
     )
     made = EngineProcesses()
     try:
@@ -71,7 +72,7 @@ async def test_processes_merge_and_split_without_a_trace(
     half = LAYERS // 2
     for worker in engines.workers.values():
         assert worker.client.report.stage == StageTime()
-        assert worker.client.report.iterations == IterationTime()  # there is no profile
+        assert worker.client.report.iterations == IterationTime()  # there is no cost model
     assert await engines.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
     await engines.until(lambda: engines.moved == 4)
     await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))

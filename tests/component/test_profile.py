@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from services.common.device_profile import load_profile
+from services.common.event_log import read_config, read_entries
+from services.core.changeover.state import Changeover, MemberConfig
+from services.core.planner.events import BlocksBorrowed
+from services.core.scheduler.vocabulary import GroupJoined
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.tiny_models import make_tiny_model
+from tideserve.sim.replay import SCHEDULER_TYPES, WORKER_TYPES, replay
 
 PROFILE_TIMEOUT_S = 280
 IDLE_PROFILE_TIMEOUT_S = 200.0
@@ -101,11 +106,14 @@ def complete(cluster: Cluster, max_tokens: int) -> float:
 
 @pytest.mark.cluster
 def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_path: Path) -> None:
+    """It uses the profile at once, and so does dispatch; the worker's log replays."""
+    logs = tmp_path / "logs"
     with Cluster(
         model_dir=model_dir,
         workers=1,
         environment={"TIDESERVE_CACHE": str(tmp_path)},
         worker={"profile_when_idle": True, "max_running": 16, "max_batch_tokens": 128},
+        services={"event_log": str(logs)},
     ) as cluster:
         complete(cluster, 2)
         cluster.eventually(
@@ -114,10 +122,22 @@ def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_pat
         )
         complete(cluster, 2)
         refused = "nothing is stored" in cluster.log("worker-0")
+        origin = "start" if refused else "idle"
+        cluster.eventually(lambda: [row["cost_model"] for row in cluster.workers()] == [origin])
     stored = list(tmp_path.glob("profiles/*.yaml"))
     assert len(stored) == (0 if refused else 1), "only figures of a quiet machine are stored"
+    (log,) = logs.glob("worker-*")
+    entries = list(read_entries(log, WORKER_TYPES))
+    assert any(isinstance(entry.value, BlocksBorrowed) for entry in entries)
+    state = Changeover.of(read_config(log, MemberConfig))
+    assert replay(state, entries).difference == ""
+    (log,) = logs.glob("scheduler-*")
+    events = [entry.value for entry in read_entries(log, SCHEDULER_TYPES)]
+    joined = [event.group for event in events if isinstance(event, GroupJoined)]
+    assert joined and all(group.cost_model is not None for group in joined)
     for path in stored:
         assert load_profile(path).accuracy is not None
+        assert state.planner.config.cost_model == load_profile(path).model
 
 
 @pytest.mark.cluster

@@ -115,7 +115,10 @@ def test_iterations_take_little_longer_than_their_products() -> None:
     iterations: dict[str, list[float]] = {shape.name: [] for shape in SHAPES}
     alone: dict[str, list[float]] = {shape.name: [] for shape in SHAPES}
     with runner_of_one_thread(MEMORY_BYTES) as runner:
-        measurer, products = Measurer(runner, BlockPool(runner.num_blocks)), Products(runner, dtype)
+        measurer, products = (
+            Measurer(runner, BlockPool(runner.num_blocks).borrow),
+            Products(runner, dtype),
+        )
         operations_per_s = products.operations_per_s()
         values = torch.ones(READ_BYTES // 8, dtype=torch.int64)
         bytes_per_s = READ_BYTES / min(duration_s(values.sum) for _ in range(5))

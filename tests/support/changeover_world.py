@@ -62,8 +62,8 @@ class World:
 
     With `prefixes`, members cache prefixes, and prompts go on from earlier ones. With `classes`,
     half of the requests are batch work, which yields. With `divides`, groups of three or more
-    split into smaller groups, each of which keeps its members' layers. With `holders`, workers outside of a
-    change may send slabs to its members, several at once.
+    split into smaller groups, each of which keeps its members' layers. With `holders`, workers
+    outside of a change may send slabs to its members, several at once.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ The model is placed in the folder of that name in `MODELS`; files that exist are
 again.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -22,6 +23,8 @@ from tideserve.cli.model_store import (
 )
 
 UNFINISHED = ".unfinished"
+PROFILES = ".profiles"
+"""Folder of the volume in which workers store their measured profiles."""
 
 
 def place_model(model: str, models: Path, report: Report) -> Path:
@@ -44,6 +47,8 @@ def place_model(model: str, models: Path, report: Report) -> Path:
             " Enlarge the volume, or make it writable for the user of this container."
         ) from error
     check_model_folder(folder)
+    with contextlib.suppress(OSError):  # a volume without write access keeps no profiles
+        (models / PROFILES).mkdir(exist_ok=True)
     return folder
 
 

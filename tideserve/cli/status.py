@@ -195,7 +195,7 @@ def obstacle_lines(status: Mapping[str, Any]) -> list[str]:
 def trouble_lines(status: Mapping[str, Any]) -> list[str]:
     """Sentences for warnings: models that need workers, settings, services that do not answer."""
     messages = [*(status.get("warnings") or []), *(status.get("errors") or [])]
-    return [*shortfall_lines(status), *map(str, messages)]
+    return [*shortfall_lines(status), *cost_lines(status), *map(str, messages)]
 
 
 def shortfall_lines(status: Mapping[str, Any]) -> list[str]:
@@ -204,6 +204,19 @@ def shortfall_lines(status: Mapping[str, Any]) -> list[str]:
         f"{row['model']} lacks KV cache for {row['tokens']:,} tokens, more than merging groups can"
         " add; add workers, or send less"
         for row in status.get("shortfalls") or []
+    ]
+
+
+def cost_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for each reason why workers have no cost model."""
+    workers: dict[str, list[str]] = {}
+    for row in status.get("workers", []):
+        origin, _, reason = (row.get("cost_model") or "").partition(": ")
+        if origin == "none":
+            workers.setdefault(reason, []).append(row["id"])
+    return [
+        f"lookahead counts tokens at {', '.join(names)}, for lack of a cost model: {reason}"
+        for reason, names in workers.items()
     ]
 
 

@@ -59,6 +59,8 @@ from services.core.planner.configuration_events import (
     StagesConfigured,
 )
 from services.core.planner.events import (
+    BlocksBorrowed,
+    CostModelLearned,
     IterationDropped,
     IterationFinished,
     IterationSuspended,
@@ -543,7 +545,10 @@ class Changeover:
         return serves(configuration.stages, self._context.num_layers)
 
 
-_PLANNER_EVENTS = (IterationFinished, IterationDropped, IterationSuspended)
+_PLANNER_EVENTS = (
+    *(IterationFinished, IterationDropped, IterationSuspended),
+    *(CostModelLearned, BlocksBorrowed),
+)
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,

@@ -21,6 +21,8 @@ from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
     ClientCommand,
     IterationEvent,
+    LendBlocks,
+    MeasurementEvent,
     MoveBlocks,
     Planned,
     RequestAborted,
@@ -169,6 +171,7 @@ class RestoreUndone:
 RequestEvent = RequestArrived | RequestAborted | RequeueChecked | IterationEvent
 Event = (
     RequestEvent
+    | MeasurementEvent
     | ConfigurationCommitted
     | TurnTaken
     | FrameReceived[Any]
@@ -347,6 +350,7 @@ MemoryCommand = (
 Command = (
     ClientCommand
     | MemoryCommand
+    | LendBlocks
     | SendFrame[Any]
     | RunStage
     | SendBlocks

@@ -1,13 +1,12 @@
 """Sums up a worker's iteration times, measured and predicted, for its metrics.
 
-The cost model is fitted to a device profile, measured once on an idle host. It includes neither the
-worker's work around iterations nor other load on the host, so the two sums may drift apart.
+The cost model may be fitted to a device profile, measured once on an idle host. It then includes
+neither the worker's work around iterations nor other load, so the two sums may drift apart.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.core.cost.model import CostModel
+from services.core.cost.model import Chunks, CostModel
 
 SLOWEST_KEPT = 0.99
 """Factor by which `slowest_s` decays in each iteration: an outlier lasts for some hundred."""
@@ -37,12 +36,14 @@ class IterationMeter:
     total: IterationTime = IterationTime()
     slowest_s: float = 0.0
 
-    def add(self, chunks: Iterable[tuple[int, int]], measured_s: float, share: float) -> None:
-        """Add an iteration of (cached, new) tokens per chunk; `share`: of layers that run here."""
+    def add(self, chunks: Chunks, measured_s: float, share: float) -> float:
+        """Add an iteration of (cached, new) tokens per chunk; `share`: of layers that run here.
+
+        Returns its predicted time, 0 without a cost model.
+        """
         self.slowest_s = max(SLOWEST_KEPT * self.slowest_s, measured_s)
         if self.cost_model is None:
-            return
-        chunks = tuple(chunks)
+            return 0.0
         predicted_s = share * self.cost_model.batch_s(chunks)
         so_far = self.total
         if any(new > 1 for _, new in chunks):
@@ -59,3 +60,4 @@ class IterationMeter:
                 so_far.decode_s + measured_s,
                 so_far.decode_predicted_s + predicted_s,
             )
+        return predicted_s

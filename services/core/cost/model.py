@@ -19,111 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
 
-TOLERANCE = 1e-12
-"""A slope of the error along a unit column counts as 0 below this fraction of the target's norm."""
-
-
-def solve_nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """x ≥ 0 that minimises |rows · x − target|², by the active-set method (NNLS).
-
-    Columns are first scaled to unit length, so that the units of the coefficients do not matter. A
-    column of zeros gets x = 0, and so does a linear combination of columns already in use.
-    """
-    norms = [sqrt(sum(value * value for value in column)) for column in zip(*rows, strict=True)]
-    unit = [[v / n if n else 0.0 for v, n in zip(row, norms, strict=True)] for row in rows]
-    size = len(norms)
-    solution = [0.0] * size
-    passive: list[int] = []  # columns in use: their coefficients are above 0
-    rejected: set[int] = set()  # columns that cannot reduce the error further
-    threshold = TOLERANCE * sqrt(sum(value * value for value in target))
-    # Lawson-Hanson: add the column along which the error falls most steeply, until none is left.
-    while True:
-        slopes = _slopes(unit, target, solution)
-        idle = [i for i in range(size) if i not in passive and i not in rejected]
-        entering = max(idle, key=lambda i: slopes[i], default=None)
-        if entering is None or slopes[entering] <= threshold:
-            return [x / n if n else 0.0 for x, n in zip(solution, norms, strict=True)]
-        candidate = _restricted(unit, target, [*passive, entering])
-        if candidate is None or candidate[-1] <= 0:
-            # The column depends on those in use, or its slope is a rounding error.
-            rejected.add(entering)
-            continue
-        rejected.clear()
-        passive.append(entering)
-        _descend(unit, target, solution, passive)
-
-
-def _descend(
-    unit: Sequence[Sequence[float]],
-    target: Sequence[float],
-    solution: list[float],
-    passive: list[int],
-) -> None:
-    """Move `solution` to the optimum over `passive`; removes columns that would be negative."""
-    while passive:
-        candidate = _restricted(unit, target, passive)
-        if candidate is None:
-            return
-        negative = [(i, x) for i, x in zip(passive, candidate, strict=True) if x <= 0]
-        # Go towards the optimum only until the first coefficient reaches 0.
-        step = min((solution[i] / (solution[i] - x) for i, x in negative), default=1.0)
-        for index, wanted in zip(passive, candidate, strict=True):
-            solution[index] += step * (wanted - solution[index])
-        if not negative:
-            return
-        leaving = {i for i, x in negative if solution[i] <= TOLERANCE} or {negative[0][0]}
-        for index in leaving:
-            solution[index] = 0.0
-            passive.remove(index)
-
-
-def _slopes(
-    unit: Sequence[Sequence[float]], target: Sequence[float], solution: Sequence[float]
-) -> list[float]:
-    """Half of the descent of the squared error along each column (the negative gradient)."""
-    residuals = [
-        wanted - sum(a * x for a, x in zip(row, solution, strict=True))
-        for row, wanted in zip(unit, target, strict=True)
-    ]
-    return [
-        sum(a * r for a, r in zip(column, residuals, strict=True))
-        for column in zip(*unit, strict=True)
-    ]
-
-
-def _restricted(
-    unit: Sequence[Sequence[float]], target: Sequence[float], columns: Sequence[int]
-) -> list[float] | None:
-    """Least-squares solution over `columns`, by modified Gram-Schmidt; None if dependent."""
-    basis: list[list[float]] = []
-    upper: list[list[float]] = []
-    for index in columns:
-        vector = [row[index] for row in unit]
-        projections = []
-        for direction in basis:
-            share = sum(a * b for a, b in zip(direction, vector, strict=True))
-            projections.append(share)
-            vector = [v - share * a for v, a in zip(vector, direction, strict=True)]
-        length = sqrt(sum(v * v for v in vector))
-        if length < 1e-10:
-            return None
-        basis.append([v / length for v in vector])
-        upper.append([*projections, length])
-    # Project the target onto the basis, then solve the triangular system backwards.
-    rest = list(target)
-    heights = []
-    for direction in basis:
-        share = sum(a * b for a, b in zip(direction, rest, strict=True))
-        heights.append(share)
-        rest = [r - share * a for r, a in zip(rest, direction, strict=True)]
-    solution = [0.0] * len(columns)
-    for index in reversed(range(len(columns))):
-        known = sum(
-            upper[later][index] * solution[later] for later in range(index + 1, len(columns))
-        )
-        solution[index] = (heights[index] - known) / upper[index][index]
-    return solution
-
+from services.core.cost.least_squares import solve_nonnegative
 
 Chunks = tuple[tuple[int, int], ...]
 """(prefix tokens, new tokens) of every chunk of a batch."""
@@ -231,6 +127,18 @@ class CostModel:
         root = sqrt(linear * linear + 2 * self.alpha * seconds)
         return min(most, int((root - linear) / self.alpha))
 
+    def amortising_tokens(self, most: int) -> int:
+        """The least prompt chunk whose own work takes as long as its fixed cost γ; up to `most`.
+
+        At that size, half of the time is work: the half-performance length n½ of R. W. Hockney.
+        """
+        low, high = 1, max(1, most)
+        while low < high:
+            new = (low + high) // 2
+            work_s = self.alpha * pairs(0, new) + self.beta * new + self.excess_s(new)
+            low, high = (low, new) if work_s >= self.gamma else (new + 1, high)
+        return low
+
     @property
     def beyond_knee(self) -> "CostModel":
         """The model in which each new token costs μ more, for chunks beyond the knee."""
@@ -249,6 +157,24 @@ class CostModel:
             self.knee,
             self.mu * factor,
         )
+
+
+def mean_model(models: Sequence[CostModel]) -> CostModel:
+    """A model whose times are about the means of those of one or more `models`.
+
+    Each prompt token costs as beyond the knee.
+    """
+    rows = []
+    for model in models:
+        own = model.beyond_knee
+        lone_s = own.chunk_s(0, 1)
+        per_prefix_s = own.chunk_s(1, 1) - lone_s
+        decode = (per_prefix_s, lone_s - per_prefix_s - own.lam)
+        rows.append((own.alpha, own.beta, own.gamma, own.lam, own.kappa, *decode))
+    alpha, beta, gamma, lam, kappa, decode_alpha, decode_beta = (
+        sum(column) / len(rows) for column in zip(*rows, strict=True)
+    )
+    return CostModel(alpha, beta, gamma, lam, Coefficients(decode_alpha, decode_beta, lam), kappa)
 
 
 TOKEN_COSTS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)
@@ -319,23 +245,29 @@ def fit_together(samples: Sequence[Sample], knee: int | None = None) -> CostMode
 
 def fit_apart(samples: Sequence[Sample], knee: int | None = None) -> CostModel:
     """Fit prefill and decode separately, with common λ and μ; a decode's β includes γ − λ."""
-    rows = []
-    for sample in samples:
-        prefills = [(p, c) for p, c in sample.chunks if c > 1]
-        decodes = [p for p, c in sample.chunks if c == 1]
-        rows.append(
-            (
-                sum(pairs(p, c) for p, c in prefills),
-                float(sum(c for _, c in prefills)),
-                float(len(prefills)),
-                sum(pairs(p, 1) for p in decodes),
-                float(len(decodes)),
-                1.0,
-                float(sum(p for p, _ in prefills)),
-                _excess(sample, knee),
-            )
-        )
-    alpha, beta, delta, decode_alpha, decode_beta, lam, kappa, mu = _solve(rows, samples)
+    return model_apart(_solve([row_apart(s.chunks, knee) for s in samples], samples), knee)
+
+
+def row_apart(chunks: Iterable[tuple[int, int]], knee: int | None) -> tuple[float, ...]:
+    """What the coefficients of `model_apart` are multiplied with, for a batch of these chunks."""
+    pair_count = 0.0
+    new_tokens = prefills = decode_pairs = decodes = prefixes = 0
+    for prefix, new in chunks:
+        if new == 1:
+            decode_pairs += prefix + 1
+            decodes += 1
+        else:
+            pair_count += pairs(prefix, new)
+            new_tokens += new
+            prefills += 1
+            prefixes += prefix
+    excess = 0 if knee is None else max(0, new_tokens + decodes - knee)
+    return (pair_count, new_tokens, prefills, decode_pairs, decodes, 1.0, prefixes, excess)
+
+
+def model_apart(coefficients: Sequence[float], knee: int | None) -> CostModel:
+    """The cost model with the coefficients of `row_apart`, in its order."""
+    alpha, beta, delta, decode_alpha, decode_beta, lam, kappa, mu = coefficients
     decode = Coefficients(decode_alpha, decode_beta, lam)
     return CostModel(alpha, beta, lam + delta, lam, decode, kappa, knee or 0, mu)
 

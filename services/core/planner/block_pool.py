@@ -73,6 +73,21 @@ class BlockPool:
         self._taken.update(dict.fromkeys(taken, 1))
         return taken
 
+    def borrow(self, counts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """Free blocks to overwrite before the next call, in rows of `counts`; evicts as needed.
+
+        Raises:
+            IndexError: if fewer are free.
+        """
+        tables: list[tuple[int, ...]] = []
+        try:
+            for count in counts:
+                tables.append(self.allocate(count))
+        finally:
+            for table in tables:
+                self.release(table)
+        return tuple(tables)
+
     def share(self, blocks: Iterable[int]) -> None:
         """Take a reference to each of these registered blocks, whether taken or cached."""
         for block in blocks:

@@ -15,6 +15,9 @@ from services.core.setting import choice, computed, number, option
 GPU_LIMITS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}
 """Defaults on a GPU, which small iterations (the defaults on CPUs) would leave mostly idle."""
 
+MICROBATCH_TOKENS = 64
+"""`min_microbatch_tokens` without a cost model."""
+
 
 class BatchFormation(StrEnum):
     """How the leader of a pipeline divides prefills into microbatches."""
@@ -68,11 +71,13 @@ class IterationConfig:
         " round; token_count fills them up to max_batch_tokens.",
         expert=True,
     )
-    min_microbatch_tokens: int = number(
-        128,
-        "Microbatches with fewer tokens are not divided further.",
+    min_microbatch_tokens: int | None = number(
+        None,
+        "Minimum mean number of tokens in the microbatches that lookahead divides a round into.",
         minimum=1,
         maximum=2**20,
+        default_text="the least number whose computation takes as long as the fixed cost of an"
+        " iteration, by the cost model; 64 without one",
         expert=True,
     )
     cost_model: CostModel | None = computed(None)
@@ -156,6 +161,15 @@ class IterationConfig:
         " after the delivered tokens, unless they have `resume_streams: false`.",
         expert=True,
     )
+
+    @property
+    def microbatch_tokens_min(self) -> int:
+        """`min_microbatch_tokens`, measured if it is not set: MIN of KunServe Fig. 11."""
+        if self.min_microbatch_tokens is not None:
+            return self.min_microbatch_tokens
+        if self.cost_model is None:
+            return MICROBATCH_TOKENS
+        return self.cost_model.amortising_tokens(self.max_batch_tokens)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.core.cost.model import CostModel
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import Microbatch, SampleNotes
 from services.core.planner.block_table import BlockMove
@@ -71,9 +72,27 @@ class RequeueChecked:
     may_start: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class CostModelLearned:
+    """Plan with this cost model from now on, instead of the present one."""
+
+    model: CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksBorrowed:
+    """Free blocks are overwritten by a measurement, and free again before the next event.
+
+    `counts`: number of blocks of each of its chunks. Answered by `LendBlocks`.
+    """
+
+    counts: tuple[int, ...]
+
+
 IterationEvent = IterationFinished | IterationDropped | IterationSuspended
 RequestEvent = RequestArrived | RequestAborted | IterationEvent | RequeueChecked
-Event = RequestEvent | ConfigurationEvent
+MeasurementEvent = CostModelLearned | BlocksBorrowed
+Event = RequestEvent | MeasurementEvent | ConfigurationEvent
 
 
 class EmitToken(NamedTuple):
@@ -123,8 +142,15 @@ class MoveBlocks:
     moves: tuple[BlockMove, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LendBlocks:
+    """The answer to `BlocksBorrowed`: the block ids of each chunk."""
+
+    tables: tuple[tuple[int, ...], ...]
+
+
 ClientCommand = EmitToken | RefuseRequest
-Command = ClientCommand | BlocksFreed | MoveBlocks
+Command = ClientCommand | BlocksFreed | MoveBlocks | LendBlocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,11 @@ class Feedback:
             stages, Budget() if self.corrects else Budget(margin=1.0)
         )
 
+    def reset_scales(self) -> None:
+        """Forget the ratios of measured to predicted times: they were those of another model."""
+        for budget in self._budgets.values():
+            budget.decode_scale = budget.mixed_scale = 1.0
+
     def note_arrival(self, sequence: Sequence, now_s: float) -> None:
         """Note the arrival of a request and set its first deadline."""
         deadline.begin(sequence, now_s - sequence.request.waited_s)

@@ -31,14 +31,13 @@ class InfeasibleTarget:
 class InfeasibleTargets:
     """Detects infeasible targets by the cost model; returns each class and value once."""
 
-    cost_model: CostModel | None = None
     _reported: set[tuple[str, str, float]] = field(default_factory=set)  # (name, class, target)
 
-    def unreported(self, service: Service) -> list[InfeasibleTarget]:
+    def unreported(self, service: Service, cost_model: CostModel | None) -> list[InfeasibleTarget]:
         """Infeasible targets of a request that were not reported before."""
-        if self.cost_model is None:
+        if cost_model is None:
             return []
-        lone_s = self.cost_model.chunk_s(0, 1)
+        lone_s = cost_model.chunk_s(0, 1)
         infeasible = []
         for name, target_s in (("ttft_ms", service.ttft_s), ("tpot_ms", service.tpot_s)):
             if target_s is None or target_s >= lone_s or len(self._reported) >= REPORTED_MAX:

@@ -76,7 +76,7 @@ def form_round(
     """Partition `pieces`, in order, into microbatches of similar cost that make a short round.
 
     Each part has at most `tokens_max` tokens. More parts than that requires are made only while
-    they have on average more than half of `tokens_min` tokens. A piece that is cut appears in
+    they have on average at least `tokens_min` tokens. A piece that is cut appears in
     consecutive parts. `base` is the cost of the decodes that join each microbatch of the round, of
     which there are at least `stages` then; 0 without decodes. A part plus `base` costs at most
     `cost_max`, unless a single token exceeds it.
@@ -88,7 +88,7 @@ def form_round(
     parts = -(-tokens // tokens_max)
     if cost_max < inf:
         parts = max(parts, partitioner.parts_within(cost_max - (base or model.lam)))
-    most = max(parts, 2 * tokens // (tokens_min + 1))
+    most = max(parts, tokens // tokens_min)
     tried: list[tuple[float, list[list[Piece[Key]]]]] = []
     least = inf
     # Try growing numbers of parts: more parts mean fewer bubbles, but a fixed cost for each.

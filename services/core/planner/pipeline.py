@@ -139,7 +139,7 @@ class PipelinePlanner:
                 pieces,
                 self.stages,
                 model,
-                tokens_min=max(1, config.min_microbatch_tokens - share),
+                tokens_min=max(1, config.microbatch_tokens_min - share),
                 tokens_max=max(1, config.max_batch_tokens - share),
                 base=base,
                 cost_max=max(limits.cost_max, (base or model.lam) + limits.prompts_cost),

@@ -18,7 +18,7 @@ reproduces it. `fast_forward.py` has shortcuts for the simulator. Ids are sequen
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from services.core.logprobs import LogprobRows
@@ -30,12 +30,15 @@ from services.core.planner.bros_planner import BrosPlanner
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_handlers import ConfigurationHandlers
 from services.core.planner.events import (
+    BlocksBorrowed,
     Command,
+    CostModelLearned,
     EmitToken,
     Event,
     IterationDropped,
     IterationFinished,
     IterationSuspended,
+    LendBlocks,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
@@ -336,6 +339,21 @@ class PlannerState:
             return (BrosPlanner if bros else SloPlanner)(config, table, feedback)
         return _PLANNERS.get(config.scheduling, SinglePlanner)(config, table)
 
+    # --- measurements
+
+    def _learn(self, event: CostModelLearned) -> list[Command]:
+        self.config = replace(self.config, cost_model=event.model)
+        self._planner.config = self._changes.config = self.config
+        if isinstance(self._planner, SloPlanner | BrosPlanner | SloPipelinePlanner):
+            self._planner.harvester.config = self.config
+        if self._feedback is not None:
+            self._feedback.reset_scales()
+        return []
+
+    def _lend(self, event: BlocksBorrowed) -> list[Command]:
+        assert not self.sequences, "a measurement would delay sequences"
+        return [LendBlocks(self.pool.borrow(event.counts))]
+
     # --- requests
 
     @property
@@ -498,6 +516,7 @@ _HARMLESS_EVENTS = (
     IterationDropped,
     IterationSuspended,
     RequeueChecked,
+    CostModelLearned,
 )
 _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     RequestArrived: PlannerState._arrive,
@@ -506,6 +525,8 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     IterationDropped: PlannerState._drop_iteration,
     IterationSuspended: PlannerState._suspend_iteration,
     RequeueChecked: PlannerState._requeue_waiting,
+    CostModelLearned: PlannerState._learn,
+    BlocksBorrowed: PlannerState._lend,
     changes.StagesConfigured: PlannerState._configure,
 }
 _HANDLERS |= {

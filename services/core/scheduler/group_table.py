@@ -6,7 +6,7 @@ classes except batch.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from services.core.ask import Ask
@@ -272,7 +272,10 @@ class GroupTable:
     def join(self, group: ServingGroup, now_s: float) -> None:
         """Add a group, or replace it in its new configuration."""
         known = self._loads.get(group.group_id)
-        if known is not None and known.group == group:
+        if known is not None and replace(known.group, cost_model=group.cost_model) == group:
+            known.group = group  # at most its cost model is new: its load and cache stay
+            if (prefixes := self._models[group.model].prefixes) is not None:
+                prefixes.note_costs(known)
             return
         # The demand of a model outlives its groups: keep its meter when the only group is replaced.
         before = self._models.get(group.model)

@@ -10,7 +10,7 @@ from itertools import islice
 from math import inf
 
 from services.core.ask import Ask
-from services.core.cost.model import CostModel
+from services.core.cost.model import CostModel, mean_model
 from services.core.report import Load, LoadReport
 from services.core.scheduler.dispatch import NO_ADDRESSES
 from services.core.scheduler.group_index import GroupIndex
@@ -128,13 +128,16 @@ PickArguments = tuple[int, int, float, float, frozenset[str]]
 class PrefixRanking:
     """Ranks the groups of a model for a request, by predicted TTFT.
 
-    Groups are added and removed together with those of `GroupIndex`.
+    Groups are added and removed together with those of `GroupIndex`. `cost` predicts while no
+    group's cost model is known; else a group without one is like the mean of the others.
     """
 
     cost: CostModel
     index: PrefixIndex = field(default_factory=PrefixIndex)
     # By group id.
     _corrections: dict[str, HitCorrection] = field(default_factory=dict)
+    _costs: dict[str, CostModel] = field(default_factory=dict)
+    _mean: CostModel | None = None  # of `_costs`; None: not computed
     # Total evictions applied, by group id, because reports repeat the latest evictions.
     _evicted_totals: dict[str, int] = field(default_factory=dict)
 
@@ -143,10 +146,21 @@ class PrefixRanking:
         self.index.join(load.group.group_id, load.capacity_blocks)
         self._corrections[load.group.group_id] = HitCorrection()
         self._evicted_totals[load.group.group_id] = 0
+        self.note_costs(load)
+
+    def note_costs(self, load: GroupLoad) -> None:
+        """Note the cost model of a group, which may have changed."""
+        self._mean = None
+        if load.group.cost_model is None:
+            self._costs.pop(load.group.group_id, None)
+        else:
+            self._costs[load.group.group_id] = load.group.cost_model
 
     def remove(self, group_id: str) -> None:
         """Remove a group."""
         self.index.leave(group_id)
+        self._costs.pop(group_id, None)
+        self._mean = None
         del self._corrections[group_id]
         del self._evicted_totals[group_id]
 
@@ -233,4 +247,13 @@ class PrefixRanking:
 
     def _ttft_s(self, load: GroupLoad, ask: Ask) -> float:
         hit_tokens = self.hit_tokens(load, ask)
-        return predicted_ttft_s(self.cost, load, ask.prompt_tokens, hit_tokens)
+        costs = self._costs.get(load.group.group_id) or self._typical_costs
+        return predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)
+
+    @property
+    def _typical_costs(self) -> CostModel:
+        if not self._costs:
+            return self.cost
+        if self._mean is None:
+            self._mean = mean_model(tuple(self._costs.values()))
+        return self._mean

@@ -9,6 +9,7 @@ gateway. A ticket acknowledges that a request waits in the queue.
 from dataclasses import dataclass
 
 from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.core.cost.model import CostModel
 from services.core.report import LoadReport
 from services.core.service import ServiceClass
 
@@ -38,6 +39,8 @@ class ServingGroup:
     # Number of workers.
     members: int = 1
     max_batch_tokens: int = BATCH_TOKENS
+    # Predicts the leader's iterations as a worker alone; None if unknown.
+    cost_model: CostModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

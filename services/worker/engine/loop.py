@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from services.common.clock import monotonic_s
+from services.core.cost.refinement import differ
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import RequestAborted, RequestArrived, RequeueChecked
 from services.core.planner.infeasible_targets import InfeasibleTargets
@@ -31,6 +32,7 @@ from services.worker.ipc import (
     AbortAttempt,
     AbortRequest,
     ApplyConfiguration,
+    CostsLearned,
     FromEngine,
     Introduce,
     Prepare,
@@ -44,6 +46,8 @@ from services.worker.ipc import (
 IDLE_REPORT_MS = 500
 BUSY_WAIT_MS = 1
 SEND_TIMEOUT_MS = 10_000
+COSTS_CHANGE_MIN = 0.2
+"""Relative change of a predicted time that dispatch must know of."""
 
 log = logging.getLogger(__name__)
 
@@ -72,18 +76,17 @@ class EngineLoop:
         grammars: GrammarCheck,
         descriptors: Sequence[int] = (),
         profiler: IdleProfiler | None = None,
-        infeasible: InfeasibleTargets | None = None,
     ) -> None:
         """`descriptors` become readable when frames from other members arrive.
 
-        `profiler` measures batches while the engine is idle. `infeasible` detects latency targets
-        that no request can meet; the loop logs them.
+        `profiler` measures batches while the engine is idle.
         """
         self._member = member
         self._socket = socket
         self._grammars = grammars
         self._profiler = profiler
-        self._infeasible = infeasible or InfeasibleTargets()
+        self._infeasible = InfeasibleTargets()  # latency targets that no request can meet
+        self._published_costs = member.state.config.cost_model
         # Frames of the servicer that were read and not handled yet.
         self._inbox: deque[ToEngine] = deque()
         # Ids of requests to acknowledge in the next report.
@@ -245,7 +248,8 @@ class EngineLoop:
 
     def _start(self, request: Request) -> None:
         self._received.append(request.request_id)
-        for target in self._infeasible.unreported(request.service):
+        cost_model = self._member.state.config.cost_model
+        for target in self._infeasible.unreported(request.service, cost_model):
             log.warning("%s", target)
         self._member.handle(RequestArrived(monotonic_s(), request))
 
@@ -280,11 +284,29 @@ class EngineLoop:
 
         for answer in outbox.prepared:
             send(self._socket, answer)
+        self._publish_costs()
         received, self._received = self._received, []
         evictions = self._member.state.pool.cache.evictions
         evicted_prefixes = evictions.since(self._evictions_reported)
         self._evictions_reported = evictions.total
-        report = EngineReport(
+        send(
+            self._socket,
+            Progress(
+                received,
+                outbox.tokens,
+                outbox.refusals,
+                self._report(status),
+                outbox.adopted,
+                outbox.moved,
+                outbox.times,
+                evicted_prefixes,
+            ),
+        )
+        return is_due
+
+    def _report(self, status: tuple[int, bool, str, bool]) -> EngineReport:
+        member = self._member
+        return EngineReport(
             member.state.load(),
             *status[:2],
             member.stage.runner.parameter_bytes,
@@ -294,18 +316,14 @@ class EngineLoop:
             *status[2:],
             member.slowest_iteration_s,
             member.restored_slabs,
+            member.cost_origin,
         )
-        send(
-            self._socket,
-            Progress(
-                received,
-                outbox.tokens,
-                outbox.refusals,
-                report,
-                outbox.adopted,
-                outbox.moved,
-                outbox.times,
-                evicted_prefixes,
-            ),
-        )
-        return is_due
+
+    def _publish_costs(self) -> None:
+        """Send the cost model if it predicts other times than the one that was sent last."""
+        model, published = self._member.state.config.cost_model, self._published_costs
+        if model is published or model is None:
+            return
+        if published is None or differ(published, model, COSTS_CHANGE_MIN):
+            self._published_costs = model
+            send(self._socket, CostsLearned(model))

@@ -24,9 +24,8 @@ from services.common.lifecycle import EXIT_UNUSABLE, die_with_parent
 from services.common.logging import set_up_logging
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.cost.model import CostModel
-from services.core.planner.block_pool import BlockPool
-from services.core.planner.config import IterationConfig
-from services.core.planner.infeasible_targets import InfeasibleTargets
+from services.core.cost.refinement import CostRefiner
+from services.core.planner.config import BatchFormation, IterationConfig
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.pacer import Pacer
@@ -74,10 +73,8 @@ def build_engine() -> EngineLoop:
     try:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
-        profile = stored_profile(config)
-        planner = planner_config(runner, config, cost_model_of(runner, config, pacer or profile))
-        if profile is not None:
-            log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
+        cost_model, cost_origin = cost_model_of(runner, config, pacer)
+        planner = planner_config(runner, config, cost_model)
         member_config = _member_config(config, runner, planner)
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
@@ -88,8 +85,8 @@ def build_engine() -> EngineLoop:
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
     facts.start(identity, config.memory_bytes, exact=is_batch_invariant(config))
-    member = build_member(identity, lanes, runner, changeover, config, pacer, facts)
-    send(socket, ready_frame(runner, config, lanes))
+    member = build_member(identity, lanes, runner, changeover, config, pacer, facts, cost_origin)
+    send(socket, ready_frame(runner, config, lanes, cost_model))
     start_heartbeat(arguments.socket)
     member.mover.start()
     return EngineLoop(
@@ -97,8 +94,7 @@ def build_engine() -> EngineLoop:
         socket,
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
-        idle_profiler(runner, changeover.planner.pool, config),
-        InfeasibleTargets(planner.cost_model),
+        idle_profiler(runner, member, config),
     )
 
 
@@ -165,18 +161,29 @@ def lanes_config(config: WorkerConfig) -> LanesConfig:
 
 
 def cost_model_of(
-    runner: ModelRunner, config: WorkerConfig, source: Pacer | DeviceProfile | None
-) -> CostModel | None:
-    """Return the cost model of `source`, or a rough measured model if scheduling needs one."""
-    if source is not None:
-        return source.model
+    runner: ModelRunner, config: WorkerConfig, pacer: Pacer | None
+) -> tuple[CostModel | None, str]:
+    """Return the cost model at the start and its origin, for operators.
+
+    It is that of the simulated device, else of the stored profile, else a rough measurement.
+    """
+    if pacer is not None:
+        return pacer.model, "paced"
+    profile = stored_profile(config)
+    if profile is not None:
+        log.info("profile of this model and device: %s (%s)", profile.name, profile.source)
+        return profile.model, "profile"
     planner = config.planner
-    if not planner.scheduling.deadlines_bound_iterations:
-        return None
-    log.info(
-        "scheduling: %s, and no profile is stored: measuring a rough cost model", planner.scheduling
-    )
-    return measure_rough_model(runner, planner.max_batch_tokens, planner.max_running)
+    if config.learn_costs or planner.scheduling.deadlines_bound_iterations:
+        log.info("no profile is stored: measuring a rough cost model")
+        began_s = monotonic_s()
+        model = measure_rough_model(runner, planner.max_batch_tokens, planner.max_running)
+        log.info("measured a rough cost model in %.2f s", monotonic_s() - began_s)
+        return model, "start"
+    reason = "no profile is stored, and 'learn_costs' is off"
+    if planner.batch_formation is BatchFormation.LOOKAHEAD:
+        log.warning("lookahead counts tokens, for lack of a cost model: %s", reason)
+    return None, f"none: {reason}"
 
 
 def planner_config(
@@ -209,12 +216,9 @@ def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
         return None
 
 
-def idle_profiler(
-    runner: ModelRunner, pool: BlockPool, config: WorkerConfig
-) -> IdleProfiler | None:
+def idle_profiler(runner: ModelRunner, member: Member, config: WorkerConfig) -> IdleProfiler | None:
     """Return the profiler for idle periods; None if it is disabled, impossible or not needed."""
-    # The profiler allocates blocks outside the event log, so a replay of the log would diverge.
-    if config.profile_dir is None or config.event_log is not None:
+    if config.profile_dir is None:
         return None
     # A paced engine uses the cost model of the device that it is paced to.
     if config.paced is not None or not config.profile_when_idle:
@@ -226,11 +230,12 @@ def idle_profiler(
     limits = batch_limits_of(runner, config.planner.max_batch_tokens, config.planner.max_running)
     return IdleProfiler(
         ProfileSession(IDLE, limits),
-        Measurer(runner, pool),
+        Measurer(runner, member.borrow_blocks),
         runner,
         runner_settings,
         config.threads,
         path,
+        lambda model: member.learn(model, "idle") if config.learn_costs else None,
     )
 
 
@@ -242,12 +247,15 @@ def build_member(
     config: WorkerConfig,
     pacer: Pacer | None,
     facts: FactLog,
+    cost_origin: str,
 ) -> Member:
     """Build the group member of this engine from its lanes, model runner and state machine."""
     gate = ActivationGate()
     settings = MoverConfig(
         link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
     )
+    model = changeover.planner.config.cost_model
+    refines = config.learn_costs and pacer is None
     member = Member(
         identity,
         changeover,
@@ -257,12 +265,16 @@ def build_member(
         partial(Mover, lanes.bulk, gate, settings),
         monotonic_s,
         facts,
+        CostRefiner(model) if refines and model is not None else None,
+        cost_origin,
     )
     failpoint.on_cut(member.cut_off)
     return member
 
 
-def ready_frame(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> EngineReady:
+def ready_frame(
+    runner: ModelRunner, config: WorkerConfig, lanes: Lanes, cost_model: CostModel | None
+) -> EngineReady:
     """Return the engine's sizes and addresses, for the worker's registration and reports."""
     return EngineReady(
         max_model_len=min(runner.geometry.max_model_len, runner.num_blocks * runner.block_size),
@@ -279,4 +291,5 @@ def ready_frame(runner: ModelRunner, config: WorkerConfig, lanes: Lanes) -> Engi
         activation_address=lanes.activations.address if lanes.reachable else "",
         bulk_address=lanes.bulk.address if lanes.reachable else "",
         model_digest=runner.model_digest,
+        cost_model=cost_model,
     )

@@ -23,6 +23,8 @@ from services.common.records import (
     scheduling_fault,
     to_assignment,
     to_assignment_record,
+    to_cost_model,
+    to_cost_record,
     to_facts,
     to_group,
     to_group_record,
@@ -30,6 +32,7 @@ from services.common.records import (
     to_shape_record,
     to_worker,
 )
+from services.core.cost.model import Coefficients, CostModel
 from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member
@@ -64,6 +67,37 @@ def test_a_shape_comes_back_as_it_was() -> None:
     record = to_shape_record(shape)
     assert record is not None and to_shape(record) == shape
     assert to_shape_record(None) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        CostModel(1e-8, 1e-4, 0.02, 0.01),
+        CostModel(1e-8, 1e-4, 0.02, 0.01, Coefficients(1e-7, 1e-5, 0.01), 1e-9, 64, 1e-5),
+    ],
+)
+def test_a_cost_model_comes_back_as_it_was(model: CostModel) -> None:
+    value = encode_record(worker_record(cost_model=to_cost_record(model)))
+    record = read_record(record_pb2.WorkerRecord, f"{WORKERS}w0", value)
+    assert record is not None and to_cost_model(record) == model
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        None,
+        record_pb2.CostModel(),
+        record_pb2.CostModel(alpha_s=-1.0, beta_s=1.0),
+        record_pb2.CostModel(beta_s=float("inf")),
+        record_pb2.CostModel(beta_s=1.0, gamma_s=0.1, lambda_s=0.2),
+        record_pb2.CostModel(beta_s=1.0, decode=record_pb2.DecodeCosts()),
+        record_pb2.CostModel(beta_s=1.0, knee_tokens=-1),
+    ],
+)
+def test_costs_that_predict_nothing_are_none(costs: record_pb2.CostModel | None) -> None:
+    """Workers of earlier releases publish none."""
+    assert to_cost_model(worker_record(cost_model=costs)) is None
+    assert to_cost_record(None) is None
 
 
 @pytest.mark.parametrize("engine", EngineKind)

@@ -4,9 +4,10 @@ from dataclasses import fields
 
 import pytest
 
+from services.common.records import to_cost_record
 from services.common.report import InvalidReport
 from services.core.ask import NO_PREFIX, Ask, FailedAssignment, RefusalReason
-from services.core.cost.model import TOKEN_COSTS, CostModel
+from services.core.cost.model import TOKEN_COSTS, Coefficients, CostModel
 from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.scheduler.state import SchedulerState
@@ -53,6 +54,13 @@ def test_a_stable_group_of_a_registered_worker_serves() -> None:
 )
 def test_a_worker_that_cannot_serve(worker: record_pb2.WorkerRecord) -> None:
     assert to_group(group_record(worker_record()), {"w0": worker}) is None
+
+
+def test_a_group_has_the_costs_of_its_leader() -> None:
+    model = CostModel(1e-8, 1e-4, 0.02, 0.01, Coefficients(1e-7, 1e-5, 0.01), 1e-9, 64, 1e-5)
+    worker = worker_record(cost_model=to_cost_record(model))
+    group = to_group(group_record(worker), {"w0": worker})
+    assert group is not None and group.cost_model == model
 
 
 def test_groups_that_do_not_serve() -> None:

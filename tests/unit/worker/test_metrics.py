@@ -126,3 +126,10 @@ def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
     found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0)))
     assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0
     assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == 0
+
+
+def test_the_origin_of_the_cost_model_is_a_label_without_the_reason() -> None:
+    name = "tideserve_worker_cost_model_info"
+    assert value(told(engine(cost_model="load")), name, **OWN, origin="load") == 1
+    none = told(engine(cost_model="none: no profile is stored"))
+    assert value(none, name, **OWN, origin="none") == 1

@@ -118,6 +118,7 @@ class WorkerRecord(_message.Message):
     LOCATION_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
+    COST_MODEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -178,6 +179,10 @@ class WorkerRecord(_message.Message):
         only its host is known. Workers near each other merge first.
         """
 
+    @_builtins.property
+    def cost_model(self) -> Global___CostModel:
+        """Predicts the duration of the worker's iterations; absent if the worker has none."""
+
     def __init__(
         self,
         *,
@@ -201,14 +206,97 @@ class WorkerRecord(_message.Message):
         location: _abc.Iterable[_builtins.str] | None = ...,
         context_tokens: _builtins.int = ...,
         scheduling: _builtins.str = ...,
+        cost_model: Global___CostModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost_model", b"cost_model", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
+
+@_typing.final
+class CostModel(_message.Message):
+    """Coefficients of a cost model in seconds, as in a device profile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALPHA_S_FIELD_NUMBER: _builtins.int
+    BETA_S_FIELD_NUMBER: _builtins.int
+    GAMMA_S_FIELD_NUMBER: _builtins.int
+    LAMBDA_S_FIELD_NUMBER: _builtins.int
+    KAPPA_S_FIELD_NUMBER: _builtins.int
+    KNEE_TOKENS_FIELD_NUMBER: _builtins.int
+    MU_S_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    alpha_s: _builtins.float
+    """Per query-key pair of a prompt chunk."""
+    beta_s: _builtins.float
+    """Per token of a prompt chunk."""
+    gamma_s: _builtins.float
+    """Per prompt chunk."""
+    lambda_s: _builtins.float
+    """Part of the constant cost of a chunk that the chunks of a batch share."""
+    kappa_s: _builtins.float
+    """Per token in the KV cache before a prompt chunk."""
+    knee_tokens: _builtins.int
+    """Tokens of a batch above which each costs mu_s more."""
+    mu_s: _builtins.float
+    """Additional cost per token beyond the knee."""
+    @_builtins.property
+    def decode(self) -> Global___DecodeCosts:
+        """Coefficients of decodes; absent: those of prompt chunks."""
+
+    def __init__(
+        self,
+        *,
+        alpha_s: _builtins.float = ...,
+        beta_s: _builtins.float = ...,
+        gamma_s: _builtins.float = ...,
+        lambda_s: _builtins.float = ...,
+        kappa_s: _builtins.float = ...,
+        knee_tokens: _builtins.int = ...,
+        mu_s: _builtins.float = ...,
+        decode: Global___DecodeCosts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_s", b"alpha_s", "beta_s", b"beta_s", "decode", b"decode", "gamma_s", b"gamma_s", "kappa_s", b"kappa_s", "knee_tokens", b"knee_tokens", "lambda_s", b"lambda_s", "mu_s", b"mu_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostModel: _TypeAlias = CostModel  # noqa: Y015
+
+@_typing.final
+class DecodeCosts(_message.Message):
+    """Coefficients of a decode, in seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALPHA_S_FIELD_NUMBER: _builtins.int
+    BETA_S_FIELD_NUMBER: _builtins.int
+    GAMMA_S_FIELD_NUMBER: _builtins.int
+    alpha_s: _builtins.float
+    """Per query-key pair."""
+    beta_s: _builtins.float
+    """Per token."""
+    gamma_s: _builtins.float
+    """Per decode."""
+    def __init__(
+        self,
+        *,
+        alpha_s: _builtins.float = ...,
+        beta_s: _builtins.float = ...,
+        gamma_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_s", b"alpha_s", "beta_s", b"beta_s", "gamma_s", b"gamma_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeCosts: _TypeAlias = DecodeCosts  # noqa: Y015
 
 @_typing.final
 class ModelShape(_message.Message):

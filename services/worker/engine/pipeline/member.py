@@ -12,7 +12,7 @@ KV have reached their new members. Parked batch requests wait at a follower befo
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,15 @@ from services.core.changeover.transfer_outcome import TransferOutcome, TransferS
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
+from services.core.cost.model import CostModel
+from services.core.cost.refinement import CostRefiner
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import (
+    BlocksBorrowed,
+    CostModelLearned,
     EmitToken,
     IterationSuspended,
+    LendBlocks,
     MoveBlocks,
     Planned,
     RefuseRequest,
@@ -59,6 +64,9 @@ from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepa
 
 log = logging.getLogger(__name__)
 
+FROM_LOAD = "load"
+"""Origin of a cost model that was refined by the worker's iterations."""
+
 _MAY_FAIL = (vocabulary.MeasureRestore, vocabulary.ShrinkKv, vocabulary.MapKv)
 """Commands of a preparation that may fail: the memory is unchanged then, and only the preparation
 ends. The failure of any other command stops the engine."""
@@ -81,8 +89,14 @@ class Member:
         create_mover: Callable[[EpochStatusOf, Unpack], Mover],
         now_s: Callable[[], float],
         facts: FactLog | None = None,
+        refiner: CostRefiner | None = None,
+        cost_origin: str = "",
     ) -> None:
-        """`bulk` is the lane of the mover that `create_mover` returns."""
+        """`bulk` is the lane of the mover that `create_mover` returns.
+
+        `refiner` corrects the cost model under load; `cost_origin` names the origin of the present
+        one.
+        """
         self.changeover = changeover
         self.state = state = changeover.planner
         self.stage = stage
@@ -93,7 +107,9 @@ class Member:
         self._facts = facts or FactLog(None, state, stage.runner.stage_memory, now_s)
         self._health = GroupHealth()
         self._failpoints = ChangeFailpoints(identity.worker_id)
-        self._serving = Serving(state, stage, links, now_s)
+        self._serving = Serving(state, stage, links, now_s, refiner)
+        self.cost_origin = cost_origin
+        self._lent: LendBlocks | None = None  # the last answer to `BlocksBorrowed`
         self._connections = Connections(links.lane, bulk, now_s)
         self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
@@ -122,6 +138,7 @@ class Member:
             vocabulary.NoteAborted: self._note_aborted,
             vocabulary.NoteAdopted: self._serving.note_adopted,
             vocabulary.NoteMoved: self._note_moved,
+            LendBlocks: self._note_lent,
             EmitToken: self._serving.deliver,
             RefuseRequest: self._serving.deliver,
         }
@@ -174,6 +191,33 @@ class Member:
     def cut_off(self, activations: bool = True, bulk: bool = True) -> None:
         """End all connections of these lanes, for fault injection; only the peers get events."""
         self._connections.end_all(activations, bulk)
+
+    # --- measurements
+
+    def learn(self, model: CostModel, origin: str) -> None:
+        """Plan and predict with a newly measured cost model; a refinement begins again from it."""
+        self._adopt_costs(model, origin)
+        if self._serving.refiner is not None:
+            self._serving.refiner.restart(model)
+
+    def borrow_blocks(self, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Free KV blocks to overwrite before the next event; only while there is no sequence."""
+        self._apply(BlocksBorrowed(tuple(counts)))
+        assert self._lent is not None
+        return self._lent.tables
+
+    def _note_lent(self, command: LendBlocks) -> None:
+        self._lent = command
+
+    def _adopt_costs(self, model: CostModel, origin: str) -> None:
+        self._apply(CostModelLearned(model))
+        self._serving.iterations.cost_model = model
+        self.cost_origin = origin
+
+    def _refine_costs(self) -> None:
+        refiner = self._serving.refiner
+        if refiner is not None and refiner.due and (model := refiner.refit()) is not None:
+            self._adopt_costs(model, FROM_LOAD)
 
     # --- state
 
@@ -268,6 +312,7 @@ class Member:
         `interrupts` is used in a single-worker group. For a microbatch it returns a predicate that
         is called before layers and is True if the iteration must stop there.
         """
+        self._refine_costs()
         microbatch = self._plan()
         if microbatch is None:
             self._serving.pause()

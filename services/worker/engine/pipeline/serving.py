@@ -16,6 +16,7 @@ from services.core.changeover.vocabulary import NoteAdopted, NoteMoved
 from services.core.cost.bubble import BubbleMeter
 from services.core.cost.iteration_time import IterationMeter
 from services.core.cost.iteration_tokens import IterationTokenMeter
+from services.core.cost.refinement import CostRefiner
 from services.core.planner.batch import Batch, Microbatch
 from services.core.planner.events import (
     EmitToken,
@@ -155,8 +156,14 @@ class Serving:
     """
 
     def __init__(
-        self, state: PlannerState, stage: StageRunner, links: Links, now_s: Callable[[], float]
+        self,
+        state: PlannerState,
+        stage: StageRunner,
+        links: Links,
+        now_s: Callable[[], float],
+        refiner: CostRefiner | None,
     ) -> None:
+        self.refiner = refiner  # learns from iterations of all layers; None: the model is fixed
         self.outbox = EngineOutbox()
         self.meter = BubbleMeter()  # busy and idle time of this stage in pipelines
         self.iterations = IterationMeter(state.config.cost_model)  # measured and predicted times
@@ -284,7 +291,7 @@ class Serving:
         if frame.chunks:
             ended_s = self._now_s()
             self.meter.note_run(started_s, ended_s, frame.vacant_s)
-            ran = ((chunk.start, chunk.tokens) for chunk in frame.chunks)
+            ran = tuple((chunk.start, chunk.tokens) for chunk in frame.chunks)
             self.iterations.add(ran, ended_s - started_s, self._stage.share)
         if configuration.is_last:
             assert output.sampled is not None
@@ -312,5 +319,9 @@ class Serving:
     def _record_time(self, batch: Batch, measured_s: float) -> None:
         if batch.chunks:
             self.iteration_tokens.add(batch.tokens)
-            chunks = ((chunk.start, len(chunk.token_ids)) for chunk in batch.chunks)
-            self.iterations.add(chunks, measured_s, self._stage.share)
+            chunks = tuple([(chunk.start, len(chunk.token_ids)) for chunk in batch.chunks])
+            share = self._stage.share
+            predicted_s = self.iterations.add(chunks, measured_s, share)
+            # A stage of a pipeline has other costs around its layers than a worker alone.
+            if self.refiner is not None and share == 1:
+                self.refiner.add(chunks, measured_s, predicted_s)

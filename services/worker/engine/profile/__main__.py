@@ -58,7 +58,7 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
     try:
         limits = batch_limits_of(runner, config.max_batch_tokens, config.max_running)
         session = ProfileSession(config.effort, limits)
-        measurer = Measurer(runner, BlockPool(runner.num_blocks))
+        measurer = Measurer(runner, BlockPool(runner.num_blocks).borrow)
         with start_co_runners(config) as co_runners:
             measure(session, measurer, co_runners)
         outcome = session.outcome(measurer.cpu_share)

@@ -101,7 +101,7 @@ def serve_batches(lines: IO[str]) -> None:
     data = json.loads(next(lines))
     config = config_module.from_mapping(ProfileConfig, data, "the profiling process")
     runner = ModelRunner.load(config.runner())
-    measurer = Measurer(runner, BlockPool(runner.num_blocks))
+    measurer = Measurer(runner, BlockPool(runner.num_blocks).borrow)
     print("ready", flush=True)
     for line in lines:
         measurer.duration_s(tuple((prefix, new) for prefix, new in json.loads(line)))

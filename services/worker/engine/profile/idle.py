@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.common.clock import monotonic_s
 from services.common.device_profile import store_profile
+from services.core.cost.model import CostModel
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.profile.measurer import Measurer
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class IdleProfiler:
-    """Measures a batch per call of `step`; stores the profile after the last batch."""
+    """Measures a batch per call of `step`; adopts and stores the profile after the last batch."""
 
     def __init__(
         self,
@@ -28,7 +29,9 @@ class IdleProfiler:
         config: RunnerConfig,
         threads: int,
         path: Path,
+        adopt: Callable[[CostModel], None],
     ) -> None:
+        self._adopt = adopt
         self._session: ProfileSession | None = session
         self._measurer = measurer
         self._runner = runner
@@ -63,7 +66,7 @@ class IdleProfiler:
     def _finish(self, session: ProfileSession) -> None:
         outcome = session.outcome(self._measurer.cpu_share)
         # Other processes slowed the measurements down. A stored profile is never measured again, so
-        # store none; the next start measures again.
+        # store none; the next start measures again, and the present cost model stays.
         if not outcome.quiet:
             log.warning(
                 "profiled while idle, but other processes kept the machine busy: repeat-to-repeat"
@@ -71,6 +74,7 @@ class IdleProfiler:
                 100 * outcome.accuracy.noise,
             )
             return
+        self._adopt(outcome.model)
         profile = measured_profile(self._runner, self._config, self._threads, outcome)
         try:
             store_profile(profile, self._path)

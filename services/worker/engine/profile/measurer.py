@@ -4,10 +4,10 @@ A batch is a sequence of chunks (prefix, new): the context tokens already in the
 new tokens to compute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.common.clock import monotonic_s, thread_cpu_s
-from services.core.cost.model import Chunks, CostModel, Sample, fit
+from services.core.cost.model import Chunks, CostModel, Sample, fit_apart, fit_together
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
@@ -17,12 +17,16 @@ from services.worker.engine.profile.batches import BatchLimits
 GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
-class Measurer:
-    """Times batches on `runner`; overwrites free KV blocks of `pool` and frees them again."""
+Borrow = Callable[[Sequence[int]], tuple[tuple[int, ...], ...]]
+"""Free KV blocks to overwrite, in rows of these numbers, until the next call or event."""
 
-    def __init__(self, runner: ModelRunner, pool: BlockPool) -> None:
+
+class Measurer:
+    """Times batches on `runner`; overwrites the KV blocks that `borrow` returns."""
+
+    def __init__(self, runner: ModelRunner, borrow: Borrow) -> None:
         self._runner = runner
-        self._pool = pool
+        self._borrow = borrow
         self._ran_s = 0.0
         self._cpu_s = 0.0
 
@@ -45,31 +49,25 @@ class Measurer:
         """
         block_size = self._runner.block_size
         # Do not compute the prefixes: attention takes the same time over any contents of blocks.
-        tables = [
-            self._pool.allocate(blocks_for(prefix + new, block_size)) for prefix, new in chunks
-        ]
-        try:
-            batch = Batch(
-                tuple(
-                    Chunk(
-                        seq_id=f"profile-{index}",
-                        start=prefix,
-                        token_ids=self._token_ids(index, new),
-                        block_ids=tuple(table),
-                        sample=SampleSpec(GREEDY, int(new == 1)),
-                    )
-                    for index, ((prefix, new), table) in enumerate(zip(chunks, tables, strict=True))
+        tables = self._borrow([blocks_for(prefix + new, block_size) for prefix, new in chunks])
+        batch = Batch(
+            tuple(
+                Chunk(
+                    seq_id=f"profile-{index}",
+                    start=prefix,
+                    token_ids=self._token_ids(index, new),
+                    block_ids=table,
+                    sample=SampleSpec(GREEDY, int(new == 1)),
                 )
+                for index, ((prefix, new), table) in enumerate(zip(chunks, tables, strict=True))
             )
-            started_s, started_cpu_s = monotonic_s(), thread_cpu_s()
-            sampled = self._runner.run(batch, interrupted)
-            duration_s = monotonic_s() - started_s
-            self._ran_s += duration_s
-            self._cpu_s += thread_cpu_s() - started_cpu_s
-            return duration_s if sampled is not None else None
-        finally:
-            for table in tables:
-                self._pool.release(table)
+        )
+        started_s, started_cpu_s = monotonic_s(), thread_cpu_s()
+        sampled = self._runner.run(batch, interrupted)
+        duration_s = monotonic_s() - started_s
+        self._ran_s += duration_s
+        self._cpu_s += thread_cpu_s() - started_cpu_s
+        return duration_s if sampled is not None else None
 
     def _token_ids(self, index: int, count: int) -> tuple[int, ...]:
         vocab = self._runner.geometry.vocab_size
@@ -89,6 +87,8 @@ def batch_limits_of(runner: ModelRunner, max_batch_tokens: int, max_running: int
 
 TIME_MAX_S = 2.0
 """Time limit of the rough measurement, after which no batch starts."""
+UNKNOWNS = 7
+"""Coefficients of a fit without a knee."""
 REPEATS = 2
 """Runs of each batch: the first also warms up caches and memory."""
 
@@ -96,12 +96,12 @@ REPEATS = 2
 def measure_rough_model(runner: ModelRunner, max_batch_tokens: int, max_running: int) -> CostModel:
     """Measure a rough cost model before the first request.
 
-    Deadline scheduling needs a cost model to bound iterations. The rough model is not stored: an
-    idle worker measures a profile for its next start, and until then the planner corrects the rough
-    model by measured iteration times. Call this before any sequence owns a KV block.
+    Deadlines, lookahead and dispatch need a cost model at once. The rough model is not stored: the
+    worker refines it under load, and measures a profile while idle. Call this before any sequence
+    owns a KV block.
     """
     # Use a separate pool: a replay of the event log must repeat all allocations of the planner's.
-    measurer = Measurer(runner, BlockPool(runner.num_blocks))
+    measurer = Measurer(runner, BlockPool(runner.num_blocks).borrow)
     began_s = monotonic_s()
     best_s: dict[Chunks, float] = {}
     for chunks in rough_batches(batch_limits_of(runner, max_batch_tokens, max_running)):
@@ -111,17 +111,24 @@ def measure_rough_model(runner: ModelRunner, max_batch_tokens: int, max_running:
             measured_s = measurer.duration_s(chunks)
             assert measured_s is not None, "the measurement has no interrupt"
             best_s[chunks] = min(measured_s, best_s.get(chunks, measured_s))
-    return fit([Sample(chunks, seconds) for chunks, seconds in best_s.items()])
+    samples = [Sample(chunks, seconds) for chunks, seconds in best_s.items()]
+    # Too few samples to choose between fits by cross-validation.
+    return fit_apart(samples) if len(samples) > UNKNOWNS else fit_together(samples)
 
 
 def rough_batches(limits: BatchLimits) -> list[Chunks]:
-    """Return prefill, decode and larger batches within `limits`, at least the smallest one."""
+    """Return the batches to time, the most informative first, of those within `limits`."""
     points: list[Chunks] = [
         ((0, 1),),
         ((0, 16),),
         ((16, 1),) * 8,
-        ((128, 1),) * 8,
-        ((128, 64),),
         ((0, min(256, limits.max_batch_tokens)),),
+        ((512, 1),) * 4,
+        ((512, 64),),
+        ((128, 1),) * 24,
+        (*((128, 1),) * 8, (0, 64)),
+        ((0, 32),) * 3,
+        ((0, 64),),
+        ((128, 1),) * 2,
     ]
     return [chunks for chunks in points if limits.allows(chunks)]

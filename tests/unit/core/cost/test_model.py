@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from services.core.cost.least_squares import solve_nonnegative
 from services.core.cost.model import (
     Coefficients,
     CostModel,
@@ -12,9 +13,9 @@ from services.core.cost.model import (
     fit,
     fit_apart,
     fit_together,
+    mean_model,
     mean_relative_error,
     pairs,
-    solve_nonnegative,
 )
 
 MODEL = CostModel(alpha=2e-6, beta=3e-3, gamma=0.12, lam=0.1, kappa=1e-5)
@@ -164,3 +165,36 @@ def test_columns_that_say_the_same_do_no_harm() -> None:
     x = solve_nonnegative(rows, [1.0, 2.0, 3.0])
     assert x[0] + 2 * x[1] == pytest.approx(1.0)
     assert x[2] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_from_the_amortising_size_on_work_takes_longer_than_the_fixed_cost(seed: int) -> None:
+    rng = Random(seed)
+    model = random_model(rng, apart=True)
+    if seed % 2:
+        model = bent(model)
+    tokens = model.amortising_tokens(4096)
+
+    def work_s(new: int) -> float:
+        return model.chunk_s(0, new) + model.excess_s(new) - model.gamma
+
+    assert 1 <= tokens <= 4096
+    assert tokens == 1 or work_s(max(2, tokens - 1)) < model.gamma or tokens == 2
+    assert tokens == 4096 or tokens == 1 or work_s(tokens) >= model.gamma
+
+
+def test_the_amortising_size_is_the_fixed_cost_over_the_cost_of_a_token() -> None:
+    """Hockney's n½ of a linear model; everything is amortised without a fixed cost."""
+    assert CostModel(0.0, beta=1e-3, gamma=0.1, lam=0.1).amortising_tokens(4096) == 100
+    assert CostModel(0.0, beta=1e-3, gamma=0.0, lam=0.0).amortising_tokens(4096) == 1
+    assert CostModel(0.0, beta=0.0, gamma=0.1, lam=0.1).amortising_tokens(4096) == 4096
+    roofline = CostModel(0.0, beta=0.0, gamma=0.1, lam=0.1, knee=64, mu=1e-3)
+    assert roofline.amortising_tokens(4096) == 164
+
+
+def test_a_mean_model_predicts_the_mean_of_each_batch() -> None:
+    models = [random_model(Random(seed), apart=seed % 2 == 0) for seed in range(6)]
+    mean = mean_model(models)
+    for chunks in (((0, 64),), ((300, 16),), ((80, 1),) * 5, ((80, 1), (0, 32))):
+        expected_s = sum(model.batch_s(chunks) for model in models) / len(models)
+        assert mean.batch_s(chunks) == pytest.approx(expected_s)

@@ -13,28 +13,30 @@ def promise(ttft_s: float | None, tpot_s: float | None) -> Service:
 
 
 def test_each_class_and_value_is_told_once_with_both_numbers() -> None:
-    targets = InfeasibleTargets(MODEL)
-    (warning,) = targets.unreported(promise(0.5, 0.005))
+    targets = InfeasibleTargets()
+    (warning,) = targets.unreported(promise(0.5, 0.005), MODEL)
     assert "tpot_ms is 5 ms for a request of the class interactive" in str(warning)
     assert "takes 12 ms here" in str(warning)
-    assert targets.unreported(promise(0.5, 0.005)) == []
-    assert [target.name for target in targets.unreported(promise(0.004, 0.005))] == ["ttft_ms"]
+    assert targets.unreported(promise(0.5, 0.005), MODEL) == []
+    assert [target.name for target in targets.unreported(promise(0.004, 0.005), MODEL)] == [
+        "ttft_ms"
+    ]
     other = Service(ServiceClass.STANDARD, None, 0.005)
-    assert [target.service_class for target in targets.unreported(other)] == ["standard"]
+    assert [target.service_class for target in targets.unreported(other, MODEL)] == ["standard"]
 
 
 def test_what_can_be_kept_is_not_told() -> None:
-    targets = InfeasibleTargets(MODEL)
-    assert targets.unreported(DEFAULT_SERVICE) == []
-    assert targets.unreported(promise(0.012, 0.012)) == []
-    assert InfeasibleTargets().unreported(promise(0.001, 0.001)) == []
+    targets = InfeasibleTargets()
+    assert targets.unreported(DEFAULT_SERVICE, MODEL) == []
+    assert targets.unreported(promise(0.012, 0.012), MODEL) == []
+    assert InfeasibleTargets().unreported(promise(0.001, 0.001), None) == []
 
 
 def test_a_client_with_ever_new_targets_does_not_fill_the_log() -> None:
-    targets = InfeasibleTargets(MODEL)
+    targets = InfeasibleTargets()
     warnings = [
         target
         for step in range(500)
-        for target in targets.unreported(promise(None, 1e-6 * (step + 1)))
+        for target in targets.unreported(promise(None, 1e-6 * (step + 1)), MODEL)
     ]
     assert len(warnings) == REPORTED_MAX

@@ -121,8 +121,8 @@ def test_a_part_is_full_or_costs_as_much_as_the_largest() -> None:
 
 def test_few_tokens_stay_together_and_many_parts_are_no_end_in_themselves() -> None:
     pieces = [Piece("a", 0, 40), Piece("b", 0, 60)]
-    assert form_round(pieces, 2, TOKEN_COSTS, tokens_min=100, tokens_max=4096) == [pieces]
-    assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=99, tokens_max=4096)) == 2
+    assert form_round(pieces, 2, TOKEN_COSTS, tokens_min=51, tokens_max=4096) == [pieces]
+    assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=50, tokens_max=4096)) == 2
     assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=1, tokens_max=4096)) > 16
     assert len(form_round(pieces, 2, LAUNCH_BOUND, tokens_min=1, tokens_max=4096)) == 4
     assert form_round([], 2, TOKEN_COSTS, 1, 1) == []

@@ -32,6 +32,7 @@ from services.core.planner.configuration_events import (
     StagesConfigured,
 )
 from services.core.planner.events import (
+    CostModelLearned,
     EmitToken,
     IterationDropped,
     IterationFinished,
@@ -459,6 +460,8 @@ class World:
                 group.discard()
             case "foreign":
                 group.forget_foreign()
+            case "learn":
+                group.state.handle(CostModelLearned(MODEL.slowed(1 + value % 3)))
             case "capacity" if group.state.stages > 1:
                 group.enlarge(1 + value % (group.state.stages - 1))
 
@@ -493,7 +496,7 @@ class World:
 USUAL = ("arrive", "plan", "plan", "plan", "step", "step", "step", "finish", "finish")
 RARE = (
     *("abort", "configure", "discard", "hold", "settle", "settle", "place", "preempt"),
-    *("hand over", "foreign", "capacity"),
+    *("hand over", "foreign", "capacity", "learn"),
 )
 OPERATION = st.tuples(st.sampled_from(USUAL * 3 + RARE), st.integers(0, 1), st.integers(0, 200))
 

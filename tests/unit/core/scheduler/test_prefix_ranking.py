@@ -173,6 +173,48 @@ def test_the_share_of_kv_breaks_ties() -> None:
     assert dispatch.ask(chat(7, 1), tokens=40 * HASHED) == "w0"
 
 
+def test_each_group_is_predicted_with_its_own_costs() -> None:
+    """The slow group has half of the prefill backlog, and takes four times as long for it."""
+    dispatch = Dispatch(0)
+    dispatch.join("w0", cost_model=TOKEN_COSTS.slowed(4))
+    dispatch.join("w1", cost_model=TOKEN_COSTS)
+    backlogs = {"w0": 1000, "w1": 2000}
+    for name, prefill in backlogs.items():
+        dispatch.report(name, prefill=prefill)
+    assert dispatch.ask((), tokens=100) == "w1"
+    alike = Dispatch(2)
+    for name, prefill in backlogs.items():
+        alike.report(name, prefill=prefill)
+    assert alike.ask((), tokens=100) == "w0"
+
+
+def test_a_group_without_costs_is_like_the_mean_of_the_others() -> None:
+    """Without the others, it is like the default, whose unit is a second per token."""
+    for slowdown, chosen in ((1.0, "w2"), (100.0, "w0")):
+        dispatch = Dispatch(0, TOKEN_COSTS)
+        dispatch.join("w0", cost_model=TOKEN_COSTS.slowed(1e-3))
+        dispatch.join("w1", cost_model=TOKEN_COSTS.slowed(1e-3 * slowdown))
+        dispatch.join("w2")
+        for name, prefill in {"w0": 3000, "w1": 9000, "w2": 1000}.items():
+            dispatch.report(name, prefill=prefill)
+        assert dispatch.ask((), tokens=100) == chosen
+
+
+def test_new_costs_of_a_group_keep_its_cache() -> None:
+    dispatch = Dispatch(0)
+    for name in ("w0", "w1", "w2"):
+        dispatch.join(name, cost_model=TOKEN_COSTS)
+    home = dispatch.ask(chat(1, 10))
+    dispatch.join(home, cost_model=TOKEN_COSTS.slowed(1.01))
+    cached = dispatch.state.snapshot(0.0).cached_tokens_total
+    assert dispatch.ask(chat(1, 10)) == home
+    assert dispatch.state.snapshot(0.0).cached_tokens_total > cached
+    dispatch.join(home, cost_model=TOKEN_COSTS.slowed(10_000))
+    assert dispatch.ask(chat(1, 10)) != home
+    dispatch(GroupLeft(0.0, f"group-{home}"))
+    assert dispatch.ask(chat(1, 10)) != home
+
+
 def test_a_group_that_changes_has_lost_its_cache() -> None:
     dispatch = Dispatch(3)
     home = dispatch.ask(chat(1, 10))

@@ -284,3 +284,11 @@ def test_the_etcd_is_named() -> None:
     assert "does not answer" in etcd_line({"etcd": {"version": None}})
     full = etcd_line({"etcd": {"version": "3.5.16", "alarms": ["memberID:1 alarm:NOSPACE"]}})
     assert full == "etcd 3.5.16 [red]memberID:1 alarm:NOSPACE[/]"
+
+
+def test_workers_that_count_tokens_are_named_with_the_reason() -> None:
+    rows = [{"id": f"worker-{number}", "cost_model": "none: it is off"} for number in range(2)]
+    rows.append({"id": "worker-2", "cost_model": "start"})
+    (line,) = trouble_lines({"workers": rows})
+    assert "worker-0, worker-1" in line and line.endswith("it is off")
+    assert trouble_lines({"workers": [{"id": "old"}]}) == []

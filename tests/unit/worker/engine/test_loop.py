@@ -16,8 +16,7 @@ from services.core.cost.iteration_time import IterationTime
 from services.core.cost.iteration_tokens import IterationTokens
 from services.core.cost.model import CostModel
 from services.core.planner.batch import Batch, Chunk, Microbatch
-from services.core.planner.events import EmitToken
-from services.core.planner.infeasible_targets import InfeasibleTargets
+from services.core.planner.events import CostModelLearned, EmitToken
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
@@ -26,8 +25,10 @@ from services.worker.engine.pipeline.serving import EngineOutbox
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import (
     AbortRequest,
+    CostsLearned,
     Prepare,
     StartRequest,
+    from_engine_decoder,
 )
 from tests.support.engine_inbox import WAIT_MS, Inbox, open_inbox
 from tests.unit.core.planner.test_state import make_state
@@ -49,6 +50,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "iteration_time": IterationTime(),
         "slowest_iteration_s": 0.5,
         "iteration_tokens": IterationTokens(),
+        "cost_origin": "",
     }
     return SimpleNamespace(**defaults | does)
 
@@ -250,15 +252,32 @@ def test_a_target_that_no_request_can_keep_is_logged_once(
     inbox: Inbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     handled: list[object] = []
-    member = member_that(handle=handled.append, launch=lambda _: False)
-    infeasible = InfeasibleTargets(CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0))
+    model = CostModel(alpha=0.0, beta=0.05, gamma=0.0, lam=0.0)
+    state = make_state(cost_model=model)
+    member = member_that(handle=handled.append, launch=lambda _: False, state=state)
     service = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.01)
     for name in ("a", "b"):
         request = replace(ONLINE.request, request_id=name, service=service)
         inbox.send(StartRequest(request))
-    loop = inbox.loop(member, infeasible=infeasible)
+    loop = inbox.loop(member)
     while len(handled) < 2:
         assert inbox.engine.poll(WAIT_MS)
         loop.step(0)
     (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
     assert "10 ms" in line and "50 ms" in line and "interactive" in line
+
+
+def test_a_cost_model_is_sent_when_it_predicts_other_times(inbox: Inbox) -> None:
+    """Twice as slow, and then slower by a few percent."""
+    first = CostModel(alpha=0.0, beta=0.05, gamma=0.1, lam=0.1)
+    state = make_state(cost_model=first)
+    member = member_that(launch=lambda _: False, state=state)
+    loop = inbox.loop(member)
+    state.handle(CostModelLearned(first.slowed(2)))
+    loop.step(0)
+    assert from_engine_decoder.decode(inbox.servicer.recv()) == CostsLearned(first.slowed(2))
+    inbox.progress()
+    state.handle(CostModelLearned(first.slowed(2.1)))
+    member.trouble = "something to report at once"
+    loop.step(0)
+    inbox.progress()

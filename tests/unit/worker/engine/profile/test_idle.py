@@ -9,7 +9,9 @@ import torch
 
 from services.common import config as config_module
 from services.common.device_profile import load_profile
+from services.core.cost.model import CostModel
 from services.core.planner.config import IterationConfig
+from services.core.planner.events import CostModelLearned
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
@@ -96,8 +98,13 @@ def profiler(
 ) -> IdleProfiler:
     monkeypatch.setattr(idle, "MIN_IDLE_S", 0.0)
     own = ProfileSession(TINY, batch_limits_of(runner, 64, 16))
-    measurer = Measurer(runner, state.pool)
-    return IdleProfiler(own, measurer, runner, config, 1, tmp_path / "p" / "mine.yaml")
+    measurer = Measurer(runner, state.pool.borrow)
+    path = tmp_path / "p" / "mine.yaml"
+
+    def adopt(model: CostModel) -> None:
+        state.handle(CostModelLearned(model))
+
+    return IdleProfiler(own, measurer, runner, config, 1, path, adopt)
 
 
 def test_it_waits_for_quiet(
@@ -118,6 +125,7 @@ def test_it_stores_a_profile_and_keeps_no_block(
         assert state.pool.free_count == runner.num_blocks
     profile = load_profile(tmp_path / "p" / "mine.yaml")
     assert profile.model.batch_s([(0, 16)]) > 0
+    assert state.config.cost_model == profile.model, "it is used at once"
     assert profile.accuracy is not None
     assert profile.kv_bytes_per_token == runner.kv_bytes_per_token
     assert not profiler.step(nobody), "it is done"
@@ -142,6 +150,7 @@ def test_it_gives_way_within_a_batch(
 
 def test_what_a_busy_machine_measures_is_not_stored(
     profiler: IdleProfiler,
+    state: PlannerState,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -151,6 +160,7 @@ def test_what_a_busy_machine_measures_is_not_stored(
         pass
     assert "nothing is stored" in caplog.text
     assert not (tmp_path / "p").exists()
+    assert state.config.cost_model is None
 
 
 def test_a_profile_of_a_crowded_machine_is_stored_with_a_warning(
@@ -175,7 +185,7 @@ def test_the_share_of_a_processor_is_that_of_the_batches(
     }
     for name, values in clocks.items():
         monkeypatch.setattr(measurer, name, values.__next__)
-    measured = Measurer(runner, state.pool)
+    measured = Measurer(runner, state.pool.borrow)
     assert measured.cpu_share == 1.0
     for share in (0.5, 0.75):
         assert measured.duration_s(((0, 2),)) == 2.0
@@ -241,8 +251,10 @@ def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:
 def test_only_an_unpaced_worker_with_a_folder_profiles_when_idle(
     runner: ModelRunner, state: PlannerState, model_dir: Path, tmp_path: Path
 ) -> None:
+    member = lone_member(state, runner)
+
     def wanted(**values: Any) -> bool:
-        return idle_profiler(runner, state.pool, worker_config(model_dir, **values)) is not None
+        return idle_profiler(runner, member, worker_config(model_dir, **values)) is not None
 
     folder = str(tmp_path / "profiles")
     assert wanted(profile_dir=folder)
@@ -261,12 +273,13 @@ def test_a_stored_profile_is_not_measured_again(
     """A damaged profile is measured again."""
     monkeypatch.setattr(idle, "MIN_IDLE_S", 0.0)
     monkeypatch.setattr("services.worker.engine.process.IDLE", TINY)
-    own = worker_config(model_dir, profile_dir=str(tmp_path))
-    profiler = idle_profiler(runner, state.pool, own)
+    own, member = worker_config(model_dir, profile_dir=str(tmp_path)), lone_member(state, runner)
+    profiler = idle_profiler(runner, member, own)
     assert profiler is not None
     while profiler.step(nobody):
-        pass
-    assert idle_profiler(runner, state.pool, own) is None
+        member.changeover.check_invariants()
+    assert member.cost_origin == "idle" and state.config.cost_model is not None
+    assert idle_profiler(runner, member, own) is None
     (stored,) = tmp_path.glob("*.yaml")
     stored.write_text("name: [")
-    assert idle_profiler(runner, state.pool, own) is not None
+    assert idle_profiler(runner, member, own) is not None

@@ -32,4 +32,4 @@ def test_a_sketch_predicts_that_more_tokens_cost_more(tmp_path: Path) -> None:
 
 
 def test_a_small_room_is_measured_too() -> None:
-    assert rough_batches(BatchLimits(1, 1, 8, 1, 4)) == [((0, 1),), ((0, 1),)]
+    assert set(rough_batches(BatchLimits(1, 1, 8, 1, 4))) == {((0, 1),)}
