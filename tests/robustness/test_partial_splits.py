@@ -32,7 +32,9 @@ def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         dtype="float64",
         services={"event_log": str(logs)},
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
+        # Groups change by hand only.
+        overload_policy="recompute",
+        memmgr={"split_dwell_s": 3600},
     ) as running:
         yield running
 

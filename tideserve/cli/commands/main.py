@@ -45,7 +45,7 @@ def status(
         bool,
         typer.Option(
             "--why",
-            help="Also show memory decisions, why groups are not merged, and the last losses.",
+            help="Also show memory decisions, why groups are as they are, and the last losses.",
         ),
     ] = False,
 ) -> None:

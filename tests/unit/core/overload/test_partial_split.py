@@ -91,6 +91,14 @@ def test_three_workers_split_in_two_if_the_largest_has_room_for_all_layers() -> 
     assert found == () and "as much memory" in reason
 
 
+def test_a_part_keeps_the_layers_of_its_members_where_the_fastest_division_would_not() -> None:
+    """Without this rule, a member would give layers up whose KV it stores, and fetch others."""
+    memories = [MemberMemory(name, ARENA) for name in ("w0", "w1")]
+    neighbours = [Stage("w0", 0, 2), Stage("w1", 2, 4)]
+    assert split_layers(SHAPE, memories, 0) == (Stage("w0", 0, 4), Stage("w1", 4, 8))
+    assert grow_stages(SHAPE, memories, neighbours) == (Stage("w0", 0, 2), Stage("w1", 2, 8))
+
+
 def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
     tight = SHAPE.parameter_bytes(1) // 4 + 100
     facts = facts_of([ARENA, tight, ARENA, tight])

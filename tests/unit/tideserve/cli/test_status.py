@@ -16,6 +16,7 @@ from tideserve.cli.status import (
     foreign_engines,
     groups_table,
     loss_lines,
+    obstacle_lines,
     paced_workers,
     services_table,
     shortfall_lines,
@@ -255,6 +256,14 @@ def test_losses_say_which_group_and_why() -> None:
     (line,) = loss_lines({"losses": [row]})
     assert line[8:] == "  g1 at epoch 7: w1 is gone"
     assert loss_lines({"services": []}) == [], "a gateway of before tells none"
+
+
+def test_merged_groups_say_why_they_do_not_split() -> None:
+    assert obstacle_lines({"split_obstacles": {"g1": "", "g0": "demand must fall"}}) == [
+        "g0 stays merged: demand must fall",
+        "g1 splits if demand stays low",
+    ]
+    assert obstacle_lines({}) == [], "a gateway of before sends none"
 
 
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
