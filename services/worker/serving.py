@@ -202,7 +202,9 @@ class EngineServing:
                 await asyncio.sleep(COSTS_RETRY_S)
                 continue
             self._engine.costs_learned.clear()
-            self._record.cost_model.CopyFrom(to_cost_record(self._engine.cost_model))
+            costs = to_cost_record(self._engine.cost_model)
+            assert costs is not None, "learned, but not sent"
+            self._record.cost_model.CopyFrom(costs)
             await self._registration.update(self._record)
             await asyncio.sleep(COSTS_INTERVAL_S)
 

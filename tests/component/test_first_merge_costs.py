@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ REQUESTS = 64
 async def flood(cluster: Cluster) -> None:
     """Prompts of many lengths, whose KV is several times that of the cluster."""
 
-    def job(number: int) -> Callable:
+    def job(number: int) -> Callable[[], Any]:
         prompt = 40 + 37 * number % 500
         return lambda: numbered_completion(cluster.url, number, prompt_tokens=prompt, max_tokens=40)
 
