@@ -48,16 +48,19 @@ def _candidates(records: Records, members: Sequence[Member]) -> Iterator[Member]
     names = {member.worker_id for member in members}
     like = records.workers[members[0].worker_id]
     for group_id, stored in sorted(records.groups.items()):
-        group = stored.group
-        # A group with a mark may drop layers at any moment. A DEGRADED group may be that of a dead
-        # worker whose lease has not ended, and waiting for it would delay the survivors.
-        is_stable = group.phase is GroupPhase.STABLE and not group.attempt
-        if not is_stable or not records.is_sound(group_id):
+        if not _keeps_layers(stored.group) or not records.is_sound(group_id):
             continue
-        for member in group.members:
+        for member in stored.group.members:
             worker = records.workers.get(member.worker_id)
             if worker is not None and member.worker_id not in names and _is_alike(worker, like):
                 yield member
+
+
+def _keeps_layers(group: Group) -> bool:
+    """Whether the group serves and is in no change."""
+    # A group with a mark may drop layers at any moment. A DEGRADED group may be that of a dead
+    # worker whose lease has not ended, and waiting for it would delay the survivors.
+    return group.phase is GroupPhase.STABLE and not group.attempt
 
 
 def _is_alike(worker: Worker, like: Worker) -> bool:
