@@ -229,7 +229,11 @@ class Cluster:
         if decision.action not in (Action.MERGE, Action.SPLIT):
             return
         plan = self.actions.begin(decision, self.groups, self.facts, reports, self.now_s)
+        used = self.used // len(self.groups)
         for change in plan.changes:
+            for target in change.targets:
+                memories = [MemberMemory(stage.worker_id, ARENA) for stage in target]
+                assert min(capacity_tokens(SHAPE, memories, target)) >= used, "KV does not fit"
             kept = [group for group in self.groups if group.group_id not in change.group_ids]
             epoch = max(group.epoch for group in self.groups) + 1
             self.groups = kept + [group_of(target, epoch) for target in change.targets]
