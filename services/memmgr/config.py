@@ -23,7 +23,8 @@ class MemmgrConfig(ServiceConfig):
         OverloadPolicy,
         "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
         " or preempt requests and recompute their KV (recompute). static-pipeline merges all"
-        " workers in pairs at the start and never splits them; otherwise like recompute.",
+        " workers in pairs at the start, and all single workers when another memory manager"
+        " becomes the leader; it never splits them, and otherwise is like recompute.",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

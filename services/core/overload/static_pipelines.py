@@ -2,7 +2,7 @@
 
 The baseline of KunServe's evaluation: half of the parameters is dropped from the start, whatever
 the demand. Each worker is merged once. After a loss, a split by hand or a failed merge of others it
-it is not merged again.
+is not merged again, unless another memory manager becomes the leader: it knows only present groups.
 """
 
 from collections.abc import Sequence
