@@ -40,6 +40,7 @@ class Adoption:
         self._deferred: list[tuple[str, MemberFrame]] = []  # with their senders, in order
         self._handing_over: set[str] = set()  # members that may still send `Adopt`
         self._senders: dict[str, str] = {}  # old leader of each adopted sequence
+        self._missed: frozenset[str] = frozenset()  # stages that may have KV of released sequences
 
     @property
     def waiting(self) -> bool:
@@ -62,6 +63,7 @@ class Adoption:
             seq_id: peer for seq_id, peer in self._senders.items() if seq_id in sequences
         }
         self._joined = {} if new.leads else None
+        self._missed = frozenset()
 
     def defer_if_joining(self, peer: str, frame: MemberFrame) -> bool:
         """Store a frame for `begin_when_joined`; returns False if it can be handled now."""
@@ -91,7 +93,10 @@ class Adoption:
         # Update the ledger first, because the moves below reserve blocks in it. Sequences in
         # `handover.pending` await their adoption by another leader.
         context.apply(StagesConfigured(followers_of(stages, handover.old_stages, counts)))
+        self._missed = frozenset(name for name, frame in joined.items() if frame.missed)
         for sequence in own:
+            if not sequence.blocks:
+                handover.free_stale(sequence.seq_id, self._missed)
             if sequence.phase is Phase.HELD:
                 seq_id = sequence.seq_id
                 highest = context.highest_block((seq_id,))
@@ -110,6 +115,8 @@ class Adoption:
         if fresh and not self._resolve_duplicate(peer, seq_id):
             self._adopt(adopt)
             self._senders[seq_id] = peer
+            if not adopt.sequence.blocks and seq_id in sequences:
+                self._handover.free_stale(seq_id, self._missed)
         context.send(peer, Adopted(seq_id, len(adopt.sequence.output_ids)))
         if not (fresh and adopt.sequence.blocks):
             return

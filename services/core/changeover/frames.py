@@ -85,10 +85,13 @@ class Joined:
     """To the new leader: this member runs the stage of the envelope's epoch from now on.
 
     It has `capacity` blocks, of which `used` hold KV of sequences of earlier configurations.
+    `missed`: it has left its last configuration without `Drained`, so `used` may include KV of
+    sequences that their leader had released.
     """
 
     capacity: int
     used: int
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,17 @@ class Handover:
                 self._end(seq_id)
         return returned
 
+    def free_stale(self, seq_id: str, stages: frozenset[str]) -> None:
+        """Hold a sequence without KV until `stages`, which may still store some, have freed it.
+
+        Otherwise these stages would use the old blocks, which the ledger does not count for it.
+        """
+        if stages:
+            self._context.apply(SequenceHeld(seq_id))
+            self._freeing[seq_id] = set(stages)
+            for worker_id in sorted(stages):
+                self._context.send(worker_id, FreeKv(seq_id, whole_table=True))
+
     def note_freed(self, worker_id: str, seq_id: str) -> bool:
         """Record that a stage freed a sequence's KV; returns whether the sequence may resume."""
         remaining = self._freeing.get(seq_id)

@@ -471,6 +471,7 @@ class Changeover:
             self._note_division(old)
         if answer.blocks >= context.table.pool.num_blocks:
             context.apply(PoolGrown(answer.blocks))
+        missed = old is not None and not old.leads and not self._frames.drained
         # `begin` saves the old stages, so it must precede the new configuration; then all parts
         # reset their state.
         self._handover.begin()
@@ -487,7 +488,8 @@ class Changeover:
         if not new.leads:
             # Before the hand-over, because the leader must count blocks before it adopts sequences.
             table = context.table
-            context.send(new.leader, frames.Joined(table.pool.usable, table.block_count))
+            joined = frames.Joined(table.pool.usable, table.block_count, missed)
+            context.send(new.leader, joined)
         self._handover.distribute(new)
         if not new.leads:
             # Only a leader keeps a ledger of other stages' blocks: clear this worker's.
