@@ -28,7 +28,7 @@ def holders_for(
     `busy` are holders of other changes in progress, which are chosen last.
     """
     missing = _missing(sources, targets)
-    return _chosen(_candidates(records, sources, _is_stable), missing, busy) if missing else ()
+    return _chosen(_candidates(records, sources, _keeps_layers), missing, busy) if missing else ()
 
 
 def survivors_for(
@@ -48,11 +48,6 @@ def survivors_for(
         return ()
     survivors = _candidates(records, sources, lambda group: group.phase is GroupPhase.DEGRADED)
     return _chosen((member for member in survivors if member.worker_id not in suspects), missing)
-
-
-def _is_stable(group: Group) -> bool:
-    """Whether the group serves and keeps its layers: with a mark it may drop some at any moment."""
-    return group.phase is GroupPhase.STABLE and not group.attempt
 
 
 def _missing(sources: Sequence[Group], targets: Sequence[Group]) -> set[int]:
@@ -92,6 +87,13 @@ def _candidates(
             worker = records.workers.get(member.worker_id)
             if worker is not None and member.worker_id not in names and _is_alike(worker, like):
                 yield member
+
+
+def _keeps_layers(group: Group) -> bool:
+    """Whether the group serves and is in no change."""
+    # A group with a mark may drop layers at any moment. A DEGRADED group may be that of a dead
+    # worker whose lease has not ended, and to connect to it would delay the survivors.
+    return group.phase is GroupPhase.STABLE and not group.attempt
 
 
 def _is_alike(worker: Worker, like: Worker) -> bool:

@@ -1,7 +1,11 @@
 """A slab is restored from the best of its sources, and from another one if that fails."""
 
 import random
+from collections.abc import Callable
 
+import pytest
+
+from services.core.changeover import slab_sources, vocabulary
 from services.core.changeover.slab_sources import (
     COPY,
     FAILURES_MAX,
@@ -10,6 +14,8 @@ from services.core.changeover.slab_sources import (
     SlabSource,
     SlabSources,
 )
+from tests.support.changeover_scenes import restoring
+from tests.support.changeover_script import LAYERS, groups
 
 B, C = SlabSource("b"), SlabSource("c")
 SLABS = [f"model.layers.{index}" for index in range(6)]
@@ -97,3 +103,52 @@ def test_whatever_fails_all_slabs_are_restored() -> None:
                 tried.add((slab, source))
             assert slabs.end(slab, intact)
         assert sorted(restored) == sorted(SLABS)
+
+
+def test_a_damaged_slab_is_restored_again_before_the_change() -> None:
+    script = restoring("a", "b")
+    damaged = set[tuple[str, str]]()
+    while script.steps:
+        name, step = next(iter(script.steps.items()))
+        slab = (name, step.slab if isinstance(step, vocabulary.RestoreSlab) else "")
+        script.go_on(name, intact=not slab[1] or slab in damaged)
+        damaged.add(slab)
+        script.settle()
+    script.change(groups(3, "a", "b"))
+    for memory in script.memories.values():
+        assert memory.layers == range(LAYERS)
+        memory.check_invariants()
+
+
+def _is_always_intact(patch: pytest.MonkeyPatch) -> None:
+    end = SlabSources.end
+    patch.setattr(SlabSources, "end", lambda self, slab, _intact: end(self, slab, True))
+
+
+RULES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = {
+    "a member is ready once all slabs are restored": (
+        lambda patch: patch.setattr(SlabSources, "all_restored", property(lambda _: True)),
+        test_a_damaged_slab_is_restored_again_before_the_change,
+    ),
+    "a damaged slab is missing": (
+        _is_always_intact,
+        test_a_damaged_slab_is_restored_again_before_the_change,
+    ),
+    "another source follows": (_is_always_intact, test_each_source_follows_one_that_failed),
+    "a holder has a limit of failures": (
+        lambda patch: patch.setattr(slab_sources, "FAILURES_MAX", len(SLABS) + 1),
+        test_a_holder_that_fails_often_is_not_asked_again,
+    ),
+    "a holder has a limit of slabs": (
+        lambda patch: patch.setattr(slab_sources, "PER_HOLDER_MAX", len(SLABS)),
+        test_slabs_come_from_several_holders_at_the_same_time,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, witness = RULES[rule]
+    remove(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        witness()

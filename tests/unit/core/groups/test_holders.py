@@ -1,8 +1,11 @@
 """Which workers of other groups send layers to the members of a change."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import pytest
+
+from services.core.groups import holders
 from services.core.groups.holders import (
     HOLDERS_MAX,
     HOLDERS_PER_LAYER,
@@ -155,3 +158,20 @@ def test_holders_cover_what_can_be_covered() -> None:
             assert len(sending) >= min(1, len(idle)), "a layer has candidates, and no holder"
             covered += len(sending) >= min(HOLDERS_PER_LAYER, len(idle)) > 0
     assert covered > 300
+
+
+@pytest.mark.parametrize(
+    ("rule", "witness"),
+    [
+        ("_keeps_layers", test_a_group_that_changes_sends_no_layers),
+        ("_keeps_layers", test_a_survivor_is_no_holder),
+        ("_keeps_layers", test_holders_cover_what_can_be_covered),
+        ("_is_alike", test_workers_with_other_weights_or_code_are_left_out),
+    ],
+)
+def test_each_rule_is_needed(
+    rule: str, witness: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, rule, lambda *_: True)
+    with pytest.raises(AssertionError):
+        witness()

@@ -5,10 +5,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
+import torch
 
 from services.core.groups.layer_map import Stage
-from services.core.groups.slab_names import HEAD, layer_name
-from services.worker.engine.pipeline.connections import INTRODUCED_MAX_S, INTRODUCTION_TIMEOUT_S
+from services.worker.engine.memory.layer_slab import LayerSlab, SlabState
+from services.worker.engine.memory.stage_memory import StageMemory
+from services.worker.engine.pipeline import links
+from services.worker.engine.pipeline.connections import (
+    INTRODUCED_MAX_S,
+    INTRODUCTION_TIMEOUT_S,
+    Connections,
+)
+from services.worker.errors import SlabCorrupted
 from services.worker.ipc import Lane, MemberPlan, Prepare
 from tests.support.engine_group import EngineGroup
 from tests.support.fake_model import LAYERS
@@ -21,8 +29,6 @@ PAIRS = [
 ]
 SURVIVOR = [[Stage("w0", 0, LAYERS)]]
 OTHER_SURVIVOR = [[Stage("w3", 0, LAYERS)]]
-MISSING = (*map(layer_name, range(1, LAYERS)), HEAD)
-"""Slabs that the survivor lacks."""
 
 
 @pytest.fixture
@@ -209,3 +215,70 @@ def test_an_introduction_ends(pairs: EngineGroup) -> None:
         assert not member(pairs, name).busy_changing
     pairs.start(request(20), "w0")
     check_tokens(pairs)
+
+
+def test_a_damaged_slab_of_a_holder_is_read_from_disk(
+    pairs: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack = StageMemory.unpack_slab
+
+    def damage(self: StageMemory, name: str, offset: int, payload: torch.Tensor) -> None:
+        unpack(self, name, offset, payload ^ 1)
+
+    monkeypatch.setattr(StageMemory, "unpack_slab", damage)
+    check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
+    for name, slab in memory(pairs, "w3").slabs.items():
+        if slab.resident:
+            restored_bytes = memory(pairs, "w0").slabs[name].bytes_to_read()
+            assert torch.equal(restored_bytes, slab.bytes_to_read())
+    assert restored(pairs, "w0") == {"disk": 3}
+
+
+def _digest_is_not_verified(patch: pytest.MonkeyPatch) -> None:
+    finish = LayerSlab.finish
+
+    def accept(self: LayerSlab, max_bytes: int | None = None) -> bool:
+        try:
+            return finish(self, max_bytes)
+        except SlabCorrupted:
+            self._state = SlabState.RESIDENT
+            return True
+
+    patch.setattr(LayerSlab, "finish", accept)
+
+
+def _introductions_never_become_connections_of_members(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Connections, "end_introductions", lambda *_: None)
+
+
+def _slab_requests_have_an_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(links, "_UNFENCED", ())
+
+
+def test_the_digest_of_a_slab_is_needed(
+    pairs: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _digest_is_not_verified(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_damaged_slab_of_a_holder_is_read_from_disk(pairs, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("remove", "witness"),
+    [
+        (
+            _introductions_never_become_connections_of_members,
+            test_a_holder_may_become_a_member_of_the_same_group,
+        ),
+        (_slab_requests_have_an_epoch, test_a_survivor_reads_nothing_from_disk),
+    ],
+)
+def test_each_rule_is_needed(
+    pairs: EngineGroup,
+    remove: Callable[[pytest.MonkeyPatch], None],
+    witness: Callable[[EngineGroup], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remove(monkeypatch)
+    with pytest.raises(AssertionError):
+        witness(pairs)
