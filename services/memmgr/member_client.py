@@ -23,6 +23,7 @@ INTRODUCE_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 CONNECTING = "last error:"
 """Appears in gRPC's error message if no connection could be established."""
+UNREACHABLE = WorkerEndpoint("", "", "")
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, bool, str], None]
@@ -118,14 +119,22 @@ def requests_for(
 ) -> tuple[dict[str, worker_pb2.PrepareRequest], dict[str, worker_pb2.IntroduceRequest]]:
     """The Prepare for each member and the Introduce for each holder, by worker id.
 
-    All list the same peers with the same new nonces.
+    All list the same peers with the same new nonces. Survivors have none: they are connected to the
+    members already, or send nothing.
     """
     peers = [_peer(m, endpoints) for source in command.sources for m in source.group.members]
     holders = [_peer(holder, endpoints) for holder in command.holders]
+    survivors = [
+        to_peer(survivor, endpoints.get(survivor.worker_id, UNREACHABLE), (b"", b""))
+        for survivor in command.survivors
+    ]
     formed = [target for target in command.targets if target.members]
     prepares = {
         worker_id: to_prepare_request(
-            call, peers, [group for group in formed if group != call.target], holders
+            call,
+            peers,
+            [group for group in formed if group != call.target],
+            [*holders, *survivors],
         )
         for worker_id, call in prepare_calls(command).items()
     }
@@ -139,7 +148,5 @@ def requests_for(
 
 
 def _peer(member: Member, endpoints: dict[str, WorkerEndpoint]) -> worker_pb2.Peer:
-    endpoint = endpoints.get(member.worker_id, WorkerEndpoint("", "", ""))
-    return to_peer(
-        member, endpoint, (secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES))
-    )
+    nonces = secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    return to_peer(member, endpoints.get(member.worker_id, UNREACHABLE), nonces)

@@ -1,4 +1,4 @@
-"""A worker of one of two merged groups is killed: no layer is read from disk, no stream differs."""
+"""A worker of a merged group is killed: no layer that a worker has is read from disk."""
 
 import asyncio
 import json
@@ -79,3 +79,29 @@ def test_a_survivor_fetches_its_layers_from_the_other_group(lost: int, cluster: 
     assert members[1] in groups(cluster), "the other group goes on"
     counts = restored(cluster, survivor)
     assert counts["peer"] > 0 and counts["disk"] == 0, counts
+
+
+def test_survivors_of_one_group_fetch_their_layers_from_each_other(cluster: Cluster) -> None:
+    names = [f"worker-{number}" for number in range(4)]
+    cluster.eventually(lambda: groups(cluster) == [[name] for name in names], deadline_s=120)
+    undisturbed = run_all(cluster)
+    drop(cluster.admin_url, None, [f"group-{name}" for name in names])
+    ((_, lost, *_),) = groups(cluster)
+    survivors = [name for name in names if name != lost]
+    before = {name: restored(cluster, name) for name in survivors}
+    hit: list[str] = []
+
+    def note(tokens: int) -> None:
+        if tokens >= 60 and not hit:
+            hit.append(lost)
+            kill(cluster, lost, engine=False)
+
+    check_answers(run_all(cluster, note), undisturbed)
+    alone = [[name] for name in survivors]
+    cluster.eventually(
+        lambda: [found for found in groups(cluster) if found in alone] == alone, deadline_s=120
+    )
+    for name in survivors:
+        counts = {key: n - before[name][key] for key, n in restored(cluster, name).items()}
+        assert counts["disk"] <= 1, counts  # the layer of the lost worker
+        assert counts["peer"] >= 2, counts

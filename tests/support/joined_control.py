@@ -252,7 +252,7 @@ class ControlPlane:
         world = self._world
         world.note(f"attempt {command.attempt} asks {[t.members for t in command.targets]}")
         names = [member.worker_id for source in command.sources for member in source.group.members]
-        names += [holder.worker_id for holder in command.holders]
+        names += [other.worker_id for other in (*command.holders, *command.survivors)]
         endpoints = {name: WorkerEndpoint(name, f"local:{name}", f"local:{name}") for name in names}
         deadline_s = world.now_s + command.timeout_s
         prepares, introductions = requests_for(command, endpoints)

@@ -63,6 +63,7 @@ class Attempt:
     deadline_s: float = 0.0  # of the preparation
     ready: set[str] = field(default_factory=set)  # workers that finished the preparation
     holders: tuple[Member, ...] = ()  # workers of other groups that send layers to the members
+    survivors: tuple[Member, ...] = ()  # connected members of a broken group that send layers, too
 
     @property
     def source_ids(self) -> tuple[str, ...]:
@@ -93,7 +94,13 @@ class Attempt:
         sources = tuple(Source(group, self.marked_revision) for group in self.sources)
         targets = tuple(group for group in self.targets if group.members)
         return PrepareMembers(
-            self.attempt_id, self.token, sources, targets, timeout_s, self.holders
+            self.attempt_id,
+            self.token,
+            sources,
+            targets,
+            timeout_s,
+            self.holders,
+            self.survivors,
         )
 
     def is_from_member(self, answer: MemberAnswered) -> bool:

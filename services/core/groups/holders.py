@@ -2,10 +2,11 @@
 
 The members of a change fetch the layers that they lack from one another. After the loss of a
 worker, no member may hold them any more. A *holder* runs such layers in another group, which
-continues to serve (KunServe §4.4: parameters are pulled from instances whenever possible).
+continues to serve (KunServe §4.4: parameters are pulled from instances whenever possible). A
+*survivor* has lost a member of its group, and restores the layers that it lacks at the same time.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from services.core.groups.records import Records
 from services.core.groups.vocabulary import Group, GroupPhase, Member, Worker
@@ -26,12 +27,41 @@ def holders_for(
 
     `busy` are holders of other changes in progress, which are chosen last.
     """
-    members = [member for group in sources for member in group.members]
-    needed = {layer for group in targets for layer in _layers(group.members)}
-    missing = needed - set(_layers(members))
+    missing = _missing(sources, targets)
+    return _chosen(_candidates(records, sources, _keeps_layers), missing, busy) if missing else ()
+
+
+def survivors_for(
+    records: Records,
+    sources: Sequence[Group],
+    targets: Sequence[Group],
+    holders: Sequence[Member],
+    suspects: Collection[str] = (),
+) -> tuple[Member, ...]:
+    """The survivors with layers of `targets` that neither `sources` nor `holders` have.
+
+    A survivor may be a dead worker whose lease has not ended, so members fetch from it only over a
+    connection that they have already. `suspects` may hang behind such a connection.
+    """
+    missing = _missing(sources, targets) - set(_layers(holders))
+    if not missing:
+        return ()
+    survivors = _candidates(records, sources, lambda group: group.phase is GroupPhase.DEGRADED)
+    return _chosen((member for member in survivors if member.worker_id not in suspects), missing)
+
+
+def _missing(sources: Sequence[Group], targets: Sequence[Group]) -> set[int]:
+    """The layers of `targets` that no member of `sources` holds."""
+    held = {layer for group in sources for layer in _layers(group.members)}
+    return {layer for group in targets for layer in _layers(group.members)} - held
+
+
+def _chosen(
+    members: Iterable[Member], missing: set[int], busy: Collection[str] = ()
+) -> tuple[Member, ...]:
+    """The members that together hold most of the missing layers, those in `busy` last."""
     wanted = dict.fromkeys(missing, HOLDERS_PER_LAYER)
-    candidates = list(_candidates(records, members)) if wanted else []
-    chosen: list[Member] = []
+    candidates, chosen = list(members), list[Member]()
     while candidates and len(chosen) < HOLDERS_MAX:
         best = max(candidates, key=lambda m: (_gain(m, wanted), m.worker_id not in busy))
         if not _gain(best, wanted):
@@ -43,12 +73,15 @@ def holders_for(
     return tuple(chosen)
 
 
-def _candidates(records: Records, members: Sequence[Member]) -> Iterator[Member]:
-    """The members of other groups with the same weights that keep their layers for now."""
+def _candidates(
+    records: Records, sources: Sequence[Group], may_send: Callable[[Group], bool]
+) -> Iterator[Member]:
+    """The members of other groups that may send, with the same weights."""
+    members = [member for group in sources for member in group.members]
     names = {member.worker_id for member in members}
     like = records.workers[members[0].worker_id]
     for group_id, stored in sorted(records.groups.items()):
-        if not _keeps_layers(stored.group) or not records.is_sound(group_id):
+        if not may_send(stored.group) or not records.is_sound(group_id):
             continue
         for member in stored.group.members:
             worker = records.workers.get(member.worker_id)
@@ -59,7 +92,7 @@ def _candidates(records: Records, members: Sequence[Member]) -> Iterator[Member]
 def _keeps_layers(group: Group) -> bool:
     """Whether the group serves and is in no change."""
     # A group with a mark may drop layers at any moment. A DEGRADED group may be that of a dead
-    # worker whose lease has not ended, and waiting for it would delay the survivors.
+    # worker whose lease has not ended, and to connect to it would delay the survivors.
     return group.phase is GroupPhase.STABLE and not group.attempt
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from services.core.groups.attempt import Attempt, AttemptPhase
 from services.core.groups.backoff import Backoff
-from services.core.groups.holders import holders_for
+from services.core.groups.holders import holders_for, survivors_for
 from services.core.groups.layer_map import Stage
 from services.core.groups.reconfiguration import refusal, sources_of, target_groups
 from services.core.groups.records import Records
@@ -44,7 +44,6 @@ from services.core.groups.vocabulary import (
     GroupPhase,
     GroupStuck,
     LeadershipChanged,
-    Member,
     MemberAnswered,
     ReconfigurationCommitted,
     ReconfigurationFailed,
@@ -232,7 +231,7 @@ class GroupState:
             attempt.enter(AttemptPhase.PREPARING)
             attempt.marked_revision = revision
             attempt.deadline_s = self._now_s + self._timeout_s(attempt)
-            attempt.holders = self._holders_of(attempt)
+            self._choose_holders(attempt)
             return [attempt.prepare(self._timeout_s(attempt))]
         attempt.enter(AttemptPhase.COMMITTED)
         del self._attempts[attempt.attempt_id]
@@ -241,12 +240,14 @@ class GroupState:
             backoff.note_success(attempt.workers)
         return [ReconfigurationCommitted(attempt.request_id, attempt.epoch)]
 
-    def _holders_of(self, attempt: Attempt) -> tuple[Member, ...]:
-        """The workers of other groups that send layers to the attempt's members."""
+    def _choose_holders(self, attempt: Attempt) -> None:
+        """Choose the workers outside the attempt that send layers to its members."""
         if not self.config.share_layers:
-            return ()
+            return
         busy = {member.worker_id for other in self.attempts for member in other.holders}
-        return holders_for(self.records, attempt.sources, attempt.targets, busy)
+        change = self.records, attempt.sources, attempt.targets
+        attempt.holders = holders_for(*change, busy)
+        attempt.survivors = survivors_for(*change, attempt.holders, self._stuck.suspects)
 
     def _marks_removed_by(self, written: Transact) -> list[Command]:
         """`AbortMember` for the members of attempts whose mark the transaction has removed."""
@@ -292,7 +293,7 @@ class GroupState:
         return transaction
 
     def _abort(self, attempt: Attempt, reason: str) -> list[Command]:
-        if self._stuck.note_rebuild_failed(attempt):
+        if self._stuck.note_rebuild_failed(attempt, self._now_s):
             return [self._end(attempt, reason)]  # `_repair` splits the group, without back-off
         backoff = self._restores if attempt.is_restore else self._backoff
         backoff.note_failure(

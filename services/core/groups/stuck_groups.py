@@ -48,6 +48,8 @@ class StuckGroups:
     _rebuilds: dict[str, _Rebuild] = field(default_factory=dict)  # last committed, by group
     _rebuilding: dict[str, Group] = field(default_factory=dict)  # stuck group, by attempt
     _hung: dict[str, str] = field(default_factory=dict)  # incarnation of a hung engine, by worker
+    # Members of groups whose rebuild timed out, until their next change commits: one may hang.
+    _silent: set[str] = field(default_factory=set)
 
     def note(self, records: Records, event: GroupStuck | EngineHung) -> None:
         """Record a report; reports of another incarnation or epoch are ignored."""
@@ -79,6 +81,7 @@ class StuckGroups:
         for entries in (self._reasons, self._iterations_s, self._unrecoverable, self._rebuilds):
             for group_id in entries.keys() - records.groups.keys():
                 del entries[group_id]
+        self._silent &= records.workers.keys()
 
     def _note_hung(self, records: Records, event: EngineHung) -> None:
         worker = records.workers.get(event.worker_id)
@@ -92,6 +95,11 @@ class StuckGroups:
     def _hung_of(self, processes: Iterable[tuple[str, str]]) -> list[str]:
         """Ids of the workers among these (id, incarnation) whose engines hang."""
         return sorted(name for name, process in processes if self._hung.get(name) == process)
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Ids of the workers that may hang although they are registered."""
+        return frozenset(self._hung.keys() | self._silent)
 
     def is_stuck(self, group: Group) -> bool:
         """Whether a member reported the group as stuck at its current epoch."""
@@ -138,6 +146,7 @@ class StuckGroups:
 
     def note_committed(self, attempt: Attempt, now_s: float) -> None:
         """Count the rebuild, if the committed attempt is a rebuild."""
+        self._silent -= attempt.workers.keys()
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return
@@ -145,10 +154,12 @@ class StuckGroups:
         count = before.count if before and before.covers(group.epoch, now_s) else 0
         self._rebuilds[group.group_id] = _Rebuild(attempt.epoch, count + 1, now_s)
 
-    def note_rebuild_failed(self, attempt: Attempt) -> bool:
+    def note_rebuild_failed(self, attempt: Attempt, now_s: float) -> bool:
         """Mark the group of an aborted rebuild as unrecoverable; False if it was no rebuild."""
         group = self._rebuilding.pop(attempt.attempt_id, None)
         if group is None:
             return False
         self._unrecoverable[group.group_id] = group.epoch
+        if 0 < attempt.deadline_s <= now_s:
+            self._silent |= attempt.workers.keys()
         return True

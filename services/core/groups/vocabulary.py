@@ -264,7 +264,8 @@ class PrepareMembers:
     """Send Prepare to every member of `sources` for its stage in `targets`.
 
     `holders` are workers of other groups that the members fetch layers from (see `holders_for`);
-    introduce the members to them.
+    introduce the members to them. `survivors` of the same broken group are connected already (see
+    `survivors_for`).
     """
 
     attempt: str
@@ -273,6 +274,7 @@ class PrepareMembers:
     targets: tuple[Group, ...]
     timeout_s: float
     holders: tuple[Member, ...] = ()
+    survivors: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

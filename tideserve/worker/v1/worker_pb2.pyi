@@ -155,7 +155,8 @@ class PrepareRequest(_message.Message):
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """Workers of other groups with layers that no member of the changing groups holds. The member may
-        fetch layers from them; none of them is needed for the change.
+        fetch layers from them; none of them is needed for the change. Those without nonces send only over
+        a connection that exists already.
         """
 
     def __init__(

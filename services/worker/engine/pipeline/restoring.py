@@ -102,11 +102,12 @@ class Restoring:
         """Start to connect both lanes to every other member.
 
         Also connects to `holders` of layers in other groups, but nothing waits for them until a
-        slab is fetched.
+        slab is fetched. Holders without a nonce send only if they are connected already.
         """
         self.connections.end_introductions(members)
         self._holders = {holder.worker_id: holder for holder in holders}
-        self.connections.introduce(members[self.links.worker_id], self._holders.values())
+        introduced = (holder for holder in self._holders.values() if holder.bulk.nonce)
+        self.connections.introduce(members[self.links.worker_id], introduced)
         self._steps = [self._connect(attempt, members)]
 
     def _connect(

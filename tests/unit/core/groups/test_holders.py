@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from services.core.groups import holders
-from services.core.groups.holders import HOLDERS_MAX, HOLDERS_PER_LAYER, holders_for
+from services.core.groups.holders import (
+    HOLDERS_MAX,
+    HOLDERS_PER_LAYER,
+    holders_for,
+    survivors_for,
+)
 from services.core.groups.records import Records, assignment_of
 from services.core.groups.vocabulary import (
     ClusterListed,
@@ -83,6 +88,26 @@ def test_a_survivor_is_no_holder() -> None:
     for attempt in ("", "u"):
         other = group(("d", 4, 8), attempt=attempt)
         assert names_of(records([SURVIVOR, other]), SURVIVOR) == []
+
+
+def survivors_of(known: Records, *holders: Member, suspects: Iterable[str] = ()) -> list[str]:
+    found = survivors_for(known, [SURVIVOR], [group(("a", 0, LAYERS))], holders, set(suspects))
+    return [member.worker_id for member in found]
+
+
+def test_survivors_send_what_no_holder_has() -> None:
+    """Their restore, which may be in progress, drops nothing."""
+    others = [group(("b", 4, 6), attempt="u"), group(("c", 6, 8))]
+    assert survivors_of(records([SURVIVOR, *others])) == ["b", "c"]
+    known = records([SURVIVOR, *others, group(("e", 0, 4), ("f", 4, 8))])
+    holders = holders_for(known, [SURVIVOR], [group(("a", 0, LAYERS))])
+    assert [holder.worker_id for holder in holders] == ["f"]
+    assert survivors_of(known, *holders) == []
+
+
+def test_survivors_that_may_hang_are_left_out() -> None:
+    known = records([SURVIVOR, group(("b", 4, 6)), group(("c", 6, 8))])
+    assert survivors_of(known, suspects=["b"]) == ["c"]
 
 
 def test_workers_with_other_weights_or_code_are_left_out() -> None:

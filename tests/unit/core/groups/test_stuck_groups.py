@@ -115,6 +115,8 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
             commands = store.feed(TimePassed(store.now_s))
         else:
             commands = store.answer("w1", asked.attempt, ready=False)
+        suspects = store.state._stuck.suspects
+        assert suspects == ({"w0", "w1"} if silent else set()), "one of them may hang"
         (divide,) = [one for one in commands if isinstance(one, Transact)]
         assert {(one.group_id, one.phase) for one in divide.groups} == {
             ("group-w0", GroupPhase.DEGRADED),
@@ -122,6 +124,9 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
         }
         restores = [one for one in store.commit(divide) if isinstance(one, Transact)]
         assert len(restores) == 2, "each gets its layers back"
+        prepares = [one for mark in restores for one in store.commit(mark)]
+        names = [[m.worker_id for m in one.survivors] for one in prepares]  # type: ignore[union-attr]
+        assert names == ([[], []] if silent else [["w1"], ["w0"]])
 
 
 def hung(store: Store, worker_id: str, process: str = "", still: bool = True) -> list[Command]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from services.worker.engine.pipeline.connections import (
     Connections,
 )
 from services.worker.errors import SlabCorrupted
-from services.worker.ipc import Prepare
+from services.worker.ipc import Lane, MemberPlan, Prepare
 from tests.support.engine_group import EngineGroup
 from tests.support.fake_model import LAYERS
 from tests.support.integer_group import check_tokens, member, memory, request
@@ -33,30 +34,38 @@ OTHER_SURVIVOR = [[Stage("w3", 0, LAYERS)]]
 @pytest.fixture
 def pairs(make_group: MakeGroup) -> EngineGroup:
     """Two groups of two; the second one serves requests, and the first one has lost `w1`."""
-    group = make_group(workers=4)
+    group, _ = lose_of_pairs(make_group(workers=4))
+    return group
+
+
+def lose_of_pairs(group: EngineGroup) -> tuple[EngineGroup, MemberPlan]:
+    """Form two groups of two, of which the first one loses `w1`; returns its plan as well."""
     for pair in PAIRS:
         group.change([pair])
     for number in range(4):
         group.start(request(number, output=30), "w2")
     group.run_until(lambda: all(len(stream.tokens) > 1 for stream in group.streams.values()))
+    dead = group._plan_of(PAIRS[0][1])
     group.lose("w1")
     group.run_until(lambda: member(group, "w0").links.epoch == group.epoch)
-    return group
+    return group, dead
 
 
 def prepare(
     group: EngineGroup,
     target: Sequence[Sequence[Stage]],
-    holders: Sequence[Stage],
+    holders: Sequence[Stage | MemberPlan],
     introduced: bool = True,
 ) -> str:
-    """Ask a survivor to get ready, and introduce it to the holders."""
+    """Ask a survivor to get ready, and introduce it to the holders that live."""
     group._attempts += 1
     attempt = f"attempt-{group._attempts}"
-    plans, asked = group._plans(target, group.epoch + 1), [group._plan_of(one) for one in holders]
+    plans = group._plans(target, group.epoch + 1)
+    asked = [one if isinstance(one, MemberPlan) else group._plan_of(one) for one in holders]
     (survivor,) = plans[0].members
     for holder in asked if introduced else ():
-        group.engines[holder.worker_id].member.introduce([survivor, holder])
+        if holder.worker_id in group.engines:
+            group.engines[holder.worker_id].member.introduce([survivor, holder])
     member(group, survivor.worker_id).prepare(Prepare(attempt, plans, asked))
     return attempt
 
@@ -152,6 +161,38 @@ def test_two_workers_send_each_other_slabs(pairs: EngineGroup) -> None:
     assert pairs.await_answers("second", OTHER_SURVIVOR)
     assert restored(pairs, "w0") == {"peer": 3}
     assert restored(pairs, "w3") == {"peer": 2}
+
+
+def without_nonces(plan: MemberPlan) -> MemberPlan:
+    """The plan of another survivor."""
+    activations, bulk = Lane(plan.activations.address, ""), Lane(plan.bulk.address, "")
+    return msgspec.structs.replace(plan, activations=activations, bulk=bulk)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_survivors_of_one_group_send_each_other_slabs(make_group: MakeGroup, seed: int) -> None:
+    """A dead worker whose lease has not ended is named as well, and delays nothing."""
+    group = make_group(workers=3, seed=seed)
+    stages = [Stage(f"w{layer}", layer, layer + 1) for layer in range(LAYERS)]
+    group.change([stages])
+    plans = {stage.worker_id: without_nonces(group._plan_of(stage)) for stage in stages}
+    group.lose("w1")
+    asked = {}
+    for number, name in enumerate(("w0", "w2")):
+        group.run_until(lambda name=name: member(group, name).links.epoch == group.epoch)
+        target = [[Stage(name, 0, LAYERS)]]
+        others = [plan for other, plan in plans.items() if other != name]
+        asked[name] = f"restore-{number}", target
+        prepared = Prepare(asked[name][0], group._plans(target, group.epoch + 1 + number), others)
+        member(group, name).prepare(prepared)
+    for attempt, target in asked.values():
+        assert group.await_answers(attempt, target)
+        group.commit(target)
+    group.settle()
+    for name in asked:
+        assert restored(group, name) == {"peer": 2, "disk": 1}
+        group.start(request(len(group.streams)), name)
+    check_tokens(group)
 
 
 def test_a_holder_may_become_a_member_of_the_same_group(pairs: EngineGroup) -> None:
