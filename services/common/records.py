@@ -32,6 +32,8 @@ PACED = "paced:"
 """Prefix of a capability, before a device profile: iterations are padded to that device's times."""
 ENGINE = "engine:"
 """Prefix of a capability, before the engine that runs the model; absent for tideserve's own."""
+COST_MAX_S = 1e6
+"""Maximum coefficient of a cost model, in seconds: predictions of any batch stay finite."""
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -271,7 +273,7 @@ def to_cost_model(record: record_pb2.WorkerRecord) -> CostModel | None:
     if costs.HasField("decode"):
         decode = Coefficients(costs.decode.alpha_s, costs.decode.beta_s, costs.decode.gamma_s)
         values += [decode.alpha, decode.beta, decode.gamma]
-    if not all(0 <= value < math.inf for value in values) or costs.knee_tokens < 0:
+    if not all(0 <= value <= COST_MAX_S for value in values) or costs.knee_tokens < 0:
         return None
     alpha, beta, gamma, lam, kappa, mu = values[:6]
     model = CostModel(alpha, beta, gamma, lam, decode, kappa, costs.knee_tokens, mu)

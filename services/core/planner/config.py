@@ -17,6 +17,9 @@ GPU_LIMITS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}
 
 MICROBATCH_TOKENS = 64
 """`min_microbatch_tokens` without a cost model."""
+PROMPT_TOKENS_MIN = 16
+"""Least measured `min_microbatch_tokens`, since a cost model may have no fixed cost, and least mean
+number of prompt tokens beside decodes, however many decodes there are."""
 
 
 class BatchFormation(StrEnum):
@@ -77,7 +80,7 @@ class IterationConfig:
         minimum=1,
         maximum=2**20,
         default_text="the least number whose computation takes as long as the fixed cost of an"
-        " iteration, by the cost model; 64 without one",
+        " iteration, by the cost model, but at least 16; 64 without one",
         expert=True,
     )
     cost_model: CostModel | None = computed(None)
@@ -169,7 +172,8 @@ class IterationConfig:
             return self.min_microbatch_tokens
         if self.cost_model is None:
             return MICROBATCH_TOKENS
-        return self.cost_model.amortising_tokens(self.max_batch_tokens)
+        measured = self.cost_model.amortising_tokens(self.max_batch_tokens)
+        return min(max(measured, PROMPT_TOKENS_MIN), self.max_batch_tokens)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -27,6 +27,10 @@ ROUND_TOLERANCE = 0.02
 """A round of more parts is preferred if it costs at most this share more than the cheapest, since
 it has fewer bubbles. Modelled: a sixth fewer bubbles, first tokens up to a sixth later."""
 
+STAGE_PARTS_MAX = 32
+"""Maximum parts of a round per stage, unless bounds of a part require more: this many leave
+bubbles of at most 1 / 32 of a round, and the time of planning grows with the parts."""
+
 BALANCE_TOLERANCE = 2e-3
 """Relative tolerance of the bisection for the minimal largest cost of a part."""
 
@@ -76,10 +80,10 @@ def form_round(
     """Partition `pieces`, in order, into microbatches of similar cost that make a short round.
 
     Each part has at most `tokens_max` tokens. More parts than that requires are made only while
-    they have on average at least `tokens_min` tokens. A piece that is cut appears in
-    consecutive parts. `base` is the cost of the decodes that join each microbatch of the round, of
-    which there are at least `stages` then; 0 without decodes. A part plus `base` costs at most
-    `cost_max`, unless a single token exceeds it.
+    they have on average at least `tokens_min` tokens, up to `STAGE_PARTS_MAX` per stage. A piece
+    that is cut appears in consecutive parts. `base` is the cost of the decodes that join each
+    microbatch of the round, of which there are at least `stages` then; 0 without decodes. A part
+    plus `base` costs at most `cost_max`, unless a single token exceeds it.
     """
     if not pieces:
         return []
@@ -88,7 +92,7 @@ def form_round(
     parts = -(-tokens // tokens_max)
     if cost_max < inf:
         parts = max(parts, partitioner.parts_within(cost_max - (base or model.lam)))
-    most = max(parts, tokens // tokens_min)
+    most = max(parts, min(tokens // tokens_min, STAGE_PARTS_MAX * stages))
     tried: list[tuple[float, list[list[Piece[Key]]]]] = []
     least = inf
     # Try growing numbers of parts: more parts mean fewer bubbles, but a fixed cost for each.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from services.core.cost.model import TOKEN_COSTS
-from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.config import PROMPT_TOKENS_MIN, BatchFormation, IterationConfig
 from services.core.planner.lookahead import Piece, decodes_to_run, form_round, marginal
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
@@ -133,13 +133,13 @@ class PipelinePlanner:
         model, base = config.cost_model or TOKEN_COSTS, 0.0
         if decodes:
             base = model.lam + sum(map(self._decode_cost, decodes)) / self.stages
-        share = blocks_for(len(decodes), self.stages)
+        share, least = blocks_for(len(decodes), self.stages), config.microbatch_tokens_min
         self.formed.extend(
             form_round(
                 pieces,
                 self.stages,
                 model,
-                tokens_min=max(1, config.microbatch_tokens_min - share),
+                tokens_min=max(min(least, PROMPT_TOKENS_MIN), least - share),
                 tokens_max=max(1, config.max_batch_tokens - share),
                 base=base,
                 cost_max=max(limits.cost_max, (base or model.lam) + limits.prompts_cost),

@@ -7,7 +7,7 @@ prefix of its prompt. A hit is a prompt token found in a group's prefix cache.
 
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf
+from math import inf, isfinite
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel, mean_model
@@ -248,7 +248,9 @@ class PrefixRanking:
     def _ttft_s(self, load: GroupLoad, ask: Ask) -> float:
         hit_tokens = self.hit_tokens(load, ask)
         costs = self._costs.get(load.group.group_id) or self._typical_costs
-        return predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)
+        ttft_s = predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)
+        # NaN would compare as neither early nor late.
+        return ttft_s if isfinite(ttft_s) else inf
 
     @property
     def _typical_costs(self) -> CostModel:

@@ -9,6 +9,7 @@ import pytest
 
 from services.core.cost.model import TOKEN_COSTS, Coefficients, CostModel
 from services.core.planner.lookahead import (
+    STAGE_PARTS_MAX,
     Piece,
     batch_cost,
     decodes_to_run,
@@ -126,6 +127,15 @@ def test_few_tokens_stay_together_and_many_parts_are_no_end_in_themselves() -> N
     assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=1, tokens_max=4096)) > 16
     assert len(form_round(pieces, 2, LAUNCH_BOUND, tokens_min=1, tokens_max=4096)) == 4
     assert form_round([], 2, TOKEN_COSTS, 1, 1) == []
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_model_without_fixed_costs_does_not_cut_a_round_without_end(stages: int) -> None:
+    for pieces in ([Piece(n, 0, 1000) for n in range(32)], [Piece(n, 0, 40) for n in range(800)]):
+        formed = form_round(pieces, stages, LINEAR, tokens_min=1, tokens_max=2048)
+        assert 8 * stages < len(formed) <= STAGE_PARTS_MAX * stages
+    needed = form_round([Piece("long", 0, 3000)], stages, LINEAR, tokens_min=1, tokens_max=10)
+    assert len(needed) == 300, "the token budget requires more parts"
 
 
 def test_a_round_in_lockstep() -> None:

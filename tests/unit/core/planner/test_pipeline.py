@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from services.core.cost.bubble import bubble_share
+from services.core.cost.model import Coefficients, CostModel
 from services.core.planner.batch import Microbatch
 from services.core.planner.block_ledger import Follower
-from services.core.planner.config import BatchFormation, IterationConfig
+from services.core.planner.config import PROMPT_TOKENS_MIN, BatchFormation, IterationConfig
 from services.core.planner.configuration_events import (
     BlocksCredited,
     CapacityReported,
@@ -84,6 +85,26 @@ def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
         again = state.plan(0.0)
         assert sorted(names_of(again)) == sorted(names_of(first))
         first, second, third = second, third, again
+
+
+@pytest.mark.parametrize("decodes", [0, 3 * PROMPT_TOKENS_MIN])
+def test_without_fixed_costs_prompts_are_not_cut_into_single_tokens(decodes: int) -> None:
+    """Nor beside more decodes than the least size of a microbatch."""
+    free = CostModel(0.0, beta=1e-3, gamma=0.0, lam=0.0, decode=Coefficients(0.0, 1e-6, 0.0))
+    bounds = {"max_batch_tokens": 256, "max_running": 64, "num_blocks": 2000}
+    state = make_state(cost_model=free, min_microbatch_tokens=None, **bounds)
+    assert state.config.microbatch_tokens_min == PROMPT_TOKENS_MIN
+    started(state, *(f"decode-{number}" for number in range(decodes)))
+    arrive(state, "long", 64, 1)
+    chunks = [*state.plan(0.0).batch.chunks, *state.plan(0.0).batch.chunks]
+    assert [len(one.token_ids) for one in chunks if one.seq_id == "long"] == [16, 16]
+    assert len(chunks) == decodes + 2
+
+
+def test_a_measured_microbatch_fits_into_an_iteration() -> None:
+    free = CostModel(0.0, beta=1e-3, gamma=0.0, lam=0.0)
+    small = IterationConfig(4, 100, max_batch_tokens=8, max_running=8, cost_model=free)
+    assert small.microbatch_tokens_min == 8
 
 
 def test_chunks_of_a_prompt_follow_each_other_in_flight() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,6 +199,17 @@ def test_a_group_without_costs_is_like_the_mean_of_the_others() -> None:
         for name, prefill in {"w0": 3000, "w1": 9000, "w2": 1000}.items():
             dispatch.report(name, prefill=prefill)
         assert dispatch.ask((), tokens=100) == chosen
+
+
+@pytest.mark.parametrize("slowed", [("alpha", 1e307), ("beta", 1e308)])
+def test_costs_beyond_all_numbers_do_not_stop_dispatch(slowed: tuple[str, float]) -> None:
+    """Without a finite prediction a group comes last; if all lack one, the score decides."""
+    broken = replace(TOKEN_COSTS, **dict([slowed]))
+    for costs, chosen in (((broken, TOKEN_COSTS), "w1"), ((broken, broken), "w0")):
+        dispatch = Dispatch(0)
+        for number, cost in enumerate(costs):
+            dispatch.join(f"w{number}", cost_model=cost)
+        assert dispatch.ask((), tokens=10_000) == chosen
 
 
 def test_new_costs_of_a_group_keep_its_cache() -> None:
