@@ -31,12 +31,9 @@ A split reduces capacity while it is prepared; if that causes overload, the spli
 unless it is due to a leaving member.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import exp
 
 from services.core.demand import ModelDemand
-from services.core.overload.demand_trend import DemandTrend
 from services.core.overload.events import (
     Action,
     Cause,
@@ -53,54 +50,10 @@ from services.core.overload.events import (
     OverloadPolicy,
     ReportStatus,
 )
+from services.core.overload.model_state import ModelState, elapsed_s, since
 from services.core.overload.split_choice import SplitChoice, choose_splits
-from services.core.overload.static_pipelines import StaticPipelines
-
-CHANGING_MAX_S = 30.0
-"""How long a group in a change-over delays decisions about other groups of its model."""
 
 STATIC = "the policy static-pipeline splits no groups"
-
-_Layout = frozenset[tuple[str, tuple[str, ...]]]
-"""Groups with the ids of their workers."""
-
-
-@dataclass(slots=True)
-class _Model:
-    """The monitor's state of a model."""
-
-    split_dwell_s: float  # doubled by regretted splits
-    layout: _Layout = frozenset()  # in the last `GroupsSeen`
-    statuses: frozenset[tuple[str, ReportStatus]] = frozenset()  # by group, in the last event
-    changing_since_s: float | None = None  # a group changes since then
-    rate_tokens_per_s: float = 0.0  # smoothed KV need of arriving requests
-    growth_tokens_per_s: float = 0.0  # smoothed growth of demand, net of completed requests
-    mean_demand_tokens: float | None = None  # smoothed demand; None after a change of groups
-    smoothed_at_s: float | None = None  # last update of these rates
-    overloaded_since_s: float | None = None  # None: not overloaded
-    subsided_since_s: float | None = None  # None: demand has not subsided
-    partial_since_s: float | None = None  # the same for partial splits
-    last_split_s: float | None = None  # last split for subsided demand
-    settle_until_s: float = 0.0  # until then, the last decision or change takes effect
-    exhausted: bool = False  # merges cannot meet the demand of this overload
-    calm_since_s: float | None = None  # no overload since then
-    # Time until which a manual change is not reverted, by its action.
-    manual_until_s: dict[Action, float] = field(default_factory=dict)
-    # Time of the next decision to split a group with a leaving member, by group.
-    departing_until_s: dict[str, float] = field(default_factory=dict)
-    splitting: frozenset[str] = frozenset()  # groups in a split for subsided demand
-    trend: DemandTrend = field(default_factory=DemandTrend)
-    pipelines: StaticPipelines = field(default_factory=StaticPipelines)
-
-    def restart_dwell(self) -> None:
-        """Restart all dwell times: what was measured belongs to other groups."""
-        self.overloaded_since_s = self.subsided_since_s = self.partial_since_s = None
-
-    def forecast_tokens(self, lookahead_s: float) -> int:
-        """Predicted growth of demand within the look-ahead, at least 0."""
-        # Growth is net of completed requests, so it cannot exceed the rate of arrivals.
-        net = min(self.rate_tokens_per_s, max(0.0, self.growth_tokens_per_s))
-        return round(net * lookahead_s)
 
 
 @dataclass(slots=True)
@@ -114,7 +67,7 @@ class OverloadMonitor:
     config: OverloadConfig = field(default_factory=OverloadConfig)
     _groups: dict[str, list[GroupUse]] = field(default_factory=dict)  # with current reports
     _demands: dict[str, ModelDemand] = field(default_factory=dict)  # the schedulers' queues
-    _models: dict[str, _Model] = field(default_factory=dict)  # by model name, as `_groups`
+    _models: dict[str, ModelState] = field(default_factory=dict)  # by model name, as `_groups`
 
     def handle(self, event: Event) -> list[Decision]:
         """Apply an event; returns the decisions."""
@@ -196,49 +149,22 @@ class OverloadMonitor:
             by_model.setdefault(group.model, []).append(group)
         before, self._models, self._groups = self._models, {}, {}
         for model, groups in by_model.items():
-            state = before.get(model) or _Model(self.config.split_dwell_s)
+            state = before.get(model) or ModelState(self.config.split_dwell_s)
             self._models[model] = state
             self._groups[model] = [g for g in groups if g.report_status is ReportStatus.CURRENT]
-            changing = any(group.report_status is ReportStatus.CHANGING for group in groups)
-            state.changing_since_s = _since(changing, state.changing_since_s, seen.now_s)
-            if changing and _held_s(state.changing_since_s, seen.now_s) < CHANGING_MAX_S:
-                # The changing group's demand is unknown, so the model's demand is not comparable.
-                state.settle_until_s = max(state.settle_until_s, seen.now_s + self.config.report_s)
-            self._note_layout(state, groups, seen.now_s)
-            state.pipelines.note(groups)
-
-    def _note_layout(self, state: _Model, groups: Sequence[GroupUse], now_s: float) -> None:
-        """Reset measurements if the groups, or the groups that count, have changed."""
-        layout = _layout(groups)
-        statuses = frozenset((group.group_id, group.report_status) for group in groups)
-        if (layout, statuses) != (state.layout, state.statuses):
-            state.mean_demand_tokens = None
-            state.settle_until_s = max(state.settle_until_s, now_s + self.config.report_s)
-        if layout != state.layout:
-            # The last decision has taken effect; wait only for reports of the new groups.
-            state.settle_until_s = now_s + self.config.report_s
-            state.restart_dwell()
-            ids = {group.group_id for group in groups}
-            # The first of the new groups keeps the id, so compare the workers, too.
-            state.splitting &= {group_id for group_id, _ in layout & state.layout}
-            state.departing_until_s = {
-                group_id: until_s
-                for group_id, until_s in state.departing_until_s.items()
-                if group_id in ids
-            }
-        state.layout, state.statuses = layout, statuses
+            state.note_groups(groups, self.config, seen.now_s)
 
     def _decide(self, model: str, now_s: float) -> list[Decision]:
+        state, config = self._models[model], self.config
         if not self._groups[model]:
             # Without current reports no overload is detected, so a reported shortfall ends in time.
-            self._note_calm(self._models[model], True, now_s)
-            self._note_trend(self._models[model], None, now_s)
+            state.note_calm(True, config, now_s)
+            state.note_trend(None, config, now_s)
             return []
         load = self.load(model)
-        self._note_trend(self._models[model], load, now_s)
-        self._smooth(model, load.demand_tokens, now_s)
-        forecast = self._models[model].forecast_tokens(self.config.lookahead_s)
-        load = replace(load, forecast_tokens=forecast)
+        state.note_trend(load, config, now_s)
+        state.smooth(load.demand_tokens, self._demands.get(model), config, now_s)
+        load = replace(load, forecast_tokens=state.forecast_tokens(config.lookahead_s))
         decisions = self._split_departing(model, load, now_s)
         decision = self._decide_by_load(model, load, now_s)
         return decisions if decision is None else [*decisions, decision]
@@ -255,7 +181,7 @@ class OverloadMonitor:
         subsided = low and bool(choice.singles)
         eased = load.expected_tokens < choice.partial_tokens and not overloaded
         eased = eased and bool(choice.partial)
-        self._note_calm(state, not overloaded, now_s)
+        state.note_calm(not overloaded, config, now_s)
         # While the last decision takes effect, only the cancellation of a split is decided.
         if now_s < state.settle_until_s and not state.splitting:
             return None
@@ -263,34 +189,17 @@ class OverloadMonitor:
             state.settle_until_s = now_s + config.settle_s
             reason = DecisionReason(Cause.START, load.capacity_tokens, 0.0, 0.0, load)
             return Decision(now_s, model, Action.MERGE, reason, group_ids=ids)
-        state.overloaded_since_s = _since(overloaded, state.overloaded_since_s, now_s)
-        state.subsided_since_s = _since(subsided, state.subsided_since_s, now_s)
-        state.partial_since_s = _since(eased, state.partial_since_s, now_s)
+        state.overloaded_since_s = since(overloaded, state.overloaded_since_s, now_s)
+        state.subsided_since_s = since(subsided, state.subsided_since_s, now_s)
+        state.partial_since_s = since(eased, state.partial_since_s, now_s)
         if overloaded and now_s >= state.manual_until_s.get(Action.SPLIT, now_s):
-            held_s, dwell_s = _held_s(state.overloaded_since_s, now_s), config.overload_dwell_s
+            held_s, dwell_s = elapsed_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
                 reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
                 act = self._call_off if state.splitting else self._merge
                 return act(model, reason, now_s)
         held = now_s < state.settle_until_s or now_s < state.manual_until_s.get(Action.MERGE, now_s)
         return None if held else self._split_subsided(model, choice, load, now_s)
-
-    def _note_trend(self, state: _Model, load: ModelLoad | None, now_s: float) -> None:
-        """Add a load to the trend, or None if no group has current reports."""
-        merged = any(len(worker_ids) > 1 for _, worker_ids in state.layout)
-        changing_s = _held_s(state.changing_since_s, now_s)
-        if state.changing_since_s is not None and changing_s < CHANGING_MAX_S:
-            state.trend.skip(now_s)
-        elif merged and load is not None:
-            state.trend.sample(load, self.config, now_s)
-        else:
-            state.trend.clear()
-
-    def _note_calm(self, state: _Model, calm: bool, now_s: float) -> None:
-        """End a shortfall after `calm_s` without overload."""
-        state.calm_since_s = _since(calm, state.calm_since_s, now_s)
-        if _held_s(state.calm_since_s, now_s) >= self.config.calm_s:
-            state.exhausted = False
 
     def _split_departing(self, model: str, load: ModelLoad, now_s: float) -> list[Decision]:
         """Split merged groups with a leaving member, once per `settle_s` until they have split."""
@@ -332,7 +241,7 @@ class OverloadMonitor:
         state.settle_until_s = now_s + config.settle_s
         # Overload soon after a split: the split was too early (regretted), so delay the next.
         regretted = state.last_split_s is not None and now_s - state.last_split_s < config.regret_s
-        state.split_dwell_s = self._longer_dwell_s(state) if regretted else config.split_dwell_s
+        state.split_dwell_s = state.longer_dwell_s(config) if regretted else config.split_dwell_s
         # If the model as a whole has capacity, only its full groups need to merge with others.
         full: tuple[str, ...] = ()
         if reason.load.expected_tokens <= reason.load.capacity_tokens:
@@ -344,14 +253,9 @@ class OverloadMonitor:
         state = self._models[model]
         group_ids, state.splitting = tuple(sorted(state.splitting)), frozenset()
         state.settle_until_s = now_s + self.config.report_s
-        state.split_dwell_s = self._longer_dwell_s(state)
+        state.split_dwell_s = state.longer_dwell_s(self.config)
         state.last_split_s = state.overloaded_since_s = None
         return Decision(now_s, model, Action.CALL_OFF, reason, group_ids=group_ids)
-
-    def _longer_dwell_s(self, state: _Model) -> float:
-        """The dwell time after a regretted split: doubled, within the limit."""
-        longest = max(self.config.split_dwell_s, self.config.split_dwell_max_s)
-        return min(2 * state.split_dwell_s, longest)
 
     def _note_planned(self, planned: MergesPlanned) -> list[Decision]:
         """Report a shortfall, once per overload, if all merges together gain too little."""
@@ -362,7 +266,7 @@ class OverloadMonitor:
             state.exhausted = False
             return []
         load, now_s = self.load(planned.model), planned.now_s
-        held_s = _held_s(state.overloaded_since_s, now_s)
+        held_s = elapsed_s(state.overloaded_since_s, now_s)
         dwell_s = self.config.overload_dwell_s
         reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
         decision = self._exhaust(planned.model, reason, planned.short_tokens, now_s)
@@ -389,7 +293,7 @@ class OverloadMonitor:
         if not singles_due and (since_s is not None or not partial_due):
             return None
         threshold = choice.singles_tokens if singles_due else choice.partial_tokens
-        held_s = _held_s(since_s if singles_due else partial_since_s, now_s)
+        held_s = elapsed_s(since_s if singles_due else partial_since_s, now_s)
         reason = DecisionReason(Cause.SUBSIDED, threshold, held_s, dwell_s, load)
         group_ids, parts = choice.decided(singles_due, partial_due)
         state.settle_until_s = now_s + self.config.settle_s
@@ -416,34 +320,3 @@ class OverloadMonitor:
     def _counted(self, model: str) -> list[GroupUse]:
         """The groups that count as demand and capacity: those without a leaving member."""
         return [group for group in self._groups[model] if not group.draining]
-
-    def _smooth(self, model: str, demand_tokens: int, now_s: float) -> None:
-        """Update the exponentially smoothed rates of arrivals and growth."""
-        state, reported = self._models[model], self._demands.get(model)
-        rate = reported.arriving_tokens_per_s if reported is not None else 0.0
-        passed_s = max(0.0, now_s - state.smoothed_at_s) if state.smoothed_at_s is not None else 0.0
-        weight = 1 - exp(-passed_s / self.config.smoothing_s)
-        state.smoothed_at_s = now_s
-        state.rate_tokens_per_s += weight * (rate - state.rate_tokens_per_s)
-        if state.mean_demand_tokens is None:
-            state.mean_demand_tokens = demand_tokens
-        state.mean_demand_tokens += weight * (demand_tokens - state.mean_demand_tokens)
-        # A first-order filter lags a ramp by slope * time constant, so slope = lag / time constant.
-        ahead = demand_tokens - state.mean_demand_tokens
-        state.growth_tokens_per_s = ahead / self.config.smoothing_s
-
-
-def _layout(groups: Sequence[GroupUse]) -> _Layout:
-    """The groups and their workers."""
-    return frozenset((group.group_id, group.worker_ids) for group in groups)
-
-
-def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:
-    """Start of the current run in which the condition holds; None if it does not hold."""
-    if not holds:
-        return None
-    return now_s if since_s is None else since_s
-
-
-def _held_s(since_s: float | None, now_s: float) -> float:
-    return now_s - since_s if since_s is not None else 0.0
