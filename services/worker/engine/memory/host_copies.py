@@ -3,9 +3,13 @@
 They are made while the model is loaded: a copy when a slab is dropped would delay the relief that
 the drop is for. By default only engines on a GPU have copies. On a CPU a copy would take the memory
 that the drop gains, and the page cache usually has the model's file already.
+
+Each worker counts the memory that is available at its start, so workers that share a host and start
+together need an explicit size.
 """
 
 import contextlib
+import logging
 from pathlib import Path
 
 import psutil
@@ -14,6 +18,8 @@ import torch
 _CGROUP = Path("/sys/fs/cgroup")
 AUTO_SHARE = 0.5
 """Part of the available host memory that copies may use by default."""
+
+log = logging.getLogger(__name__)
 
 
 def _available_bytes() -> int:
@@ -51,6 +57,12 @@ class HostCopies:
         self._left_bytes -= slab.numel()
         copy = torch.empty(slab.numel(), dtype=torch.uint8, pin_memory=self._pinned)
         self._copies[name] = copy.copy_(slab)
+
+    def log_size(self) -> None:
+        """Log the host memory that the copies use, if there are any."""
+        size_bytes = sum(copy.numel() for copy in self._copies.values())
+        if size_bytes:
+            log.info("copies of layers use %.2f GiB of host memory", size_bytes / 2**30)
 
     def get(self, name: str) -> torch.Tensor | None:
         """Return the copy of a slab, uint8 [n], to read; None if there is none."""
