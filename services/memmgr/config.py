@@ -22,8 +22,9 @@ class MemmgrConfig(ServiceConfig):
         MONITOR.policy,
         OverloadPolicy,
         "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
-        " or preempt requests and recompute their KV (recompute). static-pipeline merges all"
-        " workers in pairs at the start and never splits them; otherwise like recompute.",
+        " or preempt requests and recompute their KV (recompute). static-pipeline merges"
+        " single workers in pairs once and does not split them when demand falls; otherwise like"
+        " recompute; for comparisons.",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

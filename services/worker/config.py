@@ -131,7 +131,8 @@ class WorkerConfig(ServiceConfig):
     host_weights_bytes: int | None = size(
         None,
         "Host memory for copies of layers, from which dropped layers are restored first; 0: none."
-        " The copies are made while the model is loaded.",
+        " The copies are made while the model is loaded. Set it if several workers on a GPU share a"
+        " host.",
         minimum=0,
         maximum=2**50,
         default_text="on a GPU what the model needs, but at most half of the free memory; else 0",
@@ -189,10 +190,9 @@ class WorkerConfig(ServiceConfig):
     profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.", expert=True)
     learn_costs: bool = option(
         True,
-        "Whether a worker measures a rough cost model at its start if no profile is stored (in up"
-        " to 2 s), refines it under load, and adopts a profile that it measures while idle; off:"
-        " only a stored profile is used.",
-        expert=True,
+        "Whether a worker measures a rough cost model at its start if no profile is stored (about 2"
+        " s; longer on a busy host), refines it under load, and adopts a profile that it measures"
+        " while idle; off: only a stored profile is used.",
     )
 
     @staticmethod

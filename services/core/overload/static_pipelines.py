@@ -1,7 +1,7 @@
 """The overload policy `static-pipeline`: which single workers merge into pipelines of two.
 
 The baseline of KunServe's evaluation: half of the parameters is dropped from the start, whatever
-the demand. Each worker is merged once. After a loss, a split by hand or a failed merge of others it
+the demand. Each worker is merged once. After a loss, a split by hand or a failed merge of others,
 it is not merged again.
 """
 
