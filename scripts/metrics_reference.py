@@ -105,7 +105,7 @@ def _memmgr() -> MemmgrCollector:
 def _worker() -> WorkerCollector:
     facts = EngineReady(1, 1, 1, 1, 1, 1, 1, 1)
     engine = SimpleNamespace(
-        report=EngineReport(Load(0, 0, 1, 0, kv_blocks_total=1)),
+        report=EngineReport(Load(0, 0, 1, 0, kv_blocks_total=1), cost_model="none"),
         generated_tokens=0,
         responsive=True,
         silent_s=0.0,

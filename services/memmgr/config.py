@@ -22,9 +22,9 @@ class MemmgrConfig(ServiceConfig):
         MONITOR.policy,
         OverloadPolicy,
         "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
-        " or preempt requests and recompute their KV (recompute). static-pipeline merges all"
-        " workers in pairs at the start, and all single workers when another memory manager"
-        " becomes the leader; it never splits them, and otherwise is like recompute.",
+        " or preempt requests and recompute their KV (recompute). static-pipeline, for comparisons,"
+        " merges single workers in pairs once, again when another memory manager becomes the"
+        " leader, does not split them when demand falls, and otherwise is like recompute.",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

@@ -16,7 +16,7 @@ from services.common.timeouts import wait_set
 from services.core.audit.facts import MemoryDecided
 from services.core.audit.record import FACT
 from services.core.groups.vocabulary import Group
-from services.core.overload.action_plan import ActionPlan
+from services.core.overload.action_plan import ActionPlan, Change
 from services.core.overload.events import (
     Action,
     Cause,
@@ -118,7 +118,7 @@ class OverloadWatch:
     @property
     def split_obstacles(self) -> dict[str, str]:
         """Why merged groups do not split now, by group; see `OverloadMonitor.split_obstacles`."""
-        return self._monitor.split_obstacles
+        return self._monitor.split_obstacles(monotonic_s())
 
     def evaluate(self) -> None:
         """Pass the current demand and usage of groups to the monitor, and act on its decisions."""
@@ -133,10 +133,12 @@ class OverloadWatch:
             changed.set()
 
     def note_manual_change(
-        self, model: str, action: Action, group_ids: Iterable[str]
+        self, model: str, action: Action, change: Change
     ) -> LoggedDecision | None:
         """Report a manual change to the monitor; None if no group serves the model."""
-        event = ManualChange(monotonic_s(), model, action, tuple(group_ids))
+        partial = action is Action.SPLIT and any(len(stages) > 1 for stages in change.targets)
+        parts = (len(change.targets),) if partial else ()
+        event = ManualChange(monotonic_s(), model, action, change.group_ids, parts)
         for decision in self._monitor.handle(event):
             return self._record(decision)
         return None

@@ -143,7 +143,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
             if step.phase is ChangePhase.PREPARING:
                 shown = replace(step, message=f"{change.text}; {step.message}")
             if step.phase is ChangePhase.COMMITTED:
-                logged = self._watch.note_manual_change(model, action, change.group_ids)
+                logged = self._watch.note_manual_change(model, action, change)
             if logged is not None:
                 logged.note(model, f"{step.phase}, {step.message}")
             yield to_step(shown)

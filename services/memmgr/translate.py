@@ -172,4 +172,5 @@ def _to_decision(logged: LoggedDecision) -> memmgr_pb2.Decision:
         dwell_s=reason.dwell_s,
         **asdict(load),
         outcome=logged.outcome,
+        parts=decision.parts,
     )

@@ -188,10 +188,9 @@ class WorkerConfig(ServiceConfig):
     profile_when_idle: bool = option(True, "Whether an idle worker profiles itself.", expert=True)
     learn_costs: bool = option(
         True,
-        "Whether a worker measures a rough cost model at its start if no profile is stored (in up"
-        " to 2 s), refines it under load, and adopts a profile that it measures while idle; off:"
-        " only a stored profile is used.",
-        expert=True,
+        "Whether a worker measures a rough cost model at its start if no profile is stored (about 2"
+        " s; longer on a busy host), refines it under load, and adopts a profile that it measures"
+        " while idle; off: only a stored profile is used.",
     )
 
     @staticmethod

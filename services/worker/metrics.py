@@ -214,8 +214,8 @@ class WorkerCollector(Collector):
         info = GaugeMetricFamily(
             "tideserve_worker_cost_model_info",
             "Origin of the cost model, always 1: paced, profile (stored), start (measured at the"
-            " start), idle (measured while idle), load (refined under load), or none (lookahead"
-            " counts tokens).",
+            " start), idle (measured while idle), load (refined under load), or none (see"
+            " the worker's status).",
             labels=(*_LABELS, "origin"),
         )
         if origin:

@@ -43,9 +43,11 @@ def loss_lines(status: Mapping[str, Any]) -> list[str]:
 
 def decision_text(row: Mapping[str, Any]) -> str:
     """The action of a decision, with its cause."""
+    parts = dict(zip(row["group_ids"], row.get("parts") or [], strict=False))
+    groups = [f"{name} into {parts[name]}" if name in parts else name for name in row["group_ids"]]
     change = {
         "merge": "merge " + (", ".join(row["group_ids"]) or f"to gain {row['needed_tokens']:,}"),
-        "restore": "split " + ", ".join(row["group_ids"]),
+        "restore": "split " + ", ".join(groups),
         "call_off": "do not split " + ", ".join(row["group_ids"]),
         "exhausted": f"{row['needed_tokens']:,} short after all merges",
     }
@@ -143,8 +145,10 @@ def _print(status: Mapping[str, Any], why: bool) -> None:
     console.print(etcd_line(status))
     if why:
         _print_decisions(console, status)
-        for line in obstacle_lines(status):
-            console.print(f"  {escape(line)}", soft_wrap=True)
+        if lines := obstacle_lines(status):
+            console.print("[bold]Merged groups[/]")
+            for line in lines:
+                console.print(f"  {escape(line)}", soft_wrap=True)
         _print_losses(console, status)
     for device, workers in paced_workers(status).items():
         console.print(
@@ -215,7 +219,7 @@ def cost_lines(status: Mapping[str, Any]) -> list[str]:
         if origin == "none":
             workers.setdefault(reason, []).append(row["id"])
     return [
-        f"lookahead counts tokens at {', '.join(names)}, for lack of a cost model: {reason}"
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no cost model: {reason}"
         for reason, names in workers.items()
     ]
 

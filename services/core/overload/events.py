@@ -181,12 +181,16 @@ class DemandReported:
 
 @dataclass(frozen=True, slots=True)
 class ManualChange:
-    """An operator merged (MERGE) or split (SPLIT) groups; not reverted for `manual_hold_s`."""
+    """An operator merged (MERGE) or split (SPLIT) groups; not reverted for `manual_hold_s`.
+
+    `parts` as in `Decision`; smaller merged groups of a split are not split further for that time.
+    """
 
     now_s: float
     model: str
     action: Action
     group_ids: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ See `monitor.py` for the terms and for the conditions that use them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import ceil, exp
 
 from services.core.demand import ModelDemand
 from services.core.overload.demand_trend import DemandTrend
@@ -59,6 +59,19 @@ class ModelState:
     def longer_dwell_s(self, config: OverloadConfig) -> float:
         """The dwell time after a regretted split: doubled, within the limit."""
         return min(2 * self.split_dwell_s, max(config.split_dwell_s, config.split_dwell_max_s))
+
+    def split_delay(self, now_s: float) -> str:
+        """Why a split that demand and KV allow is not decided yet; "" if it is due."""
+        low_since_s = self.subsided_since_s
+        if low_since_s is None:
+            low_since_s = self.partial_since_s
+        dwell_s = self.split_dwell_s - elapsed_s(low_since_s, now_s)
+        manual_s = self.manual_until_s.get(Action.MERGE, now_s) - now_s
+        if manual_s > max(0.0, dwell_s):
+            return f"a manual change delays splits for {ceil(manual_s)} s more"
+        if dwell_s <= 0:
+            return ""
+        return f"demand must stay low for {ceil(dwell_s)} s more (of {self.split_dwell_s:g} s)"
 
     def forecast_tokens(self, lookahead_s: float) -> int:
         """Predicted growth of demand within the look-ahead, at least 0."""

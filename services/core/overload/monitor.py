@@ -100,17 +100,16 @@ class OverloadMonitor:
         """Whether a model is overloaded: a decision may then be due without a new report."""
         return any(state.calm_since_s is None for state in self._models.values())
 
-    @property
-    def split_obstacles(self) -> dict[str, str]:
+    def split_obstacles(self, now_s: float) -> dict[str, str]:
         """Why merged groups are not split now, by group; "" for a group that is about to split."""
         obstacles = {}
         static = self.config.policy is OverloadPolicy.STATIC_PIPELINE
         for model, groups in self._groups.items():
             load = self.load(model)
-            choice = self._choice(model, load)
+            choice, delay = self._choice(model, load), self._models[model].split_delay(now_s)
             for group in groups:
                 if len(group.members) > 1:
-                    obstacle = choice.obstacle(group, load.expected_tokens)
+                    obstacle = choice.obstacle(group, load.expected_tokens) or delay
                     obstacles[group.group_id] = STATIC if static else obstacle
         return obstacles
 
@@ -225,12 +224,15 @@ class OverloadMonitor:
         choice = self._choice(changed.model, load)
         threshold = load.capacity_tokens if merge else choice.singles_tokens
         reason = DecisionReason(Cause.MANUAL, threshold, 0.0, 0.0, load)
-        state.manual_until_s = {changed.action: changed.now_s + self.config.manual_hold_s}
+        # A further split would revert a partial split as well.
+        kept = (Action.SPLIT, Action.MERGE) if changed.parts else (changed.action,)
+        until_s = changed.now_s + self.config.manual_hold_s
+        state.manual_until_s = dict.fromkeys(kept, until_s)
         # Measurements belong to the groups before the change.
         state.settle_until_s = changed.now_s + self.config.settle_s
         state.restart_dwell()
-        group_ids = changed.group_ids
-        return [Decision(changed.now_s, changed.model, changed.action, reason, group_ids=group_ids)]
+        ids, parts = changed.group_ids, changed.parts
+        return [Decision(changed.now_s, changed.model, changed.action, reason, 0, ids, parts)]
 
     def _merge(self, model: str, reason: DecisionReason, now_s: float) -> Decision | None:
         """Decide to merge; if merges are impossible, report a shortfall once per overload."""

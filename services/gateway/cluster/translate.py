@@ -141,6 +141,7 @@ def _decision(message: memmgr_pb2.Decision) -> dict[str, Any]:
         "action": _short_name(memmgr_pb2.DecisionAction.DESCRIPTOR, message.action),
         "cause": _short_name(memmgr_pb2.DecisionCause.DESCRIPTOR, message.cause),
         "group_ids": list(message.group_ids),
+        "parts": list(message.parts),
     }
 
 

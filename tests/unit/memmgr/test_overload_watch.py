@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from services.core.demand import ModelDemand
+from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.overload.action_plan import ActionPlan
+from services.core.overload.action_plan import ActionPlan, Change
 from services.core.overload.events import (
     Action,
     GroupUse,
@@ -140,10 +141,16 @@ def test_by_hand() -> None:
     for name in ("w0", "w1"):
         watched.view.report(memory(name, free=10))
     watched.watch.evaluate()
-    logged = watched.watch.note_manual_change("m", Action.MERGE, ["group-w0", "group-w1"])
+    names = ("group-w0", "group-w1")
+    logged = watched.watch.note_manual_change("m", Action.MERGE, Change(names, (), ""))
     assert logged is not None and list(watched.watch.decisions) == [logged]
     assert "merge group-w0, group-w1 (manual)" in text_of(logged.decision)
-    assert watched.watch.note_manual_change("other", Action.MERGE, []) is None
+    assert watched.watch.note_manual_change("other", Action.MERGE, Change((), (), "")) is None
+    w0, w1, w2 = (Stage(f"w{number}", 0, 1) for number in range(3))
+    for targets, text in (((w0, w1), (w2,)), "group-w0 into 2"), (((w0,), (w1,)), "group-w0"):
+        change = Change(("group-w0",), targets, "")
+        logged = watched.watch.note_manual_change("m", Action.SPLIT, change)
+        assert logged is not None and f"split {text} (manual)" in text_of(logged.decision)
     assert watched.acted == []
 
 

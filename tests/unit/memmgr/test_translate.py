@@ -168,7 +168,7 @@ def test_impossible_demands(demands: list[memmgr_pb2.ModelDemand]) -> None:
 def test_decisions_are_shown_with_their_numbers() -> None:
     load = ModelLoad(2200, 100, 2000, 1900, 1800, 1, 398, 1, 7, 5)
     reason = DecisionReason(Cause.OVERLOAD, 2000, 0.25, 0.2, load)
-    logged = LoggedDecision(9, Decision(1.0, "m", Action.MERGE, reason, 300, ("g",)))
+    logged = LoggedDecision(9, Decision(1.0, "m", Action.MERGE, reason, 300, ("g",), (2,)))
     (shown,) = to_get_cluster([], [], [logged]).decisions
     assert shown == memmgr_pb2.Decision(
         decided_unix_s=9,
@@ -190,6 +190,7 @@ def test_decisions_are_shown_with_their_numbers() -> None:
         refused_tokens=1,
         waiting=7,
         stuck_tokens=5,
+        parts=[2],
     )
 
 

@@ -131,7 +131,7 @@ def restore(
     admin_key: AdminKey = None,
     cluster_dir: ClusterDir = None,
 ) -> None:
-    """Split a merged group: each worker loads all layers again (the reverse of `drop`).
+    """Split a merged group: its workers restore the layers of their new groups.
 
     Requests go on. Waits until the new groups serve, or says why they do not.
     """

@@ -700,6 +700,7 @@ class Decision(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     STUCK_TOKENS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     decided_unix_s: _builtins.int
     """Time of the decision, in seconds since 1970."""
     model: _builtins.str
@@ -744,6 +745,10 @@ class Decision(_message.Message):
         those that are to merge in pairs; of manual changes, those that were merged or split.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of new groups for each of `group_ids` that are to split; empty for single workers."""
+
     def __init__(
         self,
         *,
@@ -767,10 +772,11 @@ class Decision(_message.Message):
         waiting: _builtins.int = ...,
         outcome: _builtins.str = ...,
         stuck_tokens: _builtins.int = ...,
+        parts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "outcome", b"outcome", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "stuck_tokens", b"stuck_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "capacity_tokens", b"capacity_tokens", "cause", b"cause", "decided_unix_s", b"decided_unix_s", "demand_tokens", b"demand_tokens", "dwell_s", b"dwell_s", "forecast_tokens", b"forecast_tokens", "group_ids", b"group_ids", "held_s", b"held_s", "model", b"model", "needed_tokens", b"needed_tokens", "outcome", b"outcome", "parts", b"parts", "queued_tokens", b"queued_tokens", "refused_tokens", b"refused_tokens", "stuck_tokens", b"stuck_tokens", "threshold_tokens", b"threshold_tokens", "undropped_tokens", b"undropped_tokens", "used_tokens", b"used_tokens", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

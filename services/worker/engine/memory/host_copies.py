@@ -5,7 +5,11 @@ the drop is for. There are none by default: the workers of a host would compete 
 on a CPU a copy would take the memory that the drop gains.
 """
 
+import logging
+
 import torch
+
+log = logging.getLogger(__name__)
 
 
 class HostCopies:
@@ -26,6 +30,12 @@ class HostCopies:
         self._left_bytes -= slab.numel()
         copy = torch.empty(slab.numel(), dtype=torch.uint8, pin_memory=self._pinned)
         self._copies[name] = copy.copy_(slab)
+
+    def log_size(self) -> None:
+        """Log the host memory that the copies use, if there are any."""
+        size_bytes = sum(copy.numel() for copy in self._copies.values())
+        if size_bytes:
+            log.info("copies of layers use %.2f GiB of host memory", size_bytes / 2**30)
 
     def get(self, name: str) -> torch.Tensor | None:
         """Return the copy of a slab, uint8 [n], to read; None if there is none."""

@@ -180,6 +180,7 @@ class StageMemory:
                 self.host_copies.keep(slab.name, slab.bytes_to_read())
         finally:
             source.close()
+        self.host_copies.log_size()
         self._grow(cold=False)
 
     # --- drop

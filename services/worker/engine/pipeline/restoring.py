@@ -170,7 +170,7 @@ class Restoring:
             # the next.
             if not source:
                 yield RestoreFailed(str(error))
-            log.warning("%s; its source is %s", error, source)
+            log.warning("%s was not restored from %s: %s", slab, source, error)
             if command.from_copy:
                 memory.host_copies.remove(slab)
             yield SlabVerified(command.attempt, slab, intact=False)
@@ -180,7 +180,7 @@ class Restoring:
         slab, holder = command.slab, self._holders.get(command.holder)
         while holder is not None and not self.connections.has(holder):
             if not self.connections.may_connect(holder):
-                raise _NotFetched(f"{slab} was not requested: {holder.worker_id} is not connected")
+                raise _NotFetched("the worker is not connected")
             yield None
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{slab}/{command.holder}"
         memory = self.stage.runner.stage_memory
@@ -198,7 +198,7 @@ class Restoring:
             yield None
         del self._fetches[transfer_id]
         if fetching.failed:
-            raise _NotFetched(f"{slab} did not arrive")
+            raise _NotFetched("it did not arrive")
 
     def note_transfer(self, transfer_id: str, intact: bool) -> bool:
         """Note the end of a transfer; returns whether it was of a slab that is being fetched."""

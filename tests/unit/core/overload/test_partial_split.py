@@ -23,9 +23,11 @@ from services.core.overload.actions import ActionState
 from services.core.overload.drop_plan import Merge, MergeKey, PlanGroup, PlanMember
 from services.core.overload.events import (
     Action,
+    Cause,
     Decision,
     DemandReported,
     GroupsSeen,
+    ManualChange,
     OverloadConfig,
     PartialSplit,
 )
@@ -332,22 +334,40 @@ def test_a_merged_group_says_why_it_does_not_split() -> None:
     cluster = Cluster(4)
     cluster.used = 3500
     cluster.run(1.0)
-    assert cluster.monitor.split_obstacles == {
+    assert cluster.monitor.split_obstacles(cluster.now_s) == {
         "group-w0": "its KV in use, 3500 tokens, must fall to 3000 tokens"
     }
     cluster.used, cluster.queued = 2900, 200
     cluster.run(0.1)
-    assert cluster.monitor.split_obstacles == {
+    assert cluster.monitor.split_obstacles(cluster.now_s) == {
         "group-w0": "demand and forecast, 3100 tokens, must fall below 3000 tokens"
     }
     cluster.used = cluster.queued = 0
     cluster.run(4.0)
-    assert cluster.monitor.split_obstacles == {"group-w0": ""}
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s).values()
+    assert text == "demand must stay low for 2 s more (of 5 s)"
     cluster = Cluster(3)
     cluster.used = 1500
     cluster.run(1.0)
-    (text,) = cluster.monitor.split_obstacles.values()
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s).values()
     assert text.startswith("its KV in use, 1500 tokens, must fall to 1000 tokens (no partial")
+
+
+def test_a_manual_partial_split_is_kept_for_a_while() -> None:
+    """Demand of halves would allow single workers at once."""
+    cluster = Cluster(4)
+    cluster.run(0.1)
+    change = ManualChange(cluster.now_s, "m", Action.SPLIT, ("group-w0",), (2,))
+    (decision,) = cluster.monitor.handle(change)
+    assert decision.parts_of == {"group-w0": 2}
+    cluster._change(decision, cluster._reports())
+    assert cluster.sizes == [2, 2]
+    hold_s = cluster.monitor.config.manual_hold_s
+    assert cluster.run(hold_s - 1.0) == []
+    texts = cluster.monitor.split_obstacles(cluster.now_s).values()
+    assert all(text.startswith("a manual change delays splits for") for text in texts)
+    (split,) = cluster.run(2.0)
+    assert split.action is Action.SPLIT and split.reason.cause is Cause.SUBSIDED
 
 
 def test_merges_and_partial_splits_of_a_plan_agree() -> None:

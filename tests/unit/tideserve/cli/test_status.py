@@ -224,6 +224,11 @@ def test_a_split_that_is_called_off_is_named() -> None:
     assert decision_text(row) == "do not split g0 (overload)"
 
 
+def test_partial_splits_show_the_number_of_new_groups() -> None:
+    row = DECISION | {"action": "restore", "cause": "manual", "group_ids": ["g0", "g1"]}
+    assert decision_text(row | {"parts": [2, 3]}) == "split g0 into 2, g1 into 3 (by hand)"
+
+
 def test_decisions_show_their_numbers() -> None:
     restore = DECISION | {"action": "restore", "cause": "relief", "group_ids": ["g0", "g1"]}
     other = DECISION | {"action": "exhausted", "outcome": ""}

@@ -10,6 +10,7 @@ import torch
 from services.common import config as config_module
 from services.common.device_profile import load_profile
 from services.core.cost.model import CostModel
+from services.core.groups.layer_map import Stage
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import CostModelLearned
 from services.core.planner.state import PlannerState
@@ -24,6 +25,7 @@ from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, batch_limits_of
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.ipc import StartRequest
+from tests.support.engine_group import EngineGroup
 from tests.support.engine_inbox import open_inbox
 from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model
@@ -231,6 +233,36 @@ def test_the_loop_profiles_only_without_requests(
         loop.step(0)
         assert len(steps) == 3
         state.check_invariants()
+
+
+def test_a_survivor_is_profiled_only_after_its_layers_are_restored(
+    config: RunnerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "MIN_IDLE_S", 0.0)
+    group = EngineGroup(config, workers=2, seed=1)
+    try:
+        group.change([[Stage("w0", 0, 1), Stage("w1", 1, 2)]])
+        runner, survivor = group.engines["w0"].runner, group.engines["w0"].member
+        own = ProfileSession(TINY, batch_limits_of(runner, 64, 16))
+        measurer = Measurer(runner, survivor.borrow_blocks)
+        path = tmp_path / "mine.yaml"
+        profiler = IdleProfiler(
+            own, measurer, runner, config, 1, path, lambda model: survivor.learn(model, "idle")
+        )
+        group.lose("w1")
+        group.settle()
+        with open_inbox(runner.grammars) as inbox:
+            loop = inbox.loop(survivor, profiler=profiler)
+            for _ in range(20):
+                loop.step(0)
+            assert not survivor.busy_changing, "only the missing layers prevent a measurement"
+            group.restore()
+            group.settle()
+            while not path.exists():
+                loop.step(0)
+        assert survivor.cost_origin == "idle"
+    finally:
+        group.close()
 
 
 def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:
