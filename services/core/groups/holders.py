@@ -79,7 +79,9 @@ def _candidates(
     """The members of other groups that may send, with the same weights."""
     members = [member for group in sources for member in group.members]
     names = {member.worker_id for member in members}
-    like = records.workers[members[0].worker_id]
+    like = records.workers.get(members[0].worker_id)
+    if like is None:
+        return  # its lease has ended, so the change will be aborted
     for group_id, stored in sorted(records.groups.items()):
         if not may_send(stored.group) or not records.is_sound(group_id):
             continue

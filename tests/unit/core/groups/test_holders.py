@@ -125,6 +125,13 @@ def test_a_worker_whose_lease_has_ended_is_left_out() -> None:
     assert names_of(known, SURVIVOR) == ["e"]
 
 
+def test_a_survivor_whose_own_lease_has_ended_has_no_sources() -> None:
+    """The lease ends while the mark of its change is written."""
+    known = records([SURVIVOR, group(("b", 4, 6)), group(*PAIR)])
+    del known.workers["a"]
+    assert names_of(known, SURVIVOR) == survivors_of(known) == []
+
+
 def test_each_layer_has_a_second_holder_and_the_least_busy_come_first() -> None:
     singles = [group((name, 0, LAYERS)) for name in "cdef"]
     known = records([SURVIVOR, *singles])
