@@ -128,13 +128,12 @@ class WorkerConfig(ServiceConfig):
         minimum=1,
         maximum=2**50,
     )
-    host_weights_bytes: int | None = size(
-        None,
-        "Host memory for copies of layers, from which dropped layers are restored first; 0: none."
-        " The copies are made while the model is loaded.",
+    host_weights_bytes: int = size(
+        0,
+        "Host memory of each worker for copies of layers, from which dropped layers are restored"
+        " first; 0: none. The copies are made while the model is loaded; on a GPU they are pinned.",
         minimum=0,
         maximum=2**50,
-        default_text="on a GPU what the model needs, but at most half of the free memory; else 0",
     )
     slabs_at_once: int = number(
         4,
@@ -257,7 +256,7 @@ class WorkerConfig(ServiceConfig):
                 "'dtype' is float64, which vLLM does not support; choose bfloat16 or float32"
             )
         for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, 0):
                 raise ConfigError(
                     f"'{name}' has no effect with vLLM; remove it, or set 'engine' to 'tideserve'"
                 )

@@ -61,7 +61,7 @@ def fake_memory(config: RunnerConfig = FAKE) -> StageMemory:
         num_layers=LAYERS,
         tied_embeddings=False,
         open_source=DummySource,
-        host_copies=HostCopies(config.host_weights_bytes or 0),
+        host_copies=HostCopies(config.host_weights_bytes),
     )
     memory.load()
     return memory

@@ -202,7 +202,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             num_layers=geometry.num_layers,
             tied_embeddings=geometry.tied_embeddings,
             open_source=partial(_open_source, config),
-            host_copies=HostCopies.of(config.host_weights_bytes, device),
+            host_copies=HostCopies(config.host_weights_bytes, pinned=device.type == "cuda"),
         )
         if config.load_format != "dummy":
             verify_manifest(config.model_dir)

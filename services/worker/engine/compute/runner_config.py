@@ -37,7 +37,7 @@ class RunnerConfig:
     suspends: bool = False
     dummy_seed: int = 0
     dummy_std: float = 0.02
-    host_weights_bytes: int | None = None
+    host_weights_bytes: int = 0
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:

@@ -1,28 +1,11 @@
 """Copies of slabs in host memory, so that dropped slabs come back without disk or network.
 
 They are made while the model is loaded: a copy when a slab is dropped would delay the relief that
-the drop is for. By default only engines on a GPU have copies. On a CPU a copy would take the memory
-that the drop gains, and the page cache usually has the model's file already.
+the drop is for. There are none by default: the workers of a host would compete for its memory, and
+on a CPU a copy would take the memory that the drop gains.
 """
 
-import contextlib
-from pathlib import Path
-
-import psutil
 import torch
-
-_CGROUP = Path("/sys/fs/cgroup")
-AUTO_SHARE = 0.5
-"""Part of the available host memory that copies may use by default."""
-
-
-def _available_bytes() -> int:
-    """Host memory that this process may still use, within the limit of its container."""
-    available = [psutil.virtual_memory().available]
-    with contextlib.suppress(OSError, ValueError):  # no limit: "max" is no number
-        limit = int((_CGROUP / "memory.max").read_text())
-        available.append(limit - int((_CGROUP / "memory.current").read_text()))
-    return max(0, min(available))
 
 
 class HostCopies:
@@ -35,14 +18,6 @@ class HostCopies:
         self._left_bytes = budget_bytes
         self._pinned = pinned
         self._copies: dict[str, torch.Tensor] = {}
-
-    @classmethod
-    def of(cls, budget_bytes: int | None, device: torch.device) -> "HostCopies":
-        """The copies of an engine on `device`; `budget_bytes` None: see the module's docstring."""
-        on_gpu = device.type == "cuda"
-        if budget_bytes is None:
-            budget_bytes = int(AUTO_SHARE * _available_bytes()) if on_gpu else 0
-        return cls(budget_bytes, pinned=on_gpu)
 
     def keep(self, name: str, slab: torch.Tensor) -> None:
         """Copy a slab, uint8 [n], if the budget allows; a later copy of the name is ignored."""
