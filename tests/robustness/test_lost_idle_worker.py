@@ -1,16 +1,20 @@
 """A member of an idle merged group is killed while the workers profile themselves."""
 
+import time
 from pathlib import Path
 
+from services.worker.engine.profile.idle import MIN_IDLE_S
 from tests.support.cluster import Cluster
 from tests.support.disturbed_streams import apart, kill, merge
 from tests.support.tiny_models import make_tiny_model
 
 
 def test_an_idle_survivor_restores_its_layers(tmp_path: Path) -> None:
+    # Large enough that profiles are unfinished when the member is killed.
+    folder = make_tiny_model(tmp_path / "model", seed=3, layers=8, hidden=512, heads=8)
     with Cluster(
-        model_dir=make_tiny_model(tmp_path / "model", seed=3, layers=4),
-        memory="32MiB",
+        model_dir=folder,
+        memory="256MiB",
         chunk_size="64KiB",
         overload_policy="recompute",  # groups change by hand only
         environment={"TIDESERVE_CACHE": str(tmp_path / "cache")},
@@ -19,6 +23,7 @@ def test_an_idle_survivor_restores_its_layers(tmp_path: Path) -> None:
         survivor, lost = merge(cluster)
         before = cluster.pids()[survivor]
         assert "this worker profiles while idle" in cluster.log(survivor)
+        time.sleep(1.5 * MIN_IDLE_S)  # then the profilers of both workers measure whenever they may
         kill(cluster, lost, engine=False)
         cluster.eventually(lambda: "has lost" in cluster.log(survivor), deadline_s=120)
         cluster.eventually(lambda: apart(cluster), deadline_s=120)

@@ -80,6 +80,8 @@ def test_no_answer_shows_that_its_group_split_into_smaller_groups(
     check_answers(run_all(cluster, note), undisturbed)
     halving.join()
     assert '"stable"' in steps[0] and "splits into 2+2" in steps[0] and steps[1] == "[2, 2]"
+    decision = cluster.status()["decisions"][-1]
+    assert (decision["cause"], decision["parts"]) == ("manual", [2])
     for group in cluster.status()["groups"]:
         assert '"stable"' in change(cluster, f"split?group={group['id']}")
     assert sizes(cluster) == [1] * WORKERS
