@@ -46,7 +46,9 @@ def holders_for(
 def _candidates(records: Records, members: Sequence[Member]) -> Iterator[Member]:
     """The members of other groups with the same weights that keep their layers for now."""
     names = {member.worker_id for member in members}
-    like = records.workers[members[0].worker_id]
+    like = records.workers.get(members[0].worker_id)
+    if like is None:
+        return  # its lease has just ended: this change will be aborted
     for group_id, stored in sorted(records.groups.items()):
         if not _keeps_layers(stored.group) or not records.is_sound(group_id):
             continue

@@ -100,6 +100,12 @@ def test_a_worker_whose_lease_has_ended_is_left_out() -> None:
     assert names_of(known, SURVIVOR) == ["e"]
 
 
+def test_a_member_whose_lease_has_just_ended_has_no_holders() -> None:
+    known = records([SURVIVOR, group(*PAIR)])
+    del known.workers["a"]
+    assert names_of(known, SURVIVOR) == []
+
+
 def test_each_layer_has_a_second_holder_and_the_least_busy_come_first() -> None:
     singles = [group((name, 0, LAYERS)) for name in "cdef"]
     known = records([SURVIVOR, *singles])
