@@ -256,7 +256,7 @@ class WorkerConfig(ServiceConfig):
                 "'dtype' is float64, which vLLM does not support; choose bfloat16 or float32"
             )
         for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, 0):
                 raise ConfigError(
                     f"'{name}' has no effect with vLLM; remove it, or set 'engine' to 'tideserve'"
                 )

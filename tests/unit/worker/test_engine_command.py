@@ -45,6 +45,10 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
         ({**VLLM, "paced": "A100-14B"}, "'paced' has no effect with vLLM"),
         ({**VLLM, "chunk_bytes": "2MiB"}, "'chunk_bytes' has no effect with vLLM"),
         ({**VLLM, "event_log": "/log"}, "'event_log' has no effect with vLLM"),
+        (
+            {**VLLM, "host_weights_bytes": "1GiB"},
+            "'host_weights_bytes' has no effect with vLLM",
+        ),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
         ({"packing": True}, "'packing' has no effect with `scheduling: fcfs`; remove it, or set"),
         ({"scheduling": "bros", "adaptive_slots": True}, "'adaptive_slots' has no effect with"),
