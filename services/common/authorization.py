@@ -20,7 +20,11 @@ _LOGGED_MAX = 100
 
 _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
     "tideserve.worker.v1.WorkerService": {"Generate": (GATEWAY,)},
-    "tideserve.worker.v1.MemberService": {"Prepare": (MEMMGR,), "Abort": (MEMMGR,)},
+    "tideserve.worker.v1.MemberService": {
+        "Prepare": (MEMMGR,),
+        "Abort": (MEMMGR,),
+        "Introduce": (MEMMGR,),
+    },
     "tideserve.scheduler.v1.SchedulerService": {
         "Admit": (GATEWAY,),
         "ReportLoad": (WORKER,),

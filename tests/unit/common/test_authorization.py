@@ -39,7 +39,7 @@ ALLOWED = {
     | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"}
     | {"GatewayPeerService.EndRequest"},
     "scheduler": HEALTH | {"MemmgrService.ReportDemand", "MemmgrService.WatchShortfalls"},
-    "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort"},
+    "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort", "MemberService.Introduce"},
     "worker": HEALTH | {"SchedulerService.ReportLoad", "MemmgrService.ReportMemory"},
     "admin": HEALTH
     | GROUPS

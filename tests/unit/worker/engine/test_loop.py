@@ -50,6 +50,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "iteration_time": IterationTime(),
         "slowest_iteration_s": 0.5,
         "iteration_tokens": IterationTokens(),
+        "restored_slabs": {},
         "cost_origin": "",
     }
     return SimpleNamespace(**defaults | does)
