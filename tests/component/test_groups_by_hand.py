@@ -21,14 +21,14 @@ async def test_drop_and_restore(
         assert "group-w0, group-w1 merge: room for 8,200 tokens of KV instead of 3,200" in told
         assert "w0 (layers 0-1) and w1 (layers 2-3) prepare; serving continues" in told
         assert "stable: all members serve epoch" in told
-        await asyncio.to_thread(restore, url, None, "group-w0", None)
+        await asyncio.to_thread(restore, url, None, "group-w0")
         assert (one.engine.held, two.engine.held) == ({0, 1, 2, 3}, {0, 1, 2, 3})
 
 
 async def test_what_cannot_be_is_one_sentence(store: Store, tmp_path: Path) -> None:
     async with members(store) as (_, two), admin_port(store, tmp_path) as url:
         with pytest.raises(CommandError, match="answers 400: no groups are merged"):
-            await asyncio.to_thread(restore, url, None, None, None)
+            await asyncio.to_thread(restore, url, None, None)
         with pytest.raises(CommandError, match="no group 'group-9' is serving"):
             await asyncio.to_thread(drop, url, None, ["group-9", "group-w0"])
         two.engine.refuse = "it has no room"

@@ -20,7 +20,7 @@ def drop(url: str, key: str | None, groups: Sequence[str]) -> None:
     _change(url, key, MERGE_PATH, groups, {})
 
 
-def restore(url: str, key: str | None, group: str | None, parts: int | None) -> None:
+def restore(url: str, key: str | None, group: str | None, parts: int | None = None) -> None:
     """Split `group` (None: the only merged group) into `parts` groups (None: into single workers).
 
     Raises:
