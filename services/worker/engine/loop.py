@@ -202,7 +202,7 @@ class EngineLoop:
     def _profile_when_idle(self) -> bool:
         """Measure a batch for the profile if this worker is idle; returns whether it did."""
         # The profiler overwrites KV blocks, so no sequence may own any. It measures all layers, so
-        # this worker must not be a stage of a pipeline.
+        # this worker must have all of them.
         if self._profiler is None or self._member.state.sequences or not self._member.alone:
             return False
         return self._profiler.step(lambda: bool(self._poller.poll(0)))

@@ -181,10 +181,11 @@ class Member:
 
     @property
     def alone(self) -> bool:
-        """Whether this is a single-worker group without a change or preparation."""
+        """Whether this worker serves with all layers, without a change or preparation."""
         configuration = self.configuration
         stages = configuration.stages if configuration is not None else ()
-        return len(stages) <= 1 and not self.busy_changing
+        # The last survivor of a merged group is its only stage, but may not plan: it lacks layers.
+        return len(stages) <= 1 and self.changeover.may_plan and not self.busy_changing
 
     @property
     def busy_changing(self) -> bool:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from services.common import config as config_module
 from services.common.device_profile import load_profile
+from services.core.groups.layer_map import Stage
 from services.core.planner.config import IterationConfig
 from services.core.planner.state import PlannerState
 from services.core.request import Limits, Request, Sampling
@@ -22,6 +24,7 @@ from services.worker.engine.profile.idle import IdleProfiler
 from services.worker.engine.profile.measurer import Measurer, batch_limits_of
 from services.worker.engine.profile.session import ProfileSession
 from services.worker.ipc import StartRequest
+from tests.support.engine_group import EngineGroup
 from tests.support.engine_inbox import open_inbox
 from tests.support.lone_member import lone_member
 from tests.support.tiny_models import make_tiny_model
@@ -221,6 +224,28 @@ def test_the_loop_profiles_only_without_requests(
         loop.step(0)
         assert len(steps) == 3
         state.check_invariants()
+
+
+def test_a_survivor_is_profiled_only_after_its_layers_are_restored(config: RunnerConfig) -> None:
+    profiler = Mock(step=Mock(return_value=True))
+    group = EngineGroup(config, workers=2, seed=1)
+    try:
+        group.change([[Stage("w0", 0, 1), Stage("w1", 1, 2)]])
+        survivor = group.engines["w0"].member
+        group.lose("w1")
+        group.settle()
+        with open_inbox(group.engines["w0"].runner.grammars) as inbox:
+            loop = inbox.loop(survivor, profiler=profiler)
+            for _ in range(20):
+                loop.step(0)
+            assert not survivor.busy_changing, "only the missing layers prevent a measurement"
+            profiler.step.assert_not_called()
+            group.restore()
+            group.settle()
+            while not profiler.step.called:
+                loop.step(0)
+    finally:
+        group.close()
 
 
 def worker_config(model_dir: Path, **values: Any) -> WorkerConfig:
