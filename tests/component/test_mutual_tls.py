@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -57,7 +58,7 @@ def certified(tmp_path: Path) -> Certified:
 async def gateway(
     store: Store, certified: Certified, model_dir: Path
 ) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
-    """Clients of its public and its admin port."""
+    """Clients of its public and its admin port, once both listen."""
     write_model_folder(model_dir)
     port, admin_port = free_port(), free_port()
     config = GatewayConfig(
@@ -76,7 +77,18 @@ async def gateway(
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as http,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin_port}", timeout=DEADLINE_S) as admin,
     ):
+        for client in (http, admin):
+            await eventually(partial(listens, client))
         yield http, admin
+
+
+async def listens(client: httpx.AsyncClient) -> bool:
+    """Whether the port of the client accepts connections."""
+    try:
+        await client.get("/")
+    except httpx.ConnectError:
+        return False
+    return True
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ store may come back with an old copy of its data, or with none. After every step
 the faults stop, all groups become stable (I9), and no change is followed any more.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -27,7 +27,6 @@ from services.core.groups.coordinator import (
 from services.core.groups.fence import (
     AbortCall,
     AbortPreparation,
-    Answer,
     Apply,
     MemberState,
     PrepareCall,
@@ -35,17 +34,15 @@ from services.core.groups.fence import (
     prepare_calls,
 )
 from services.core.groups.layer_map import Stage
-from services.core.groups.state import GroupState, ProtocolConfig
+from services.core.groups.state import ProtocolConfig
 from services.core.groups.vocabulary import (
     AbortMember,
-    Assignment,
     ClusterListed,
     EngineHung,
     Group,
     GroupPhase,
     GroupStuck,
     LeadershipChanged,
-    Member,
     MemberAnswered,
     PrepareMembers,
     StoredGroup,
@@ -54,80 +51,12 @@ from services.core.groups.vocabulary import (
     Transact,
     TransactionFinished,
 )
-from services.core.groups.vocabulary import Command as GroupCommand
-from services.core.groups.vocabulary import Event as GroupEvent
+from tests.support.group_removals import MEMBERS, CarelessState
 from tests.support.group_store import FakeStore, Violated
 
 LAYERS = 4
 ALL = frozenset(range(LAYERS))
 NAMES = ("w0", "w1", "w2")
-
-
-# --- what is left of the protocol when a rule is taken out
-
-
-class EpochlessMember(MemberState):
-    """Takes any record and any preparation, however old."""
-
-    def _is_newer(self, group: Group) -> bool:
-        return self._member_in(group) is not None and group.epoch != self.epoch
-
-    def _epoch_refusal(self, asked: PrepareCall) -> Answer | None:
-        return None
-
-
-class NamelessMember(MemberState):
-    """Takes what was meant for an earlier process of its name."""
-
-    def judge(self, asked: PrepareCall) -> Answer:
-        return super().judge(replace(asked, incarnation=self.incarnation, target=self._mine(asked)))
-
-    def _mine(self, asked: PrepareCall) -> Group:
-        members = tuple(
-            replace(one, incarnation=self.incarnation) if one.worker_id == self.worker_id else one
-            for one in asked.target.members
-        )
-        return replace(asked.target, members=members)
-
-    def _member_in(self, group: Group):
-        return next((one for one in group.members if one.worker_id == self.worker_id), None)
-
-
-class TrustingMember(MemberState):
-    """Follows a configuration whatever layers it needs."""
-
-    def _has_layers(self, wanted: Member | Assignment) -> bool:
-        return True
-
-
-class NostalgicMember(MemberState):
-    """Keeps tokens and revisions of a history that the store has lost."""
-
-    def observe(
-        self, stored: Iterable[StoredGroup], rollbacks: int = 0
-    ) -> list[AbortPreparation | Apply]:
-        return super().observe(stored)
-
-
-class CarelessState(GroupState):
-    """Counts an acknowledgement for whatever attempt runs."""
-
-    def handle(self, event: GroupEvent) -> list[GroupCommand]:
-        if isinstance(event, MemberAnswered):
-            running = [one for one in self.attempts if event.worker_id in one.workers]
-            event = replace(event, attempt=running[0].attempt_id) if running else event
-        return super().handle(event)
-
-
-MEMBERS = {
-    "epoch": EpochlessMember,
-    "incarnation": NamelessMember,
-    "layers": TrustingMember,
-    "rollback": NostalgicMember,
-}
-
-
-# --- the cluster
 
 
 @dataclass
