@@ -330,6 +330,7 @@ class JoinedWorld:
             self.turn()
         for process in self.processes.values():
             process.blind_until_s = 0.0
+            self.lives.register(process)
         until_s = self.now_s + SETTLE_S
         while (unsettled := self._unsettled()) is not None:
             if self.now_s > until_s:
