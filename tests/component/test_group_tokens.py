@@ -291,7 +291,7 @@ def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
             planner={"spread_after_loss": spread},
         )
     ) as group:
-        group.gateway.asks_again = group.gateway.resumes = True
+        group.gateway.asks_again = group.gateway.resumes = group.gateway.balances = True
         group.change([split_in(["w0", "w1", "w2"], [1, 2])])
         start_all(group, oracle, range(9))
         group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)

@@ -5,6 +5,7 @@ leader where nobody reads it. Requests are followed then as strictly as the work
 a reader goes where its leader sends it, and what nobody reads is aborted after a while.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,13 +43,16 @@ class Unread:
 class EngineGateway:
     """The gateway of an `EngineGroup`. Unless it `asks_again`, requests of a lost engine are over.
 
-    Unless it `resumes`, those with tokens are. `asked` counts how often it has asked again,
-    `resumed` for how many of these there were tokens, `returned` how many were given back.
+    Unless it `resumes`, those with tokens are. It asks a random leader, or, if it `balances`, the
+    one that streams the fewest requests, as the scheduler would. `asked` counts how often it has
+    asked again, `resumed` for how many of these there were tokens, `returned` how many were given
+    back.
     """
 
     def __init__(self, group: "EngineGroup") -> None:
         self.asks_again = False
         self.resumes = False
+        self.balances = False
         self.asked = 0
         self.resumed = 0
         self.returned = 0
@@ -170,7 +174,7 @@ class EngineGateway:
         if not group.groups:
             return False  # it waits until somebody serves
         self._lost.discard(request_id)
-        leader = group.rng.choice(group.groups)[0].worker_id
+        leader = self._leader()
         place = leader, request_id
         member = group.engines[leader].member
         unread = self._unread.pop(place, None)
@@ -185,6 +189,13 @@ class EngineGateway:
         request = resumed(self.told(stream.request), tuple(stream.tokens))
         member.handle(RequestArrived(group.now_s, request))
         return True
+
+    def _leader(self) -> str:
+        group = self._group
+        if not self.balances:
+            return group.rng.choice(group.groups)[0].worker_id
+        load = Counter(group.owner[name] for name, one in group.streams.items() if not one.over)
+        return min((stages[0].worker_id for stages in group.groups), key=lambda name: load[name])
 
     def _expire(self, place: Place) -> bool:
         """A worker hears, or finds, that nobody reads a request."""
