@@ -193,6 +193,8 @@ class Cluster:
         self.groups = [pipeline(workers)]
         self.now_s = 100.0
         self.used = self.queued = 0
+        self.stuck: dict[str, int] = {}  # tokens that requests wait for at a group
+        self.limits: dict[str, int] = {}  # capacity of groups that prepare a split
         self.executes = True
 
     @property
@@ -223,7 +225,11 @@ class Cluster:
             for member in group.members:
                 layers = member.end_layer - member.first_layer
                 total = (ARENA - layers * 1000) // layers
-                load = Load(1, 0, total - used, 0, kv_blocks_total=total)
+                total = min(total, self.limits.get(group.group_id, total))
+                # The leader reports the requests that wait.
+                leads = member is group.members[0]
+                wanted = self.stuck.get(group.group_id, 0) if leads else 0
+                load = Load(1, wanted > 0, total - used, wanted, kv_blocks_total=total)
                 reports[member.worker_id] = EngineReport(load, group.epoch)
         return reports
 
@@ -317,6 +323,48 @@ def test_a_partial_split_that_is_prepared_is_called_off_when_load_returns() -> N
     cluster.used, cluster.queued = 7000, 900
     (called_off,) = cluster.run(1.0)
     assert (called_off.action, called_off.group_ids) == (Action.CALL_OFF, ("group-w0",))
+
+
+def test_a_split_that_takes_too_much_room_is_called_off_below_half_of_the_capacity() -> None:
+    """Four parts limit eight workers to 3,000 tokens, and demand subsides below 4,000."""
+    cluster = Cluster(8)
+    cluster.used, cluster.executes = 2900, False
+    (decision,) = cluster.run(8.0)
+    assert decision.parts == (4,)
+    cluster.limits = {"group-w0": 3000}
+    cluster.stuck = {"group-w0": 90}
+    assert {d.action for d in cluster.run(6.0)} <= {Action.SPLIT}, "its requests fit"
+    cluster.stuck = {"group-w0": 600}
+    (called_off,) = cluster.run(1.0)
+    assert (called_off.action, called_off.group_ids) == (Action.CALL_OFF, ("group-w0",))
+    cluster.limits, cluster.stuck, cluster.used, cluster.executes = {}, {}, 3500, True
+    assert cluster.run(8.0) == [], "the dwell has doubled"
+    (decision,) = cluster.run(4.0)
+    assert decision.parts == (2,), "there is room for the demand in halves"
+
+
+def test_only_splits_that_take_too_much_room_are_called_off_while_demand_is_low() -> None:
+    cluster = Cluster(4)
+    cluster.used = 2000
+    cluster.run(8.0)
+    cluster.used, cluster.executes = 1500, False
+    (decision,) = cluster.run(8.0)
+    assert decision.group_ids == ("group-w0", "group-w1")
+    cluster.limits = dict.fromkeys(decision.group_ids, UNMERGED)
+    cluster.stuck = {"group-w1": 300}
+    actions = [d for d in cluster.run(4.0) if d.action is Action.CALL_OFF]
+    assert [d.group_ids for d in actions] == [("group-w1",)]
+
+
+def test_a_full_group_beside_a_split_calls_nothing_off_while_demand_is_low() -> None:
+    """Otherwise every group that is full by chance would keep the others merged."""
+    cluster = Cluster(8)
+    cluster.groups = [pipeline(4), *(group_of([Stage(f"w{n}", 0, 8)]) for n in range(4, 8))]
+    cluster.used, cluster.executes = 5 * 500, False
+    (decision,) = cluster.run(8.0)
+    assert decision.group_ids == ("group-w0",)
+    cluster.limits, cluster.stuck = {"group-w0": UNMERGED}, {"group-w4": 900}
+    assert {d.action for d in cluster.run(4.0)} <= {Action.SPLIT}
 
 
 def test_after_a_partial_split_there_is_nothing_to_call_off() -> None:
