@@ -112,7 +112,7 @@ class GroupUse:
     `members` has their usage if `report_status` is CURRENT; otherwise `silent_ids` has their ids.
     `waiting` requests at workers need `waiting_tokens` of KV to start. `draining`: a member is
     shutting down. `partial_splits`: most parts first; each has a higher limit than the one before.
-    `whole_reason`: why a group of three or more has none.
+    `whole_reason`: why a group of three or more has none, or that reports are not CURRENT.
     """
 
     group_id: str

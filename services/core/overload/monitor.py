@@ -31,6 +31,7 @@ A split reduces capacity while it is prepared; if that causes overload, even at 
 split is cancelled, unless it is due to a leaving member.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from services.core.demand import ModelDemand
@@ -66,6 +67,7 @@ class OverloadMonitor:
 
     config: OverloadConfig = field(default_factory=OverloadConfig)
     _groups: dict[str, list[GroupUse]] = field(default_factory=dict)  # with current reports
+    _unknown: dict[str, str] = field(default_factory=dict)  # why other merged groups do not split
     _demands: dict[str, ModelDemand] = field(default_factory=dict)  # the schedulers' queues
     _models: dict[str, ModelState] = field(default_factory=dict)  # by model name, as `_groups`
 
@@ -100,9 +102,12 @@ class OverloadMonitor:
         """Whether a model is overloaded: a decision may then be due without a new report."""
         return any(state.calm_since_s is None for state in self._models.values())
 
-    def split_obstacles(self, now_s: float) -> dict[str, str]:
-        """Why merged groups are not split now, by group; "" for a group that is about to split."""
-        obstacles = {}
+    def split_obstacles(self, now_s: float, busy: Mapping[str, str]) -> dict[str, str]:
+        """Why merged groups are not split now, by group; "" for a group that is about to split.
+
+        `busy`: why groups cannot change now, by group (`ActionState.busy`).
+        """
+        obstacles = dict(self._unknown)
         static = self.config.policy is OverloadPolicy.STATIC_PIPELINE
         for model, groups in self._groups.items():
             load = self.load(model)
@@ -110,7 +115,9 @@ class OverloadMonitor:
             for group in groups:
                 if len(group.members) > 1:
                     obstacle = choice.obstacle(group, load.expected_tokens) or delay
-                    obstacles[group.group_id] = STATIC if static else obstacle
+                    # A group with a leaving member splits at once.
+                    obstacle = "" if group.draining else STATIC if static else obstacle
+                    obstacles[group.group_id] = busy.get(group.group_id) or obstacle
         return obstacles
 
     def load(self, model: str) -> ModelLoad:
@@ -147,6 +154,8 @@ class OverloadMonitor:
         for group in seen.groups:
             by_model.setdefault(group.model, []).append(group)
         before, self._models, self._groups = self._models, {}, {}
+        unknown = [g for g in seen.groups if g.report_status is not ReportStatus.CURRENT]
+        self._unknown = {g.group_id: g.whole_reason for g in unknown if len(g.worker_ids) > 1}
         for model, groups in by_model.items():
             state = before.get(model) or ModelState(self.config.split_dwell_s)
             self._models[model] = state

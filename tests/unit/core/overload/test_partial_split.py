@@ -382,23 +382,59 @@ def test_a_merged_group_says_why_it_does_not_split() -> None:
     cluster = Cluster(4)
     cluster.used = 3500
     cluster.run(1.0)
-    assert cluster.monitor.split_obstacles(cluster.now_s) == {
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {
         "group-w0": "its KV in use, 3500 tokens, must fall to 3000 tokens"
     }
     cluster.used, cluster.queued = 2900, 200
     cluster.run(0.1)
-    assert cluster.monitor.split_obstacles(cluster.now_s) == {
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {
         "group-w0": "demand and forecast, 3100 tokens, must fall below 3000 tokens"
     }
     cluster.used = cluster.queued = 0
     cluster.run(4.0)
-    (text,) = cluster.monitor.split_obstacles(cluster.now_s).values()
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
     assert text == "demand must stay low for 2 s more (of 5 s)"
     cluster = Cluster(3)
     cluster.used = 1500
     cluster.run(1.0)
-    (text,) = cluster.monitor.split_obstacles(cluster.now_s).values()
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
     assert text.startswith("its KV in use, 1500 tokens, must fall to 1000 tokens (no partial")
+
+
+def test_a_merged_group_says_that_partial_splits_are_off() -> None:
+    cluster = Cluster(4, partial_splits=False)
+    cluster.used = 1500
+    cluster.run(1.0)
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
+    off = "(no partial split: partial_splits is false)"
+    assert text == f"its KV in use, 1500 tokens, must fall to 1000 tokens {off}"
+    cluster.used, cluster.queued = 900, 1500
+    cluster.run(0.1)
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
+    assert text.startswith("demand and forecast, ") and text.endswith(f"2000 tokens {off}")
+
+
+def test_a_merged_group_says_for_how_long_a_doubled_dwell_time_delays_its_split() -> None:
+    cluster = Cluster(4)
+    cluster.used = 2000
+    cluster.run(8.0)
+    cluster.used, cluster.queued = 6000, 900
+    cluster.run(3.0)
+    cluster.used, cluster.queued = 2000, 0
+    cluster.run(5.0)
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
+    assert text.startswith("demand must stay low for ") and text.endswith(" s more (of 10 s)")
+
+
+def test_a_group_that_cannot_change_says_why() -> None:
+    cluster = Cluster(4)
+    cluster.run(1.0)
+    changing = {"group-w0": "group-w0 is changing"}
+    assert cluster.monitor.split_obstacles(cluster.now_s, changing) == changing
+    cluster.facts["w1"] = replace(cluster.facts["w1"], draining=True)
+    cluster.executes = False
+    cluster.run(0.1)
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {"group-w0": ""}
 
 
 def test_a_manual_partial_split_is_kept_for_a_while() -> None:
@@ -412,7 +448,7 @@ def test_a_manual_partial_split_is_kept_for_a_while() -> None:
     assert cluster.sizes == [2, 2]
     hold_s = cluster.monitor.config.manual_hold_s
     assert cluster.run(hold_s - 1.0) == []
-    texts = cluster.monitor.split_obstacles(cluster.now_s).values()
+    texts = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
     assert all(text.startswith("a manual change delays splits for") for text in texts)
     (split,) = cluster.run(2.0)
     assert split.action is Action.SPLIT and split.reason.cause is Cause.SUBSIDED
