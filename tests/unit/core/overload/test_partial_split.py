@@ -1,9 +1,7 @@
 """Merged groups split into smaller merged groups, as far as their KV in use allows."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
-from itertools import pairwise
-from random import Random
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +18,6 @@ from services.core.groups.layer_map import (
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.overload.action_plan import NoPlan, merges, splits
 from services.core.overload.actions import ActionState
-from services.core.overload.drop_plan import Merge, MergeKey, PlanGroup, PlanMember
 from services.core.overload.events import (
     Action,
     Cause,
@@ -33,7 +30,10 @@ from services.core.overload.events import (
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
-from services.core.overload.partial_split import partial_splits_of, partial_targets
+from services.core.overload.partial_split import (
+    partial_splits_of,
+    partial_targets,
+)
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load
 
@@ -42,7 +42,6 @@ UNMERGED = 1000
 ARENA = 8 * 1000 + UNMERGED * 8
 """Half of it is parameters."""
 TICK_S = 0.1
-SHAPES = 200
 
 
 def facts_of(arenas: Sequence[int], shape: ModelShape = SHAPE) -> dict[str, WorkerFacts]:
@@ -112,75 +111,6 @@ def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
         splits([pipeline(4)], facts, {"group-w0": 2})
     unknown = {name: replace(worker, shape=None) for name, worker in facts.items()}
     assert partial_splits_of(pipeline(4), unknown) == ((), "the sizes of its model are unknown")
-
-
-def random_shape(rng: Random) -> ModelShape:
-    layer_bytes = rng.randint(1000, 100_000) * 4096
-    embedding, tied = int(layer_bytes * rng.uniform(0, 6)), rng.random() < 0.5
-    return ModelShape(
-        rng.randint(4, 80),
-        layer_bytes,
-        embedding,
-        4096 + (0 if tied else embedding),
-        tied,
-        rng.randint(1, 64) * 512,
-        embedding_cost=rng.uniform(0, 1),
-        head_cost=rng.uniform(0, 2),
-    )
-
-
-def merged_by_chance(rng: Random, shape: ModelShape, arenas: dict[str, int]) -> list[Stage]:
-    """Stages after merges of two or more groups at a time, ordered as a drop plan does."""
-    groups = [[PlanMember(name, 0, shape.num_layers)] for name in arenas]
-    while len(groups) > 1:
-        rng.shuffle(groups)
-        count = rng.randint(2, len(groups))
-        chosen = [PlanGroup("g", MergeKey("m"), tuple(members)) for members in groups[:count]]
-        members = Merge(tuple(chosen), 0).members
-        memories = [MemberMemory(m.worker_id, arenas[m.worker_id]) for m in members]
-        stages = split_layers(shape, memories, rng.choice([0, 10**4, 10**9]))
-        groups = [*groups[count:], [PlanMember(*astuple(stage)) for stage in stages]]
-    return [Stage(*member) for member in groups[0]]
-
-
-def test_groups_of_equal_members_split_and_most_others_whatever_their_layers() -> None:
-    """Unequal memory, tied embeddings, odd sizes, repeated and uneven merges."""
-    rng, divided, whole = Random(46), 0, 0
-    for number in range(SHAPES):
-        shape, equal = random_shape(rng), number % 3 == 0
-        workers = rng.randint(3, min(8, shape.num_layers))
-        scale = [rng.uniform(1.05, 4) for _ in range(workers)]
-        arenas = {
-            f"w{n}": int(shape.parameter_bytes(1) * scale[0 if equal else n])
-            for n in range(workers)
-        }
-        present = merged_by_chance(rng, shape, arenas)
-        splittable = False
-        for parts in range(2, workers):
-            for part in (present[first::parts] for first in range(parts)):
-                memories = [MemberMemory(s.worker_id, arenas[s.worker_id]) for s in part]
-                try:
-                    stages = grow_stages(shape, memories, part)
-                except SplitError:
-                    break
-                check_stages(shape, stages, part)
-                if min(capacity_tokens(shape, memories, stages)) < 1:
-                    break
-            else:
-                splittable = True
-        assert splittable or not equal
-        divided += splittable
-        whole += not splittable
-    assert divided >= 0.8 * (divided + whole), f"{whole} stay whole"
-
-
-def check_stages(shape: ModelShape, stages: Sequence[Stage], present: Sequence[Stage]) -> None:
-    """They have all layers in order, and each stage those that it had."""
-    assert (stages[0].first_layer, stages[-1].end_layer) == (0, shape.num_layers)
-    for left, right in pairwise(stages):
-        assert left.end_layer == right.first_layer
-    for stage, before in zip(stages, present, strict=True):
-        assert stage.first_layer <= before.first_layer < before.end_layer <= stage.end_layer
 
 
 class Cluster:
