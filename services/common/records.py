@@ -214,6 +214,7 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         model_digest=record.model_digest,
         build=build_of(record),
         settings=settings_of(record),
+        chunk_bytes=max(1, record.chunk_bytes),
     )
 
 

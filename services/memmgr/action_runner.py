@@ -104,6 +104,11 @@ class ActionRunner:
             self._tasks.create_task(self._change(change, cause, logged))
         return plan
 
+    @property
+    def busy(self) -> dict[str, str]:
+        """Why groups cannot change now, by group; see `ActionState.busy`."""
+        return self._state.busy(self._driver.stable_groups, monotonic_s())
+
     def _call_off(self, logged: LoggedDecision) -> None:
         for change in self._state.to_call_off(logged.decision):
             logged.note(", ".join(change.group_ids), f"{change.text}: {LOAD_IS_BACK}")

@@ -82,6 +82,7 @@ async def _serve(
         lambda: driver.stable_groups,
         lambda: driver.facts,
         runner.act,
+        lambda: runner.busy,
         updated,
         event_log,
     )

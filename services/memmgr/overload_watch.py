@@ -76,12 +76,14 @@ class OverloadWatch:
         groups: Callable[[], Iterable[Group]],
         facts: Callable[[], Mapping[str, WorkerFacts]],
         act: Callable[[LoggedDecision], ActionPlan | None],
+        busy: Callable[[], Mapping[str, str]],
         updated: asyncio.Event,
         event_log: EventLog | None = None,
     ) -> None:
         """`groups` returns the serving groups. `memory` and `demand` set `updated`.
 
         `act` starts the changes of a decision and returns the plan, or None if there is no plan.
+        `busy` returns why groups cannot change now, by group.
         """
         self._monitor = monitor
         self._memory = memory
@@ -89,6 +91,7 @@ class OverloadWatch:
         self._groups = groups
         self._facts = facts
         self._act = act
+        self._busy = busy
         self._updated = updated
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
@@ -118,7 +121,7 @@ class OverloadWatch:
     @property
     def split_obstacles(self) -> dict[str, str]:
         """Why merged groups do not split now, by group; see `OverloadMonitor.split_obstacles`."""
-        return self._monitor.split_obstacles(monotonic_s())
+        return self._monitor.split_obstacles(monotonic_s(), self._busy())
 
     def evaluate(self) -> None:
         """Pass the current demand and usage of groups to the monitor, and act on its decisions."""

@@ -131,6 +131,7 @@ def worker_record(
         capabilities=capabilities_of(can_drop(facts), config.paced, config.engine),
         shape=to_shape_record(facts.shape),
         arena_bytes=facts.arena_bytes,
+        chunk_bytes=facts.chunk_bytes,
         activation_address=facts.activation_address,
         bulk_address=facts.bulk_address,
         model_digest=facts.model_digest,

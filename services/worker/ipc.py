@@ -36,7 +36,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     `max_model_len` is the longest sequence that its KV cache holds, `context_tokens` the longest
     that the model supports. The addresses are for transfers between engines; empty if the engine
     does not support them. Only engines with the same `model_digest` compute the same tokens.
-    `cost_model` predicts the duration of its iterations, if it has one.
+    `cost_model` predicts the duration of its iterations, if it has one. Parameters and the KV of a
+    layer each occupy whole chunks of `chunk_bytes` of the arena.
     """
 
     max_model_len: int
@@ -54,6 +55,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     model_digest: str = ""
     context_tokens: int = 0
     cost_model: CostModel | None = None
+    chunk_bytes: int = 0
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

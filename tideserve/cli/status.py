@@ -191,7 +191,7 @@ def obstacle_lines(status: Mapping[str, Any]) -> list[str]:
     """A sentence for each merged group: why it does not split now."""
     obstacles = status.get("split_obstacles") or {}
     return [
-        f"{group_id} stays merged: {reason}" if reason else f"{group_id} splits if demand stays low"
+        f"{group_id} stays merged: {reason}" if reason else f"{group_id} is about to split"
         for group_id, reason in sorted(obstacles.items())
     ]
 

@@ -66,10 +66,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class MemberMemory:
-    """A member and its arena, which holds parameters and KV."""
+    """A member and its arena, which holds parameters and KV of a layer in whole chunks."""
 
     worker_id: str
     arena_bytes: int
+    chunk_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +158,14 @@ def capacity_tokens(
 ) -> tuple[int, ...]:
     """Tokens of KV that fit at each stage; the minimum is the group's capacity.
 
-    An upper bound: KV memory grows by whole chunks, so up to a chunk per layer may be unused.
+    An upper bound for members with unknown `chunk_bytes`: up to a chunk per layer may be unused.
     """
-    return tuple(
-        max(0, free - stage.num_layers * model.layer_bytes) // (stage.num_layers * model.kv_bytes)
-        for free, stage in zip(_free_bytes(model, members), stages, strict=True)
-    )
+    tokens = []
+    for free, member, stage in zip(_free_bytes(model, members), members, stages, strict=True):
+        kv_bytes = max(0, free - stage.num_layers * model.layer_bytes)
+        chunks = kv_bytes // (stage.num_layers * member.chunk_bytes)
+        tokens.append(chunks * member.chunk_bytes // model.kv_bytes)
+    return tuple(tokens)
 
 
 def _check(model: ModelShape, members: Sequence[MemberMemory]) -> None:

@@ -123,6 +123,11 @@ class ActionState:
         else:
             self._change_backoff.note_failure(names, now_s, self.backoff_s, self.backoff_max_s)
 
+    def busy(self, groups: Iterable[Group], now_s: float) -> dict[str, str]:
+        """Why groups cannot change now, by group; without groups that can."""
+        reasons = {group.group_id: self._busy(group, now_s) for group in groups}
+        return {group_id: reason for group_id, reason in reasons.items() if reason}
+
     def _merges(
         self,
         decision: Decision,

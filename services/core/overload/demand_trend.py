@@ -8,7 +8,8 @@ periods of `trend_period_s`, all with merged groups:
     `trend_share` of the undropped capacity, and the last mean exceeds this capacity
 
 So flat demand, falling demand and a single step, which raises at most two means, are no trend. A
-period without a rise ends a trend.
+period without a rise ends a trend. Long periods average noise. A step that fills KV over more than
+`trend_periods` periods cannot be told from a ramp, so it is reported until then.
 """
 
 from dataclasses import dataclass

@@ -67,9 +67,9 @@ class OverloadConfig:
     manual_hold_s: float = seconds(30.0)  # time for which a manual change is not reverted
     # Rising demand (`demand_trend.py`): so many periods with a rise, each by at least this share of
     # the undropped capacity.
-    trend_period_s: float = seconds(2.0, minimum=0.001)
-    trend_periods: int = number(10, minimum=1, maximum=1000)
-    trend_share: float = number(0.015, minimum=0, maximum=1)
+    trend_period_s: float = seconds(4.0, minimum=0.001)
+    trend_periods: int = number(6, minimum=1, maximum=1000)
+    trend_share: float = number(0.03, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class GroupUse:
     `members` has their usage if `report_status` is CURRENT; otherwise `silent_ids` has their ids.
     `waiting` requests at workers need `waiting_tokens` of KV to start. `draining`: a member is
     shutting down. `partial_splits`: most parts first; each has a higher limit than the one before.
-    `whole_reason`: why a group of three or more has none.
+    `whole_reason`: why a group of three or more has none, or that reports are not CURRENT.
     """
 
     group_id: str

@@ -22,7 +22,12 @@ def group_uses(
         if status is not ReportStatus.CURRENT:
             usages.append(
                 GroupUse(
-                    group.group_id, group.model, (), report_status=status, silent_ids=tuple(ids)
+                    group.group_id,
+                    group.model,
+                    (),
+                    report_status=status,
+                    silent_ids=tuple(ids),
+                    whole_reason=_unknown(ids, reports, facts),
                 )
             )
             continue
@@ -64,6 +69,16 @@ def _report_status(
         return ReportStatus.SILENT
     current = all(reports[worker_id].epoch == group.epoch for worker_id in ids)
     return ReportStatus.CURRENT if current else ReportStatus.CHANGING
+
+
+def _unknown(
+    ids: Sequence[str], reports: Mapping[str, EngineReport], facts: Mapping[str, WorkerFacts]
+) -> str:
+    """Why a group without current reports does not split."""
+    silent = [name for name in ids if name not in reports or name not in facts]
+    if silent:
+        return f"there is no recent report from {', '.join(silent)}"
+    return "its members report another epoch"
 
 
 def _member_uses(

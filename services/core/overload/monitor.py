@@ -11,8 +11,8 @@ every worker held all layers.
 
 Overload: requests wait, and the forecast exceeds the capacity of the model, or the demand at a
 group exceeds that group's capacity (its requests cannot run elsewhere). Subsided demand: the
-forecast is below `subsided_share` of the undropped capacity; full groups are then no overload, so
-both conditions never hold at once.
+forecast is below `subsided_share` of the undropped capacity; full groups are then no overload,
+unless a split causes it, so both conditions never hold at once.
 
 A group splits into single workers only if its KV in use fits at each member with all layers. A
 *partial split* into smaller merged groups has its own condition: the forecast is below
@@ -27,10 +27,11 @@ once, whatever the demand. In every policy, demand that keeps rising while group
 reported (`rising`).
 
 A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
-A split reduces capacity while it is prepared; if that causes overload, the split is cancelled,
-unless it is due to a leaving member.
+A split reduces capacity while it is prepared; if that causes overload, even at subsided demand, the
+split is cancelled, unless it is due to a leaving member.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from services.core.demand import ModelDemand
@@ -66,6 +67,7 @@ class OverloadMonitor:
 
     config: OverloadConfig = field(default_factory=OverloadConfig)
     _groups: dict[str, list[GroupUse]] = field(default_factory=dict)  # with current reports
+    _unknown: dict[str, str] = field(default_factory=dict)  # why other merged groups do not split
     _demands: dict[str, ModelDemand] = field(default_factory=dict)  # the schedulers' queues
     _models: dict[str, ModelState] = field(default_factory=dict)  # by model name, as `_groups`
 
@@ -100,9 +102,12 @@ class OverloadMonitor:
         """Whether a model is overloaded: a decision may then be due without a new report."""
         return any(state.calm_since_s is None for state in self._models.values())
 
-    def split_obstacles(self, now_s: float) -> dict[str, str]:
-        """Why merged groups are not split now, by group; "" for a group that is about to split."""
-        obstacles = {}
+    def split_obstacles(self, now_s: float, busy: Mapping[str, str]) -> dict[str, str]:
+        """Why merged groups are not split now, by group; "" for a group that is about to split.
+
+        `busy`: why groups cannot change now, by group (`ActionState.busy`).
+        """
+        obstacles = dict(self._unknown)
         static = self.config.policy is OverloadPolicy.STATIC_PIPELINE
         for model, groups in self._groups.items():
             load = self.load(model)
@@ -110,7 +115,9 @@ class OverloadMonitor:
             for group in groups:
                 if len(group.members) > 1:
                     obstacle = choice.obstacle(group, load.expected_tokens) or delay
-                    obstacles[group.group_id] = STATIC if static else obstacle
+                    # A group with a leaving member splits at once.
+                    obstacle = "" if group.draining else STATIC if static else obstacle
+                    obstacles[group.group_id] = busy.get(group.group_id) or obstacle
         return obstacles
 
     def load(self, model: str) -> ModelLoad:
@@ -147,6 +154,8 @@ class OverloadMonitor:
         for group in seen.groups:
             by_model.setdefault(group.model, []).append(group)
         before, self._models, self._groups = self._models, {}, {}
+        unknown = [g for g in seen.groups if g.report_status is not ReportStatus.CURRENT]
+        self._unknown = {g.group_id: g.whole_reason for g in unknown if len(g.worker_ids) > 1}
         for model, groups in by_model.items():
             state = before.get(model) or ModelState(self.config.split_dwell_s)
             self._models[model] = state
@@ -176,8 +185,9 @@ class OverloadMonitor:
         # A full group is overloaded even while others have free memory: its requests cannot run
         # elsewhere. Without waiting requests there is no overload, however high the forecast.
         short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
-        overloaded = load.waiting > 0 and short and not low
-        subsided = low and bool(choice.singles)
+        crowded = self._crowded(model, load)
+        overloaded = load.waiting > 0 and (bool(crowded) if low else short)
+        subsided = low and bool(choice.singles) and not overloaded
         eased = load.expected_tokens < choice.partial_tokens and not overloaded
         eased = eased and bool(choice.partial)
         state.note_calm(not overloaded, config, now_s)
@@ -195,8 +205,9 @@ class OverloadMonitor:
             held_s, dwell_s = elapsed_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
                 reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
-                act = self._call_off if state.splitting else self._merge
-                return act(model, reason, now_s)
+                if not state.splitting:
+                    return self._merge(model, reason, now_s)
+                return self._call_off(model, crowded if low else state.splitting, reason, now_s)
         held = now_s < state.settle_until_s or now_s < state.manual_until_s.get(Action.MERGE, now_s)
         return None if held else self._split_subsided(model, choice, load, now_s)
 
@@ -250,10 +261,12 @@ class OverloadMonitor:
             full = tuple(g.group_id for g in self._counted(model) if g.stuck_tokens)
         return Decision(now_s, model, Action.MERGE, reason, needed, full)
 
-    def _call_off(self, model: str, reason: DecisionReason, now_s: float) -> Decision:
+    def _call_off(
+        self, model: str, groups: frozenset[str], reason: DecisionReason, now_s: float
+    ) -> Decision:
         """Cancel splits in preparation that turned out to be too early."""
         state = self._models[model]
-        group_ids, state.splitting = tuple(sorted(state.splitting)), frozenset()
+        group_ids, state.splitting = tuple(sorted(groups)), state.splitting - groups
         state.settle_until_s = now_s + self.config.report_s
         state.split_dwell_s = state.longer_dwell_s(self.config)
         state.last_split_s = state.overloaded_since_s = None
@@ -318,6 +331,14 @@ class OverloadMonitor:
             for group in self._groups[model]
             if group.draining and len(group.members) > 1
         )
+
+    def _crowded(self, model: str, load: ModelLoad) -> frozenset[str]:
+        """Groups whose split leaves too little room for their demand, or for the model's."""
+        splitting = self._models[model].splitting
+        if load.expected_tokens > load.capacity_tokens:
+            return splitting
+        full = {group.group_id for group in self._counted(model) if group.stuck_tokens}
+        return splitting & full
 
     def _counted(self, model: str) -> list[GroupUse]:
         """The groups that count as demand and capacity: those without a leaving member."""

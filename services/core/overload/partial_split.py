@@ -30,6 +30,8 @@ class _Member(NamedTuple):
     """A member's memory and present layers."""
 
     arena_bytes: int
+    chunk_bytes: int
+    block_size: int
     unmerged_tokens: int
     first_layer: int
     end_layer: int
@@ -78,6 +80,8 @@ def _members_of(
     return shape, tuple(
         _Member(
             worker.arena_bytes,
+            worker.chunk_bytes,
+            worker.block_size,
             worker.kv_blocks_total * worker.block_size,
             member.first_layer,
             member.end_layer,
@@ -87,8 +91,12 @@ def _members_of(
     )
 
 
-# Most groups of a cluster have equal members, and groups change rarely.
-@lru_cache(maxsize=256)
+SPLITS_MAX = 4096
+"""Groups whose partial splits are kept: more than 10,000 workers can form groups of three."""
+
+
+# Every evaluation of reports needs them for every group, and to compute them takes milliseconds.
+@lru_cache(maxsize=SPLITS_MAX)
 def _partial_splits(
     shape: ModelShape, members: tuple[_Member, ...]
 ) -> tuple[tuple[PartialSplit, ...], str]:
@@ -115,16 +123,17 @@ def _divide(
 
 
 def _part(shape: ModelShape, members: Sequence[_Member]) -> tuple[tuple[Stage, ...], int]:
-    memories = [MemberMemory("", member.arena_bytes) for member in members]
+    memories = [MemberMemory("", member.arena_bytes, member.chunk_bytes) for member in members]
     present = [Stage("", member.first_layer, member.end_layer) for member in members]
     stages = grow_stages(shape, memories, present)
     tokens = []
     for member, memory, part in zip(
         members, memories, capacity_tokens(shape, memories, stages), strict=True
     ):
-        # `capacity_tokens` ignores that KV memory grows by whole chunks; scale by what a worker
-        # with all layers has.
+        # A worker may have less KV than its memory allows; scale by what it has with all layers.
         whole = Stage("", 0, shape.num_layers)
         (ideal,) = capacity_tokens(shape, [memory], [whole])
-        tokens.append(part * min(member.unmerged_tokens, ideal) // max(1, ideal))
+        ideal -= ideal % member.block_size
+        whole_blocks = part - part % member.block_size
+        tokens.append(whole_blocks * min(member.unmerged_tokens, ideal) // max(1, ideal))
     return stages, min(tokens)

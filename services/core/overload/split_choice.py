@@ -15,12 +15,14 @@ class SplitChoice:
     """The possible splits of groups, and demand below which they happen.
 
     `singles`: groups whose KV fits single workers, with the number of their workers.
+    `partial_splits`: whether groups may split partially.
     """
 
     singles: Mapping[str, int]
     partial: Mapping[str, PartialSplit]
     singles_tokens: int
     partial_tokens: int
+    partial_splits: bool
 
     def decided(
         self, singles_due: bool, partial_due: bool
@@ -39,12 +41,14 @@ class SplitChoice:
             if expected_tokens < self.partial_tokens:
                 return ""
             return _high(expected_tokens, self.partial_tokens)
+        off = bool(group.partial_splits) and not self.partial_splits
+        reason = "partial_splits is false" if off else group.whole_reason
+        text = f" (no partial split: {reason})" if reason else ""
         if group.group_id in self.singles:
-            return _high(expected_tokens, self.singles_tokens)
-        limits = [split.limit_tokens for split in group.partial_splits]
+            return _high(expected_tokens, self.singles_tokens) + text
+        limits = [split.limit_tokens for split in group.partial_splits if self.partial_splits]
         limit = max([group.unmerged_tokens, *limits])
-        text = f"its KV in use, {group.used_tokens} tokens, must fall to {limit} tokens"
-        return f"{text} (no partial split: {group.whole_reason})" if group.whole_reason else text
+        return f"its KV in use, {group.used_tokens} tokens, must fall to {limit} tokens{text}"
 
 
 def choose_splits(
@@ -64,7 +68,8 @@ def choose_splits(
         after_tokens += group.capacity_tokens if split is None else split.capacity_tokens
         if split is not None:
             partial[group.group_id] = split
-    return SplitChoice(singles, partial, int(share * undropped_tokens), int(share * after_tokens))
+    singles_tokens, partial_tokens = int(share * undropped_tokens), int(share * after_tokens)
+    return SplitChoice(singles, partial, singles_tokens, partial_tokens, partial_splits)
 
 
 def _high(expected_tokens: int, limit_tokens: int) -> str:

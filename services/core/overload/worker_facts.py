@@ -22,3 +22,4 @@ class WorkerFacts:
     model_digest: str = ""  # of the loaded weights
     build: str = ""  # version of the code
     settings: str = ""  # settings in which members of a group must agree
+    chunk_bytes: int = 1  # parameters and the KV of a layer occupy whole chunks

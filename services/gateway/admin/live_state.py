@@ -48,7 +48,11 @@ def sentence(row: Mapping[str, Any]) -> str:
         text = SENTENCES["merge of full groups"]
     else:
         text = SENTENCES.get(f"{action} {cause}") or SENTENCES.get(action) or f"{action} ({cause})"
-    names = ", ".join(row["group_ids"]) or "a group"
+    parts = dict(zip(row["group_ids"], row["parts"], strict=False))
+    groups = [
+        f"{name} (into {parts[name]})" if name in parts else name for name in row["group_ids"]
+    ]
+    names = ", ".join(groups) or "a group"
     return text.format_map({**row, "wanted": wanted, "names": names})
 
 

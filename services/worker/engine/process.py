@@ -287,6 +287,7 @@ def ready_frame(
         parameter_bytes=runner.parameter_bytes,
         staging_bytes=runner.staging_bytes,
         arena_bytes=runner.stage_memory.plan.arena_bytes,
+        chunk_bytes=runner.stage_memory.plan.chunk_bytes,
         shape=shape_of(runner.geometry, runner.slab_bytes),
         activation_address=lanes.activations.address if lanes.reachable else "",
         bulk_address=lanes.bulk.address if lanes.reachable else "",

@@ -384,6 +384,16 @@ async def test_after_a_failure_there_is_a_pause() -> None:
         assert len(one.driver.asked) == 1
 
 
+async def test_a_group_whose_split_failed_says_when_it_may_change() -> None:
+    async with bench() as one:
+        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
+        assert one.actor.busy == {}
+        await one.act(Action.SPLIT, "group-w0")
+        (reason,) = one.actor.busy.values()
+        assert reason.startswith("a change of group-w0 failed, next try in ")
+
+
 async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
     async with bench() as one:
         one.driver.stable_groups = (merged("w0", "w1"),)

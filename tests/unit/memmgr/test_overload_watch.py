@@ -76,6 +76,7 @@ class Watched:
         self.view, self.demand = MemoryView(news), DemandView(news)
         self.acted = list[LoggedDecision]()
         self.short_tokens = 0
+        self.busy: dict[str, str] = {}
         self.groups = [group("w0"), group("w1")]
         self.view.set_registered({"w0": "i", "w1": "i"})
         for name in ("w0", "w1"):
@@ -89,6 +90,7 @@ class Watched:
             lambda: self.groups,
             lambda: FACTS,
             self.act,
+            lambda: self.busy,
             news,
         )
 
@@ -114,6 +116,20 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
         for _ in range(DECISIONS_MAX + 5):
             watched.watch.evaluate()
     assert len(watched.watch.decisions) == DECISIONS_MAX
+
+
+def test_merged_groups_without_current_reports_say_why_they_do_not_split() -> None:
+    watched = Watched()
+    watched.groups = [group("w0", "w2"), group("w1"), group("w3")]
+    watched.watch.evaluate()
+    assert watched.watch.split_obstacles == {"group-w0": "there is no recent report from w2"}
+    watched.groups = [replace(group("w0", "w1"), epoch=2)]
+    watched.watch.evaluate()
+    assert watched.watch.split_obstacles == {"group-w0": "its members report another epoch"}
+    watched.groups = [group("w0", "w1")]
+    watched.busy = {"group-w0": "a change of group-w0 failed, next try in 3.0 s"}
+    watched.watch.evaluate()
+    assert watched.watch.split_obstacles == watched.busy
 
 
 def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:

@@ -209,6 +209,8 @@ def test_what_a_worker_says_about_its_memory() -> None:
     assert facts == {
         "w0": WorkerFacts("w0", "m", 16, 100, 99, shape, ("10.0.0.7",), True, settings=settings)
     }
+    told.chunk_bytes = 11
+    assert listed(told).facts["w0"].chunk_bytes == 11
     told.location.extend(["zone-a", "rack-3", "host-7"])
     assert listed(told).facts["w0"].location == ("zone-a", "rack-3", "host-7")
     silent = listed(worker_record(capabilities=[])).facts["w0"]

@@ -8,7 +8,8 @@ import pytest
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
 from services.worker.config import WorkerConfig
-from services.worker.identity import completed_config
+from services.worker.identity import completed_config, worker_record
+from services.worker.ipc import EngineReady
 
 
 def config(**fields: object) -> WorkerConfig:
@@ -46,3 +47,9 @@ def test_a_name_that_cannot_be_in_a_key_is_refused(name: str) -> None:
         completed_config(config(worker_id=name)),
     ):
         pass
+
+
+def test_the_memory_that_an_engine_reports_is_registered() -> None:
+    facts = EngineReady(64, 9, 16, 4, 512, 10, 3, 1, arena_bytes=96, chunk_bytes=8)
+    record = worker_record(config(worker_id="w0"), "i", "digest", "h:1", facts)
+    assert (record.arena_bytes, record.chunk_bytes, record.kv_blocks_total) == (96, 8, 4)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from math import exp
+from math import exp, sqrt
 from random import Random
 
 import pytest
@@ -46,6 +46,33 @@ def raised(demand: Demand, seconds: float) -> list[float]:
 def noisy(demand: Demand, seed: int, share: float = 0.05) -> Demand:
     rng = Random(seed)
     return lambda now_s: demand(now_s) + rng.uniform(-share, share) * UNDROPPED
+
+
+def correlated(demand: Demand, rng: Random, share: float, time_s: float) -> Demand:
+    """Adds noise of standard deviation `share`, with correlations that last for `time_s`."""
+    kept = exp(-TICK_S / time_s)
+    value = rng.gauss(0, share)
+
+    def disturbed(now_s: float) -> float:
+        nonlocal value
+        value = kept * value + sqrt(1 - kept**2) * rng.gauss(0, share)
+        return demand(now_s) + value * UNDROPPED
+
+    return disturbed
+
+
+@pytest.mark.parametrize(
+    ("share", "time_s", "missed_max"), [(0.02, 1, 0), (0.02, 5, 0), (0.05, 20, 1), (0.05, 5, 6)]
+)
+def test_noise_hides_few_ramps_and_is_none(share: float, time_s: float, missed_max: int) -> None:
+    """Noise of batches of requests that start and end together."""
+    missed = 0
+    for seed in range(30):
+        ramp = correlated(lambda t: UNDROPPED * (1.01 + 0.02 * t), Random(seed), share, time_s)
+        missed += not raised(ramp, 60)
+        flat = correlated(lambda _: 1.2 * UNDROPPED, Random(seed), share, time_s)
+        assert raised(flat, 300) == []
+    assert missed <= missed_max
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,7 +142,7 @@ def test_steps_are_not_reported_unless_they_follow_each_other(seed: int) -> None
     at_s, height = rng.uniform(5, 30), rng.uniform(0.1, 3.0)
     assert raised(lambda t: UNDROPPED * (1.05 + height * (t >= at_s)), 120) == []
     # Demand that approaches its new level exponentially within some seconds is a step, too.
-    tau_s = rng.uniform(0.1, 2.0)
+    tau_s = rng.uniform(0.1, 5.0)
     smooth = raised(
         lambda t: UNDROPPED * (1.05 + 0.5 * (1 - exp(-max(0.0, t - at_s) / tau_s))), 120
     )
@@ -196,7 +223,7 @@ def test_the_trend_goes_on_over_a_change_of_groups() -> None:
         members = 2 if tick <= 90 else 4
         return group.see(11_000 + 20 * tick, status=status, members=members, capacity=40_000)
 
-    seen = [see(tick) for tick in range(260)]
+    seen = [see(tick) for tick in range(320)]
     assert seen[-1], "reports of a change-over are left out"
 
 

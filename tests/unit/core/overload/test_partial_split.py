@@ -1,9 +1,7 @@
 """Merged groups split into smaller merged groups, as far as their KV in use allows."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
-from itertools import pairwise
-from random import Random
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +18,6 @@ from services.core.groups.layer_map import (
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.overload.action_plan import NoPlan, merges, splits
 from services.core.overload.actions import ActionState
-from services.core.overload.drop_plan import Merge, MergeKey, PlanGroup, PlanMember
 from services.core.overload.events import (
     Action,
     Cause,
@@ -33,7 +30,10 @@ from services.core.overload.events import (
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
-from services.core.overload.partial_split import partial_splits_of, partial_targets
+from services.core.overload.partial_split import (
+    partial_splits_of,
+    partial_targets,
+)
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load
 
@@ -42,7 +42,6 @@ UNMERGED = 1000
 ARENA = 8 * 1000 + UNMERGED * 8
 """Half of it is parameters."""
 TICK_S = 0.1
-SHAPES = 200
 
 
 def facts_of(arenas: Sequence[int], shape: ModelShape = SHAPE) -> dict[str, WorkerFacts]:
@@ -114,75 +113,6 @@ def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
     assert partial_splits_of(pipeline(4), unknown) == ((), "the sizes of its model are unknown")
 
 
-def random_shape(rng: Random) -> ModelShape:
-    layer_bytes = rng.randint(1000, 100_000) * 4096
-    embedding, tied = int(layer_bytes * rng.uniform(0, 6)), rng.random() < 0.5
-    return ModelShape(
-        rng.randint(4, 80),
-        layer_bytes,
-        embedding,
-        4096 + (0 if tied else embedding),
-        tied,
-        rng.randint(1, 64) * 512,
-        embedding_cost=rng.uniform(0, 1),
-        head_cost=rng.uniform(0, 2),
-    )
-
-
-def merged_by_chance(rng: Random, shape: ModelShape, arenas: dict[str, int]) -> list[Stage]:
-    """Stages after merges of two or more groups at a time, ordered as a drop plan does."""
-    groups = [[PlanMember(name, 0, shape.num_layers)] for name in arenas]
-    while len(groups) > 1:
-        rng.shuffle(groups)
-        count = rng.randint(2, len(groups))
-        chosen = [PlanGroup("g", MergeKey("m"), tuple(members)) for members in groups[:count]]
-        members = Merge(tuple(chosen), 0).members
-        memories = [MemberMemory(m.worker_id, arenas[m.worker_id]) for m in members]
-        stages = split_layers(shape, memories, rng.choice([0, 10**4, 10**9]))
-        groups = [*groups[count:], [PlanMember(*astuple(stage)) for stage in stages]]
-    return [Stage(*member) for member in groups[0]]
-
-
-def test_groups_of_equal_members_split_and_most_others_whatever_their_layers() -> None:
-    """Unequal memory, tied embeddings, odd sizes, repeated and uneven merges."""
-    rng, divided, whole = Random(46), 0, 0
-    for number in range(SHAPES):
-        shape, equal = random_shape(rng), number % 3 == 0
-        workers = rng.randint(3, min(8, shape.num_layers))
-        scale = [rng.uniform(1.05, 4) for _ in range(workers)]
-        arenas = {
-            f"w{n}": int(shape.parameter_bytes(1) * scale[0 if equal else n])
-            for n in range(workers)
-        }
-        present = merged_by_chance(rng, shape, arenas)
-        splittable = False
-        for parts in range(2, workers):
-            for part in (present[first::parts] for first in range(parts)):
-                memories = [MemberMemory(s.worker_id, arenas[s.worker_id]) for s in part]
-                try:
-                    stages = grow_stages(shape, memories, part)
-                except SplitError:
-                    break
-                check_stages(shape, stages, part)
-                if min(capacity_tokens(shape, memories, stages)) < 1:
-                    break
-            else:
-                splittable = True
-        assert splittable or not equal
-        divided += splittable
-        whole += not splittable
-    assert divided >= 0.8 * (divided + whole), f"{whole} stay whole"
-
-
-def check_stages(shape: ModelShape, stages: Sequence[Stage], present: Sequence[Stage]) -> None:
-    """They have all layers in order, and each stage those that it had."""
-    assert (stages[0].first_layer, stages[-1].end_layer) == (0, shape.num_layers)
-    for left, right in pairwise(stages):
-        assert left.end_layer == right.first_layer
-    for stage, before in zip(stages, present, strict=True):
-        assert stage.first_layer <= before.first_layer < before.end_layer <= stage.end_layer
-
-
 class Cluster:
     """Workers whose groups change at once as decided; `used` is the KV of all requests."""
 
@@ -193,6 +123,8 @@ class Cluster:
         self.groups = [pipeline(workers)]
         self.now_s = 100.0
         self.used = self.queued = 0
+        self.stuck: dict[str, int] = {}  # tokens that requests wait for at a group
+        self.limits: dict[str, int] = {}  # capacity of groups that prepare a split
         self.executes = True
 
     @property
@@ -223,7 +155,11 @@ class Cluster:
             for member in group.members:
                 layers = member.end_layer - member.first_layer
                 total = (ARENA - layers * 1000) // layers
-                load = Load(1, 0, total - used, 0, kv_blocks_total=total)
+                total = min(total, self.limits.get(group.group_id, total))
+                # The leader reports the requests that wait.
+                leads = member is group.members[0]
+                wanted = self.stuck.get(group.group_id, 0) if leads else 0
+                load = Load(1, wanted > 0, total - used, wanted, kv_blocks_total=total)
                 reports[member.worker_id] = EngineReport(load, group.epoch)
         return reports
 
@@ -319,6 +255,48 @@ def test_a_partial_split_that_is_prepared_is_called_off_when_load_returns() -> N
     assert (called_off.action, called_off.group_ids) == (Action.CALL_OFF, ("group-w0",))
 
 
+def test_a_split_that_takes_too_much_room_is_called_off_below_half_of_the_capacity() -> None:
+    """Four parts limit eight workers to 3,000 tokens, and demand subsides below 4,000."""
+    cluster = Cluster(8)
+    cluster.used, cluster.executes = 2900, False
+    (decision,) = cluster.run(8.0)
+    assert decision.parts == (4,)
+    cluster.limits = {"group-w0": 3000}
+    cluster.stuck = {"group-w0": 90}
+    assert {d.action for d in cluster.run(6.0)} <= {Action.SPLIT}, "its requests fit"
+    cluster.stuck = {"group-w0": 600}
+    (called_off,) = cluster.run(1.0)
+    assert (called_off.action, called_off.group_ids) == (Action.CALL_OFF, ("group-w0",))
+    cluster.limits, cluster.stuck, cluster.used, cluster.executes = {}, {}, 3500, True
+    assert cluster.run(8.0) == [], "the dwell has doubled"
+    (decision,) = cluster.run(4.0)
+    assert decision.parts == (2,), "there is room for the demand in halves"
+
+
+def test_only_splits_that_take_too_much_room_are_called_off_while_demand_is_low() -> None:
+    cluster = Cluster(4)
+    cluster.used = 2000
+    cluster.run(8.0)
+    cluster.used, cluster.executes = 1500, False
+    (decision,) = cluster.run(8.0)
+    assert decision.group_ids == ("group-w0", "group-w1")
+    cluster.limits = dict.fromkeys(decision.group_ids, UNMERGED)
+    cluster.stuck = {"group-w1": 300}
+    actions = [d for d in cluster.run(4.0) if d.action is Action.CALL_OFF]
+    assert [d.group_ids for d in actions] == [("group-w1",)]
+
+
+def test_a_full_group_beside_a_split_calls_nothing_off_while_demand_is_low() -> None:
+    """Otherwise every group that is full by chance would keep the others merged."""
+    cluster = Cluster(8)
+    cluster.groups = [pipeline(4), *(group_of([Stage(f"w{n}", 0, 8)]) for n in range(4, 8))]
+    cluster.used, cluster.executes = 5 * 500, False
+    (decision,) = cluster.run(8.0)
+    assert decision.group_ids == ("group-w0",)
+    cluster.limits, cluster.stuck = {"group-w0": UNMERGED}, {"group-w4": 900}
+    assert {d.action for d in cluster.run(4.0)} <= {Action.SPLIT}
+
+
 def test_after_a_partial_split_there_is_nothing_to_call_off() -> None:
     """The first half has the id of the group that has split."""
     cluster = Cluster(4)
@@ -334,23 +312,59 @@ def test_a_merged_group_says_why_it_does_not_split() -> None:
     cluster = Cluster(4)
     cluster.used = 3500
     cluster.run(1.0)
-    assert cluster.monitor.split_obstacles(cluster.now_s) == {
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {
         "group-w0": "its KV in use, 3500 tokens, must fall to 3000 tokens"
     }
     cluster.used, cluster.queued = 2900, 200
     cluster.run(0.1)
-    assert cluster.monitor.split_obstacles(cluster.now_s) == {
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {
         "group-w0": "demand and forecast, 3100 tokens, must fall below 3000 tokens"
     }
     cluster.used = cluster.queued = 0
     cluster.run(4.0)
-    (text,) = cluster.monitor.split_obstacles(cluster.now_s).values()
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
     assert text == "demand must stay low for 2 s more (of 5 s)"
     cluster = Cluster(3)
     cluster.used = 1500
     cluster.run(1.0)
-    (text,) = cluster.monitor.split_obstacles(cluster.now_s).values()
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
     assert text.startswith("its KV in use, 1500 tokens, must fall to 1000 tokens (no partial")
+
+
+def test_a_merged_group_says_that_partial_splits_are_off() -> None:
+    cluster = Cluster(4, partial_splits=False)
+    cluster.used = 1500
+    cluster.run(1.0)
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
+    off = "(no partial split: partial_splits is false)"
+    assert text == f"its KV in use, 1500 tokens, must fall to 1000 tokens {off}"
+    cluster.used, cluster.queued = 900, 1500
+    cluster.run(0.1)
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
+    assert text.startswith("demand and forecast, ") and text.endswith(f"2000 tokens {off}")
+
+
+def test_a_merged_group_says_for_how_long_a_doubled_dwell_time_delays_its_split() -> None:
+    cluster = Cluster(4)
+    cluster.used = 2000
+    cluster.run(8.0)
+    cluster.used, cluster.queued = 6000, 900
+    cluster.run(3.0)
+    cluster.used, cluster.queued = 2000, 0
+    cluster.run(5.0)
+    (text,) = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
+    assert text.startswith("demand must stay low for ") and text.endswith(" s more (of 10 s)")
+
+
+def test_a_group_that_cannot_change_says_why() -> None:
+    cluster = Cluster(4)
+    cluster.run(1.0)
+    changing = {"group-w0": "group-w0 is changing"}
+    assert cluster.monitor.split_obstacles(cluster.now_s, changing) == changing
+    cluster.facts["w1"] = replace(cluster.facts["w1"], draining=True)
+    cluster.executes = False
+    cluster.run(0.1)
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {"group-w0": ""}
 
 
 def test_a_manual_partial_split_is_kept_for_a_while() -> None:
@@ -364,7 +378,7 @@ def test_a_manual_partial_split_is_kept_for_a_while() -> None:
     assert cluster.sizes == [2, 2]
     hold_s = cluster.monitor.config.manual_hold_s
     assert cluster.run(hold_s - 1.0) == []
-    texts = cluster.monitor.split_obstacles(cluster.now_s).values()
+    texts = cluster.monitor.split_obstacles(cluster.now_s, {}).values()
     assert all(text.startswith("a manual change delays splits for") for text in texts)
     (split,) = cluster.run(2.0)
     assert split.action is Action.SPLIT and split.reason.cause is Cause.SUBSIDED

@@ -11,12 +11,9 @@ from services.core.overload import monitor, partial_split
 from services.core.overload.events import Action, Cause, GroupUse, PartialSplit
 from services.core.overload.partial_split import partial_splits_of, partial_targets
 from services.core.overload.split_choice import SplitChoice, choose_splits
-from tests.unit.core.overload.test_partial_split import (
-    UNMERGED,
-    Cluster,
+from tests.unit.core.overload.test_partial_split import UNMERGED, Cluster, facts_of, group_of
+from tests.unit.core.overload.test_partial_split_shapes import (
     check_stages,
-    facts_of,
-    group_of,
     merged_by_chance,
     random_shape,
 )

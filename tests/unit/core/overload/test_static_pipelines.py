@@ -65,7 +65,7 @@ def test_all_single_workers_are_merged_in_pairs_without_demand() -> None:
     assert decision.group_ids == ("a", "b", "c", "d")
     world.groups = ["ab", "cd"]
     assert world.tick(120) == [], "no split, though demand is low"
-    assert set(world.monitor.split_obstacles(world.now_s).values()) == {STATIC}
+    assert set(world.monitor.split_obstacles(world.now_s, {}).values()) == {STATIC}
 
 
 def test_overload_and_low_demand_change_nothing() -> None:

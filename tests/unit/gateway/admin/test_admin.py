@@ -163,6 +163,7 @@ DECISION = {
     "action": "merge",
     "cause": "overload",
     "group_ids": [],
+    "parts": [],
     "needed_tokens": 900,
     "threshold_tokens": 2048,
     "demand_tokens": 2900,
@@ -178,6 +179,10 @@ DECISION = {
         ({"action": "restore", "cause": "relief", "group_ids": ["g"]}, "2,048: g splits"),
         ({"action": "restore", "cause": "draining", "group_ids": ["g"]}, "worker of g is draining"),
         ({"action": "restore", "cause": "manual", "group_ids": ["g"]}, "Manual split: g splits"),
+        (
+            {"action": "restore", "cause": "manual", "group_ids": ["g", "h"], "parts": [2, 3]},
+            "Manual split: g (into 2), h (into 3) splits",
+        ),
         ({"action": "call_off", "cause": "overload", "group_ids": ["g"]}, "g does not split"),
         ({"action": "exhausted"}, "need 900 more tokens of KV cache"),
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),

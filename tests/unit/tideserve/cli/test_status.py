@@ -266,7 +266,7 @@ def test_losses_say_which_group_and_why() -> None:
 def test_merged_groups_say_why_they_do_not_split() -> None:
     assert obstacle_lines({"split_obstacles": {"g1": "", "g0": "demand must fall"}}) == [
         "g0 stays merged: demand must fall",
-        "g1 splits if demand stays low",
+        "g1 is about to split",
     ]
     assert obstacle_lines({}) == [], "a gateway of before sends none"
 
