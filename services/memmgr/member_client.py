@@ -140,7 +140,10 @@ def requests_for(
     }
     introductions = {
         holder.worker_id: worker_pb2.IntroduceRequest(
-            token=command.token, incarnation=holder.incarnation, peers=[*peers, holder]
+            token=command.token,
+            incarnation=holder.incarnation,
+            peers=[*peers, holder],
+            timeout_s=command.timeout_s,
         )
         for holder in holders
     }
