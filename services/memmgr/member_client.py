@@ -19,7 +19,6 @@ from services.memmgr.translate_record import WorkerEndpoint
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
-INTRODUCE_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
 CONNECTING = "last error:"
 """Appears in gRPC's error message if no connection could be established."""
@@ -78,7 +77,8 @@ class MemberClient:
         async with self._dial(endpoint.address, "worker") as channel:
             stub = worker_pb2_grpc.MemberServiceStub(channel)
             try:
-                await stub.Introduce(request, timeout=INTRODUCE_TIMEOUT_S)
+                # Members wait for the holder, so this may take as long as the change.
+                await stub.Introduce(request, timeout=request.timeout_s)
             except grpc.aio.AioRpcError as error:
                 # A worker of an earlier release answers UNIMPLEMENTED.
                 log.info("%s did not accept Introduce: %s", worker_id, error.code().name)
@@ -140,7 +140,10 @@ def requests_for(
     }
     introductions = {
         holder.worker_id: worker_pb2.IntroduceRequest(
-            token=command.token, incarnation=holder.incarnation, peers=[*peers, holder]
+            token=command.token,
+            incarnation=holder.incarnation,
+            peers=[*peers, holder],
+            timeout_s=command.timeout_s,
         )
         for holder in holders
     }

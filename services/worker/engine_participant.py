@@ -91,14 +91,15 @@ class EngineParticipant:
         # Resolve host names here, so that the engine does not block on DNS.
         peers = await self._resolved(preparation.peers)
         groups = plans_of(replace(preparation, peers=peers))
-        command = Prepare(preparation.attempt, groups, await self._reachable(preparation.holders))
+        holders = await self._reachable(preparation.holders)
+        command = Prepare(preparation.attempt, groups, holders, preparation.timeout_s)
         answer = await self._engine.prepare(command, ANSWER_TIMEOUT_S)
         if answer.error:
             raise PrepareRefused(answer.error)
         self._prepared = command
 
-    async def introduce(self, peers: tuple[SourceMember, ...]) -> None:
-        await self._engine.introduce(Introduce(await self._reachable(peers)))
+    async def introduce(self, peers: tuple[SourceMember, ...], timeout_s: float) -> None:
+        await self._engine.introduce(Introduce(await self._reachable(peers), timeout_s))
 
     async def abort(self, attempt: str) -> None:
         self._prepared = None

@@ -16,6 +16,7 @@ from services.core.report import EngineReport
 from services.core.request import Request
 
 FRAMES_MAX = 100_000  # frames buffered in a socket before the sender blocks
+PREPARE_TIMEOUT_S = 600.0  # maximum time limit of a preparation
 
 
 class StartRequest(msgspec.Struct, tag=True, frozen=True):
@@ -185,21 +186,24 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     """To the engine: prepare for groups that may be committed, without affecting serving.
 
     The engine answers with a `Prepared` of the same `attempt`. `holders` are workers of other
-    groups to fetch layers from, with the layers that each runs now.
+    groups to fetch layers from, with the layers that each runs now. After `timeout_s` the
+    preparation is aborted.
     """
 
     attempt: str
     groups: list[GroupPlan]
     holders: list[MemberPlan] = []
+    timeout_s: float = PREPARE_TIMEOUT_S
 
 
 class Introduce(msgspec.Struct, tag=True, frozen=True):
     """To the engine: let workers of other groups connect, which want to fetch layers from it.
 
-    `peers` includes this worker. No effect on its own group.
+    `peers` includes this worker. No effect on its own group. The connections end after `timeout_s`.
     """
 
     peers: list[MemberPlan]
+    timeout_s: float = PREPARE_TIMEOUT_S
 
 
 class AbortAttempt(msgspec.Struct, tag=True, frozen=True):

@@ -26,6 +26,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         dtype="float64",
         chunk_size="64KiB",
         overload_policy="recompute",  # groups change by hand only
+        # Workers of a busy machine are slow to connect and to send, which is no reason for the
+        # model folder.
+        memmgr={"prepare_timeout_s": 600},
     ) as running:
         yield running
 

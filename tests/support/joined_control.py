@@ -294,7 +294,8 @@ class ControlPlane:
             wait_s = process.stands_until_s - world.now_s
             world.later(wait_s, partial(self._call, one, name, request, deadline_s))
         elif world.now_s <= deadline_s:
-            process.ask(Call(asked, to_preparation(asked, request), deadline_s, answer))
+            change = to_preparation(asked, request, deadline_s - world.now_s)
+            process.ask(Call(asked, change, deadline_s, answer))
 
     def _introduce(self, name: str, request: worker_pb2.IntroduceRequest) -> None:
         process = self._world.processes.get(name)

@@ -254,7 +254,8 @@ class WorkerProcess:
     def introduce(self, request: worker_pb2.IntroduceRequest) -> None:
         """A coordinator introduces workers that want to fetch layers."""
         if request.incarnation == self.incarnation and request.token >= self.fence.token:
-            run_now(self._participant.introduce(to_members(request.peers)))
+            peers = to_members(request.peers)
+            run_now(self._participant.introduce(peers, request.timeout_s))
 
     def serve(self) -> bool:
         """A turn of the servicer; False if there was nothing to do."""
@@ -334,8 +335,8 @@ class WorkerProcess:
                     member.prepare(frame)
                 case AbortAttempt(attempt=attempt):
                     member.abort(attempt)
-                case Introduce(peers=peers):
-                    member.introduce(peers)
+                case Introduce(peers=peers, timeout_s=timeout_s):
+                    member.introduce(peers, timeout_s)
 
     def _publish(self) -> bool:
         """Tell the servicer the results, as the engine's loop does."""

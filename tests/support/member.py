@@ -61,7 +61,7 @@ class FakeEngine:
             raise PrepareRefused(self.refuse)
         self.staged[preparation.attempt] = self._layers(preparation.target) - self.held
 
-    async def introduce(self, peers: tuple[SourceMember, ...]) -> None:
+    async def introduce(self, peers: tuple[SourceMember, ...], timeout_s: float) -> None:
         self.introduced.append([peer.worker_id for peer in peers])
 
     async def abort(self, attempt: str) -> None:

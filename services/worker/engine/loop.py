@@ -234,8 +234,8 @@ class EngineLoop:
                     self._member.prepare(frame)
                 case AbortAttempt(attempt=attempt):
                     self._member.abort(attempt)
-                case Introduce(peers=peers):
-                    self._member.introduce(peers)
+                case Introduce(peers=peers, timeout_s=timeout_s):
+                    self._member.introduce(peers, timeout_s)
 
     def _start_checked(self) -> None:
         """Start or refuse the requests whose grammar check has ended."""

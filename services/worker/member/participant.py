@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.groups.vocabulary import Group
+from services.worker.ipc import PREPARE_TIMEOUT_S
 
 
 class PrepareRefused(Exception):
@@ -44,6 +45,7 @@ class ProposedChange:
     others: tuple[Group, ...] = ()  # other target groups of the change-over
     # Workers of other groups to fetch layers from; the change-over works without any of them.
     holders: tuple[SourceMember, ...] = ()
+    timeout_s: float = PREPARE_TIMEOUT_S  # then the preparation is aborted
 
 
 class Participant(Protocol):
@@ -60,8 +62,11 @@ class Participant(Protocol):
         committed. Raises PrepareRefused.
         """
 
-    async def introduce(self, peers: tuple[SourceMember, ...]) -> None:
-        """Let workers of other groups connect, to fetch layers; `peers` includes this worker."""
+    async def introduce(self, peers: tuple[SourceMember, ...], timeout_s: float) -> None:
+        """Let workers of other groups connect, to fetch layers; `peers` includes this worker.
+
+        `timeout_s` is the time limit of their change, with which the connections end.
+        """
 
     async def abort(self, attempt: str) -> None:
         """Undo the preparation for the attempt, which will never be committed."""

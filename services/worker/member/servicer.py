@@ -28,6 +28,7 @@ from services.core.groups.fence import (
     Verdict,
 )
 from services.core.groups.vocabulary import StoredGroup
+from services.worker.ipc import PREPARE_TIMEOUT_S
 from services.worker.member.participant import (
     Participant,
     PrepareRefused,
@@ -68,8 +69,14 @@ def to_prepare_call(request: pb.PrepareRequest) -> PrepareCall:
     )
 
 
-def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedChange:
-    """The part of a Prepare that the participant executes. Raises InvalidPrepare."""
+def to_preparation(
+    call: PrepareCall, request: pb.PrepareRequest, timeout_s: float | None = None
+) -> ProposedChange:
+    """The part of a Prepare that the participant executes within `timeout_s`.
+
+    Raises:
+        InvalidPrepare: if another group is invalid.
+    """
     others = tuple(group for record in request.others if (group := to_group(record)) is not None)
     if len(others) < len(request.others):
         raise InvalidPrepare("every other group must have an id, an epoch and a phase")
@@ -81,6 +88,7 @@ def to_preparation(call: PrepareCall, request: pb.PrepareRequest) -> ProposedCha
         to_members(request.peers),
         others,
         to_members(request.holders),
+        min(timeout_s or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S),
     )
 
 
@@ -110,8 +118,6 @@ def to_abort_call(request: pb.AbortRequest) -> AbortCall:
 
 # How long a Prepare waits for the records that it names: for a listing even if the watch is silent.
 FUTURE_WAIT_S = RELIST_S + 1.0
-# Time limit of a preparation if the caller set no deadline.
-PREPARE_TIMEOUT_S = 600.0
 
 IntroduceContext = grpc.aio.ServicerContext[pb.IntroduceRequest, pb.IntroduceResponse]
 PrepareContext = grpc.aio.ServicerContext[pb.PrepareRequest, pb.PrepareResponse]
@@ -176,13 +182,12 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     ) -> pb.PrepareResponse:
         try:
             call = to_prepare_call(request)
-            preparation = to_preparation(call, request)
+            preparation = to_preparation(call, request, context.time_remaining())
         except InvalidPrepare as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._tasks is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is starting; retry")
-        timeout_s = min(context.time_remaining() or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
-        task = await self._judge(call, preparation, timeout_s, context)
+        task = await self._judge(call, preparation, context)
         # A cancelled call does not cancel the preparation: a repeated Prepare waits for the same
         # task, and the attempt may still be committed.
         refused = await asyncio.shield(task)
@@ -215,7 +220,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         if self._state.worker_id not in {peer.worker_id for peer in peers}:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "peers must include the receiver")
         try:
-            await self._participant.introduce(peers)
+            timeout_s = min(request.timeout_s or PREPARE_TIMEOUT_S, PREPARE_TIMEOUT_S)
+            await self._participant.introduce(peers, timeout_s)
         except PrepareRefused as refused:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
         return pb.IntroduceResponse()
@@ -229,11 +235,10 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self,
         call: PrepareCall,
         preparation: ProposedChange,
-        timeout_s: float,
         context: PrepareContext,
     ) -> "asyncio.Task[PrepareRefused | None]":
         """Return the task of the preparation, new or running; abort a call that is refused."""
-        deadline_s = monotonic_s() + min(FUTURE_WAIT_S, timeout_s / 2)
+        deadline_s = monotonic_s() + min(FUTURE_WAIT_S, preparation.timeout_s / 2)
         while True:
             observed = self._observed
             async with self._lock:
@@ -243,7 +248,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
                     )
                 answer = self._state.judge(call)
                 if answer.verdict is Verdict.ACCEPTED:
-                    return self._begin(preparation, timeout_s)
+                    return self._begin(preparation)
                 if answer.verdict is Verdict.REPLAYED and self._preparing is not None:
                     return self._preparing[1]
             # FUTURE: the records here lag behind the memory manager's. Wait for them, and judge
@@ -260,21 +265,17 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         log.info("attempt %s refused: %s", call.attempt, answer.reason)
         await context.abort(code, answer.reason)
 
-    def _begin(
-        self, preparation: ProposedChange, timeout_s: float
-    ) -> "asyncio.Task[PrepareRefused | None]":
+    def _begin(self, preparation: ProposedChange) -> "asyncio.Task[PrepareRefused | None]":
         assert self._tasks is not None
         failpoint.hit("worker.prepare.accepted")
-        task = self._tasks.create_task(self._prepare(preparation, timeout_s))
+        task = self._tasks.create_task(self._prepare(preparation))
         self._preparing = (preparation.attempt, task)
         return task
 
-    async def _prepare(
-        self, preparation: ProposedChange, timeout_s: float
-    ) -> PrepareRefused | None:
+    async def _prepare(self, preparation: ProposedChange) -> PrepareRefused | None:
         """Prepare, and undo the preparation on failure; returns the failure, or None."""
         try:
-            refused = await self._run_prepare(preparation, timeout_s)
+            refused = await self._run_prepare(preparation)
             if refused is not None:
                 async with self._lock:
                     if self._state.abort_own(preparation.attempt) is not None:
@@ -285,17 +286,15 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             # `_execute` cancelled this task, and undoes or applies the preparation itself.
             return PrepareRefused("the attempt was aborted")
 
-    async def _run_prepare(
-        self, preparation: ProposedChange, timeout_s: float
-    ) -> PrepareRefused | None:
+    async def _run_prepare(self, preparation: ProposedChange) -> PrepareRefused | None:
         try:
-            async with timeout(timeout_s):
+            async with timeout(preparation.timeout_s):
                 await self._participant.prepare(preparation)
                 failpoint.hit("worker.prepare.engine_ready")
         except PrepareRefused as refused:
             return refused
         except TimeoutError:
-            return PrepareRefused(f"not ready within {timeout_s:.0f} s")
+            return PrepareRefused(f"not ready within {preparation.timeout_s:.0f} s")
         return None
 
     async def _execute(self, action: AbortPreparation | Apply) -> None:

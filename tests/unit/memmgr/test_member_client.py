@@ -27,6 +27,7 @@ def test_a_member_and_its_holder_have_the_same_secrets() -> None:
     prepares, introductions = requests_for(command("7-1", LOWER, UPPER), ENDPOINTS)
     prepare, introduction = prepares["a"], introductions["b"]
     assert (introduction.token, introduction.incarnation) == (7, "b-1")
+    assert introduction.timeout_s == 60.0, "the limit of the attempt"
     assert [*prepare.peers, *prepare.holders] == list(introduction.peers)
     (holder,) = prepare.holders
     assert (holder.worker_id, holder.first_layer, holder.end_layer) == ("b", 2, 4)

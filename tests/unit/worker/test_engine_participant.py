@@ -129,14 +129,14 @@ async def test_the_engine_gets_the_holders_that_can_be_reached(bench: Bench) -> 
         replace(HOLDER, worker_id="w4", activation_address=""),
         HOLDER,
     )
-    await bench.participant.prepare(replace(MERGE, holders=holders))
-    assert bench.engine.told == [Prepare("7-1", [MERGED_PLAN], [HOLDER_PLAN])]
+    await bench.participant.prepare(replace(MERGE, holders=holders, timeout_s=60.0))
+    assert bench.engine.told == [Prepare("7-1", [MERGED_PLAN], [HOLDER_PLAN], 60.0)]
 
 
 async def test_the_engine_is_introduced_to_members_of_other_groups(bench: Bench) -> None:
     own = replace(PEERS[0], first_layer=0, end_layer=4)
-    await bench.participant.introduce((own, HOLDER))
-    assert bench.engine.told == [Introduce([plan("w0", "a", 0, 4, W0_NONCES), HOLDER_PLAN])]
+    await bench.participant.introduce((own, HOLDER), 60.0)
+    assert bench.engine.told == [Introduce([plan("w0", "a", 0, 4, W0_NONCES), HOLDER_PLAN], 60.0)]
 
 
 async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server(bench: Bench) -> None:

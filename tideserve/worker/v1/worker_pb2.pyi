@@ -276,10 +276,13 @@ class IntroduceRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """As in PrepareRequest."""
     incarnation: _builtins.str
     """The receiver's incarnation."""
+    timeout_s: _builtins.float
+    """Time limit of the attempt in seconds; then the connections end. 0: the receiver's limit."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
         """The members of the attempt, and the receiver."""
@@ -290,10 +293,11 @@ class IntroduceRequest(_message.Message):
         token: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peers", b"peers", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peers", b"peers", "timeout_s", b"timeout_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,10 +20,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 """Pause before a failed dial is repeated: a busy peer refuses until its iteration ends."""
-INTRODUCTION_TIMEOUT_S = 3.0
-"""Time limit of an introduction; then layers come from another source."""
-INTRODUCED_MAX_S = 120.0
-"""Lifetime of an introduced connection: longer than a preparation that uses it."""
+ANSWER_SHARE = 1 / 6
+"""Share of the time limit of a change after which a silent worker is given up as a source of
+layers. A worker connects and answers between its iterations, so this exceeds a long iteration."""
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class _Introduction:
     own: MemberPlan
     peer: MemberPlan
     until_s: float  # deadline of connecting
-    end_s: float  # when the connection ends
+    end_s: float  # when the connection ends: at the time limit of the change that it serves
     was_connected: bool = False
 
 
@@ -90,13 +89,14 @@ class Connections:
         self._bulk = _Peers(bulk)
         self._introductions: dict[str, _Introduction] = {}  # by worker id
 
-    def introduce(self, own: MemberPlan, peers: Iterable[MemberPlan]) -> None:
+    def introduce(self, own: MemberPlan, peers: Iterable[MemberPlan], timeout_s: float) -> None:
         """Connect to workers of other groups that connect to this worker at the same time.
 
+        `timeout_s` is the time limit of the change that needs the connections, which end with it.
         `advance` must be called. Connections that exist already stay as they are.
         """
         now_s = self._now_s()
-        times_s = now_s + INTRODUCTION_TIMEOUT_S, now_s + INTRODUCED_MAX_S
+        times_s = now_s + ANSWER_SHARE * timeout_s, now_s + timeout_s
         for peer in peers:
             if peer.worker_id in self._introductions or not self.has(peer):
                 self._introductions[peer.worker_id] = _Introduction(own, peer, *times_s)

@@ -176,12 +176,15 @@ class Member:
             holders = tuple(stage_of(holder) for holder in command.holders)
             self._apply(vocabulary.PreparationAsked(command.attempt, groups, holders))
 
-    def introduce(self, peers: Iterable[MemberPlan]) -> None:
-        """Connect to workers of other groups that want to fetch layers; `peers` has this one."""
+    def introduce(self, peers: Iterable[MemberPlan], timeout_s: float) -> None:
+        """Connect to workers of other groups that want to fetch layers; `peers` has this one.
+
+        The connections end after `timeout_s`, the time limit of their change.
+        """
         plans = {peer.worker_id: peer for peer in peers}
         own = plans.pop(self.links.worker_id, None)
         if own is not None:
-            self._connections.introduce(own, plans.values())
+            self._connections.introduce(own, plans.values(), timeout_s)
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown attempts are ignored."""
@@ -474,8 +477,7 @@ class Member:
 
     def _connect(self, command: vocabulary.ConnectMembers) -> None:
         preparation = self._preparations[command.attempt]
-        members = members_of(preparation.groups)
-        self._restoring.connect(command.attempt, members, preparation.holders)
+        self._restoring.connect(preparation)
 
     def _end_preparation(self, command: vocabulary.EndPreparation) -> None:
         self._failpoints.hit_preparation("ready")
@@ -505,3 +507,4 @@ class Member:
             self._transfers.store(piece, payload)
         else:
             self._parameters.store(piece, payload)
+            self._restoring.note_piece(piece.transfer_id)

@@ -8,7 +8,7 @@ sends and receives slabs and KV.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,17 +29,18 @@ from services.core.changeover.vocabulary import (
     UndoRestore,
 )
 from services.worker.engine.memory.layer_slab import SlabState
-from services.worker.engine.pipeline.connections import Connections
+from services.worker.engine.pipeline.connections import ANSWER_SHARE, Connections
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.plans import members_of
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import ParameterPiece, SlabCut, parameter_pieces
 from services.worker.errors import WorkerError
-from services.worker.ipc import MemberPlan
+from services.worker.ipc import MemberPlan, Prepare
 
 CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed, per `step`
 CONNECT_TIMEOUT_S = 10.0
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _SlabFetch:
+    holder: str
+    start_s: float
     until_s: float  # deadline
     arrived: bool = False
     failed: bool = False
@@ -73,6 +76,9 @@ class Restoring:
     _steps: list[Iterator[PreparationEvent | None]] = field(default_factory=list)  # in progress
     _fetches: dict[str, _SlabFetch] = field(default_factory=dict)  # in progress, by transfer
     _holders: dict[str, MemberPlan] = field(default_factory=dict)  # outside of the change
+    _heard_s: dict[str, float] = field(default_factory=dict)  # arrival of a worker's last piece
+    _silent: set[str] = field(default_factory=set)  # workers that did not answer in the attempt
+    _silence_max_s: float = 0.0  # of a worker in the attempt
 
     @property
     def running(self) -> bool:
@@ -96,19 +102,21 @@ class Restoring:
 
     # --- slow work
 
-    def connect(
-        self, attempt: str, members: dict[str, MemberPlan], holders: Iterable[MemberPlan] = ()
-    ) -> None:
+    def connect(self, preparation: Prepare) -> None:
         """Start to connect both lanes to every other member.
 
-        Also connects to `holders` of layers in other groups, but nothing waits for them until a
+        Also connects to the holders of layers in other groups, but nothing waits for them until a
         slab is fetched. Holders without a nonce send only if they are connected already.
         """
+        members = members_of(preparation.groups)
         self.connections.end_introductions(members)
-        self._holders = {holder.worker_id: holder for holder in holders}
-        introduced = (holder for holder in self._holders.values() if holder.bulk.nonce)
-        self.connections.introduce(members[self.links.worker_id], introduced)
-        self._steps = [self._connect(attempt, members)]
+        self._holders = {holder.worker_id: holder for holder in preparation.holders}
+        self._heard_s, self._silent = {}, set()
+        self._silence_max_s = ANSWER_SHARE * preparation.timeout_s
+        introduced = [holder for holder in preparation.holders if holder.bulk.nonce]
+        own = members[self.links.worker_id]
+        self.connections.introduce(own, introduced, preparation.timeout_s)
+        self._steps = [self._connect(preparation.attempt, members)]
 
     def _connect(
         self, attempt: str, members: dict[str, MemberPlan]
@@ -178,27 +186,48 @@ class Restoring:
     def _fetch(self, command: RestoreSlab) -> Iterator[None]:
         """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
         slab, holder = command.slab, self._holders.get(command.holder)
+        if command.holder in self._silent:
+            raise _NotFetched("the worker does not answer")
         while holder is not None and not self.connections.has(holder):
             if not self.connections.may_connect(holder):
                 raise _NotFetched("the worker is not connected")
             yield None
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{slab}/{command.holder}"
         memory = self.stage.runner.stage_memory
-        patience_s = self.mover.patience_s(memory.slabs[slab].layout.size_bytes)
-        # Slabs that arrive at the same time share the link.
-        fetching = _SlabFetch(self.now_s() + patience_s * (1 + len(self._fetches)))
-        self._fetches[transfer_id] = fetching
+        size_bytes = memory.slabs[slab].layout.size_bytes
+        fetching = self._fetches[transfer_id] = self._new_fetch(command.holder, size_bytes)
         digest = memory.slab_digest(slab).hex()
         self.links.send(command.holder, SlabRequest(slab, transfer_id, digest))
         while not (fetching.arrived or fetching.failed):
             is_lost = holder is not None and not self.connections.has(holder)
-            if is_lost or self.now_s() > fetching.until_s:
+            if is_lost or self._is_silent(fetching) or self.now_s() > fetching.until_s:
                 self.mover.cancel(transfer_id)
                 fetching.failed = True
             yield None
         del self._fetches[transfer_id]
         if fetching.failed:
             raise _NotFetched("it did not arrive")
+
+    def _new_fetch(self, holder: str, size_bytes: int) -> _SlabFetch:
+        now_s, patience_s = self.now_s(), self.mover.patience_s(size_bytes)
+        # Slabs that arrive at the same time share the link, so each of them takes longer.
+        for other in self._fetches.values():
+            other.until_s += patience_s
+        until_s = now_s + self._silence_max_s + patience_s * (1 + len(self._fetches))
+        return _SlabFetch(holder, now_s, until_s)
+
+    def _is_silent(self, fetching: _SlabFetch) -> bool:
+        """Whether the holder has sent no piece for too long, now or earlier in the attempt."""
+        heard_s = max(fetching.start_s, self._heard_s.get(fetching.holder, 0.0))
+        if self.now_s() > heard_s + self._silence_max_s:
+            self._silent.add(fetching.holder)  # other slabs do not wait for it
+        return fetching.holder in self._silent
+
+    def note_piece(self, transfer_id: str) -> None:
+        """Note that a piece of a slab has arrived; called on the mover's thread."""
+        fetching = self._fetches.get(transfer_id)
+        if fetching is not None:
+            self._heard_s[fetching.holder] = self.now_s()
 
     def note_transfer(self, transfer_id: str, intact: bool) -> bool:
         """Note the end of a transfer; returns whether it was of a slab that is being fetched."""

@@ -44,7 +44,6 @@ CHUNK_BYTES_MAX = 1 << 20
 FAST_LINK_TIMES = 4  # maximum growth of pieces over a link that carries them within a millisecond
 # Factor on the time of a transfer alone on the link, which it shares with others and activations.
 PATIENCE = 4.0
-PATIENCE_MIN_S = 2.0
 REST_S = 1.0  # maximum time between two steps
 CLOSE_TIMEOUT_S = 10.0
 
@@ -126,8 +125,8 @@ class Mover:
         return self._sender.piece_bytes(peer)
 
     def patience_s(self, size_bytes: int) -> float:
-        """Return how long to wait for a transfer of that size before trying another source."""
-        return max(PATIENCE_MIN_S, PATIENCE * size_bytes / self._link_bytes_per_s)
+        """Return how long a transfer of that size may take before another source is tried."""
+        return PATIENCE * size_bytes / self._link_bytes_per_s
 
     def send(
         self,

@@ -9,8 +9,7 @@ from services.core.groups import holders
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.ids import group_id_of
-from services.worker.engine.pipeline.connections import Connections
-from services.worker.engine.transfer.mover import PATIENCE_MIN_S
+from services.worker.engine.pipeline.connections import ANSWER_SHARE, Connections
 from services.worker.ipc import MemberPlan
 from tests.support.engine_group import EngineGroup
 from tests.support.engine_networks import QueueNetwork
@@ -19,6 +18,7 @@ from tests.support.integer_group import member
 from tests.unit.core.groups.test_holders import records, worker
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
 from tests.unit.worker.engine.pipeline.test_holders import (
+    LIMIT_S,
     PAIRS,
     SURVIVOR,
     check_restored,
@@ -40,7 +40,7 @@ def check_ready_at_once(group: EngineGroup, attempt: str) -> None:
     """The survivor waits for no timeout."""
     since_s = group.network.now_s()
     assert group.await_answers(attempt, SURVIVOR)
-    assert group.network.now_s() - since_s < PATIENCE_MIN_S
+    assert group.network.now_s() - since_s < ANSWER_SHARE * LIMIT_S / 2
     check_restored(group, attempt)
 
 

@@ -1,7 +1,9 @@
 """Workers of other groups send slabs to a survivor, while they serve."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,14 +13,11 @@ from services.core.groups.layer_map import Stage
 from services.worker.engine.memory.layer_slab import LayerSlab, SlabState
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline import links
-from services.worker.engine.pipeline.connections import (
-    INTRODUCED_MAX_S,
-    INTRODUCTION_TIMEOUT_S,
-    Connections,
-)
+from services.worker.engine.pipeline.connections import ANSWER_SHARE, Connections
 from services.worker.errors import SlabCorrupted
 from services.worker.ipc import Lane, MemberPlan, Prepare
 from tests.support.engine_group import EngineGroup
+from tests.support.engines import Engine
 from tests.support.fake_model import LAYERS
 from tests.support.integer_group import check_tokens, member, memory, request
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
@@ -29,6 +28,7 @@ PAIRS = [
 ]
 SURVIVOR = [[Stage("w0", 0, LAYERS)]]
 OTHER_SURVIVOR = [[Stage("w3", 0, LAYERS)]]
+LIMIT_S = 60.0  # of a change
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def prepare(
     target: Sequence[Sequence[Stage]],
     holders: Sequence[Stage | MemberPlan],
     introduced: bool = True,
+    limit_s: float = LIMIT_S,
 ) -> str:
     """Ask a survivor to get ready, and introduce it to the holders that live."""
     group._attempts += 1
@@ -65,8 +66,8 @@ def prepare(
     (survivor,) = plans[0].members
     for holder in asked if introduced else ():
         if holder.worker_id in group.engines:
-            group.engines[holder.worker_id].member.introduce([survivor, holder])
-    member(group, survivor.worker_id).prepare(Prepare(attempt, plans, asked))
+            group.engines[holder.worker_id].member.introduce([survivor, holder], limit_s)
+    member(group, survivor.worker_id).prepare(Prepare(attempt, plans, asked, limit_s))
     return attempt
 
 
@@ -100,7 +101,7 @@ def test_a_survivor_whose_holder_is_not_introduced_reads_from_disk(
     for _ in range(200):
         pairs.turn()
     assert not pairs.answers(attempt)
-    pairs.network.skip(INTRODUCTION_TIMEOUT_S + 0.1)  # type: ignore[attr-defined]
+    pairs.network.skip(ANSWER_SHARE * LIMIT_S + 0.1)  # type: ignore[attr-defined]
     check_restored(pairs, attempt)
     assert restored(pairs, "w0") == {"disk": 3}
     assert caplog.text.count("was not restored from w3: the worker is not connected") == 3
@@ -120,11 +121,59 @@ def test_a_holder_that_dies_is_followed_by_another_source(pairs: EngineGroup, mo
     pairs.lose("w3")
     pairs.run_until(lambda: member(pairs, "w2").links.epoch == pairs.epoch)
     if moment == "introduced":
-        pairs.network.skip(INTRODUCTION_TIMEOUT_S + 0.1)  # type: ignore[attr-defined]
+        pairs.network.skip(ANSWER_SHARE * LIMIT_S + 0.1)  # type: ignore[attr-defined]
     check_restored(pairs, attempt)
     found = restored(pairs, "w0")
     assert found["disk"] + before.get("peer", 0) <= 3 <= sum(found.values())
     assert found["disk"] > 0
+
+
+@contextmanager
+def long_iteration(group: EngineGroup, name: str) -> Iterator[None]:
+    """An engine in an iteration: its mover works, but the engine handles nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_step", partial(_step_unless, group, name))
+        yield
+
+
+def _step_unless(group: EngineGroup, name: str, engine: Engine) -> bool:
+    return engine.identity.worker_id != name and EngineGroup._step(group, engine)
+
+
+def test_a_survivor_waits_for_holders_in_long_iterations(pairs: EngineGroup) -> None:
+    """The restore takes longer than any fixed limit, but not longer than the change may."""
+    limit_s = 1200.0
+    iteration_s = ANSWER_SHARE * limit_s / 2
+    with long_iteration(pairs, "w3"):
+        attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]], limit_s=limit_s)
+        pairs.network.skip(iteration_s)  # type: ignore[attr-defined]
+        for _ in range(200):
+            pairs.turn()
+    pairs.run_until(lambda: member(pairs, "w0").links.lane.has("w3"))
+    restoring = member(pairs, "w0")._restoring
+    for number in range(3):
+        pairs.run_until(lambda number=number: restoring.restored["peer"] == number)
+        with long_iteration(pairs, "w3"):
+            pairs.run_until(lambda: restoring._fetches)
+            pairs.network.skip(iteration_s)  # type: ignore[attr-defined]
+            for _ in range(200):
+                pairs.turn()
+        assert restoring.restored["peer"] == number
+    check_restored(pairs, attempt)
+    assert restored(pairs, "w0") == {"peer": 3}
+
+
+def test_a_survivor_waits_once_for_a_holder_that_hangs(pairs: EngineGroup) -> None:
+    attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
+    restoring = member(pairs, "w0")._restoring
+    pairs.run_until(lambda: member(pairs, "w0").links.lane.has("w3"))
+    start_s = pairs.now_s
+    with long_iteration(pairs, "w3"):
+        pairs.run_until(lambda: restoring._fetches)
+        pairs.run_until(lambda: pairs.answers(attempt))
+    assert pairs.now_s - start_s < 2 * ANSWER_SHARE * LIMIT_S
+    check_restored(pairs, attempt)
+    assert restored(pairs, "w0") == {"disk": 3}
 
 
 def test_a_holder_that_drops_its_layers_meanwhile_refuses(pairs: EngineGroup) -> None:
@@ -155,8 +204,8 @@ def test_two_workers_send_each_other_slabs(pairs: EngineGroup) -> None:
     first = prepare(pairs, SURVIVOR, [Stage("w3", 1, LAYERS)])
     plans = pairs._plans(OTHER_SURVIVOR, pairs.epoch + 2)
     holder = pairs._plan_of(Stage("w0", 0, 1))
-    member(pairs, "w0").introduce([plans[0].members[0], holder])
-    member(pairs, "w3").prepare(Prepare("second", plans, [holder]))
+    member(pairs, "w0").introduce([plans[0].members[0], holder], LIMIT_S)
+    member(pairs, "w3").prepare(Prepare("second", plans, [holder], LIMIT_S))
     assert pairs.await_answers(first, SURVIVOR)
     assert pairs.await_answers("second", OTHER_SURVIVOR)
     assert restored(pairs, "w0") == {"peer": 3}
@@ -200,7 +249,7 @@ def test_a_holder_may_become_a_member_of_the_same_group(pairs: EngineGroup) -> N
     check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
     both = [[Stage("w0", 0, 1), Stage("w2", 1, 2), Stage("w3", 2, LAYERS)]]
     pairs.change(both)
-    pairs.network.skip(INTRODUCED_MAX_S + 1.0)  # type: ignore[attr-defined]
+    pairs.network.skip(LIMIT_S + 1.0)  # type: ignore[attr-defined]
     pairs.start(request(20), "w0")
     check_tokens(pairs)
 
@@ -209,7 +258,7 @@ def test_an_introduction_ends(pairs: EngineGroup) -> None:
     check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
     lane = member(pairs, "w0").links.lane
     assert lane.has("w3")
-    pairs.network.skip(INTRODUCED_MAX_S + 1.0)  # type: ignore[attr-defined]
+    pairs.network.skip(LIMIT_S + 1.0)  # type: ignore[attr-defined]
     pairs.run_until(lambda: not lane.has("w3"))
     for name in ("w0", "w3"):
         assert not member(pairs, name).busy_changing

@@ -6,22 +6,21 @@ from dataclasses import replace
 import pytest
 
 from services.core.changeover.preparation import BUSY
-from services.core.changeover.slab_sources import FAILURES_MAX
 from services.core.planner.batch import Microbatch
 from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
 from services.worker.engine.pipeline import restoring
+from services.worker.engine.pipeline.connections import ANSWER_SHARE
 from services.worker.engine.pipeline.restoring import CONNECT_TIMEOUT_S
 from services.worker.engine.transfer import handshake
 from services.worker.engine.transfer.errors import MoverFull
-from services.worker.engine.transfer.mover import PATIENCE_MIN_S
 from services.worker.errors import (
     ArenaExhausted,
     InvalidBlocks,
     InvalidStage,
     ModelError,
 )
-from services.worker.ipc import Prepare
+from services.worker.ipc import PREPARE_TIMEOUT_S, Prepare
 from tests.support.engines import Engine
 from tests.support.fake_model import BLOCKS, CHUNK_BYTES, LAYERS, SLABS
 from tests.support.integer_group import (
@@ -248,12 +247,12 @@ def test_parameters_that_do_not_come_in_time_are_not_waited_for(
     for _ in range(100):
         group.turn()
     assert (attempt, "w0") not in group.prepared
-    for _ in range(FAILURES_MAX):
-        group.network.skip(PATIENCE_MIN_S + 0.1)  # type: ignore[attr-defined]
-        for _ in range(300):
-            group.turn()
+    group.network.skip(ANSWER_SHARE * PREPARE_TIMEOUT_S + 0.1)  # type: ignore[attr-defined]
+    for _ in range(300):
+        group.turn()
     assert (attempt, "w0") in group.prepared, "the folder has the rest: w1 is not asked again"
-    assert caplog.text.count("was not restored from w1: it did not arrive") == FAILURES_MAX
+    assert caplog.text.count("was not restored from w1: it did not arrive") == 1
+    assert caplog.text.count("was not restored from w1: the worker does not answer") == 2
     group.network._bulk.release("w1", "w0")  # type: ignore[attr-defined]
     group.commit(APART)
     group.settle()
