@@ -67,8 +67,11 @@ class ModelState:
             low_since_s = self.partial_since_s
         dwell_s = self.split_dwell_s - elapsed_s(low_since_s, now_s)
         manual_s = self.manual_until_s.get(Action.MERGE, now_s) - now_s
-        if manual_s > max(0.0, dwell_s):
+        settle_s = self.settle_until_s - now_s
+        if manual_s > max(0.0, dwell_s, settle_s):
             return f"a manual change delays splits for {ceil(manual_s)} s more"
+        if settle_s > max(0.0, dwell_s):
+            return f"the last change delays splits for {ceil(settle_s)} s more"
         if dwell_s <= 0:
             return ""
         return f"demand must stay low for {ceil(dwell_s)} s more (of {self.split_dwell_s:g} s)"

@@ -356,6 +356,21 @@ def test_a_merged_group_says_for_how_long_a_doubled_dwell_time_delays_its_split(
     assert text.startswith("demand must stay low for ") and text.endswith(" s more (of 10 s)")
 
 
+def test_a_change_of_another_group_delays_splits() -> None:
+    cluster = Cluster(4)
+    halves = partial_targets(pipeline(4), cluster.facts, 2)
+    cluster.groups = [group_of(target) for target in halves]
+    cluster.run(5.9)
+    reports = cluster._reports()
+    changing = replace(cluster.groups[1], epoch=2)
+    uses = group_uses([cluster.groups[0], changing], reports, cluster.facts)
+    cluster.monitor.handle(GroupsSeen(cluster.now_s, uses))
+    assert cluster.monitor.split_obstacles(cluster.now_s, {}) == {
+        "group-w0": "the last change delays splits for 1 s more",
+        "group-w1": "its members report another epoch",
+    }
+
+
 def test_a_group_that_cannot_change_says_why() -> None:
     cluster = Cluster(4)
     cluster.run(1.0)

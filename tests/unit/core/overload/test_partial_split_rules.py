@@ -62,6 +62,23 @@ def a_leaving_member_leaves() -> None:
             assert decision.parts == ()
 
 
+def requests_wait_for_no_split() -> None:
+    """A split that leaves no room for them is called off, whatever the load."""
+    for seed in SEEDS:
+        rng = Random(seed)
+        cluster = Cluster(8)
+        cluster.used, cluster.executes = round(UNMERGED * rng.uniform(2.1, 2.9)), False
+        (split,) = cluster.run(8.0)
+        assert split.parts == (4,)
+        cluster.limits = {"group-w0": 3 * UNMERGED}
+        cluster.stuck = {"group-w0": round(UNMERGED * rng.uniform(1.0, 4.0))}
+        assert Action.CALL_OFF in {decision.action for decision in cluster.run(2.0)}
+
+
+def _ignore_full_splits_at_low_demand(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(monitor.OverloadMonitor, "_crowded", lambda *_: frozenset())
+
+
 def _ignore_kv_in_use(patch: pytest.MonkeyPatch) -> None:
     def first(self: GroupUse) -> PartialSplit | None:
         return next(iter(self.partial_splits), None)
@@ -104,6 +121,10 @@ RULES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]
         members_keep_their_layers,
     ),
     "parts interleave": (_keep_neighbours_together, members_keep_their_layers),
+    "a split without room for its requests is called off": (
+        _ignore_full_splits_at_low_demand,
+        requests_wait_for_no_split,
+    ),
     "a group with a leaving member does not split partially": (
         _split_groups_with_leaving_members,
         a_leaving_member_leaves,
