@@ -124,10 +124,10 @@ class Lives:
         self._rules.take_out(engine)
         process = world.processes[name] = WorkerProcess(engine, lambda: world.now_s)
         world.note(f"{process.incarnation} starts")
-        self.register(process)
+        self._register(process)
         world.later(world.rng.uniform(0.0, REPORT_S), partial(world.report_often, process))
 
-    def register(self, process: WorkerProcess) -> None:
+    def _register(self, process: WorkerProcess) -> None:
         """Register, now or later; a process that is forgotten ends, and is started anew."""
         world = self._world
         store, name = world.control.store, process.name
@@ -138,7 +138,7 @@ class Lives:
         if registered is not None and registered.incarnation == process.incarnation:
             return
         if registered is not None or world.now_s < unseen_s:
-            world.later(max(0.5, unseen_s - world.now_s), partial(self.register, process))
+            world.later(max(0.5, unseen_s - world.now_s), partial(self._register, process))
             return
         if not store.may_register(process.fence):
             world.note(f"{process.incarnation} is forgotten")
@@ -172,12 +172,12 @@ class Lives:
         world = self._world
         if lasts_s > LEASE_S:
             world.later(LEASE_S, partial(self._expire_unless_awake, process))
-            world.later(lasts_s + 0.1, partial(self.register, process))
+            world.later(lasts_s + 0.1, partial(self._register, process))
 
     def _expire_unless_awake(self, process: WorkerProcess) -> None:
         if process.stands or self._world.now_s < process.blind_until_s:
             self._expire(process)
-            self.register(process)
+            self._register(process)
 
     def blind(self) -> None:
         """A process is cut off from the store; everything else reaches it.

@@ -48,7 +48,7 @@ STEPS = 30
 REQUESTS_MAX, OPEN_MAX = 24, 5
 SETTLE_S = 150.0
 CALM_S = 40.0
-TURNS_MAX = 20_000
+TURNS_MAX = 40_000
 STANDS_MAX_S = 90.0
 """No request stands still for longer, while a worker serves."""
 
@@ -330,7 +330,6 @@ class JoinedWorld:
             self.turn()
         for process in self.processes.values():
             process.blind_until_s = 0.0
-            self.lives.register(process)
         until_s = self.now_s + SETTLE_S
         while (unsettled := self._unsettled()) is not None:
             if self.now_s > until_s:
