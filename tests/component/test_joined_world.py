@@ -88,7 +88,7 @@ def test_leaders_whose_group_a_loss_divides_give_requests_back(
     ("removed", "seed"),
     [
         ("start over", 7),
-        ("reports of trouble", 22),
+        ("reports of trouble", 7),
         ("renewal", 12),
         ("farewell", 27),
         ("desertion", 13),
