@@ -97,7 +97,7 @@ def test_workers_whose_record_contradicts_the_key_are_left_out() -> None:
         f"{WORKERS}{name}": Entry(encode_record(record), 3, 9) for name, record in records.items()
     }
     assert RecordReader().read(entries).workers == (
-        Worker("w0", "w0-a", "m", 30, 9, settings=settings),
+        Worker("w0", "w0-a", "m", 30, 3, settings=settings),
     )
 
 
