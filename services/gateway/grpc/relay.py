@@ -289,7 +289,15 @@ async def _connect(name: str, protocol: Callable[[], asyncio.Protocol]) -> None:
         # Another process may take the name once this one's server has stopped.
         if struct.unpack("3i", credentials)[0] != os.getpid():
             raise ConnectionRefusedError
-        await loop.create_unix_connection(protocol, sock=unix)
     except BaseException:
         unix.close()
         raise
+    # From here on uvloop closes the descriptor. It detaches the socket only from a transport that
+    # is closed after this call: otherwise the socket would close the next file with that number.
+    closing = True
+    try:
+        transport, _ = await loop.create_unix_connection(protocol, sock=unix)
+        closing = transport.is_closing()
+    finally:
+        if closing:
+            unix.detach()
