@@ -81,6 +81,7 @@ class RefusalReason(StrEnum):
     QUEUE_FULL = "queue_full"
     EXPIRED = "expired"
     UNKNOWN_MODEL = "unknown_model"
+    TOO_LATE = "too_late"
 
 
 @dataclass(frozen=True, slots=True)
