@@ -142,6 +142,7 @@ class Ask(_message.Message):
     EXCUSED_S_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     ESTIMATED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -193,6 +194,10 @@ class Ask(_message.Message):
     """`prompt_tokens` is an estimate from the size of the prompt, which is not tokenized yet. The
     answer is a Refusal or a Proceed; only for a scheduler that sends `class_waits`.
     """
+    fingerprint: _builtins.int
+    """Hash of the client's request, by which the scheduler recognises the retry of a refused request.
+    0: the request is recognised by its token counts and prefix hashes.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """Service class and SLO targets."""
@@ -232,10 +237,11 @@ class Ask(_message.Message):
         excused_s: _builtins.float = ...,
         expected_tokens: _builtins.int = ...,
         estimated: _builtins.bool = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,6 +461,7 @@ class Refusal(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    BOOKED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     reason: Global___RefusalReason.ValueType
@@ -465,6 +472,10 @@ class Refusal(_message.Message):
     """Seconds after which a retry makes sense; 0 if a retry is pointless. For an unknown model it is
     above 0 while the workers that served it are unavailable.
     """
+    booked: _builtins.bool
+    """The scheduler keeps room for the retry at `retry_after_s`, in whole seconds; the gateway passes
+    it on without jitter.
+    """
     def __init__(
         self,
         *,
@@ -472,10 +483,11 @@ class Refusal(_message.Message):
         reason: Global___RefusalReason.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        booked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
