@@ -250,7 +250,8 @@ Global___Ask: _TypeAlias = Ask  # noqa: Y015
 @_typing.final
 class Outcome(_message.Message):
     """The first token of an assigned request, or its end. Sent off the critical path, at most twice for
-    a request, and not for requests that failed or were started more than once.
+    a request, not for requests that failed or were started more than once, and only to a scheduler
+    with `wants_outcomes`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -503,12 +504,15 @@ class Heartbeat(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     WANTS_PREFIXES_FIELD_NUMBER: _builtins.int
     CLASS_WAITS_FIELD_NUMBER: _builtins.int
+    WANTS_OUTCOMES_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
     """Requests in the queue."""
     wants_prefixes: _builtins.bool
     """Whether asks should contain `prefix_hashes`."""
+    wants_outcomes: _builtins.bool
+    """Whether the scheduler predicts waits: gateways then report outcomes."""
     @_builtins.property
     def class_waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """Predicted waits, at most one per model and class; without classes that wait for a quarter of
@@ -522,10 +526,11 @@ class Heartbeat(_message.Message):
         queued: _builtins.int = ...,
         wants_prefixes: _builtins.bool = ...,
         class_waits: _abc.Iterable[Global___ClassWait] | None = ...,
+        wants_outcomes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,6 +546,7 @@ class ClassWait(_message.Message):
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     OPTIMISTIC_S_FIELD_NUMBER: _builtins.int
     LIKELY_S_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     service_class: _service_pb2.ServiceClass.ValueType
@@ -549,6 +555,8 @@ class ClassWait(_message.Message):
     """Seconds until the first token, exceeded with a probability of 80 %."""
     likely_s: _builtins.float
     """The median of the prediction, in seconds."""
+    limit_s: _builtins.float
+    """Longest predicted wait, in seconds, of a request without a target of its own; 0: no limit."""
     def __init__(
         self,
         *,
@@ -556,10 +564,11 @@ class ClassWait(_message.Message):
         service_class: _service_pb2.ServiceClass.ValueType = ...,
         optimistic_s: _builtins.float = ...,
         likely_s: _builtins.float = ...,
+        limit_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["likely_s", b"likely_s", "model", b"model", "optimistic_s", b"optimistic_s", "service_class", b"service_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["likely_s", b"likely_s", "limit_s", b"limit_s", "model", b"model", "optimistic_s", b"optimistic_s", "service_class", b"service_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
