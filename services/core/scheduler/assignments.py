@@ -27,11 +27,12 @@ class Assigned:
     arrival_s: float
     assigned_s: float
     requeues: int = 0
-    # What its outcome is compared with: the predicted time to the first token, 0 if unknown, and
-    # the keys of its length.
+    # What its outcome is compared with: the predicted time to the first token, 0 if unknown; and
+    # what is learnt from its length.
     raw_s: float = 0.0
     service_class: ServiceClass = ServiceClass.STANDARD
     keys: Keys = ()
+    prompt_tokens: int = 0
 
     @property
     def group_and_epoch(self) -> tuple[str, int]:

@@ -223,7 +223,8 @@ class Lateness:
             left_s = waiting.latest_s - now_s
             if (
                 optimistic_s <= left_s
-                or waiting.ask.service.service_class not in overloaded
+                # Late requests stand behind those of all classes.
+                or (not waiting.late and waiting.ask.service.service_class not in overloaded)
                 or not self._is_refusable(waiting, model, short, now_s)
             ):
                 ahead += waiting.start_tokens

@@ -386,6 +386,8 @@ class SchedulerState:
         waits, now_s = model.meter.waits, outcome.now_s
         if outcome.output_tokens:
             waits.lengths.add(assigned.keys, outcome.output_tokens, outcome.cut_off)
+            tokens = assigned.prompt_tokens + outcome.output_tokens
+            waits.interactive.end(outcome.request_id, tokens, now_s)
         elif assigned.raw_s:
             waits.ratios[assigned.service_class].note(assigned.raw_s, outcome.ttft_s, now_s)
 
@@ -534,8 +536,11 @@ class SchedulerState:
             Assigned(
                 *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
                 *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.lateness else ()),
+                ask.prompt_tokens,
             ),
         )
+        if self.lateness and ask.service.service_class is ServiceClass.INTERACTIVE:
+            model.meter.waits.interactive.start(ask.request_id, now_s)
         if now_s < waiting.alone_until_s:
             load.make_exclusive(ask.request_id, now_s)
         self._rates.note(ask.service.service_class, now_s)
