@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
 from services.core.scheduler.lengths import Keys
-from services.core.scheduler.vocabulary import Limit
+from services.core.scheduler.vocabulary import WaitLimit
 from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
@@ -98,5 +98,5 @@ class Totals:
     )
     # Requests refused as late, by model, class and limit; and retries at their booked time that
     # were refused as late again.
-    refused_late: Counter[tuple[str, ServiceClass, Limit]] = field(default_factory=Counter)
+    refused_late: Counter[tuple[str, ServiceClass, WaitLimit]] = field(default_factory=Counter)
     retries_broken: int = 0

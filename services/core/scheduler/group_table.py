@@ -21,7 +21,7 @@ from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
-from services.core.service import ServiceClass
+from services.core.service import Service, ServiceClass
 
 ARRIVALS_S = 3
 """Window of the arrival rate, in seconds."""
@@ -72,6 +72,22 @@ class DemandMeter:
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)
+
+    def note_arrival(self, service: Service, tokens: int, now_s: float) -> None:
+        """Count a new request that needs `tokens` of KV."""
+        self.arrived.add(tokens, now_s)
+        if service.service_class is ServiceClass.INTERACTIVE:
+            self.interactive.add(tokens, now_s)
+
+    def begin_pace(self, now_s: float) -> None:
+        """Restart the measurement of the rates: a request joins the empty queue."""
+        self.pace.begin(now_s)
+        self.waits.rate.begin(now_s)
+
+    def note_start(self, tokens: int, now_s: float) -> None:
+        """Count a dispatch from the queue."""
+        self.pace.note(now_s)
+        self.waits.rate.note(now_s, tokens)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens that arrive per second, over the window including the unfinished second."""
