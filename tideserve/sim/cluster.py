@@ -15,6 +15,7 @@ from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import (
     Asked,
+    Command,
     Event,
     GroupJoined,
     GroupLeft,
@@ -315,8 +316,11 @@ class Cluster:
             )
         )
 
+    def _decide(self, event: Event) -> list[Command]:
+        return self.scheduler.handle(event)
+
     def _apply(self, event: Event) -> None:
-        for command in self.scheduler.handle(event):
+        for command in self._decide(event):
             match command:
                 case SendAssignment():
                     self._queued_blocks -= self._queued.pop(command.request_id)

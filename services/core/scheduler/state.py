@@ -218,7 +218,7 @@ class SchedulerState:
     def has_room(self, ask: Asked, now_s: float) -> bool:
         """Whether a group could start a request now, regardless of the queue."""
         model = self._groups.of_model(ask.model)
-        return model is not None and self._admission.lateness.could_start(ask, model, now_s)
+        return model is not None and model.pick(ask, now_s, inf) is not None
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""

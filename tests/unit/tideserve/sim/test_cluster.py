@@ -132,7 +132,7 @@ def test_an_idle_cluster_takes_the_time_of_the_model_and_the_delays() -> None:
 def test_overload_queues_then_refuses_and_recovers() -> None:
     burst = [Arrival(index * 0.001, 400, 200) for index in range(300)]
     later = [Arrival(400.0 + index, 100, 10) for index in range(10)]
-    spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0))
+    spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0, lateness=0.0))
     cluster, outcomes = run(spec, OpenLoop(burst + later))
     check_conservation(cluster, outcomes)
     found = figures(outcomes)
