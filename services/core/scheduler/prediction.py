@@ -21,9 +21,9 @@ from services.core.service import ServiceClass
 WINDOW_S = 10.0
 """Window of the measured rate."""
 PRIOR_S = 2.0
-"""The rate expected before a measurement counts as much as a measurement of this duration."""
+"""The expected rate counts as much as a measurement of this duration, less the time measured."""
 STARTS_MIN = 5
-"""Minimum number of starts from which a rate is computed without an expected rate."""
+"""Number of starts from which a rate counts as measured."""
 LEFT_SHARE = 0.1
 """Share of the rate that is left to requests that others pass, at least."""
 CAPACITY_CHANGE = 0.1
@@ -78,11 +78,13 @@ class StartRate:
         if self._remembered is not None:
             expected = self._remembered * self._capacity_blocks
         period_s = max(0.0, now_s - self._since_s)
-        if expected is not None:
-            return (expected * PRIOR_S + self._tokens) / (PRIOR_S + period_s)
-        if len(self._starts) < STARTS_MIN or not period_s:
-            return None
-        return self._tokens / period_s
+        measured = len(self._starts) >= STARTS_MIN
+        if expected is None:
+            return self._tokens / period_s if measured and period_s else None
+        # The expected rate may be far off, as the cost model ignores much: it only bridges the
+        # time until enough is measured.
+        prior_s = max(0.0, PRIOR_S - period_s) if measured else PRIOR_S
+        return (expected * prior_s + self._tokens) / (prior_s + period_s)
 
     def _restart(self, end_s: float, now_s: float) -> None:
         """Remember the rate until `end_s`, and begin a measurement now."""

@@ -112,7 +112,7 @@ def test_before_a_shortfall_memory_is_no_reason() -> None:
 
 def test_with_memory_but_a_backlog_the_limit_is_compute() -> None:
     scheduler = Overloaded(short=False)
-    scheduler.report(now_s=scheduler.now_s, free=90, running=4, prefill=30_000)
+    scheduler.report(now_s=scheduler.now_s, free=90, running=4, prefill=300_000)
     (refusal,) = [c for c in scheduler.arrive("r") if isinstance(c, SendRefusal)]
     assert refusal.late is not None and refusal.late.by is WaitLimit.COMPUTE
 
