@@ -20,7 +20,7 @@ def service_message(service: Service) -> service_pb2.Service:
     )
 
 
-def to_class(number: service_pb2.ServiceClass) -> ServiceClass:
+def to_class(number: int) -> ServiceClass:
     """The class with this number; a class unknown to this version is read as standard."""
     return _BY_NUMBER.get(number, ServiceClass.STANDARD)
 

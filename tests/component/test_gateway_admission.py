@@ -141,6 +141,18 @@ async def test_a_retry_has_the_fingerprint_of_the_first_try(case: Case) -> None:
     assert len({*first, *choices}) == 6
 
 
+async def test_the_expected_output_is_part_of_the_ask(case: Case) -> None:
+    for text, status in (("120", 200), ("-1", 400), ("1.5", 400), ("²", 400), ("9" * 12, 400)):
+        answer = await case.http.post(
+            "/v1/completions",
+            json=COMPLETION,
+            headers={"x-expected-output-tokens": text.encode()},
+        )
+        assert answer.status_code == status, text
+    await case.complete(max_tokens=1)
+    assert [ask.expected_tokens for ask in case.cluster.scheduler.asks] == [120, 0]
+
+
 async def test_a_long_wait_of_the_class_is_asked_about_before_the_prompt_is_tokenized(
     case: Case,
 ) -> None:

@@ -206,5 +206,6 @@ def ask_for(choice: PreparedChoice) -> Ask:
         service=request.service,
         traceparent=request.traceparent,
         prefix=choice.prefix,
+        expected_tokens=choice.expected_tokens,
         fingerprint=choice.fingerprint,
     )

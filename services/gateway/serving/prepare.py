@@ -31,7 +31,7 @@ from services.gateway.serving.early_asks import EarlyAsks
 from services.gateway.serving.grammar import checked_grammar
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.serving.prompt_encoder import PromptEncoder
-from services.gateway.serving.service_policy import ServicePolicy
+from services.gateway.serving.service_policy import ServicePolicy, expected_tokens_of
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.tools.format import Thinking
@@ -240,6 +240,7 @@ class Preparer:
             echo=echo,
             prompt_only=body.output_limit() == 0,
             prompt_top=body.prompt_logprobs,
+            expected_tokens=expected_tokens_of(record.slo_headers),
             fingerprint=record.fingerprint,
             coalesced=_coalesced(body, service),
         )
