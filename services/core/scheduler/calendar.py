@@ -192,6 +192,12 @@ class Calendar:
         self._end(booking, BookingEnd.USED)
         return booking
 
+    @property
+    def used_share(self) -> float:
+        """Share of the bookings that their clients use."""
+        used, lapsed = self.ended[BookingEnd.USED], self.ended[BookingEnd.LAPSED]
+        return (used + 1) / (used + lapsed + 1)
+
     def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
         """Whether `arrive` would use a booking."""
         booking = self._bookings.get((owner, shape))

@@ -429,9 +429,11 @@ class GroupTable:
                 self.touch(load)
         for model in self._models.values():
             model.remove_expired(now_s)
+            if not self.holds:
+                continue
             serving = [load for load in model.index.loads.values() if load.is_fresh(now_s)]
             model.meter.waits.refresh(serving, self.ttft, now_s)
-            if self.holds and self.rules.by_class:
+            if self.rules.by_class:
                 model.keep_room(now_s)
 
     def forget_report(self, load: GroupLoad) -> None:

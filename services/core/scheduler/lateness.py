@@ -98,6 +98,9 @@ class Lateness:
         else:
             model.meter.waits.note_ask(ask)
             booking = calendar.arrive(ask.now_s, owner, shape)
+        ahead = self.queue.rules.classes_ahead(ask.service)
+        if not self.queue.demand(ask.model, ahead)[0] and self.could_start(ask, model, ask.now_s):
+            return Estimate(limit_s, None, booking, 0.0)  # it starts now
         if booking is not None:
             arrival_s = min(arrival_s, booking.arrival_s)
         booked = due or booking is not None
@@ -126,7 +129,9 @@ class Lateness:
         group_s = prefill_s(ask, model)
         rate = waits.rate_beside(passing, now_s)
         if queued and not booked and rate:
-            ahead += self.calendar(ask, model).due(now_s + (ahead + start_tokens) / rate)[0]
+            calendar = self.calendar(ask, model)
+            due_tokens, _ = calendar.due(now_s + (ahead + start_tokens) / rate)
+            ahead += round(due_tokens * calendar.used_share)
         return waits.predict(
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
@@ -142,7 +147,8 @@ class Lateness:
         if ask.now_s + estimate.alone_s > due_s:
             waiting.late = True
         else:
-            waiting.latest_s = due_s - prefill_s(ask, model)
+            own_s = prefill_s(ask, model) if estimate.prediction is not None else 0.0
+            waiting.latest_s = due_s - own_s
 
     def note_outcome(self, outcome: OutcomeReported, assignments: Assignments) -> None:
         """Learn from the outcome of a request; no effect if its assignment is forgotten."""

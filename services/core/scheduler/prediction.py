@@ -10,6 +10,7 @@ from bisect import bisect, bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
@@ -22,8 +23,10 @@ WINDOW_S = 10.0
 """Window of the measured rate."""
 PRIOR_S = 2.0
 """The expected rate counts as much as a measurement of this duration, less the time measured."""
-STARTS_MIN = 5
-"""Number of starts from which a rate counts as measured."""
+STARTS_MIN, STARTS_MAX = 5, 4096
+"""Number of starts from which a rate counts as measured, and maximum number that is kept."""
+COMPUTED_S = 1.0
+"""Period in which the expected rate is computed, which takes some microseconds per group."""
 LEFT_SHARE = 0.1
 """Share of the rate that is left to requests that others pass, at least."""
 CAPACITY_CHANGE = 0.1
@@ -40,7 +43,7 @@ class StartRate:
 
     # When the measurement began, and the time and tokens of the starts since then.
     _since_s: float = math.inf
-    _starts: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+    _starts: deque[tuple[float, int]] = field(default_factory=deque)
     _tokens: int = 0
     # KV blocks of the groups that serve, and tokens per second and block as last measured.
     _capacity_blocks: int = 0
@@ -55,8 +58,11 @@ class StartRate:
     def note(self, now_s: float, tokens: int) -> None:
         """Count a start from the queue."""
         self._since_s = min(self._since_s, now_s)
-        if len(self._starts) == self._starts.maxlen:
-            self._since_s = self._starts[0][0]
+        while self._starts and (
+            len(self._starts) == STARTS_MAX or self._starts[0][0] < now_s - WINDOW_S
+        ):
+            # Older starts are forgotten: the measurement begins with the first that is known.
+            self._since_s = max(self._since_s, self._starts[0][0])
             self._tokens -= self._starts.popleft()[1]
         self._starts.append((now_s, tokens))
         self._tokens += tokens
@@ -70,21 +76,23 @@ class StartRate:
             self._capacity_blocks = blocks
 
     def per_s(self, now_s: float) -> float | None:
-        """Tokens per second; None if nothing is known."""
+        """Tokens per second; None if nothing is known. Changes nothing, so it may be called often."""
         if not self._capacity_blocks:
             return None
-        self._discard_old(now_s)
+        since_s = max(self._since_s, now_s - WINDOW_S)
+        old = list(takewhile(lambda start: start[0] < since_s, self._starts))
+        tokens = self._tokens - sum(start_tokens for _, start_tokens in old)
         expected = self.computed
         if self._remembered is not None:
             expected = self._remembered * self._capacity_blocks
-        period_s = max(0.0, now_s - self._since_s)
-        measured = len(self._starts) >= STARTS_MIN
+        period_s = max(0.0, now_s - since_s)
+        measured = len(self._starts) - len(old) >= STARTS_MIN
         if expected is None:
-            return self._tokens / period_s if measured and period_s else None
+            return tokens / period_s if measured and period_s else None
         # The expected rate may be far off, as the cost model ignores much: it only bridges the
         # time until enough is measured.
         prior_s = max(0.0, PRIOR_S - period_s) if measured else PRIOR_S
-        return (expected * prior_s + self._tokens) / (prior_s + period_s)
+        return (expected * prior_s + tokens) / (prior_s + period_s)
 
     def _restart(self, end_s: float, now_s: float) -> None:
         """Remember the rate until `end_s`, and begin a measurement now."""
@@ -94,14 +102,6 @@ class StartRate:
                 self._remembered = rate / self._capacity_blocks
         self._since_s, self._tokens = now_s, 0
         self._starts.clear()
-
-    def _discard_old(self, now_s: float) -> None:
-        first_s = now_s - WINDOW_S
-        if self._since_s >= first_s:
-            return
-        self._since_s = first_s
-        while self._starts and self._starts[0][0] < first_s:
-            self._tokens -= self._starts.popleft()[1]
 
 
 RANGES_S = (1.0, 10.0)
@@ -205,6 +205,8 @@ class RequestMeans:
 
 RESIDENCE_WEIGHT = 1 / 16
 """Weight of the latest request in the mean residence time."""
+RUNNING_MAX = 10_000
+"""Maximum number of requests that are counted."""
 STALE, STALE_S = 8.0, 60.0
 """Multiple of the residence time, and least time, after which a request without an outcome counts
 as ended."""
@@ -222,6 +224,8 @@ class InteractiveUse:
     def start(self, request_id: str, now_s: float) -> None:
         """Count an assigned request."""
         self._running[request_id] = now_s
+        if len(self._running) > RUNNING_MAX:
+            self._running.popitem(last=False)
 
     def end(self, request_id: str, tokens: float, now_s: float) -> None:
         """Count the end of a request that held `tokens` of KV; no effect if it is unknown."""
@@ -296,8 +300,10 @@ class WaitPredictor:
         default_factory=lambda: {cls: Calendar() for cls in ServiceClass}
     )
     means: RequestMeans = field(default_factory=RequestMeans)
-    # Prompt tokens per second if KV memory were unlimited; None if no cost model is known.
+    # Prompt tokens per second if KV memory were unlimited; None if no cost model is known. When
+    # this and the expected rate are due to be computed again.
     _compute_rate: float | None = None
+    _computed_due_s: float = -math.inf
 
     def note_ask(self, ask: Ask) -> None:
         """Count the lengths of a new request."""
@@ -308,9 +314,12 @@ class WaitPredictor:
     def refresh(self, loads: list[GroupLoad], costs: CostModel | None, now_s: float) -> None:
         """Note the groups that serve; call it every few 100 ms. O(groups)."""
         self.rate.note_capacity(sum(load.capacity_blocks for load in loads), now_s)
+        if now_s < self._computed_due_s or not self.means.prompt_tokens:
+            return
+        self._computed_due_s = now_s + COMPUTED_S
         known = [load for load in loads if costs is not None or load.group.cost_model is not None]
         self._compute_rate = self.rate.computed = None
-        if not known or not self.means.prompt_tokens:
+        if not known:
             return
         fallback = costs or next(load.group.cost_model for load in known)
         assert fallback is not None
