@@ -33,12 +33,26 @@ REFUSALS = (429, 503)
 UNFINISHED = "not finished within the time of the round"
 
 
+class Returns(msgspec.Struct, frozen=True):
+    """How the clients of an open loop return after a refusal.
+
+    Clients wait for Retry-After, and do not return without it; every `at_once_every`-th client
+    returns at once. A client returns at most `most` times, and not later than `until_s` after the
+    start of the load.
+    """
+
+    until_s: float
+    at_once_every: int
+    most: int
+
+
 class Job(msgspec.Struct, frozen=True):
     """Requests to send, and the servers.
 
     `concurrency` None is an open loop: requests are sent at their arrival times. Of the first
     `lead_in` requests, only failures are recorded. `backlog` is sent beside the requests until
-    these have ended; its requests that run then are cut off and not recorded.
+    these have ended; its requests that run then are cut off and not recorded. `returns`: refused
+    requests of an open loop are sent again; each attempt has a record.
     """
 
     urls: tuple[str, ...]
@@ -50,6 +64,7 @@ class Job(msgspec.Struct, frozen=True):
     api_key: str | None = None
     backlog: Backlog | None = None
     class_fields: ClassFields = ClassFields.CLASSES
+    returns: Returns | None = None
 
 
 class LoadClient:
@@ -95,10 +110,32 @@ class LoadClient:
     async def _open_loop(self, start_s: float) -> None:
         end_s = start_s + self._job.timeout_s
         async with asyncio.TaskGroup() as tasks:
-            for request in self._job.requests:
+            for number, request in enumerate(self._job.requests):
                 due_s = start_s + request.arrival_s
                 await asyncio.sleep(max(0.0, due_s - monotonic_s()))
-                tasks.create_task(self._send(request, next(self._turn), due_s, end_s))
+                tasks.create_task(self._send_and_return(number, request, due_s, end_s))
+
+    async def _send_and_return(
+        self, number: int, request: PlannedRequest, due_s: float, end_s: float
+    ) -> None:
+        """Send a request of an open loop, again after refusals as `Job.returns` says."""
+        target, returns = next(self._turn), self._job.returns
+        if returns is None:
+            await self._send(request, target, due_s, end_s)
+            return
+        at_once = number % returns.at_once_every == returns.at_once_every - 1
+        last_s = due_s - request.arrival_s + returns.until_s
+        for attempt in range(returns.most + 1):
+            await asyncio.sleep(max(0.0, due_s - monotonic_s()))
+            outcome = await self._send(request, target, due_s, end_s)
+            record = msgspec.structs.replace(self.records[-1], returns=attempt, at_once=at_once)
+            self.records[-1] = record
+            wait_s = 0.0 if at_once else record.retry_after_s
+            if outcome is not RequestOutcome.REJECTED or wait_s is None:
+                return
+            due_s = record.end_s + wait_s
+            if due_s > last_s:
+                return
 
     async def _closed_loop(self) -> None:
         end_s = monotonic_s() + self._job.timeout_s
@@ -205,6 +242,7 @@ class LoadClient:
                 target=target,
                 request_id=answer.request_id,
                 error=error,
+                retry_after_s=answer.retry_after_s,
             )
         )
         return outcome

@@ -33,6 +33,12 @@ class SentRequest(msgspec.Struct, frozen=True):
     target: int = 0
     request_id: str = ""
     error: str = ""
+    returns: int = 0
+    """How often the request had been refused before this attempt."""
+    at_once: bool = False
+    """The client returns at once instead of obeying Retry-After."""
+    retry_after_s: float | None = None
+    """Retry-After of a refusal."""
 
     @property
     def ttft_s(self) -> float:
