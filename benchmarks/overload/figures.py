@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.overload.load import INTERACTIVE, Targets
 from benchmarks.stats import Figures, percentiles, quotient
+from tideserve.load.client import UNFINISHED
 from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import BATCH_CLASS
 
@@ -25,16 +26,21 @@ class Probe:
 class Measured:
     """A measured load of a system. Times are on the monotonic clock.
 
-    Figures of steady state cover `window_s`, from its start to its end.
+    Figures of the steady state cover `window_s`, from its start to its end.
     """
 
-    records: Sequence[SentRequest]
-    window_s: tuple[float, float]
+    targets: Targets
     idle_ttft_s: float
-    probes: Sequence[Probe]
-    gateway_bytes: list[int] = field(default_factory=list)  # the first one before the load
-    decode_over_paced: float | None = None
-    refused_with_room: int | None = None
+    records: Sequence[SentRequest] = ()
+    window_s: tuple[float, float] = (0.0, 0.0)
+    probes: Sequence[Probe] = ()
+    gateway_bytes: list[int] = field(default_factory=list)  # the first before the load
+    iterations_over_paced: float | None = None
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """From the first arrival to the last end."""
+        return min(r.due_s for r in self.records), max(r.end_s for r in self.records)
 
 
 def in_time(record: SentRequest, targets: Targets) -> bool:
@@ -77,71 +83,68 @@ def recovery_s(measured: Measured) -> float | None:
     return None
 
 
-def load_figures(measured: Measured, targets: Targets) -> Figures:
-    """The figures of a load by name."""
-    records, (from_s, to_s) = measured.records, measured.window_s
-    seconds = to_s - from_s
-    served = [record for record in records if in_time(record, targets)]
-    online = [record for record in served if record.slo_class != BATCH_CLASS]
+def load_figures(measured: Measured, with_room_s: Sequence[float]) -> Figures:
+    """The figures of a load by name. `with_room_s`: times of refusals with room."""
+    records, targets, (from_s, to_s) = measured.records, measured.targets, measured.window_s
+    online = [r for r in records if r.slo_class != BATCH_CLASS and in_time(r, targets)]
     refusals = [record for record in records if is_refusal(record)]
-    returns = [record for record in records if record.returns and not record.at_once]
-    interactive = [
-        record
-        for record in records
-        if record.slo_class == INTERACTIVE and not record.returns and from_s <= record.due_s < to_s
-    ]
-    lags = [record.sent_s - record.due_s for record in records]
-    first = measured.gateway_bytes[0] if measured.gateway_bytes else None
+    obeying = [r for r in records if r.attempt.returns and not r.attempt.at_once]
+    interactive = [r for r in records if r.slo_class == INTERACTIVE and not r.attempt.returns]
+    interactive = [r for r in interactive if from_s <= r.due_s < to_s]
+    met = sum(in_time(record, targets) for record in interactive)
+    begin_s, end_s = measured.span_s
+    waits_s = [r.retry_after_s for r in refusals if r.retry_after_s is not None]
+    memory = measured.gateway_bytes
     return {
-        "in_time_tokens_s": _tokens(online, from_s, to_s) / seconds,
+        "in_time_tokens_s": _tokens_s(online, measured),
+        "tokens_s": _tokens_s(records, measured),
         "refusal_s": percentiles([record.end_s - record.due_s for record in refusals]),
-        "obeying_due": len(returns),
-        "obeying_served": sum(in_time(record, targets) for record in returns),
-        "refused_with_room": measured.refused_with_room,
-        "interactive_in_time_share": quotient(
-            sum(in_time(record, targets) for record in interactive), len(interactive)
-        ),
+        "obeying_due": len(obeying),
+        "obeying_served": sum(in_time(record, targets) for record in obeying),
+        "refused_with_room": sum(begin_s <= time_s <= end_s for time_s in with_room_s),
+        "interactive_in_time_share": quotient(met, len(interactive)),
         "recovery_s": recovery_s(measured),
         "idle_ttft_s": measured.idle_ttft_s,
-        "sent": len(records),
-        "returns": sum(record.returns > 0 for record in records),
-        "refused": len(refusals),
-        "expired": sum(record.error.startswith(EXPIRED) for record in records),
-        "failed": sum(
-            record.outcome is RequestOutcome.FAILED and not is_refusal(record) for record in records
-        ),
-        "tokens_s": _tokens(records, from_s, to_s) / seconds,
+        "retry_after_s": percentiles(waits_s),
+        **_counts(records),
         "classes": {
-            cls: _class_figures(records, cls, measured, targets) for cls in _classes(records)
+            name: _class_figures([r for r in records if r.slo_class == name], measured)
+            for name in sorted({record.slo_class for record in records})
         },
-        "retry_after_s": percentiles(
-            [r.retry_after_s for r in refusals if r.retry_after_s is not None]
-        ),
-        "gateway_growth": quotient(max(measured.gateway_bytes, default=None), first),
-        "decode_over_paced": measured.decode_over_paced,
-        "client_lag_s": percentiles(lags),
+        "gateway_growth": quotient(max(memory), memory[0]) if memory else None,
+        "iterations_over_paced": measured.iterations_over_paced,
+        "client_lag_s": percentiles([record.sent_s - record.due_s for record in records]),
     }
 
 
-def _class_figures(
-    records: Sequence[SentRequest], slo_class: str, measured: Measured, targets: Targets
-) -> Figures:
+def _counts(records: Sequence[SentRequest]) -> Figures:
+    """Attempts by ending. Unfinished: cut off `recovery_max_s` after the last arrival."""
+    failed = [r for r in records if r.outcome is RequestOutcome.FAILED and not is_refusal(r)]
+    unfinished = sum(record.error == UNFINISHED for record in failed)
+    return {
+        "attempts": len(records),
+        "returns": sum(record.attempt.returns > 0 for record in records),
+        "refused": sum(is_refusal(record) for record in records),
+        "expired": sum(record.error.startswith(EXPIRED) for record in records),
+        "unfinished": unfinished,
+        "failed": len(failed) - unfinished,
+    }
+
+
+def _class_figures(records: Sequence[SentRequest], measured: Measured) -> Figures:
     """Attempts of a class that are due in the window, and its tokens in the window."""
     from_s, to_s = measured.window_s
-    own = [record for record in records if record.slo_class == slo_class]
-    due = [record for record in own if from_s <= record.due_s < to_s]
+    due = [record for record in records if from_s <= record.due_s < to_s]
     return {
         "attempts": len(due),
-        "in_time": sum(in_time(record, targets) for record in due),
+        "in_time": sum(in_time(record, measured.targets) for record in due),
         "refused": sum(is_refusal(record) for record in due),
-        "tokens_s": _tokens(own, from_s, to_s) / (to_s - from_s),
+        "tokens_s": _tokens_s(records, measured),
         "ttft_s": percentiles([record.ttft_s for record in due if record.token_times_s]),
     }
 
 
-def _tokens(records: Sequence[SentRequest], from_s: float, to_s: float) -> float:
-    return sum(tokens_within(record, from_s, to_s) for record in records)
-
-
-def _classes(records: Sequence[SentRequest]) -> list[str]:
-    return sorted({record.slo_class for record in records})
+def _tokens_s(records: Sequence[SentRequest], measured: Measured) -> float:
+    """Tokens per second in the window."""
+    from_s, to_s = measured.window_s
+    return sum(tokens_within(record, from_s, to_s) for record in records) / (to_s - from_s)

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
+from typing import Any
 
 from benchmarks.co_serving.online_load import OnlineTargets
 from tideserve.load.workload import BATCH_CLASS, DEFAULT_CLASS, PlannedRequest, prompt_ids
@@ -24,11 +26,25 @@ of their wait."""
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Targets by class; a class without an entry has none. `stated`: classes whose requests carry
-    their targets."""
+    """Targets by class; a class without an entry has none.
+
+    `stated`: classes whose requests carry their targets. `mixed`: of the mixed load.
+    """
 
     of_class: Mapping[str, OnlineTargets]
     stated: frozenset[str]
+    mixed: bool
+
+    def figures(self) -> dict[str, Any]:
+        """The targets as JSON."""
+        return {
+            name: {
+                "ttft_s": target.ttft_s,
+                "tpot_s": None if target.tpot_s == inf else target.tpot_s,
+                "stated": name in self.stated,
+            }
+            for name, target in self.of_class.items()
+        }
 
 
 def targets_for(slowdown: float, mixed: bool) -> Targets:
@@ -41,9 +57,10 @@ def targets_for(slowdown: float, mixed: bool) -> Targets:
     return Targets(
         {
             INTERACTIVE: OnlineTargets(0.5 * slowdown, 0.1 * slowdown),
-            DEFAULT_CLASS: OnlineTargets(standard_s, float("inf")),
+            DEFAULT_CLASS: OnlineTargets(standard_s, inf),
         },
         frozenset({INTERACTIVE} if mixed else {INTERACTIVE, DEFAULT_CLASS}),
+        mixed,
     )
 
 
@@ -51,6 +68,7 @@ def request(number: int, seed: str, slo_class: str, targets: Targets) -> Planned
     """Request `number` of a load; it depends on `seed` alone. Prompts share no prefixes."""
     rng = Random(f"overload {seed} {number}")
     stated = targets.of_class[slo_class] if slo_class in targets.stated else None
+    tpot_s = None if stated is None or stated.tpot_s == inf else stated.tpot_s
     return PlannedRequest(
         0.0,
         prompt_ids(PROMPT.draw(rng), f"overload {seed} {number}"),
@@ -58,7 +76,7 @@ def request(number: int, seed: str, slo_class: str, targets: Targets) -> Planned
         number,
         slo_class=slo_class,
         ttft_s=None if stated is None else stated.ttft_s,
-        tpot_s=None if stated is None or slo_class != INTERACTIVE else stated.tpot_s,
+        tpot_s=tpot_s,
     )
 
 

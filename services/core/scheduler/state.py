@@ -133,6 +133,11 @@ class SchedulerState:
                 self._admission.shortfalls = event.shortfalls
         return []
 
+    def has_room(self, ask: Asked, now_s: float) -> bool:
+        """Whether a group could start the request now, regardless of other waiting requests."""
+        model = self._groups.of_model(ask.model)
+        return model is not None and model.pick(ask, now_s, inf) is not None
+
     def groups_serving(self, now_s: float) -> int:
         """Number of groups whose leader's load report is fresh, so that requests can start."""
         return sum(load.is_fresh(now_s) for load in self._groups.loads)
