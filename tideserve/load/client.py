@@ -17,7 +17,7 @@ import msgspec
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from tideserve.load.event_stream import ClassFields, OpenAIServer, StreamedAnswer, StreamFailed
-from tideserve.load.record import Attempt, RequestOutcome, SentRequest
+from tideserve.load.record import ClientAttempt, RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
 
 LATE_S = 0.010
@@ -30,7 +30,7 @@ FAILURE_PAUSE_S = 1.0
 """Pause of a backlog's client after a failed or refused request, so that it does not flood the
 server."""
 REFUSALS = (429, 503)
-FIRST = Attempt()
+FIRST = ClientAttempt()
 UNFINISHED = "not finished within the time of the round"
 
 
@@ -128,7 +128,7 @@ class LoadClient:
         last_s = due_s - request.arrival_s + returns.until_s
         for returned in range(returns.most + 1):
             await asyncio.sleep(max(0.0, due_s - monotonic_s()))
-            attempt = Attempt(returned, at_once)
+            attempt = ClientAttempt(returned, at_once)
             record = await self._send(request, target, due_s, end_s, attempt=attempt)
             wait_s = 0.0 if at_once else record.retry_after_s
             if record.outcome is not RequestOutcome.REJECTED or wait_s is None:
@@ -206,7 +206,7 @@ class LoadClient:
         due_s: float,
         end_s: float,
         lead_in: bool = False,
-        attempt: Attempt = FIRST,
+        attempt: ClientAttempt = FIRST,
     ) -> SentRequest:
         """Send a request and record the attempt; of a lead-in, only one that does not complete."""
         answer, error = StreamedAnswer(), ""

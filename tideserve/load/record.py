@@ -16,7 +16,7 @@ class RequestOutcome(StrEnum):
     FAILED = "failed"
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class ClientAttempt(msgspec.Struct, frozen=True):
     """An attempt of a client that returns after refusals.
 
     `returns`: how often it has returned; `at_once`: without waiting for Retry-After.
@@ -43,7 +43,7 @@ class SentRequest(msgspec.Struct, frozen=True):
     target: int = 0
     request_id: str = ""
     error: str = ""
-    attempt: Attempt = Attempt()
+    attempt: ClientAttempt = ClientAttempt()
     retry_after_s: float | None = None
 
     @property

@@ -14,7 +14,7 @@ from benchmarks.overload.figures import (
 from benchmarks.overload.load import targets_for
 from benchmarks.stats import Figures
 from tideserve.load.client import UNFINISHED
-from tideserve.load.record import Attempt, RequestOutcome, SentRequest
+from tideserve.load.record import ClientAttempt, RequestOutcome, SentRequest
 from tideserve.load.workload import BATCH_CLASS
 
 TARGETS = targets_for(4.0, mixed=False)
@@ -83,16 +83,16 @@ def test_refusals_include_requests_that_waited_in_vain() -> None:
 
 
 def test_returns_after_retry_after_are_in_time_from_their_due_time() -> None:
-    obeying = [replace(served(15.0, late_s), attempt=Attempt(1)) for late_s in (3.9, 4.1)]
-    again = replace(refused(16.0), attempt=Attempt(2))
-    at_once = replace(served(15.0), attempt=Attempt(1, at_once=True))
+    obeying = [replace(served(15.0, late_s), attempt=ClientAttempt(1)) for late_s in (3.9, 4.1)]
+    again = replace(refused(16.0), attempt=ClientAttempt(2))
+    at_once = replace(served(15.0), attempt=ClientAttempt(1, at_once=True))
     figures = figures_of(served(12.0), *obeying, again, at_once)
     assert (figures["obeying_due"], figures["obeying_served"], figures["returns"]) == (3, 1, 4)
 
 
 def test_the_interactive_share_is_of_first_attempts_in_the_steady_state() -> None:
     kind = "interactive"
-    returned = replace(served(13.0, 1.0, kind), attempt=Attempt(1))
+    returned = replace(served(13.0, 1.0, kind), attempt=ClientAttempt(1))
     records = [served(12.0, 1.0, kind), served(12.0, 2.5, kind), refused(14.0, 0.1, kind)]
     figures = figures_of(*records, returned, served(5.0, 1.0, kind), served(12.0))
     assert figures["interactive_in_time_share"] == pytest.approx(1 / 3)
@@ -100,7 +100,7 @@ def test_the_interactive_share_is_of_first_attempts_in_the_steady_state() -> Non
 
 
 def test_recovery_is_counted_from_the_last_arrival_returns_included() -> None:
-    records = (served(12.0), replace(refused(19.0), attempt=Attempt(2)))
+    records = (served(12.0), replace(refused(19.0), attempt=ClientAttempt(2)))
     probes = [Probe(19.5, 0.1), Probe(20.0, None), Probe(21.0, 0.31), Probe(22.0, 0.3)]
     measured = Measured(TARGETS, 0.2, records, (10.0, 20.0))
     for seen, expected in ((probes, 0.6), (probes[1:], 3.3), (probes[1:3], None)):
