@@ -16,6 +16,7 @@ from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
@@ -60,6 +61,7 @@ class DemandMeter:
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
+    waits: WaitPredictor = field(default_factory=WaitPredictor)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens that arrive per second, over the window including the unfinished second."""
@@ -351,6 +353,8 @@ class GroupTable:
                 self.touch(load)
         for model in self._models.values():
             model.remove_expired(now_s)
+            serving = [load for load in model.index.loads.values() if load.is_fresh(now_s)]
+            model.meter.waits.refresh(serving, self.ttft, now_s)
 
     def forget_report(self, load: GroupLoad) -> None:
         """Stop dispatch to a group until its worker's next report."""

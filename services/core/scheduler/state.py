@@ -29,6 +29,7 @@ from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
+from services.core.scheduler.lateness import WALK_S, Lateness, alone_s, prefill_s
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.vocabulary import (
@@ -87,6 +88,10 @@ class SchedulerState:
     rules: ClassRules = NO_CLASSES
     # How long resumed requests wait for a group without a backlog.
     spread_s: float = SPREAD_S
+    # Factor of the targets by which requests are late, 0: none is; and the limit of the predicted
+    # wait of standard requests without a target, 0: none.
+    lateness: float = 0.0
+    standard_wait_s: float = 0.0
     # Serving groups with their load.
     _groups: GroupTable = field(init=False)
     # Waiting requests of all models.
@@ -98,6 +103,8 @@ class SchedulerState:
     _assignments: Assignments = field(default_factory=Assignments)
     # Counters for metrics.
     _totals: Totals = field(default_factory=Totals)
+    # When the predictions of all waiting requests are due again.
+    _walk_due_s: float = -inf
 
     def __post_init__(self) -> None:
         self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules)
@@ -108,6 +115,10 @@ class SchedulerState:
             self._rates,
             self.queue_limit,
             self.queue_deadline_s,
+            Lateness(
+                *(self._queue, self._groups, self.queue_deadline_s),
+                *(self.lateness, self.standard_wait_s),
+            ),
             self.rules,
         )
 
@@ -271,7 +282,12 @@ class SchedulerState:
         if ask.excused_s:
             # The deadline restarts when a worker fails: time before was not spent in this queue.
             deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
-        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned)
+        lateness = self._admission.lateness
+        prediction, limit_s = None, lateness.limit_s(ask.service)
+        if model is not None and not was_assigned and limit_s is not None:
+            model.meter.waits.means.note(ask.prompt_tokens, ask.max_tokens / 2)
+            prediction = lateness.predict(ask, model, arrival_s, start_tokens)
+        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned, prediction)
         meter = self._demand_meter(ask)
         # Count as demand each request that more KV memory could serve, once.
         if meter is not None and not was_assigned and (refused is None or refused.is_overload):
@@ -288,6 +304,7 @@ class SchedulerState:
         # The pace is measured only while requests wait: see QueuePace.
         if model is not None and paced and not self._waiting_online(ask.model):
             model.meter.pace.begin(ask.now_s)
+            model.meter.waits.rate.begin(ask.now_s)
         waiting = Waiting(
             ask,
             ask.stream_id,
@@ -296,14 +313,30 @@ class SchedulerState:
             start_tokens,
             requeues=requeues,
             was_assigned=was_assigned,
+            raw_s=prediction.raw_s if prediction is not None else 0.0,
         )
-        if ask.alone:
-            waiting.alone_until_s = ask.now_s + ALONE_S
-        if ask.resumed:
-            waiting.spread_until_s = ask.now_s + self.spread_s
-        self._queue.push(waiting)
+        if model is not None and limit_s is not None:
+            self._set_latest(waiting, model, deadline_start_s + limit_s)
+        self._queue.push(self._held_back(waiting))
         ticket = SendTicket(ask.stream_id, ask.request_id)
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
+
+    def _held_back(self, waiting: Waiting) -> Waiting:
+        """Set until when a request waits for a group that is idle or without a backlog."""
+        if waiting.ask.alone:
+            waiting.alone_until_s = waiting.ask.now_s + ALONE_S
+        if waiting.ask.resumed:
+            waiting.spread_until_s = waiting.ask.now_s + self.spread_s
+        return waiting
+
+    def _set_latest(self, waiting: Waiting, model: ModelGroups, due_s: float) -> None:
+        """Set when a new request must start for its first token at `due_s`."""
+        if waiting.ask.resumed:
+            return
+        if waiting.ask.now_s + alone_s(waiting.ask, model) > due_s:
+            waiting.late = True
+        else:
+            waiting.latest_s = due_s - prefill_s(waiting.ask, model)
 
     def _demand_meter(self, ask: Asked) -> DemandMeter | None:
         """The demand meter of the model; None for an unknown model or a batch request."""
@@ -332,8 +365,13 @@ class SchedulerState:
             self._forget(request_id)
         self._groups.check_liveness(now_s)
         commands: list[Command] = []
+        walk = now_s >= self._walk_due_s
+        if walk:
+            self._walk_due_s = now_s + WALK_S
         for model in self._queue.models():
             commands += self._dispatch(model, now_s)
+            for late in self._admission.late_waiting(model, now_s, walk):
+                commands.append(self._refuse_waiting_request(*late, now_s))
         return commands
 
     def _dispatch(self, name: str, now_s: float) -> list[Command]:
@@ -343,6 +381,7 @@ class SchedulerState:
             return self._refuse_waiting(name, now_s)
         commands = list[Command]()
         model.remove_expired(now_s)
+        self._queue.mark_late(name, now_s)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
         kept_tokens = inf  # groups that can hold this many tokens start no batch request
@@ -447,6 +486,7 @@ class SchedulerState:
         model.meter.dispatched.note(ask.service.service_class, now_s)
         if not self.rules.is_batch(ask.service):
             model.meter.pace.note(now_s)
+            model.meter.waits.rate.note(now_s, waiting.start_tokens)
         self._totals.assigned += 1
         return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
 

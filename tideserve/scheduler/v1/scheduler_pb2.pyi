@@ -142,6 +142,7 @@ class Ask(_message.Message):
     EXCUSED_S_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     ESTIMATED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -193,6 +194,10 @@ class Ask(_message.Message):
     """`prompt_tokens` is an estimate from the size of the prompt, which is not tokenized yet. The
     answer is a Refusal or a Proceed; only for a scheduler that sends `class_waits`.
     """
+    fingerprint: _builtins.int
+    """Hash of the client's request, by which the scheduler recognises the retry of a refused request.
+    0: the request is recognised by its token counts and prefix hashes.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """Service class and SLO targets."""
@@ -232,10 +237,11 @@ class Ask(_message.Message):
         excused_s: _builtins.float = ...,
         expected_tokens: _builtins.int = ...,
         estimated: _builtins.bool = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,7 +250,8 @@ Global___Ask: _TypeAlias = Ask  # noqa: Y015
 @_typing.final
 class Outcome(_message.Message):
     """The first token of an assigned request, or its end. Sent off the critical path, at most twice for
-    a request, and not for requests that failed or were started more than once.
+    a request, not for requests that failed or were started more than once, and only to a scheduler
+    with `wants_outcomes`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -455,6 +462,7 @@ class Refusal(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    BOOKED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     reason: Global___RefusalReason.ValueType
@@ -465,6 +473,10 @@ class Refusal(_message.Message):
     """Seconds after which a retry makes sense; 0 if a retry is pointless. For an unknown model it is
     above 0 while the workers that served it are unavailable.
     """
+    booked: _builtins.bool
+    """The scheduler keeps room for the retry at `retry_after_s`, in whole seconds; the gateway passes
+    it on without jitter.
+    """
     def __init__(
         self,
         *,
@@ -472,10 +484,11 @@ class Refusal(_message.Message):
         reason: Global___RefusalReason.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        booked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,12 +504,15 @@ class Heartbeat(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     WANTS_PREFIXES_FIELD_NUMBER: _builtins.int
     CLASS_WAITS_FIELD_NUMBER: _builtins.int
+    WANTS_OUTCOMES_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
     """Requests in the queue."""
     wants_prefixes: _builtins.bool
     """Whether asks should contain `prefix_hashes`."""
+    wants_outcomes: _builtins.bool
+    """Whether the scheduler predicts waits: gateways then report outcomes."""
     @_builtins.property
     def class_waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """Predicted waits, at most one per model and class; without classes that wait for a quarter of
@@ -510,10 +526,11 @@ class Heartbeat(_message.Message):
         queued: _builtins.int = ...,
         wants_prefixes: _builtins.bool = ...,
         class_waits: _abc.Iterable[Global___ClassWait] | None = ...,
+        wants_outcomes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -529,6 +546,7 @@ class ClassWait(_message.Message):
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     OPTIMISTIC_S_FIELD_NUMBER: _builtins.int
     LIKELY_S_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     service_class: _service_pb2.ServiceClass.ValueType
@@ -537,6 +555,8 @@ class ClassWait(_message.Message):
     """Seconds until the first token, exceeded with a probability of 80 %."""
     likely_s: _builtins.float
     """The median of the prediction, in seconds."""
+    limit_s: _builtins.float
+    """Longest predicted wait, in seconds, of a request without a target of its own; 0: no limit."""
     def __init__(
         self,
         *,
@@ -544,10 +564,11 @@ class ClassWait(_message.Message):
         service_class: _service_pb2.ServiceClass.ValueType = ...,
         optimistic_s: _builtins.float = ...,
         likely_s: _builtins.float = ...,
+        limit_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["likely_s", b"likely_s", "model", b"model", "optimistic_s", b"optimistic_s", "service_class", b"service_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["likely_s", b"likely_s", "limit_s", b"limit_s", "model", b"model", "optimistic_s", b"optimistic_s", "service_class", b"service_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

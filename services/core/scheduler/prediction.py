@@ -1,0 +1,252 @@
+"""Predicts how long requests wait in the scheduler's queue, from measured and expected rates.
+
+A request waits until the requests ahead have started, at the rate at which requests left the queue
+while it was not empty (`StartRate`), and then for the prefill in its group. The ratios of measured
+to predicted times to the first token (`Ratios`) correct the predictions.
+"""
+
+import math
+from bisect import bisect, bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.core.cost.model import CostModel
+from services.core.scheduler.group_load import GroupLoad
+
+WINDOW_S = 10.0
+"""Window of the measured rate."""
+PRIOR_S = 2.0
+"""The rate expected before a measurement counts as much as a measurement of this duration."""
+STARTS_MIN = 5
+"""Minimum number of starts from which a rate is computed without an expected rate."""
+CAPACITY_CHANGE = 0.1
+"""Relative change of the KV capacity that restarts the measurement."""
+
+
+@dataclass(slots=True)
+class StartRate:
+    """Start tokens per second that leave the queue of a model while requests wait in it.
+
+    Starts before the queue was last empty do not count: arrivals limited them. The last rate is
+    remembered, per block of KV capacity, as the expected rate of the next measurement.
+    """
+
+    # When the measurement began, and the time and tokens of the starts since then.
+    _since_s: float = math.inf
+    _starts: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+    _tokens: int = 0
+    # KV blocks of the groups that serve, and tokens per second and block as last measured.
+    _capacity_blocks: int = 0
+    _remembered: float | None = None
+    # Tokens per second that the cost model predicts; None without one.
+    computed: float | None = None
+
+    def begin(self, now_s: float) -> None:
+        """Restart the measurement: a request joins the empty queue."""
+        self._restart(self._starts[-1][0] if self._starts else now_s, now_s)
+
+    def note(self, now_s: float, tokens: int) -> None:
+        """Count a start from the queue."""
+        self._since_s = min(self._since_s, now_s)
+        if len(self._starts) == self._starts.maxlen:
+            self._since_s = self._starts[0][0]
+            self._tokens -= self._starts.popleft()[1]
+        self._starts.append((now_s, tokens))
+        self._tokens += tokens
+
+    def note_capacity(self, blocks: int, now_s: float) -> None:
+        """Note the KV blocks of the groups that serve; the rate changes in proportion."""
+        change = abs(blocks - self._capacity_blocks)
+        if change > CAPACITY_CHANGE * self._capacity_blocks:
+            if blocks and self._capacity_blocks:
+                self._restart(now_s, now_s)
+            self._capacity_blocks = blocks
+
+    def per_s(self, now_s: float) -> float | None:
+        """Tokens per second; None if nothing is known."""
+        if not self._capacity_blocks:
+            return None
+        self._discard_old(now_s)
+        expected = self.computed
+        if self._remembered is not None:
+            expected = self._remembered * self._capacity_blocks
+        period_s = max(0.0, now_s - self._since_s)
+        if expected is not None:
+            return (expected * PRIOR_S + self._tokens) / (PRIOR_S + period_s)
+        if len(self._starts) < STARTS_MIN or not period_s:
+            return None
+        return self._tokens / period_s
+
+    def _restart(self, end_s: float, now_s: float) -> None:
+        """Remember the rate until `end_s`, and begin a measurement now."""
+        if end_s - self._since_s >= PRIOR_S and len(self._starts) >= STARTS_MIN:
+            rate = self.per_s(end_s)
+            if rate is not None and self._capacity_blocks:
+                self._remembered = rate / self._capacity_blocks
+        self._since_s, self._tokens = now_s, 0
+        self._starts.clear()
+
+    def _discard_old(self, now_s: float) -> None:
+        first_s = now_s - WINDOW_S
+        if self._since_s >= first_s:
+            return
+        self._since_s = first_s
+        while self._starts and self._starts[0][0] < first_s:
+            self._tokens -= self._starts.popleft()[1]
+
+
+RANGES_S = (1.0, 10.0)
+"""Predictions below, between and above these times are corrected separately."""
+SAMPLES_MAX, SAMPLES_MIN = 256, 20
+"""Ratios kept per range, and the number from which they replace `UNKNOWN`."""
+UNKNOWN = (0.5, 1.0, 2.0)
+QUANTILES = (0.2, 0.5, 0.8)
+PREDICTED_MIN_S = 0.05
+"""Shorter predictions are not compared: their ratios show only the delays of messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitPrediction:
+    """Seconds until the first token: exceeded with a probability of 80 %, 50 % and 20 %.
+
+    `raw_s` is the prediction before its correction. `ahead_tokens` start before the request, at
+    `rate` per second. `by_compute_s`: what the wait would be if KV memory were unlimited.
+    """
+
+    optimistic_s: float
+    likely_s: float
+    safe_s: float
+    raw_s: float
+    ahead_tokens: int
+    rate: float
+    by_compute_s: float
+
+
+@dataclass(slots=True)
+class Ratios:
+    """Measured times to the first token over predicted ones, of the last requests."""
+
+    # By range: the ratios in order of time, and sorted.
+    _recent: list[deque[float]] = field(
+        default_factory=lambda: [deque() for _ in range(len(RANGES_S) + 1)]
+    )
+    _sorted: list[list[float]] = field(
+        default_factory=lambda: [[] for _ in range(len(RANGES_S) + 1)]
+    )
+
+    def note(self, raw_s: float, actual_s: float) -> None:
+        """Compare a prediction with the time that was measured."""
+        if raw_s < PREDICTED_MIN_S:
+            return
+        index = bisect(RANGES_S, raw_s)
+        recent, ordered = self._recent[index], self._sorted[index]
+        if len(recent) == SAMPLES_MAX:
+            del ordered[bisect_left(ordered, recent.popleft())]
+        recent.append(actual_s / raw_s)
+        insort(ordered, actual_s / raw_s)
+
+    def forget(self, raw_s: float) -> None:
+        """Forget the ratios of the range of `raw_s`."""
+        index = bisect(RANGES_S, raw_s)
+        self._recent[index].clear()
+        self._sorted[index].clear()
+
+    def of(self, raw_s: float) -> tuple[float, ...]:
+        """The ratios at `QUANTILES` for a prediction of `raw_s`."""
+        ordered = self._sorted[bisect(RANGES_S, raw_s)]
+        if len(ordered) < SAMPLES_MIN:
+            return UNKNOWN
+        return tuple(ordered[int(quantile * len(ordered))] for quantile in QUANTILES)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the sorted ratios differ from the recent ones."""
+        for recent, ordered in zip(self._recent, self._sorted, strict=True):
+            assert len(recent) <= SAMPLES_MAX and sorted(recent) == ordered
+
+
+@dataclass(slots=True)
+class RequestMeans:
+    """Mean lengths of a model's requests, weighted towards recent ones."""
+
+    WEIGHT = 1 / 64
+
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+
+    def note(self, prompt_tokens: int, output_tokens: float) -> None:
+        """Count a request."""
+        if not self.prompt_tokens:
+            self.prompt_tokens, self.output_tokens = float(prompt_tokens), output_tokens
+            return
+        self.prompt_tokens += self.WEIGHT * (prompt_tokens - self.prompt_tokens)
+        self.output_tokens += self.WEIGHT * (output_tokens - self.output_tokens)
+
+
+def computed_rate(
+    loads: Iterable[GroupLoad], means: RequestMeans, costs: CostModel
+) -> tuple[float, float]:
+    """Requests per second that the groups can start: in all, and if KV memory were unlimited.
+
+    A group runs as many requests of mean length as fit into its KV, for as long as their decodes
+    take (Little's law). `costs` applies to groups without a cost model.
+    """
+    in_all, by_compute = 0.0, 0.0
+    prompt, output = max(1, round(means.prompt_tokens)), max(1.0, means.output_tokens)
+    for load in loads:
+        group, cost = load.group, load.group.cost_model or costs
+        blocks = max(1.0, (prompt + output / 2) / group.block_size)
+        running = max(1, int(load.capacity_blocks / blocks))
+        prefill_s = max(1e-6, cost.beyond_knee.chunk_s(0, prompt) - cost.lam)
+        held = round(running * (prompt + output / 2))
+        iteration_s = cost.decodes_s(running, held)
+        residence_s = prefill_s + output * iteration_s / group.members
+        in_all += 1 / (prefill_s / group.members + residence_s / running)
+        by_compute += group.members / prefill_s
+    return in_all, by_compute
+
+
+@dataclass(slots=True)
+class WaitPredictor:
+    """Predicts the waits of a model's requests."""
+
+    rate: StartRate = field(default_factory=StartRate)
+    ratios: Ratios = field(default_factory=Ratios)
+    means: RequestMeans = field(default_factory=RequestMeans)
+    # Prompt tokens per second if KV memory were unlimited; None if no cost model is known.
+    _compute_rate: float | None = None
+
+    def refresh(self, loads: list[GroupLoad], costs: CostModel | None, now_s: float) -> None:
+        """Note the groups that serve; call it every few 100 ms. O(groups)."""
+        self.rate.note_capacity(sum(load.capacity_blocks for load in loads), now_s)
+        known = [load for load in loads if costs is not None or load.group.cost_model is not None]
+        self._compute_rate = self.rate.computed = None
+        if not known or not self.means.prompt_tokens:
+            return
+        fallback = costs or next(load.group.cost_model for load in known)
+        assert fallback is not None
+        in_all, by_compute = computed_rate(loads, self.means, fallback)
+        self.rate.computed = in_all * self.means.prompt_tokens
+        self._compute_rate = by_compute * self.means.prompt_tokens
+
+    def predict(
+        self, ahead_tokens: int, start_tokens: int, group_s: float, queued: bool, now_s: float
+    ) -> WaitPrediction | None:
+        """The time to the first token of a request with `ahead_tokens` before it; None if unknown.
+
+        It needs `start_tokens` to start. In its group, its prefill ends after `group_s`. `queued`:
+        it must wait until requests have ended.
+        """
+        rate = self.rate.per_s(now_s)
+        if rate is None or rate <= 0:
+            return None
+        tokens = ahead_tokens + start_tokens
+        raw_s = group_s + (tokens / rate if queued else 0.0)
+        by_compute_s = group_s
+        if queued and self._compute_rate:
+            by_compute_s += ahead_tokens / self._compute_rate
+        low, middle, high = self.ratios.of(raw_s)
+        return WaitPrediction(
+            *(low * raw_s, middle * raw_s, high * raw_s, raw_s),
+            *(ahead_tokens, rate, min(by_compute_s, raw_s)),
+        )
