@@ -1,6 +1,6 @@
 """Figures of a load of `overload`, from the records of its requests. Pure: no clock, no I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.overload.load import INTERACTIVE, Targets
@@ -36,6 +36,7 @@ class Measured:
     probes: Sequence[Probe] = ()
     gateway_bytes: list[int] = field(default_factory=list)  # the first before the load
     iterations_over_paced: float | None = None
+    cores: Mapping[str, float] = field(default_factory=dict)  # in use, by kind of process
 
     @property
     def span_s(self) -> tuple[float, float]:
@@ -113,6 +114,7 @@ def load_figures(measured: Measured, with_room_s: Sequence[float]) -> Figures:
         },
         "gateway_growth": quotient(max(memory), memory[0]) if memory else None,
         "iterations_over_paced": measured.iterations_over_paced,
+        "cores": measured.cores,
         "client_lag_s": percentiles([record.sent_s - record.due_s for record in records]),
     }
 

@@ -45,6 +45,7 @@ from tideserve.load.workload import (
 
 CLIENTS_PER_WORKER = 64
 """Clients of the closed loop: about twice as many as decode at the same time."""
+LATEST_S = 1800.0
 CAPACITY_FROM_S = 6.0
 SETTLE_SHARE = 1 / 3
 """Part of a load before its steady state."""
@@ -59,7 +60,8 @@ class ClosedLoop(EndlessStreams):
     """Clients with a standard request each at a time, at all stages from the start."""
 
     def drawn(self, clients: int, seed: int) -> Iterator[PlannedRequest]:
-        targets = targets_for(1.0, mixed=True)
+        # A target so late that no request is refused.
+        targets = targets_for(LATEST_S, mixed=False)
         first = tuple(request(n, f"{seed} closed", DEFAULT_CLASS, targets) for n in range(clients))
         yield from with_lead_in(Workload(first, ""), clients).requests[:clients]
         for number in itertools.count(clients):
@@ -126,8 +128,10 @@ class Trial:
         """Send a load to the idle cluster, and wait until it is idle again."""
         measured = Measured(load.targets, self._idle_ttft_s(load.targets))
         measured.gateway_bytes.append(self._gateway.memory_info().rss)
-        before = self._cluster.counters()
+        before, cost, since_s = self._cluster.counters(), self._cluster.process_cost(), monotonic_s()
         self._send(load, measured, progress)
+        spent, seconds = self._cluster.process_cost().since(cost), monotonic_s() - since_s
+        measured.cores = {kind: cpu_s / seconds for kind, cpu_s in spent.seconds.items()}
         self._rest()
         measured.iterations_over_paced = _over_paced(before, self._cluster.counters())
         return measured
