@@ -76,9 +76,9 @@ class Admission:
         """The refusal of a request for `model`; None if it may wait.
 
         `deadline_start_s`, `was_assigned`: as in `Waiting`. `prediction`: None if unknown. Only
-        requests that were never assigned are refused for lack of slots or as late. If the model's last group has left, a new request
-        waits for `REGROUP_S`, a requeued request until its deadline, and a resumed request without
-        a limit.
+        requests that were never assigned are refused for lack of slots or as late. If the model's
+        last group has left, a new request waits for `REGROUP_S`, a requeued request until its
+        deadline, and a resumed request without a limit.
         """
         refused = None
         if model is not None:

@@ -47,6 +47,8 @@ class GroupLoad:
     # Blocks kept free per running request for its growth. A new request in them would soon cause
     # a preemption.
     growth_blocks: float = GROWTH_BLOCKS
+    # Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
+    held_tokens: float = math.inf
     # The latest report, None unless it is of the current epoch.
     _report: LoadReport | None = None
     # Reservations by request id, in order of expiry; below, sums over all and over batch requests.

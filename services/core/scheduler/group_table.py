@@ -13,7 +13,7 @@ from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.flap_damping import FlapDamping, LocalPauseDetector
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction
+from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction, start_blocks
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prediction import WaitPredictor
@@ -23,6 +23,8 @@ from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGr
 
 ARRIVALS_S = 3
 """Window of the arrival rate, in seconds."""
+INTERACTIVE_S = 10
+"""Window of the arrival rate of interactive requests, in seconds."""
 REFUSALS_S = 10
 """Window of the refusals that count as demand, in seconds."""
 
@@ -47,6 +49,10 @@ class RecentSum:
         counts = self._seconds.values()
         return sum(count[0] for count in counts), sum(count[1] for count in counts)
 
+    def per_s(self, now_s: float) -> float:
+        """Tokens per second over the window, including the unfinished second."""
+        return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
+
     def _discard_old(self, now_s: float) -> None:
         oldest = int(now_s) - self.window_s
         while self._seconds and (first := next(iter(self._seconds))) <= oldest:
@@ -58,6 +64,8 @@ class DemandMeter:
     """Arrivals, dispatches and refusals of a model."""
 
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
+    # Those of the class interactive, which other requests let pass if classes order the queue.
+    interactive: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
@@ -65,7 +73,7 @@ class DemandMeter:
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens that arrive per second, over the window including the unfinished second."""
-        return self.arrived.at(now_s)[1] / (ARRIVALS_S - 1 + now_s % 1)
+        return self.arrived.per_s(now_s)
 
 
 ITERATIONS_AHEAD = 2
@@ -89,6 +97,32 @@ def batch_room(load: GroupLoad) -> int:
 def most_idle(load: GroupLoad) -> Score:
     """Score for batch requests: fewest online sequences, then most free blocks."""
     return (float(load.online_sequences), -float(load.batch_start_blocks))
+
+
+def timely_room(load: GroupLoad) -> int:
+    """Blocks in which an online request may start; 0 if the group has prefill work for a while.
+
+    In the queue, a request that arrives later but is more urgent can still start first, and a
+    request that would be late can still be refused.
+    """
+    return 0 if load.tokens_ahead >= load.held_tokens else start_blocks(load)
+
+
+HELD_S = 0.2
+"""Predicted time of a group's prefill backlog from which further requests wait in the queue."""
+
+
+def held_tokens(group: ServingGroup, costs: CostModel | None) -> float:
+    """Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
+
+    At least half of an iteration, so that the next iteration has work when a report arrives.
+    """
+    iteration_tokens = group.members * group.max_batch_tokens
+    costs = group.cost_model or costs
+    if costs is None:
+        return ITERATIONS_AHEAD * iteration_tokens
+    token_s = costs.beyond_knee.chunk_s(0, group.max_batch_tokens) / group.max_batch_tokens
+    return max(iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
 
 
 MODELS_REMEMBERED_MAX = 1_000
@@ -214,13 +248,15 @@ class ModelGroups:
 class GroupTable:
     """All groups; group records in etcd and load reports of workers change them.
 
-    `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState.
+    `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState. `holds`: online requests wait
+    in the queue while groups have a prefill backlog.
     """
 
     score: ScoreFunction
     growth_blocks: float
     ttft: CostModel | None = None
     rules: ClassRules = NO_CLASSES
+    holds: bool = False
     # By group id.
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     # By model; only models that some group serves.
@@ -276,6 +312,7 @@ class GroupTable:
         known = self._loads.get(group.group_id)
         if known is not None and replace(known.group, cost_model=group.cost_model) == group:
             known.group = group  # at most its cost model is new: its load and cache stay
+            known.held_tokens = held_tokens(group, self.ttft)
             if (prefixes := self._models[group.model].prefixes) is not None:
                 prefixes.note_costs(known)
             return
@@ -283,14 +320,14 @@ class GroupTable:
         before = self._models.get(group.model)
         self.leave(group.group_id, now_s)
         self._left_s.pop(group.model, None)
-        load = GroupLoad(group, self.growth_blocks)
+        load = GroupLoad(group, self.growth_blocks, held_tokens=held_tokens(group, self.ttft))
         load.flaps = self._flap_damping.is_flapping(group.worker_id, now_s)
         self._loads[group.group_id] = load
         if group.model not in self._models:
             meter = before.meter if before is not None else DemandMeter()
             prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
             batch_index = GroupIndex(most_idle, batch_room) if self.rules.enabled else None
-            index = GroupIndex(self.score)
+            index = GroupIndex(self.score, timely_room if self.holds else start_blocks)
             self._models[group.model] = ModelGroups(index, meter, prefixes, batch_index)
         self._models[group.model].add(load)
         self._note_longest(load)

@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
-from services.core.scheduler.prediction import WaitPrediction
-from services.core.scheduler.prefix_ranking import predicted_ttft_s
+from services.core.scheduler.prediction import WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import Asked
 from services.core.service import Service, ServiceClass
@@ -83,8 +83,11 @@ class Lateness:
         """The time to the first token of a new request from now; None if it is unknown."""
         queued = self.has_queue(ask, model) or not self.could_start(ask, model, ask.now_s)
         ahead = self.queue.tokens_ahead(ask, arrival_s)
+        passing = 0.0
+        if ask.service.service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
+            passing = model.meter.interactive.per_s(ask.now_s)
         group_s = prefill_s(ask, model)
-        return model.meter.waits.predict(ahead, start_tokens, group_s, queued, ask.now_s)
+        return model.meter.waits.predict(ahead, start_tokens, group_s, queued, passing, ask.now_s)
 
     def has_queue(self, ask: Asked, model: ModelGroups) -> bool:
         """Whether requests wait that a new request must not overtake."""
@@ -92,8 +95,7 @@ class Lateness:
 
     def could_start(self, ask: Asked, model: ModelGroups, now_s: float) -> bool:
         """Whether a group has room for a request and no prefill backlog."""
-        load = model.pick(ask, now_s, math.inf)
-        return load is not None and not load.is_backlogged
+        return model.pick(ask, now_s, math.inf) is not None
 
     def late(
         self,
@@ -115,7 +117,8 @@ class Lateness:
         wait_s = prediction.safe_s if doubt else prediction.optimistic_s
         if wait_s <= left_s or self.could_start(ask, model, ask.now_s):
             return None
-        by = Limit.COMPUTE if prediction.by_compute_s > left_s else Limit.MEMORY
+        by_compute = prediction.by_compute_s > left_s or has_memory(ask, model)
+        by = Limit.COMPUTE if by_compute else Limit.MEMORY
         if (by is Limit.MEMORY and not short) or alone_s(ask, model) > limit_s:
             return None
         ahead, rate = prediction.ahead_tokens, prediction.rate
@@ -129,26 +132,29 @@ class Lateness:
         Those are late requests, and with `walk` those that would become late; none if no more
         requests arrive than start.
         """
-        if not self.factor or not short or not is_overloaded(model.meter, now_s):
+        if not self.factor or not is_overloaded(model.meter, now_s):
             return []
         rate = model.meter.waits.rate.per_s(now_s) or math.inf
         late = [
             (waiting, Late(0, rate, now_s - waiting.latest_s, 0.0, Limit.MEMORY, False, short))
             for waiting in self.queue.late(name)
-            if self._is_refusable(waiting, model, now_s)
+            if self._is_refusable(waiting, model, short, now_s)
         ]
         ahead = 0
         for waiting in self.queue.in_order(name) if walk else ():
             wait_s = (ahead + waiting.start_tokens) / rate
             wait_s *= model.meter.waits.ratios.of(wait_s)[0]
             left_s = waiting.latest_s - now_s
-            if waiting.late or wait_s <= left_s or not self._is_refusable(waiting, model, now_s):
+            refusable = self._is_refusable(waiting, model, short, now_s)
+            if waiting.late or wait_s <= left_s or not refusable:
                 ahead += waiting.start_tokens
                 continue
             late.append((waiting, Late(ahead, rate, wait_s, left_s, Limit.MEMORY, False, short)))
         return late
 
-    def _is_refusable(self, waiting: Waiting, model: ModelGroups, now_s: float) -> bool:
+    def _is_refusable(
+        self, waiting: Waiting, model: ModelGroups, short: bool, now_s: float
+    ) -> bool:
         if (
             waiting.was_assigned
             or waiting.ask.failed is not None
@@ -168,6 +174,14 @@ def is_overloaded(meter: DemandMeter, now_s: float) -> bool:
     return meter.arrived_tokens_per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
 
 
+def has_memory(ask: Asked, model: ModelGroups) -> bool:
+    """Whether a group has the KV blocks for a request, and only its prefill backlog delays it."""
+    return any(
+        has_room(load, ask.prompt_tokens, ask.max_tokens, start_blocks)
+        for load in _compared(ask, model)
+    )
+
+
 def prefill_s(ask: Asked, model: ModelGroups) -> float:
     """Predicted seconds from its start to the first token of a request, in the best group."""
     return min((_ttft_s(load, ask, model) for load in _compared(ask, model)), default=0.0)
@@ -175,23 +189,19 @@ def prefill_s(ask: Asked, model: ModelGroups) -> float:
 
 def alone_s(ask: Asked, model: ModelGroups) -> float:
     """Predicted seconds to the first token of a request in an idle group; 0 if unknown."""
-    return min((_alone_s(load, ask, model) for load in _compared(ask, model)), default=0.0)
+    return min((_ttft_s(load, ask, model, True) for load in _compared(ask, model)), default=0.0)
 
 
 def _compared(ask: Asked, model: ModelGroups) -> list[GroupLoad]:
     return model.index_for(ask).ranked(COMPARED_MAX)
 
 
-def _ttft_s(load: GroupLoad, ask: Asked, model: ModelGroups) -> float:
+def _ttft_s(load: GroupLoad, ask: Asked, model: ModelGroups, idle: bool = False) -> float:
     if model.prefixes is not None:
-        return model.prefixes.ttft_s(load, ask)
-    if load.group.cost_model is None:
+        cost, hit_tokens = model.prefixes.costs(load), model.prefixes.hit_tokens(load, ask)
+    elif load.group.cost_model is not None:
+        cost, hit_tokens = load.group.cost_model, 0
+    else:
         return 0.0
-    return predicted_ttft_s(load.group.cost_model, load, ask.prompt_tokens, 0)
-
-
-def _alone_s(load: GroupLoad, ask: Asked, model: ModelGroups) -> float:
-    if model.prefixes is not None:
-        return model.prefixes.alone_s(load, ask)
-    cost = load.group.cost_model
-    return 0.0 if cost is None else cost.chunk_s(0, ask.prompt_tokens)
+    alone_s = cost.chunk_s(hit_tokens, ask.prompt_tokens - hit_tokens)
+    return alone_s + (0.0 if idle else backlog_s(cost, load, ask.prompt_tokens - hit_tokens))

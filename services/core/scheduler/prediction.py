@@ -20,6 +20,8 @@ PRIOR_S = 2.0
 """The rate expected before a measurement counts as much as a measurement of this duration."""
 STARTS_MIN = 5
 """Minimum number of starts from which a rate is computed without an expected rate."""
+LEFT_SHARE = 0.1
+"""Share of the rate that is left to requests that others pass, at least."""
 CAPACITY_CHANGE = 0.1
 """Relative change of the KV capacity that restarts the measurement."""
 
@@ -100,7 +102,7 @@ RANGES_S = (1.0, 10.0)
 """Predictions below, between and above these times are corrected separately."""
 SAMPLES_MAX, SAMPLES_MIN = 256, 20
 """Ratios kept per range, and the number from which they replace `UNKNOWN`."""
-UNKNOWN = (0.5, 1.0, 2.0)
+UNKNOWN = (0.5, 1.0, 1.5)
 QUANTILES = (0.2, 0.5, 0.8)
 PREDICTED_MIN_S = 0.05
 """Shorter predictions are not compared: their ratios show only the delays of messages."""
@@ -183,6 +185,21 @@ class RequestMeans:
         self.output_tokens += self.WEIGHT * (output_tokens - self.output_tokens)
 
 
+def backlog_s(cost: CostModel, load: GroupLoad, new_tokens: int) -> float:
+    """Seconds by which the requests of a group delay the prefill of `new_tokens`.
+
+    Its backlog is prefilled before, and its running requests decode in each iteration.
+    """
+    group, tokens = load.group, load.tokens_ahead
+    budget = group.max_batch_tokens
+    token_s = (cost.beyond_knee.chunk_s(0, budget) - cost.lam) / budget
+    # Decodes beside a prefill share λ with it, but extend the iteration otherwise.
+    running = load.running
+    decodes_s = max(0.0, cost.decodes_alone_s(running, load.used_tokens) - running * cost.lam)
+    iterations = -(-(tokens + new_tokens) // budget)
+    return tokens * token_s / group.members + iterations * decodes_s
+
+
 def computed_rate(
     loads: Iterable[GroupLoad], means: RequestMeans, costs: CostModel
 ) -> tuple[float, float]:
@@ -230,16 +247,23 @@ class WaitPredictor:
         self._compute_rate = by_compute * self.means.prompt_tokens
 
     def predict(
-        self, ahead_tokens: int, start_tokens: int, group_s: float, queued: bool, now_s: float
+        self,
+        ahead_tokens: int,
+        start_tokens: int,
+        group_s: float,
+        queued: bool,
+        passing: float,
+        now_s: float,
     ) -> WaitPrediction | None:
         """The time to the first token of a request with `ahead_tokens` before it; None if unknown.
 
         It needs `start_tokens` to start. In its group, its prefill ends after `group_s`. `queued`:
-        it must wait until requests have ended.
+        others must start before; meanwhile `passing` tokens per second of later requests start.
         """
         rate = self.rate.per_s(now_s)
         if rate is None or rate <= 0:
             return None
+        rate = max(rate - passing, LEFT_SHARE * rate)
         tokens = ahead_tokens + start_tokens
         raw_s = group_s + (tokens / rate if queued else 0.0)
         by_compute_s = group_s

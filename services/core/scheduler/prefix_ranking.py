@@ -215,7 +215,7 @@ class PrefixRanking:
         )
         if len(steady) < 2:
             return steady[0] if steady else None
-        ttft_s = {load.group.group_id: self.ttft_s(load, ask) for load in steady}
+        ttft_s = {load.group.group_id: self._ttft_s(load, ask) for load in steady}
         latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
         return min(early, key=lambda load: (groups.score(load), load.group.group_id))
@@ -245,19 +245,16 @@ class PrefixRanking:
         blocks = self.index.matched_blocks(load.group.group_id, ask.prefix)
         return blocks * load.group.block_size
 
-    def ttft_s(self, load: GroupLoad, ask: Ask) -> float:
-        """Predicted seconds until the first token of a request in a group."""
+    def _ttft_s(self, load: GroupLoad, ask: Ask) -> float:
         hit_tokens = self.hit_tokens(load, ask)
-        costs = self._costs.get(load.group.group_id) or self._typical_costs
+        costs = self.costs(load)
         ttft_s = predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)
         # NaN would compare as neither early nor late.
         return ttft_s if isfinite(ttft_s) else inf
 
-    def alone_s(self, load: GroupLoad, ask: Ask) -> float:
-        """Predicted seconds until the first token of a request in a group if it is idle."""
-        hit_tokens = self.hit_tokens(load, ask)
-        costs = self._costs.get(load.group.group_id) or self._typical_costs
-        return costs.chunk_s(hit_tokens, ask.prompt_tokens - hit_tokens)
+    def costs(self, load: GroupLoad) -> CostModel:
+        """The cost model of a group; if it is unknown, one like the mean of the others."""
+        return self._costs.get(load.group.group_id) or self._typical_costs
 
     @property
     def _typical_costs(self) -> CostModel:

@@ -107,7 +107,8 @@ class SchedulerState:
     _walk_due_s: float = -inf
 
     def __post_init__(self) -> None:
-        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules)
+        holds = self.lateness > 0
+        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules, holds)
         self._queue = WaitQueue(self.rules)
         self._admission = Admission(
             self._queue,
@@ -295,6 +296,8 @@ class SchedulerState:
         # Count as demand each request that more KV memory could serve, once.
         if meter is not None and not was_assigned and (refused is None or refused.is_overload):
             meter.arrived.add(start_tokens, ask.now_s)
+            if ask.service.service_class is ServiceClass.INTERACTIVE:
+                meter.interactive.add(start_tokens, ask.now_s)
         if refused is not None:
             if meter is not None and refused.is_overload:
                 meter.refused.add(start_tokens, ask.now_s)
