@@ -128,7 +128,11 @@ class Trial:
         """Send a load to the idle cluster, and wait until it is idle again."""
         measured = Measured(load.targets, self._idle_ttft_s(load.targets))
         measured.gateway_bytes.append(self._gateway.memory_info().rss)
-        before, cost, since_s = self._cluster.counters(), self._cluster.process_cost(), monotonic_s()
+        before, cost, since_s = (
+            self._cluster.counters(),
+            self._cluster.process_cost(),
+            monotonic_s(),
+        )
         self._send(load, measured, progress)
         spent, seconds = self._cluster.process_cost().since(cost), monotonic_s() - since_s
         measured.cores = {kind: cpu_s / seconds for kind, cpu_s in spent.seconds.items()}

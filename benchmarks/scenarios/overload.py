@@ -18,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,14 @@ from benchmarks.systems.schedulings import merged
 from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import Tideserve
 from services.common.device_profile import split_slowdown
-from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.state_config import StateConfig
 
 PACE = "A100-14B:4"
 QUICK_S, FULL_S = 24.0, 120.0
 QUICK_RECOVERY_S, FULL_RECOVERY_S = 15.0, 60.0
 """Longest time for which recovery is measured; then requests that still wait are cut off."""
-_OFF = {"lateness": 0.0, "class_order": "deadline", "standard_wait_s": 0.0}
-_KNOWN = {field_.name for config in (StateConfig, ClassRules) for field_ in fields(config)}
-TODAYS = {"scheduler": {name: value for name, value in _OFF.items() if name in _KNOWN}}
+TODAYS = {"scheduler": {"lateness": 0.0, "class_order": "deadline", "standard_wait_s": 0.0}}
+"""Options that turn off the refusal of late requests."""
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "tideserve": {},
     "todays-rules": TODAYS,
