@@ -13,11 +13,10 @@ from services.core.ids import NAME_LENGTH_MAX
 from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
-from services.core.scheduler.lateness import Late, Lateness
-from services.core.scheduler.prediction import WaitPrediction
+from services.core.scheduler.lateness import Estimate, Lateness
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, ClassRates, retry_after_s
-from services.core.scheduler.vocabulary import Asked
+from services.core.scheduler.vocabulary import Asked, Late
 from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
@@ -71,14 +70,14 @@ class Admission:
         model: ModelGroups | None,
         deadline_start_s: float,
         was_assigned: bool,
-        prediction: WaitPrediction | None = None,
+        estimate: Estimate | None = None,
     ) -> NotAdmitted | None:
         """The refusal of a request for `model`; None if it may wait.
 
-        `deadline_start_s`, `was_assigned`: as in `Waiting`. `prediction`: None if unknown. Only
-        requests that were never assigned are refused for lack of slots or as late. If the model's
-        last group has left, a new request waits for `REGROUP_S`, a requeued request until its
-        deadline, and a resumed request without a limit.
+        `deadline_start_s`, `was_assigned`: as in `Waiting`. `estimate`: None if it is never
+        late. Only requests that were never assigned are refused for lack of slots or as late. If
+        the model's last group has left, a new request waits for `REGROUP_S`, a requeued request
+        until its deadline, and a resumed request without a limit.
         """
         refused = None
         if model is not None:
@@ -93,7 +92,7 @@ class Admission:
         if was_assigned:
             return None
         if self.lateness.factor:
-            late = self._refuse_late(ask, model, deadline_start_s, prediction)
+            late = self._refuse_late(ask, model, deadline_start_s, estimate)
             return late or self._refuse_queue_full(ask.service)
         return self._refuse_queue_full(ask.service) or self._refuse_too_late(
             ask, model, deadline_start_s
@@ -195,13 +194,13 @@ class Admission:
         ask: Asked,
         model: ModelGroups | None,
         deadline_start_s: float,
-        prediction: WaitPrediction | None,
+        estimate: Estimate | None,
     ) -> NotAdmitted | None:
         """Refuse a new request that would get its first token too late."""
         if model is None:
             return None
         short = bool(self.shortfalls.get(ask.model))
-        late = self.lateness.late(ask, model, deadline_start_s, prediction, short)
+        late = self.lateness.late(ask, model, deadline_start_s, estimate, short)
         return None if late is None else _too_late(late)
 
     def _refuse_too_late(

@@ -192,6 +192,11 @@ class Calendar:
         self._end(booking, BookingEnd.USED)
         return booking
 
+    def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
+        """Whether `arrive` would use a booking."""
+        booking = self._bookings.get((owner, shape))
+        return booking is not None and -EARLY_S <= now_s - booking.due_s <= LAPSE_S
+
     def release(self, owner: str, shape: Shape) -> None:
         """End the booking, if any, of a request that is admitted before its window."""
         if (booking := self._bookings.get((owner, shape))) is not None:

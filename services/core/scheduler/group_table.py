@@ -419,6 +419,7 @@ class GroupTable:
         assert sum(len(index.loads) for index in indexes) == len(self._loads)
         for model in self._models.values():
             model.check_invariants()
+            model.meter.waits.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
         assert self._left_s.keys() <= self._longest_served.keys() - self._models.keys()
 

@@ -10,53 +10,45 @@ would be late with unlimited memory.
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
+from services.core.scheduler.calendar import Booking, Calendar, Rates, shape_of
 from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
-from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
+from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.prediction import WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
-from services.core.scheduler.vocabulary import Asked
+from services.core.scheduler.vocabulary import Asked, Late, Limit
 from services.core.service import Service, ServiceClass
 
 COMPARED_MAX = 8
 """Groups whose prefill backlog is compared for a prediction."""
 SIGNIFICANT = 3.0
 """Standard deviations by which arrivals must exceed the starts to count as overload."""
+LENIENT = 2.0
+"""Factor by which even the optimistic wait must exceed the limit while there is no overload."""
 WALK_S = 1.0
 """Period in which the predictions of all waiting requests are repeated."""
 
 
-class Limit(StrEnum):
-    """What a wait is limited by."""
-
-    COMPUTE = "compute"
-    MEMORY = "memory"
-
-
 @dataclass(frozen=True, slots=True)
-class Late:
-    """Why a request is refused as late: its predicted wait exceeds `left_s`.
+class Estimate:
+    """What is expected of a new request that may be late.
 
-    `start_tokens` per second leave the queue at `rate`, and `ahead_tokens` are before the request.
-    `room`: whether a group could start it now; `short`: whether merges cannot provide the memory.
+    `limit_s` is the longest time to its first token. `prediction`: None if unknown. `booking`: the
+    one that it uses, for its retry at the booked time. `alone_s`: its time in an idle group.
     """
 
-    ahead_tokens: int
-    rate: float
-    wait_s: float
-    left_s: float
-    by: Limit
-    room: bool
-    short: bool
+    limit_s: float
+    prediction: WaitPrediction | None
+    booking: Booking | None
+    alone_s: float
 
 
 @dataclass(slots=True)
 class Lateness:
     """Limits and predictions of waits; `factor` 0: no request is late.
 
-    Reads the caller's queue and groups, and changes neither.
+    Changes none of the caller's queue and groups but the calendars of the models.
     """
 
     queue: WaitQueue
@@ -77,21 +69,89 @@ class Lateness:
             limit_s = self.standard_wait_s
         return min(limit_s, self.queue_deadline_s)
 
-    def predict(
-        self, ask: Asked, model: ModelGroups, arrival_s: float, start_tokens: int
-    ) -> WaitPrediction | None:
-        """The time to the first token of a new request from now; None if it is unknown."""
-        queued = self.has_queue(ask, model) or not self.could_start(ask, model, ask.now_s)
-        ahead = self.queue.tokens_ahead(ask, arrival_s)
-        passing = 0.0
-        if ask.service.service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.per_s(ask.now_s)
-        group_s = prefill_s(ask, model)
-        return model.meter.waits.predict(ahead, start_tokens, group_s, queued, passing, ask.now_s)
+    def estimate(
+        self, ask: Asked, model: ModelGroups | None, arrival_s: float, start_tokens: int
+    ) -> Estimate | None:
+        """What is expected of a request that was never assigned; None if it is never late.
 
-    def has_queue(self, ask: Asked, model: ModelGroups) -> bool:
-        """Whether requests wait that a new request must not overtake."""
-        return self.queue.tokens_ahead(ask, ask.now_s) > 0
+        It uses its booking, unless the ask is only an estimate.
+        """
+        limit_s = self.limit_s(ask.service)
+        if limit_s is None or model is None or ask.resumed or ask.failed is not None:
+            return None
+        calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
+        booking, due = None, False
+        if ask.estimated:
+            due = calendar.is_due(ask.now_s, owner, shape)
+        else:
+            model.meter.waits.note_ask(ask)
+            booking = calendar.arrive(ask.now_s, owner, shape)
+        if booking is not None:
+            arrival_s = min(arrival_s, booking.arrival_s)
+        booked = due or booking is not None
+        prediction = self.predict(ask, model, arrival_s, start_tokens, ask.now_s, booked)
+        return Estimate(limit_s, prediction, booking, alone_s(ask, model))
+
+    def predict(
+        self,
+        ask: Asked,
+        model: ModelGroups,
+        arrival_s: float,
+        start_tokens: int,
+        now_s: float,
+        booked: bool,
+    ) -> WaitPrediction | None:
+        """The time to the first token of a new request from now; None if it is unknown.
+
+        Retries that are due before it starts are ahead of it, unless it is such a retry (`booked`).
+        """
+        waits, service_class = model.meter.waits, ask.service.service_class
+        ahead = self.queue.tokens_ahead(ask, arrival_s)
+        queued = ahead > 0 or not self.could_start(ask, model, now_s)
+        passing = 0.0
+        if service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
+            passing = model.meter.interactive.per_s(now_s)
+        group_s = prefill_s(ask, model)
+        rate = waits.rate_beside(passing, now_s)
+        if queued and not booked and rate:
+            ahead += self.calendar(ask, model).due(now_s + (ahead + start_tokens) / rate)[0]
+        return waits.predict(
+            ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
+        )
+
+    def book(
+        self, ask: Asked, model: ModelGroups, start_tokens: int, arrival_s: float, now_s: float
+    ) -> Booking | None:
+        """Book time for the retry of a request that is refused now; None if that is impossible."""
+        prediction = self.predict(ask, model, now_s, start_tokens, now_s, booked=True)
+        if prediction is None or self.limit_s(ask.service) is None:
+            return None
+        calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
+        earliest_s = now_s + prediction.ahead_tokens / prediction.rate
+        rates = Rates(prediction.rate)
+        return calendar.book(
+            *(now_s, owner, shape, start_tokens, 0, earliest_s, rates), arrival_s=arrival_s
+        )
+
+    def is_overloaded(self, service: Service, model: ModelGroups, now_s: float) -> bool:
+        """Whether significantly more tokens arrive than start, by the last seconds.
+
+        Counts only interactive requests for one of these if they go before all others.
+        """
+        meter, rate = model.meter, model.meter.waits.rate.per_s(now_s)
+        interactive = service.service_class is ServiceClass.INTERACTIVE
+        arrived = meter.interactive if interactive and self.queue.rules.by_class else meter.arrived
+        requests, _ = arrived.at(now_s)
+        if rate is None or not requests:
+            return False
+        # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
+        return arrived.per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
+
+    def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
+        """The bookings for requests of this class, by class only if that orders the queue."""
+        by_class = self.queue.rules.by_class
+        service_class = ask.service.service_class if by_class else ServiceClass.STANDARD
+        return model.meter.waits.calendars[service_class]
 
     def could_start(self, ask: Asked, model: ModelGroups, now_s: float) -> bool:
         """Whether a group has room for a request and no prefill backlog."""
@@ -102,24 +162,23 @@ class Lateness:
         ask: Asked,
         model: ModelGroups,
         deadline_start_s: float,
-        prediction: WaitPrediction | None,
+        estimate: Estimate | None,
         short: bool,
     ) -> Late | None:
         """Why a new request must be refused; None if it may wait.
 
         `short`: merges of groups cannot provide the KV that the model lacks.
         """
-        limit_s = self.limit_s(ask.service)
-        if limit_s is None or prediction is None or ask.failed is not None:
+        if estimate is None or (prediction := estimate.prediction) is None:
             return None
-        left_s = deadline_start_s + limit_s - ask.now_s
-        doubt = is_overloaded(model.meter, ask.now_s)
-        wait_s = prediction.safe_s if doubt else prediction.optimistic_s
+        left_s = deadline_start_s + estimate.limit_s - ask.now_s
+        doubt = estimate.booking is None and self.is_overloaded(ask.service, model, ask.now_s)
+        wait_s = prediction.safe_s if doubt else prediction.optimistic_s / LENIENT
         if wait_s <= left_s or self.could_start(ask, model, ask.now_s):
             return None
         by_compute = prediction.by_compute_s > left_s or has_memory(ask, model)
         by = Limit.COMPUTE if by_compute else Limit.MEMORY
-        if (by is Limit.MEMORY and not short) or alone_s(ask, model) > limit_s:
+        if (by is Limit.MEMORY and not short) or estimate.alone_s > estimate.limit_s:
             return None
         ahead, rate = prediction.ahead_tokens, prediction.rate
         return Late(ahead, rate, wait_s, left_s, by, room=False, short=short)
@@ -129,49 +188,44 @@ class Lateness:
     ) -> list[tuple[Waiting, Late]]:
         """The waiting requests of a model that must be refused now.
 
-        Those are late requests, and with `walk` those that would become late; none if no more
-        requests arrive than start.
+        Those are late requests, and with `walk` those that would become late; none of a class of
+        which no more requests arrive than start.
         """
-        if not self.factor or not is_overloaded(model.meter, now_s):
+        rate = model.meter.waits.rate.per_s(now_s) or 0.0
+        overloaded = {
+            cls
+            for cls in (ServiceClass.INTERACTIVE, ServiceClass.STANDARD)
+            if self.factor and self.is_overloaded(Service(cls), model, now_s)
+        }
+        if not overloaded:
             return []
-        rate = model.meter.waits.rate.per_s(now_s) or math.inf
-        late = [
-            (waiting, Late(0, rate, now_s - waiting.latest_s, 0.0, Limit.MEMORY, False, short))
-            for waiting in self.queue.late(name)
-            if self._is_refusable(waiting, model, short, now_s)
-        ]
+        late = list[tuple[Waiting, Late]]()
         ahead = 0
-        for waiting in self.queue.in_order(name) if walk else ():
+        for waiting in self.queue.in_order(name) if walk else self.queue.late(name):
             wait_s = (ahead + waiting.start_tokens) / rate
-            wait_s *= model.meter.waits.ratios.of(wait_s)[0]
+            ratios = model.meter.waits.ratios[waiting.ask.service.service_class]
+            optimistic_s, *_ = ratios.corrected(wait_s, now_s)
             left_s = waiting.latest_s - now_s
-            refusable = self._is_refusable(waiting, model, short, now_s)
-            if waiting.late or wait_s <= left_s or not refusable:
+            if (
+                optimistic_s <= left_s
+                or waiting.ask.service.service_class not in overloaded
+                or not self._is_refusable(waiting, model, short, now_s)
+            ):
                 ahead += waiting.start_tokens
                 continue
-            late.append((waiting, Late(ahead, rate, wait_s, left_s, Limit.MEMORY, False, short)))
+            by = Limit.COMPUTE if has_memory(waiting.ask, model) else Limit.MEMORY
+            late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by, False, short)))
         return late
 
     def _is_refusable(
         self, waiting: Waiting, model: ModelGroups, short: bool, now_s: float
     ) -> bool:
-        if (
-            waiting.was_assigned
-            or waiting.ask.failed is not None
-            or not model.can_hold(waiting.ask)
-        ):
+        ask = waiting.ask
+        if waiting.latest_s == math.inf or waiting.was_assigned or ask.failed is not None:
             return False
-        return waiting.latest_s < math.inf and not self.could_start(waiting.ask, model, now_s)
-
-
-def is_overloaded(meter: DemandMeter, now_s: float) -> bool:
-    """Whether significantly more tokens arrive than start, by the last seconds."""
-    rate = meter.waits.rate.per_s(now_s)
-    requests, _ = meter.arrived.at(now_s)
-    if rate is None or not requests:
-        return False
-    # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
-    return meter.arrived_tokens_per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
+        if not model.can_hold(ask) or self.could_start(ask, model, now_s):
+            return False
+        return short or has_memory(ask, model)
 
 
 def has_memory(ask: Asked, model: ModelGroups) -> bool:

@@ -28,7 +28,7 @@ Z80 = 0.84
 """80th percentile of the standard normal distribution."""
 
 
-class Length(NamedTuple):
+class OutputLength(NamedTuple):
     """Expected output tokens: the mean, and the 80th percentile."""
 
     mean: float
@@ -105,7 +105,7 @@ class Lengths:
             level[key] = samples
             samples.add(math.log1p(tokens))
 
-    def expect(self, keys: Keys, max_tokens: float, hint: int = 0) -> Length | None:
+    def expect(self, keys: Keys, max_tokens: float, hint: int = 0) -> OutputLength | None:
         """The expected output of a request; None without samples of its most general key.
 
         `hint` is the client's estimate of its output tokens, 0 for none.
@@ -122,7 +122,7 @@ class Lengths:
             else:
                 hint_tokens = float(hint)
             expected, p80 = hint_tokens, max(p80 * hint_tokens / max(expected, 1.0), hint_tokens)
-        return Length(min(expected, max_tokens), min(p80, max_tokens))
+        return OutputLength(min(expected, max_tokens), min(p80, max_tokens))
 
     def _estimate(self, keys: Keys) -> _Estimate | None:
         samples = mean = square = 0.0

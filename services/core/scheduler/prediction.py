@@ -11,8 +11,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from services.core.ask import Ask
 from services.core.cost.model import CostModel
+from services.core.scheduler.calendar import Calendar
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.lengths import Lengths, keys_of
+from services.core.service import ServiceClass
 
 WINDOW_S = 10.0
 """Window of the measured rate."""
@@ -102,10 +106,18 @@ RANGES_S = (1.0, 10.0)
 """Predictions below, between and above these times are corrected separately."""
 SAMPLES_MAX, SAMPLES_MIN = 256, 20
 """Ratios kept per range, and the number from which they replace `UNKNOWN`."""
+FORGOTTEN_S = 60.0
+"""Age at which a ratio is forgotten. Only admitted requests are measured, so a wrong ratio that
+refuses all requests of its range would stay for ever."""
+BUCKETS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+"""Upper bounds of the histogram of ratios."""
 UNKNOWN = (0.5, 1.0, 1.5)
 QUANTILES = (0.2, 0.5, 0.8)
-PREDICTED_MIN_S = 0.05
-"""Shorter predictions are not compared: their ratios show only the delays of messages."""
+UNKNOWN_OUTPUT = 0.5
+"""Expected output of a request over its token limit, before any has ended."""
+OFFSET_S = 0.5
+"""Added to both times of a ratio: the ratios of short times are dominated by message delays and the
+iteration in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,42 +141,46 @@ class WaitPrediction:
 class Ratios:
     """Measured times to the first token over predicted ones, of the last requests."""
 
-    # By range: the ratios in order of time, and sorted.
-    _recent: list[deque[float]] = field(
+    # By range: times and ratios in order of time, and the ratios sorted.
+    _recent: list[deque[tuple[float, float]]] = field(
         default_factory=lambda: [deque() for _ in range(len(RANGES_S) + 1)]
     )
     _sorted: list[list[float]] = field(
         default_factory=lambda: [[] for _ in range(len(RANGES_S) + 1)]
     )
+    # Histogram since the start, by `BUCKETS`, the last for all above; and the sum of the ratios.
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    total: float = 0.0
 
-    def note(self, raw_s: float, actual_s: float) -> None:
+    def note(self, raw_s: float, actual_s: float, now_s: float) -> None:
         """Compare a prediction with the time that was measured."""
-        if raw_s < PREDICTED_MIN_S:
-            return
+        index, ratio = bisect(RANGES_S, raw_s), (actual_s + OFFSET_S) / (raw_s + OFFSET_S)
+        if len(self._recent[index]) == SAMPLES_MAX:
+            self._forget_oldest(index)
+        self._recent[index].append((now_s, ratio))
+        insort(self._sorted[index], ratio)
+        self.counts[bisect_left(BUCKETS, ratio)] += 1
+        self.total += ratio
+
+    def corrected(self, raw_s: float, now_s: float) -> tuple[float, ...]:
+        """The times that a prediction of `raw_s` means, at `QUANTILES`."""
         index = bisect(RANGES_S, raw_s)
         recent, ordered = self._recent[index], self._sorted[index]
-        if len(recent) == SAMPLES_MAX:
-            del ordered[bisect_left(ordered, recent.popleft())]
-        recent.append(actual_s / raw_s)
-        insort(ordered, actual_s / raw_s)
-
-    def forget(self, raw_s: float) -> None:
-        """Forget the ratios of the range of `raw_s`."""
-        index = bisect(RANGES_S, raw_s)
-        self._recent[index].clear()
-        self._sorted[index].clear()
-
-    def of(self, raw_s: float) -> tuple[float, ...]:
-        """The ratios at `QUANTILES` for a prediction of `raw_s`."""
-        ordered = self._sorted[bisect(RANGES_S, raw_s)]
+        while recent and recent[0][0] < now_s - FORGOTTEN_S:
+            self._forget_oldest(index)
         if len(ordered) < SAMPLES_MIN:
-            return UNKNOWN
-        return tuple(ordered[int(quantile * len(ordered))] for quantile in QUANTILES)
+            return tuple(ratio * raw_s for ratio in UNKNOWN)
+        ratios = (ordered[int(quantile * len(ordered))] for quantile in QUANTILES)
+        return tuple(max(0.0, ratio * (raw_s + OFFSET_S) - OFFSET_S) for ratio in ratios)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sorted ratios differ from the recent ones."""
         for recent, ordered in zip(self._recent, self._sorted, strict=True):
-            assert len(recent) <= SAMPLES_MAX and sorted(recent) == ordered
+            assert len(recent) <= SAMPLES_MAX and sorted(r for _, r in recent) == ordered
+
+    def _forget_oldest(self, index: int) -> None:
+        ordered = self._sorted[index]
+        del ordered[bisect_left(ordered, self._recent[index].popleft()[1])]
 
 
 @dataclass(slots=True)
@@ -228,10 +244,22 @@ class WaitPredictor:
     """Predicts the waits of a model's requests."""
 
     rate: StartRate = field(default_factory=StartRate)
-    ratios: Ratios = field(default_factory=Ratios)
+    ratios: dict[ServiceClass, Ratios] = field(
+        default_factory=lambda: {cls: Ratios() for cls in ServiceClass}
+    )
+    lengths: Lengths = field(default_factory=Lengths)
+    calendars: dict[ServiceClass, Calendar] = field(
+        default_factory=lambda: {cls: Calendar() for cls in ServiceClass}
+    )
     means: RequestMeans = field(default_factory=RequestMeans)
     # Prompt tokens per second if KV memory were unlimited; None if no cost model is known.
     _compute_rate: float | None = None
+
+    def note_ask(self, ask: Ask) -> None:
+        """Count the lengths of a new request."""
+        length = self.lengths.expect(keys_of(ask), ask.max_tokens, ask.expected_tokens)
+        output = length.mean if length is not None else ask.max_tokens * UNKNOWN_OUTPUT
+        self.means.note(ask.prompt_tokens, output)
 
     def refresh(self, loads: list[GroupLoad], costs: CostModel | None, now_s: float) -> None:
         """Note the groups that serve; call it every few 100 ms. O(groups)."""
@@ -246,31 +274,41 @@ class WaitPredictor:
         self.rate.computed = in_all * self.means.prompt_tokens
         self._compute_rate = by_compute * self.means.prompt_tokens
 
+    def rate_beside(self, passing: float, now_s: float) -> float | None:
+        """Tokens per second that start beside `passing` tokens per second of other requests."""
+        rate = self.rate.per_s(now_s)
+        return None if rate is None else max(rate - passing, LEFT_SHARE * rate)
+
     def predict(
         self,
         ahead_tokens: int,
         start_tokens: int,
         group_s: float,
-        queued: bool,
-        passing: float,
+        rate: float | None,
+        service_class: ServiceClass,
         now_s: float,
     ) -> WaitPrediction | None:
         """The time to the first token of a request with `ahead_tokens` before it; None if unknown.
 
-        It needs `start_tokens` to start. In its group, its prefill ends after `group_s`. `queued`:
-        others must start before; meanwhile `passing` tokens per second of later requests start.
+        It needs `start_tokens` to start, 0 if it need not wait for that. In its group, its prefill
+        ends after `group_s`. `rate`: tokens per second that start before it.
         """
-        rate = self.rate.per_s(now_s)
-        if rate is None or rate <= 0:
+        if not rate:
             return None
-        rate = max(rate - passing, LEFT_SHARE * rate)
-        tokens = ahead_tokens + start_tokens
-        raw_s = group_s + (tokens / rate if queued else 0.0)
+        raw_s = group_s + (ahead_tokens + start_tokens) / rate
         by_compute_s = group_s
-        if queued and self._compute_rate:
+        if self._compute_rate:
             by_compute_s += ahead_tokens / self._compute_rate
-        low, middle, high = self.ratios.of(raw_s)
+        low_s, middle_s, high_s = self.ratios[service_class].corrected(raw_s, now_s)
         return WaitPrediction(
-            *(low * raw_s, middle * raw_s, high * raw_s, raw_s),
+            *(low_s, middle_s, high_s, raw_s),
             *(ahead_tokens, rate, min(by_compute_s, raw_s)),
         )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the parts contradict themselves."""
+        for ratios in self.ratios.values():
+            ratios.check_invariants()
+        for calendar in self.calendars.values():
+            calendar.check_invariants()
+        self.lengths.check_invariants()

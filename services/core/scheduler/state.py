@@ -19,17 +19,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 
+from services.core.ask import RefusalReason
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
 from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_start
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
+from services.core.scheduler.calendar import shape_of
 from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
-from services.core.scheduler.lateness import WALK_S, Lateness, alone_s, prefill_s
+from services.core.scheduler.lateness import WALK_S, Estimate, Lateness, prefill_s
+from services.core.scheduler.lengths import keys_of
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.vocabulary import (
@@ -41,7 +44,9 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
+    OutcomeReported,
     SendAssignment,
+    SendProceed,
     SendRefusal,
     SendTicket,
     ServingGroup,
@@ -143,6 +148,8 @@ class SchedulerState:
                 self._groups.suspend(event)
             case ShortfallsReported():
                 self._admission.shortfalls = event.shortfalls
+            case OutcomeReported():
+                self._note_outcome(event)
         return []
 
     def has_room(self, ask: Asked, now_s: float) -> bool:
@@ -286,22 +293,27 @@ class SchedulerState:
         if ask.excused_s:
             # The deadline restarts when a worker fails: time before was not spent in this queue.
             deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
-        lateness = self._admission.lateness
-        prediction, limit_s = None, lateness.limit_s(ask.service)
-        if model is not None and not was_assigned and limit_s is not None:
-            model.meter.waits.means.note(ask.prompt_tokens, ask.max_tokens / 2)
-            prediction = lateness.predict(ask, model, arrival_s, start_tokens)
-        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned, prediction)
+        estimate = None
+        if not was_assigned:
+            estimate = self._admission.lateness.estimate(ask, model, arrival_s, start_tokens)
+        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned, estimate)
         meter = self._demand_meter(ask)
-        # Count as demand each request that more KV memory could serve, once.
-        if meter is not None and not was_assigned and (refused is None or refused.is_overload):
+        # Count as demand each request that more KV memory could serve, once: an estimated ask that
+        # is not refused is followed by another.
+        counts = refused.is_overload if refused is not None else not ask.estimated
+        if meter is not None and not was_assigned and counts:
             meter.arrived.add(start_tokens, ask.now_s)
             if ask.service.service_class is ServiceClass.INTERACTIVE:
                 meter.interactive.add(start_tokens, ask.now_s)
         if refused is not None:
             if meter is not None and refused.is_overload:
                 meter.refused.add(start_tokens, ask.now_s)
-            return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
+            booking = estimate.booking if estimate is not None else None
+            self._totals.retries_broken += booking is not None
+            first_s = ask.now_s if booking is None else booking.arrival_s
+            return [self._refusal(ask, ask.stream_id, refused, ask.now_s, start_tokens, first_s)]
+        if ask.estimated:
+            return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
         displaced = self._admission.displaced(ask, was_assigned)
         refusals = (
             [] if displaced is None else [self._refuse_waiting_request(*displaced, ask.now_s)]
@@ -319,10 +331,11 @@ class SchedulerState:
             start_tokens,
             requeues=requeues,
             was_assigned=was_assigned,
-            raw_s=prediction.raw_s if prediction is not None else 0.0,
         )
-        if model is not None and limit_s is not None:
-            self._set_latest(waiting, model, deadline_start_s + limit_s)
+        if model is not None and estimate is not None:
+            calendar = self._admission.lateness.calendar(ask, model)
+            calendar.release(ask.service.tenant, shape_of(ask))
+            _apply_estimate(waiting, model, estimate)
         self._queue.push(self._held_back(waiting))
         ticket = SendTicket(ask.stream_id, ask.request_id)
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
@@ -335,14 +348,18 @@ class SchedulerState:
             waiting.spread_until_s = waiting.ask.now_s + self.spread_s
         return waiting
 
-    def _set_latest(self, waiting: Waiting, model: ModelGroups, due_s: float) -> None:
-        """Set when a new request must start for its first token at `due_s`."""
-        if waiting.ask.resumed:
+    def _note_outcome(self, outcome: OutcomeReported) -> None:
+        """Compare the outcome of an assigned request with what was predicted."""
+        assigned = self._assignments.get(outcome.request_id)
+        load = self._groups.of_id(assigned.group_id) if assigned is not None else None
+        model = self._groups.of_model(load.group.model) if load is not None else None
+        if assigned is None or model is None:
             return
-        if waiting.ask.now_s + alone_s(waiting.ask, model) > due_s:
-            waiting.late = True
-        else:
-            waiting.latest_s = due_s - prefill_s(waiting.ask, model)
+        waits, now_s = model.meter.waits, outcome.now_s
+        if outcome.output_tokens:
+            waits.lengths.add(assigned.keys, outcome.output_tokens, outcome.cut_off)
+        elif assigned.raw_s:
+            waits.ratios[assigned.service_class].note(assigned.raw_s, outcome.ttft_s, now_s)
 
     def _demand_meter(self, ask: Asked) -> DemandMeter | None:
         """The demand meter of the model; None for an unknown model or a batch request."""
@@ -469,7 +486,9 @@ class SchedulerState:
         meter = self._demand_meter(ask)
         if meter is not None and refused.is_overload:
             meter.refused.add(waiting.start_tokens, now_s)
-        return self._refusal(ask, waiting.stream_id, refused, now_s)
+        # A displaced retry with a booking keeps the rank of its first try.
+        arrival_s, tokens = waiting.arrival_s, waiting.start_tokens
+        return self._refusal(ask, waiting.stream_id, refused, now_s, tokens, arrival_s)
 
     def _assign(
         self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
@@ -484,7 +503,10 @@ class SchedulerState:
         self._totals.cached_tokens += ask.prompt_tokens - computed
         self._assignments.remember(
             ask.request_id,
-            Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
+            Assigned(
+                *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
+                *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.lateness else ()),
+            ),
         )
         if now_s < waiting.alone_until_s:
             load.make_exclusive(ask.request_id, now_s)
@@ -519,20 +541,54 @@ class SchedulerState:
             self._groups.release(assigned.group_id, request_id)
 
     def _refusal(
-        self, ask: Asked, stream_id: int, refused: NotAdmitted, now_s: float
+        self,
+        ask: Asked,
+        stream_id: int,
+        refused: NotAdmitted,
+        now_s: float,
+        start_tokens: int = 0,
+        arrival_s: float = 0.0,
     ) -> SendRefusal:
+        """Count a refusal, and book time for a retry if the request could start then."""
+        service_class = ask.service.service_class
         self._totals.refused[refused.reason] += 1
-        self._totals.refused_of_class[ask.service.service_class] += 1
-        wait_s = refused.retry_after_s
+        self._totals.refused_of_class[service_class] += 1
+        if refused.late is not None:
+            self._totals.refused_late[ask.model, service_class, refused.late.by] += 1
+        wait_s, booking = refused.retry_after_s, None
         if refused.is_overload:
-            wait_s = self._admission.retry_after_s(ask, now_s)
+            model = self._groups.of_model(ask.model)
+            if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
+                lateness = self._admission.lateness
+                booking = lateness.book(ask, model, start_tokens, arrival_s, now_s)
+            if booking is not None:
+                wait_s = float(booking.retry_after_s(now_s))
+            else:
+                wait_s = self._admission.retry_after_s(ask, now_s)
         return SendRefusal(
             ask.request_id,
             refused.message,
             wait_s,
             reason=refused.reason,
             stream_id=stream_id,
+            booked=booking is not None,
+            late=refused.late,
         )
+
+
+def _apply_estimate(waiting: Waiting, model: ModelGroups, estimate: Estimate) -> None:
+    """Set when a new request must start, or that it is late in any case."""
+    ask = waiting.ask
+    if estimate.booking is not None:
+        # The retry has the rank of its first try.
+        waiting.arrival_s = min(waiting.arrival_s, estimate.booking.arrival_s)
+    if estimate.prediction is not None:
+        waiting.raw_s = estimate.prediction.raw_s
+    due_s = waiting.deadline_start_s + estimate.limit_s
+    if ask.now_s + estimate.alone_s > due_s:
+        waiting.late = True
+    else:
+        waiting.latest_s = due_s - prefill_s(ask, model)
 
 
 def _start_tokens(ask: Asked, model: ModelGroups | None) -> int:

@@ -21,6 +21,7 @@ class PreparedChoice:
     `prompt_top`: likeliest tokens per prompt token in the response; None: as for output tokens.
     `chat`: how to parse the text of a chat; None: all text is content.
     `prefix`: a sample of the hashes of the prompt's KV blocks; the scheduler ranks workers by it.
+    `fingerprint`: a hash of the client's request and the choice's index, 0 if unknown.
     `coalesced`: the worker may send the tokens of several iterations in one message.
     """
 
@@ -36,6 +37,7 @@ class PreparedChoice:
     prompt_top: int | None = None
     chat: ChatForm | None = None
     prefix: ThinHashes = NO_PREFIX
+    fingerprint: int = 0
     coalesced: bool = False
 
     @property

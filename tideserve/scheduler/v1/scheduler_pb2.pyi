@@ -263,7 +263,7 @@ class Outcome(_message.Message):
     request_id: _builtins.str
     """Id of the request."""
     ttft_s: _builtins.float
-    """Seconds from its arrival at the gateway until its first token."""
+    """Seconds from the end of reading it at the gateway until its first token."""
     output_tokens: _builtins.int
     """Output tokens; 0 in the report of the first token."""
     cut_off: _builtins.bool
