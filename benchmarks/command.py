@@ -136,7 +136,7 @@ Minutes = Annotated[
 Seconds = Annotated[
     float | None,
     typer.Option(
-        min=10, help="overload: seconds of each load.", show_default="120; 24 with --quick"
+        min=10, help="overload: seconds of each load.", show_default="120; 20 with --quick"
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the prompts and of synthetic arrivals.")]

@@ -9,9 +9,9 @@ that is served. Tokens of such requests are counted in the steady part of a load
 capacity. After the last arrival, probes measure when the TTFT is that of an idle cluster again.
 
 Systems take turns at each load: the default settings, the same without refusal of late requests
-(`todays-rules`), and first come, first served (`fcfs`). Then batch requests are half of ten times
-the load, standard requests have no targets, and `slo` and `priority` are measured. Iterations are
-paced, so that workers do not compete for processors.
+(`todays-rules`), and that with first come, first served (`fcfs`; in a quick run at 10 × only). Then
+half of ten times the load are batch requests, standard requests have no targets, and `slo` and
+`priority` are measured. Iterations are paced, so that workers do not compete for processors.
 """
 
 import re
@@ -37,15 +37,18 @@ from services.common.device_profile import split_slowdown
 from services.core.scheduler.state_config import StateConfig
 
 PACE = "A100-14B:4"
-QUICK_S, FULL_S = 24.0, 120.0
-QUICK_RECOVERY_S, FULL_RECOVERY_S = 15.0, 60.0
+QUICK_S, FULL_S = 20.0, 120.0
+CAPACITY_MIN_S, CAPACITY_SHARE = 10.0, 0.25
+"""Duration of the closed loop: at least, and as a share of a load."""
+QUICK_RECOVERY_S, FULL_RECOVERY_S = 12.0, 60.0
 """Longest time for which recovery is measured; then requests that still wait are cut off."""
 TODAYS = {"scheduler": {"lateness": 0.0, "class_order": "deadline", "standard_wait_s": 0.0}}
 """Options that turn off the refusal of late requests."""
+FCFS = "fcfs"
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "tideserve": {},
     "todays-rules": TODAYS,
-    "fcfs": {"scheduling": "fcfs", **TODAYS},
+    FCFS: {"scheduling": "fcfs", **TODAYS},
 }
 MIXED = "mixed"
 MIXED_SYSTEMS: Mapping[str, Mapping[str, Any]] = {
@@ -66,6 +69,11 @@ class Plan:
     say: Say
     progress: Say
 
+    @property
+    def capacity_s(self) -> float:
+        """Duration of the closed loop."""
+        return max(CAPACITY_MIN_S, CAPACITY_SHARE * self.seconds)
+
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Measure the capacity, then all systems at each load, then the mixed load."""
@@ -74,6 +82,8 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     slowdown = split_slowdown(deployment.paced)[1]
     pattern = re.compile(choice.cells or "")
     cells = [(n, f) for f in FACTORS for n in SYSTEMS if pattern.search(f"{n}/{f}")]
+    if choice.quick and choice.cells is None:
+        cells = [cell for cell in cells if cell[0] != FCFS or cell[1] == FACTORS[-1]]
     mixed_cells = [(n, MIXED_FACTOR) for n in MIXED_SYSTEMS if pattern.search(f"{MIXED}/{n}")]
     if not cells and not mixed_cells:
         raise BenchError(f"no cell matches {choice.cells}; cells are SYSTEM/LOAD and mixed/SYSTEM")
@@ -132,7 +142,7 @@ def _measure(
             trials[name] = Trial(cluster, plan.recovery_max_s, plan.seed)
         for name, trial in trials.items():
             plan.progress(f"{name}: a closed loop")
-            capacities[name] = trial.capacity_tokens_s(plan.seconds / 2)
+            capacities[name] = trial.capacity_tokens_s(plan.capacity_s)
         base = capacity_tokens_s or max(capacities.values(), default=0.0)
         for name, factor in cells:
             load = Load.drawn(factor, base, plan.seconds, targets, f"{plan.seed} {factor}")
@@ -161,6 +171,7 @@ def _labelled(progress: Say, label: str) -> Callable[[str], None]:
 SCENARIO = Scenario(
     name="overload",
     memory="256MiB",
+    paced_memory="256MiB",
     run=run,
     options=frozenset({"paced", "cells", "seconds"}),
     tiny_model={"num_hidden_layers": 4},
