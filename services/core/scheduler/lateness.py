@@ -12,18 +12,21 @@ import math
 from dataclasses import dataclass
 
 from services.core.scheduler.calendar import Booking, Calendar, Rates, shape_of
+from services.core.scheduler.class_rules import ONLINE
 from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.prediction import WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
-from services.core.scheduler.vocabulary import Asked, Late, Limit
+from services.core.scheduler.vocabulary import Asked, ClassWait, Late, Limit
 from services.core.service import Service, ServiceClass
 
 COMPARED_MAX = 8
 """Groups whose prefill backlog is compared for a prediction."""
 SIGNIFICANT = 3.0
 """Standard deviations by which arrivals must exceed the starts to count as overload."""
+SHORT_TOKENS = 64
+"""Prompt tokens of the request for which `class_waits` predicts."""
 LENIENT = 2.0
 """Factor by which even the optimistic wait must exceed the limit while there is no overload."""
 WALK_S = 1.0
@@ -147,6 +150,20 @@ class Lateness:
         # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
         return arrived.per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
 
+    def class_waits(self, name: str, now_s: float) -> list[ClassWait]:
+        """The predicted waits of new requests for the model `name`, by class."""
+        model, waits = self.groups.of_model(name), list[ClassWait]()
+        if model is None:
+            return waits
+        for cls in ONLINE:
+            ask = Asked("", name, SHORT_TOKENS, 1, service=Service(cls), now_s=now_s, stream_id=0)
+            prediction = self.predict(ask, model, now_s, SHORT_TOKENS, now_s, booked=False)
+            if prediction is not None:
+                limit_s = self.standard_wait_s if cls is ServiceClass.STANDARD else 0.0
+                optimistic_s, likely_s = prediction.optimistic_s, prediction.likely_s
+                waits.append(ClassWait(name, cls, optimistic_s, likely_s, limit_s))
+        return waits
+
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
         """The bookings for requests of this class, by class only if that orders the queue."""
         by_class = self.queue.rules.by_class
@@ -193,9 +210,7 @@ class Lateness:
         """
         rate = model.meter.waits.rate.per_s(now_s) or 0.0
         overloaded = {
-            cls
-            for cls in (ServiceClass.INTERACTIVE, ServiceClass.STANDARD)
-            if self.factor and self.is_overloaded(Service(cls), model, now_s)
+            cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
         }
         if not overloaded:
             return []

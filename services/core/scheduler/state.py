@@ -15,9 +15,11 @@ request has sent output before. Online requests are all except those of the clas
 epoch numbers the configurations of a group.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from services.core.ask import RefusalReason
 from services.core.cost.model import CostModel
@@ -27,7 +29,7 @@ from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
 from services.core.scheduler.calendar import shape_of
-from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
+from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
@@ -190,7 +192,36 @@ class SchedulerState:
             queued_by_class={cls: self._queue.count((cls,)) for cls in ALL},
             oldest_wait_s_by_class={cls: self._oldest_wait_s((cls,), now_s) for cls in ALL},
             refused_total_by_class=dict(totals.refused_of_class),
+            **self._predictions(now_s),
         )
+
+    def _predictions(self, now_s: float) -> dict[str, Any]:
+        """The fields of a snapshot about predictions; none if nothing is predicted."""
+        if not self.lateness:
+            return {}
+        ended, waiting = Counter[str](), 0
+        ratios = {}
+        for name in self._groups.models:
+            model = self._groups.of_model(name)
+            assert model is not None
+            for calendar in model.meter.waits.calendars.values():
+                ended.update(calendar.ended)
+                waiting += len(calendar)
+            for cls in ONLINE:
+                of_class = model.meter.waits.ratios[cls]
+                ratios[name, cls] = tuple(of_class.counts), of_class.total
+        lateness = self._admission.lateness
+        return {
+            "predicts": True,
+            "class_waits": tuple(
+                wait for name in self._groups.models for wait in lateness.class_waits(name, now_s)
+            ),
+            "refused_late_total": dict(self._totals.refused_late),
+            "bookings": waiting,
+            "bookings_ended_total": dict(ended),
+            "retries_broken_total": self._totals.retries_broken,
+            "wait_ratios": ratios,
+        }
 
     def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
         oldest_s = self._queue.oldest_deadline_start_s(classes)
@@ -220,6 +251,11 @@ class SchedulerState:
             if demand != ModelDemand(name):
                 demands.append(demand)
         return tuple(demands)
+
+    def has_room(self, ask: Asked, now_s: float) -> bool:
+        """Whether a group could start a request now, regardless of the queue."""
+        model = self._groups.of_model(ask.model)
+        return model is not None and self._admission.lateness.could_start(ask, model, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""

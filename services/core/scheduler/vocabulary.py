@@ -253,13 +253,17 @@ class Snapshot:
     queued_by_class: dict[ServiceClass, int]
     oldest_wait_s_by_class: dict[ServiceClass, float]
     refused_total_by_class: dict[ServiceClass, int]
-    # Whether waits are predicted, and the predictions of classes whose requests wait.
+    # Whether waits are predicted, and the predictions by model and class.
     predicts: bool = False
     class_waits: tuple[ClassWait, ...] = ()
-    # Requests refused as late, by model, class and limit, and bookings of retries by state.
+    # Requests refused as late, by model, class and limit; bookings of retries by how they ended,
+    # and those of them that were refused as late again.
     refused_late_total: dict[tuple[str, ServiceClass, Limit], int] = field(default_factory=dict)
-    bookings_total: dict[str, int] = field(default_factory=dict)
-    # Retries at their booked time that were refused as late again.
+    bookings: int = 0
+    bookings_ended_total: dict[str, int] = field(default_factory=dict)
     retries_broken_total: int = 0
-    # Measured over predicted times to the first token, by class: counts per bucket, and the sum.
-    wait_ratios: dict[ServiceClass, tuple[tuple[int, ...], float]] = field(default_factory=dict)
+    # Measured over predicted times to the first token, by model and class: numbers of ratios up to
+    # each bound of `BUCKETS` and above, and the sum of all ratios.
+    wait_ratios: dict[tuple[str, ServiceClass], tuple[tuple[int, ...], float]] = field(
+        default_factory=dict
+    )
