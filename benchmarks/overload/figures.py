@@ -84,7 +84,7 @@ def recovery_s(measured: Measured) -> float | None:
     return None
 
 
-def load_figures(measured: Measured, with_room_s: Sequence[float]) -> Figures:
+def load_figures(measured: Measured, with_room_s: Sequence[float] = ()) -> Figures:
     """The figures of a load by name. `with_room_s`: times of refusals with room."""
     records, targets, (from_s, to_s) = measured.records, measured.targets, measured.window_s
     online = [r for r in records if r.slo_class != BATCH_CLASS and in_time(r, targets)]

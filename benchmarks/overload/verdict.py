@@ -14,6 +14,10 @@ RECOVERY_MAX_S = 10.0
 INTERACTIVE_MIN = 0.9
 BATCH_SHARE_MAX = 0.05
 GROWTH_MAX = 1.25
+LAG_P99_MAX_S = 0.1
+PACE_MAX = 1.1
+"""Beyond these the machine was too busy to measure: lateness of the load generator, and duration of
+the iterations over that of the paced device."""
 
 
 def worst_recovery_s(loads: Mapping[str, Figures]) -> float | None:
@@ -30,10 +34,10 @@ def problems_of(
     """A sentence per missed goal."""
     loads = systems.get(OWN, {})
     problems = [
-        f"{name}/{factor}: {figures['failed']} requests failed"
+        f"{name}/{cell}: {text}"
         for name, of_system in {**systems, "mixed": mixed}.items()
-        for factor, figures in of_system.items()
-        if figures["failed"]
+        for cell, figures in of_system.items()
+        for text in _invalid(figures)
     ]
     for factor, figures in loads.items():
         todays = systems.get(TODAYS, {}).get(factor)
@@ -45,6 +49,16 @@ def problems_of(
     for name, figures in mixed.items():
         problems += [f"mixed, {name}: {text}" for text in _missed_mixed(figures)]
     return problems
+
+
+def _invalid(figures: Figures) -> list[str]:
+    lag_s, pace = figures["client_lag_s"]["p99"], figures["iterations_over_paced"]
+    texts = [f"{figures['failed']} requests failed"] if figures["failed"] else []
+    if lag_s is not None and lag_s > LAG_P99_MAX_S:
+        texts.append(f"P99 of the load generator's lag is {lag_s:.2f} s; use a less busy machine")
+    if pace is not None and pace > PACE_MAX:
+        texts.append(f"iterations took {pace:.2f} × their paced time; use a less busy machine")
+    return texts
 
 
 def _missed(
@@ -110,10 +124,11 @@ def rows_of(
     rows = [("capacity", f"{capacity_tokens_s:,.0f} tokens/s")]
     cells = [(f"{name}, {factor} ×", f) for name, of in systems.items() for factor, f in of.items()]
     cells += [(f"{name}, mixed", figures) for name, figures in mixed.items()]
-    return rows + [(label, _cell_text(figures, capacity_tokens_s)) for label, figures in cells]
+    return rows + [(label, cell_text(figures, capacity_tokens_s)) for label, figures in cells]
 
 
-def _cell_text(figures: Figures, capacity_tokens_s: float) -> str:
+def cell_text(figures: Figures, capacity_tokens_s: float) -> str:
+    """The figures of a load in a line."""
     parts = [
         f"in time {figures['in_time_tokens_s'] / capacity_tokens_s:.0%} of capacity",
         f"interactive {_text(figures['interactive_in_time_share'], '{:.0%}')}",

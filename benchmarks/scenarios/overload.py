@@ -27,7 +27,7 @@ from benchmarks.overload.figures import Measured, load_figures
 from benchmarks.overload.load import FACTORS, MIXED_FACTOR, Targets, targets_for
 from benchmarks.overload.room import refused_with_room_s
 from benchmarks.overload.trial import Load, Trial
-from benchmarks.overload.verdict import problems_of, rows_of, worst_recovery_s
+from benchmarks.overload.verdict import cell_text, problems_of, rows_of, worst_recovery_s
 from benchmarks.scenarios.scenario import LoadChoice, Scenario, TrialVerdict
 from benchmarks.stats import Figures
 from benchmarks.systems.schedulings import merged
@@ -147,7 +147,9 @@ def _measure(
         for name, factor in cells:
             load = Load.drawn(factor, base, plan.seconds, targets, f"{plan.seed} {factor}")
             progress = _labelled(plan.progress, f"{name}/{factor}: ")
-            measured.setdefault(name, {})[str(factor)] = trials[name].measure(load, progress)
+            done = trials[name].measure(load, progress)
+            measured.setdefault(name, {})[str(factor)] = done
+            plan.say(f"{name}, {factor} ×: {cell_text(load_figures(done), base)}")
         with_room = {name: refused_with_room_s(plan.folder / name) for name in trials}
     return capacities, {
         name: {factor: load_figures(one, with_room[name]) for factor, one in of.items()}

@@ -18,6 +18,8 @@ GOOD: Figures = {
     "recovery_s": 10.0,
     "gateway_growth": 1.25,
     "failed": 0,
+    "client_lag_s": {"p99": 0.1},
+    "iterations_over_paced": 1.1,
     "classes": {"batch": {"tokens_s": 50.0}},
 }
 LOADS = {"2": GOOD, "10": GOOD | {"in_time_tokens_s": 600.0}}
@@ -47,6 +49,8 @@ def test_a_run_within_all_goals_has_no_problem() -> None:
         ({"recovery_s": None}, "the recovery took –, not 10 s"),
         ({"recovery_s": 10.1}, "the recovery took 10.1 s, not 10 s"),
         ({"failed": 1}, "tideserve/10: 1 requests failed"),
+        ({"client_lag_s": {"p99": 0.2}}, "P99 of the load generator's lag is 0.20 s"),
+        ({"iterations_over_paced": 1.2}, "tideserve/10: iterations took 1.20 × their paced time"),
     ],
 )
 def test_each_missed_goal_of_a_load_is_a_problem(changes: dict[str, Any], text: str) -> None:
