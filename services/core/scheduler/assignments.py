@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
 from services.core.scheduler.lengths import Keys
-from services.core.scheduler.vocabulary import Limit
+from services.core.scheduler.vocabulary import WaitLimit
 from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
@@ -27,11 +27,12 @@ class Assigned:
     arrival_s: float
     assigned_s: float
     requeues: int = 0
-    # What its outcome is compared with: the predicted time to the first token, 0 if unknown, and
-    # the keys of its length.
+    # What its outcome is compared with: the predicted time to the first token, 0 if unknown; and
+    # what is learnt from its length.
     raw_s: float = 0.0
     service_class: ServiceClass = ServiceClass.STANDARD
     keys: Keys = ()
+    prompt_tokens: int = 0
 
     @property
     def group_and_epoch(self) -> tuple[str, int]:
@@ -97,5 +98,5 @@ class Totals:
     )
     # Requests refused as late, by model, class and limit; and retries at their booked time that
     # were refused as late again.
-    refused_late: Counter[tuple[str, ServiceClass, Limit]] = field(default_factory=Counter)
+    refused_late: Counter[tuple[str, ServiceClass, WaitLimit]] = field(default_factory=Counter)
     retries_broken: int = 0

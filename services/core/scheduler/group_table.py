@@ -12,6 +12,7 @@ from math import inf
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.flap_damping import FlapDamping, LocalPauseDetector
+from services.core.request import admission_blocks
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction, start_blocks
 from services.core.scheduler.group_index import GroupIndex
@@ -20,6 +21,7 @@ from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
+from services.core.service import Service, ServiceClass
 
 ARRIVALS_S = 3
 """Window of the arrival rate, in seconds."""
@@ -70,6 +72,22 @@ class DemandMeter:
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)
+
+    def note_arrival(self, service: Service, tokens: int, now_s: float) -> None:
+        """Count a new request that needs `tokens` of KV."""
+        self.arrived.add(tokens, now_s)
+        if service.service_class is ServiceClass.INTERACTIVE:
+            self.interactive.add(tokens, now_s)
+
+    def begin_pace(self, now_s: float) -> None:
+        """Restart the measurement of the rates: a request joins the empty queue."""
+        self.pace.begin(now_s)
+        self.waits.rate.begin(now_s)
+
+    def note_start(self, tokens: int, now_s: float) -> None:
+        """Count a dispatch from the queue."""
+        self.pace.note(now_s)
+        self.waits.rate.note(now_s, tokens)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens that arrive per second, over the window including the unfinished second."""
@@ -143,6 +161,8 @@ class ModelGroups:
     batch_index: GroupIndex | None = None
     # Whether groups take either batch or online requests (setting `batch_groups`).
     partitioned: bool = False
+    # Share of the KV that standard requests keep free for interactive ones.
+    kept_share: float = 0.0
 
     def can_hold(self, ask: Ask) -> bool:
         """Whether a group can run the request when it is empty; True if no group is known."""
@@ -180,8 +200,27 @@ class ModelGroups:
             avoided |= {load.group.address for load in loads if load.is_backlogged}
         index = self.index_for(ask)
         if self.prefixes is not None:
-            return self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
-        return index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
+            picked = self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
+        else:
+            picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
+        return None if picked is None or self._is_kept_from(ask, picked) else picked
+
+    def _is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
+        """Whether a group keeps its room for interactive requests."""
+        is_standard = ask.service.service_class is ServiceClass.STANDARD and not ask.resumed
+        if not self.kept_share or not is_standard or load.is_idle:
+            return False
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        needed = admission_blocks(ask.prompt_tokens, tokens_max, load.group.block_size)
+        return start_blocks(load) - needed < self.kept_share * load.capacity_blocks
+
+    def keep_room(self, now_s: float) -> None:
+        """Compute how much KV is kept for interactive requests."""
+        requests, _ = self.meter.interactive.at(now_s)
+        kept = self.meter.waits.interactive.kept_tokens(requests / INTERACTIVE_S, now_s)
+        loads = self.index.loads.values()
+        total = sum(load.capacity_blocks * load.group.block_size for load in loads)
+        self.kept_share = min(1.0, kept / total) if total else 0.0
 
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
         """Reserve blocks for a new assignment; returns how many prompt tokens it must compute."""
@@ -392,6 +431,8 @@ class GroupTable:
             model.remove_expired(now_s)
             serving = [load for load in model.index.loads.values() if load.is_fresh(now_s)]
             model.meter.waits.refresh(serving, self.ttft, now_s)
+            if self.holds and self.rules.by_class:
+                model.keep_room(now_s)
 
     def forget_report(self, load: GroupLoad) -> None:
         """Stop dispatch to a group until its worker's next report."""

@@ -9,8 +9,11 @@ would be late with unlimited memory.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
+from services.core.scheduler.assignments import Assignments
 from services.core.scheduler.calendar import Booking, Calendar, Rates, shape_of
 from services.core.scheduler.class_rules import ONLINE
 from services.core.scheduler.dispatch import has_room, start_blocks
@@ -18,7 +21,13 @@ from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.prediction import WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
-from services.core.scheduler.vocabulary import Asked, ClassWait, Late, Limit
+from services.core.scheduler.vocabulary import (
+    Asked,
+    Late,
+    OutcomeReported,
+    PredictedWait,
+    WaitLimit,
+)
 from services.core.service import Service, ServiceClass
 
 COMPARED_MAX = 8
@@ -122,6 +131,56 @@ class Lateness:
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
 
+    def apply(self, estimate: Estimate, waiting: Waiting, model: ModelGroups) -> None:
+        """Set when an admitted request must start, or that it is late in any case."""
+        ask = waiting.ask
+        # If it comes before its booked time, it does not need that any more.
+        self.calendar(ask, model).release(ask.service.tenant, shape_of(ask))
+        if estimate.prediction is not None:
+            waiting.raw_s = estimate.prediction.raw_s
+        due_s = waiting.deadline_start_s + estimate.limit_s
+        if ask.now_s + estimate.alone_s > due_s:
+            waiting.late = True
+        else:
+            waiting.latest_s = due_s - prefill_s(ask, model)
+
+    def note_outcome(self, outcome: OutcomeReported, assignments: Assignments) -> None:
+        """Learn from the outcome of a request; no effect if its assignment is forgotten."""
+        assigned = assignments.get(outcome.request_id)
+        load = self.groups.of_id(assigned.group_id) if assigned is not None else None
+        model = self.groups.of_model(load.group.model) if load is not None else None
+        if assigned is None or model is None:
+            return
+        waits, now_s = model.meter.waits, outcome.now_s
+        if outcome.output_tokens:
+            waits.lengths.add(assigned.keys, outcome.output_tokens, outcome.cut_off)
+            tokens = assigned.prompt_tokens + outcome.output_tokens
+            waits.interactive.end(outcome.request_id, tokens, now_s)
+        elif assigned.raw_s:
+            waits.ratios[assigned.service_class].note(assigned.raw_s, outcome.ttft_s, now_s)
+
+    def predictions(self, now_s: float) -> dict[str, Any]:
+        """The fields of a snapshot about predictions; none if nothing is predicted."""
+        if not self.factor:
+            return {}
+        ended, bookings, ratios = Counter[str](), 0, {}
+        for name in self.groups.models:
+            model = self.groups.of_model(name)
+            assert model is not None
+            for calendar in model.meter.waits.calendars.values():
+                ended.update(calendar.ended)
+                bookings += len(calendar)
+            for cls in ONLINE:
+                of_class = model.meter.waits.ratios[cls]
+                ratios[name, cls] = tuple(of_class.counts), of_class.total
+        return {
+            "predicts": True,
+            "class_waits": tuple(w for n in self.groups.models for w in self.class_waits(n, now_s)),
+            "bookings": bookings,
+            "bookings_ended_total": dict(ended),
+            "wait_ratios": ratios,
+        }
+
     def book(
         self, ask: Asked, model: ModelGroups, start_tokens: int, arrival_s: float, now_s: float
     ) -> Booking | None:
@@ -150,9 +209,9 @@ class Lateness:
         # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
         return arrived.per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
 
-    def class_waits(self, name: str, now_s: float) -> list[ClassWait]:
+    def class_waits(self, name: str, now_s: float) -> list[PredictedWait]:
         """The predicted waits of new requests for the model `name`, by class."""
-        model, waits = self.groups.of_model(name), list[ClassWait]()
+        model, waits = self.groups.of_model(name), list[PredictedWait]()
         if model is None:
             return waits
         for cls in ONLINE:
@@ -161,7 +220,7 @@ class Lateness:
             if prediction is not None:
                 limit_s = self.standard_wait_s if cls is ServiceClass.STANDARD else 0.0
                 optimistic_s, likely_s = prediction.optimistic_s, prediction.likely_s
-                waits.append(ClassWait(name, cls, optimistic_s, likely_s, limit_s))
+                waits.append(PredictedWait(name, cls, optimistic_s, likely_s, limit_s))
         return waits
 
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
@@ -194,11 +253,11 @@ class Lateness:
         if wait_s <= left_s or self.could_start(ask, model, ask.now_s):
             return None
         by_compute = prediction.by_compute_s > left_s or has_memory(ask, model)
-        by = Limit.COMPUTE if by_compute else Limit.MEMORY
-        if (by is Limit.MEMORY and not short) or estimate.alone_s > estimate.limit_s:
+        by = WaitLimit.COMPUTE if by_compute else WaitLimit.MEMORY
+        if (by is WaitLimit.MEMORY and not short) or estimate.alone_s > estimate.limit_s:
             return None
         ahead, rate = prediction.ahead_tokens, prediction.rate
-        return Late(ahead, rate, wait_s, left_s, by, room=False, short=short)
+        return Late(ahead, rate, wait_s, left_s, by)
 
     def late_waiting(
         self, name: str, model: ModelGroups, short: bool, now_s: float, walk: bool
@@ -223,13 +282,14 @@ class Lateness:
             left_s = waiting.latest_s - now_s
             if (
                 optimistic_s <= left_s
-                or waiting.ask.service.service_class not in overloaded
+                # Late requests stand behind those of all classes.
+                or (not waiting.late and waiting.ask.service.service_class not in overloaded)
                 or not self._is_refusable(waiting, model, short, now_s)
             ):
                 ahead += waiting.start_tokens
                 continue
-            by = Limit.COMPUTE if has_memory(waiting.ask, model) else Limit.MEMORY
-            late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by, False, short)))
+            by = WaitLimit.COMPUTE if has_memory(waiting.ask, model) else WaitLimit.MEMORY
+            late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
         return late
 
     def _is_refusable(

@@ -7,7 +7,7 @@ to predicted times to the first token (`Ratios`) correct the predictions.
 
 import math
 from bisect import bisect, bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -111,8 +111,8 @@ FORGOTTEN_S = 60.0
 refuses all requests of its range would stay for ever."""
 BUCKETS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 """Upper bounds of the histogram of ratios."""
-UNKNOWN = (0.5, 1.0, 1.5)
-QUANTILES = (0.2, 0.5, 0.8)
+UNKNOWN = (0.5, 1.0, 2.0)
+QUANTILES = (0.2, 0.5, 0.95)
 UNKNOWN_OUTPUT = 0.5
 """Expected output of a request over its token limit, before any has ended."""
 OFFSET_S = 0.5
@@ -122,7 +122,7 @@ iteration in progress."""
 
 @dataclass(frozen=True, slots=True)
 class WaitPrediction:
-    """Seconds until the first token: exceeded with a probability of 80 %, 50 % and 20 %.
+    """Seconds until the first token: exceeded with a probability of 80 %, 50 % and 5 %.
 
     `raw_s` is the prediction before its correction. `ahead_tokens` start before the request, at
     `rate` per second. `by_compute_s`: what the wait would be if KV memory were unlimited.
@@ -201,6 +201,47 @@ class RequestMeans:
         self.output_tokens += self.WEIGHT * (output_tokens - self.output_tokens)
 
 
+RESIDENCE_WEIGHT = 1 / 16
+"""Weight of the latest request in the mean residence time."""
+STALE, STALE_S = 8.0, 60.0
+"""Multiple of the residence time, and least time, after which a request without an outcome counts
+as ended."""
+
+
+@dataclass(slots=True)
+class InteractiveUse:
+    """Running interactive requests, and how many run at once at their present rate."""
+
+    # Start times by request id, oldest first, and mean seconds and KV tokens of ended requests.
+    _running: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _residence_s: float = 0.0
+    _tokens: float = 0.0
+
+    def start(self, request_id: str, now_s: float) -> None:
+        """Count an assigned request."""
+        self._running[request_id] = now_s
+
+    def end(self, request_id: str, tokens: float, now_s: float) -> None:
+        """Count the end of a request that held `tokens` of KV; no effect if it is unknown."""
+        started_s = self._running.pop(request_id, None)
+        if started_s is None:
+            return
+        weight = RESIDENCE_WEIGHT if self._residence_s else 1.0
+        self._residence_s += weight * (now_s - started_s - self._residence_s)
+        self._tokens += weight * (tokens - self._tokens)
+
+    def kept_tokens(self, per_s: float, now_s: float) -> float:
+        """KV tokens to keep for requests that arrive at `per_s`; 0 before the first has ended.
+
+        So many run at once (Little's law), and by chance more; those that run have theirs.
+        """
+        oldest_s = now_s - max(STALE_S, STALE * self._residence_s)
+        while self._running and next(iter(self._running.values())) < oldest_s:
+            self._running.popitem(last=False)
+        expected = per_s * self._residence_s
+        return max(0.0, expected + math.sqrt(expected) - len(self._running)) * self._tokens
+
+
 def backlog_s(cost: CostModel, load: GroupLoad, new_tokens: int) -> float:
     """Seconds by which the requests of a group delay the prefill of `new_tokens`.
 
@@ -248,6 +289,7 @@ class WaitPredictor:
         default_factory=lambda: {cls: Ratios() for cls in ServiceClass}
     )
     lengths: Lengths = field(default_factory=Lengths)
+    interactive: InteractiveUse = field(default_factory=InteractiveUse)
     calendars: dict[ServiceClass, Calendar] = field(
         default_factory=lambda: {cls: Calendar() for cls in ServiceClass}
     )

@@ -15,11 +15,9 @@ request has sent output before. Online requests are all except those of the clas
 epoch numbers the configurations of a group.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from services.core.ask import RefusalReason
 from services.core.cost.model import CostModel
@@ -28,12 +26,11 @@ from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_sta
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
-from services.core.scheduler.calendar import shape_of
-from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
+from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
-from services.core.scheduler.lateness import WALK_S, Estimate, Lateness, prefill_s
+from services.core.scheduler.lateness import WALK_S, Lateness
 from services.core.scheduler.lengths import keys_of
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
@@ -151,7 +148,7 @@ class SchedulerState:
             case ShortfallsReported():
                 self._admission.shortfalls = event.shortfalls
             case OutcomeReported():
-                self._note_outcome(event)
+                self._admission.lateness.note_outcome(event, self._assignments)
         return []
 
     def has_room(self, ask: Asked, now_s: float) -> bool:
@@ -192,36 +189,10 @@ class SchedulerState:
             queued_by_class={cls: self._queue.count((cls,)) for cls in ALL},
             oldest_wait_s_by_class={cls: self._oldest_wait_s((cls,), now_s) for cls in ALL},
             refused_total_by_class=dict(totals.refused_of_class),
-            **self._predictions(now_s),
+            refused_late_total=dict(totals.refused_late),
+            retries_broken_total=totals.retries_broken,
+            **self._admission.lateness.predictions(now_s),
         )
-
-    def _predictions(self, now_s: float) -> dict[str, Any]:
-        """The fields of a snapshot about predictions; none if nothing is predicted."""
-        if not self.lateness:
-            return {}
-        ended, waiting = Counter[str](), 0
-        ratios = {}
-        for name in self._groups.models:
-            model = self._groups.of_model(name)
-            assert model is not None
-            for calendar in model.meter.waits.calendars.values():
-                ended.update(calendar.ended)
-                waiting += len(calendar)
-            for cls in ONLINE:
-                of_class = model.meter.waits.ratios[cls]
-                ratios[name, cls] = tuple(of_class.counts), of_class.total
-        lateness = self._admission.lateness
-        return {
-            "predicts": True,
-            "class_waits": tuple(
-                wait for name in self._groups.models for wait in lateness.class_waits(name, now_s)
-            ),
-            "refused_late_total": dict(self._totals.refused_late),
-            "bookings": waiting,
-            "bookings_ended_total": dict(ended),
-            "retries_broken_total": self._totals.retries_broken,
-            "wait_ratios": ratios,
-        }
 
     def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
         oldest_s = self._queue.oldest_deadline_start_s(classes)
@@ -322,7 +293,7 @@ class SchedulerState:
     def _admit(
         self, ask: Asked, arrival_s: float, requeues: int, was_assigned: bool
     ) -> list[Command]:
-        """Queue a request or refuse it, then dispatch from the queue of its model."""
+        """Queue a request or refuse it."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
         deadline_start_s = arrival_s
@@ -338,40 +309,38 @@ class SchedulerState:
         # is not refused is followed by another.
         counts = refused.is_overload if refused is not None else not ask.estimated
         if meter is not None and not was_assigned and counts:
-            meter.arrived.add(start_tokens, ask.now_s)
-            if ask.service.service_class is ServiceClass.INTERACTIVE:
-                meter.interactive.add(start_tokens, ask.now_s)
+            meter.note_arrival(ask.service, start_tokens, ask.now_s)
+        first_s = arrival_s
+        if estimate is not None and estimate.booking is not None:
+            first_s = min(arrival_s, estimate.booking.arrival_s)
+            self._totals.retries_broken += refused is not None
         if refused is not None:
             if meter is not None and refused.is_overload:
                 meter.refused.add(start_tokens, ask.now_s)
-            booking = estimate.booking if estimate is not None else None
-            self._totals.retries_broken += booking is not None
-            first_s = ask.now_s if booking is None else booking.arrival_s
             return [self._refusal(ask, ask.stream_id, refused, ask.now_s, start_tokens, first_s)]
         if ask.estimated:
             return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
-        displaced = self._admission.displaced(ask, was_assigned)
+        # A retry at its booked time has the rank of its first try.
+        waiting = Waiting(
+            *(ask, ask.stream_id, first_s, deadline_start_s, start_tokens),
+            requeues=requeues,
+            was_assigned=was_assigned,
+        )
+        if model is not None and estimate is not None:
+            self._admission.lateness.apply(estimate, waiting, model)
+        return self._enqueue(waiting, model)
+
+    def _enqueue(self, waiting: Waiting, model: ModelGroups | None) -> list[Command]:
+        """Queue an admitted request, then dispatch from the queue of its model."""
+        ask = waiting.ask
+        displaced = self._admission.displaced(ask, waiting.was_assigned)
         refusals = (
             [] if displaced is None else [self._refuse_waiting_request(*displaced, ask.now_s)]
         )
         paced = model is not None and not self.rules.is_batch(ask.service)
         # The pace is measured only while requests wait: see QueuePace.
         if model is not None and paced and not self._waiting_online(ask.model):
-            model.meter.pace.begin(ask.now_s)
-            model.meter.waits.rate.begin(ask.now_s)
-        waiting = Waiting(
-            ask,
-            ask.stream_id,
-            arrival_s,
-            deadline_start_s,
-            start_tokens,
-            requeues=requeues,
-            was_assigned=was_assigned,
-        )
-        if model is not None and estimate is not None:
-            calendar = self._admission.lateness.calendar(ask, model)
-            calendar.release(ask.service.tenant, shape_of(ask))
-            _apply_estimate(waiting, model, estimate)
+            model.meter.begin_pace(ask.now_s)
         self._queue.push(self._held_back(waiting))
         ticket = SendTicket(ask.stream_id, ask.request_id)
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
@@ -383,19 +352,6 @@ class SchedulerState:
         if waiting.ask.resumed:
             waiting.spread_until_s = waiting.ask.now_s + self.spread_s
         return waiting
-
-    def _note_outcome(self, outcome: OutcomeReported) -> None:
-        """Compare the outcome of an assigned request with what was predicted."""
-        assigned = self._assignments.get(outcome.request_id)
-        load = self._groups.of_id(assigned.group_id) if assigned is not None else None
-        model = self._groups.of_model(load.group.model) if load is not None else None
-        if assigned is None or model is None:
-            return
-        waits, now_s = model.meter.waits, outcome.now_s
-        if outcome.output_tokens:
-            waits.lengths.add(assigned.keys, outcome.output_tokens, outcome.cut_off)
-        elif assigned.raw_s:
-            waits.ratios[assigned.service_class].note(assigned.raw_s, outcome.ttft_s, now_s)
 
     def _demand_meter(self, ask: Asked) -> DemandMeter | None:
         """The demand meter of the model; None for an unknown model or a batch request."""
@@ -440,7 +396,6 @@ class SchedulerState:
             return self._refuse_waiting(name, now_s)
         commands = list[Command]()
         model.remove_expired(now_s)
-        self._queue.mark_late(name, now_s)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
         kept_tokens = inf  # groups that can hold this many tokens start no batch request
@@ -508,6 +463,7 @@ class SchedulerState:
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse expired requests, and those at the head of the queue that no group can hold."""
+        self._queue.mark_late(model, now_s)
         commands: list[Command] = []
         while (refused := self._admission.next_refusal(model, now_s)) is not None:
             commands.append(self._refuse_waiting_request(*refused, now_s))
@@ -542,15 +498,17 @@ class SchedulerState:
             Assigned(
                 *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
                 *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.lateness else ()),
+                ask.prompt_tokens,
             ),
         )
+        if self.lateness and ask.service.service_class is ServiceClass.INTERACTIVE:
+            model.meter.waits.interactive.start(ask.request_id, now_s)
         if now_s < waiting.alone_until_s:
             load.make_exclusive(ask.request_id, now_s)
         self._rates.note(ask.service.service_class, now_s)
         model.meter.dispatched.note(ask.service.service_class, now_s)
         if not self.rules.is_batch(ask.service):
-            model.meter.pace.note(now_s)
-            model.meter.waits.rate.note(now_s, waiting.start_tokens)
+            model.meter.note_start(waiting.start_tokens, now_s)
         self._totals.assigned += 1
         return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
 
@@ -610,21 +568,6 @@ class SchedulerState:
             booked=booking is not None,
             late=refused.late,
         )
-
-
-def _apply_estimate(waiting: Waiting, model: ModelGroups, estimate: Estimate) -> None:
-    """Set when a new request must start, or that it is late in any case."""
-    ask = waiting.ask
-    if estimate.booking is not None:
-        # The retry has the rank of its first try.
-        waiting.arrival_s = min(waiting.arrival_s, estimate.booking.arrival_s)
-    if estimate.prediction is not None:
-        waiting.raw_s = estimate.prediction.raw_s
-    due_s = waiting.deadline_start_s + estimate.limit_s
-    if ask.now_s + estimate.alone_s > due_s:
-        waiting.late = True
-    else:
-        waiting.latest_s = due_s - prefill_s(ask, model)
 
 
 def _start_tokens(ask: Asked, model: ModelGroups | None) -> int:

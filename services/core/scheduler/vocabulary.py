@@ -166,7 +166,7 @@ class SendAssignment(Assignment):
     stream_id: int
 
 
-class Limit(StrEnum):
+class WaitLimit(StrEnum):
     """What a wait is limited by."""
 
     COMPUTE = "compute"
@@ -177,17 +177,14 @@ class Limit(StrEnum):
 class Late:
     """Why a request is refused as late: its predicted wait of `wait_s` exceeds `left_s`.
 
-    `ahead_tokens` start before the request, at `rate` per second. `room`: whether a group could
-    start it now; `short`: whether merges of groups cannot provide the KV that the model lacks.
+    `ahead_tokens` start before the request, at `rate` per second.
     """
 
     ahead_tokens: int
     rate: float
     wait_s: float
     left_s: float
-    by: Limit
-    room: bool
-    short: bool
+    by: WaitLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +207,7 @@ Command = SendTicket | SendAssignment | SendRefusal | SendProceed
 
 
 @dataclass(frozen=True, slots=True)
-class ClassWait:
+class PredictedWait:
     """Predicted seconds until the first token of a new request of a class with a short prompt.
 
     `optimistic_s` is exceeded with a probability of 80 %, `likely_s` with 50 %. `limit_s` is the
@@ -255,10 +252,10 @@ class Snapshot:
     refused_total_by_class: dict[ServiceClass, int]
     # Whether waits are predicted, and the predictions by model and class.
     predicts: bool = False
-    class_waits: tuple[ClassWait, ...] = ()
+    class_waits: tuple[PredictedWait, ...] = ()
     # Requests refused as late, by model, class and limit; bookings of retries by how they ended,
     # and those of them that were refused as late again.
-    refused_late_total: dict[tuple[str, ServiceClass, Limit], int] = field(default_factory=dict)
+    refused_late_total: dict[tuple[str, ServiceClass, WaitLimit], int] = field(default_factory=dict)
     bookings: int = 0
     bookings_ended_total: dict[str, int] = field(default_factory=dict)
     retries_broken_total: int = 0
