@@ -22,7 +22,9 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
+    OutcomeReported,
     SendAssignment,
+    SendProceed,
     SendRefusal,
     SendTicket,
     ShortfallsReported,
@@ -32,8 +34,8 @@ from services.core.scheduler.vocabulary import (
 
 _SCHEDULER = (
     *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost),
-    *(ShortfallsReported, Ticked),
-    *(SendTicket, SendAssignment, SendRefusal),
+    *(ShortfallsReported, OutcomeReported, Ticked),
+    *(SendTicket, SendAssignment, SendRefusal, SendProceed),
 )
 
 

@@ -151,14 +151,6 @@ class SchedulerState:
                 self._admission.lateness.note_outcome(event, self._assignments)
         return []
 
-    def has_room(self, ask: Asked, now_s: float) -> bool:
-        """Whether a group without a prefill backlog has KV blocks for the request.
-
-        Such a group could start it now. Other waiting requests do not count.
-        """
-        model = self._groups.of_model(ask.model)
-        return model is not None and model.pick(ask, now_s, inf, spread=True) is not None
-
     def groups_serving(self, now_s: float) -> int:
         """Number of groups whose leader's load report is fresh, so that requests can start."""
         return sum(load.is_fresh(now_s) for load in self._groups.loads)
