@@ -178,5 +178,8 @@ SCENARIO = Scenario(
     options=frozenset({"paced", "cells", "seconds"}),
     tiny_model={"num_hidden_layers": 4},
     # Requests must not wait longer than by default.
-    up_options={"queue_deadline": StateConfig().queue_deadline_s},
+    up_options={
+        "queue_deadline": StateConfig().queue_deadline_s,
+        "scheduler": {"lateness": StateConfig().lateness},
+    },
 )

@@ -191,8 +191,10 @@ class Lateness:
         self, ask: Asked, model: ModelGroups, start_tokens: int, arrival_s: float, now_s: float
     ) -> Booking | None:
         """Book time for the retry of a request that is refused now; None if that is impossible."""
+        if self.limit_s(ask.service) is None:
+            return None
         prediction = self.predict(ask, model, now_s, start_tokens, now_s, booked=True)
-        if prediction is None or self.limit_s(ask.service) is None:
+        if prediction is None:
             return None
         calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
         earliest_s = now_s + prediction.ahead_tokens / prediction.rate

@@ -76,7 +76,7 @@ class StartRate:
             self._capacity_blocks = blocks
 
     def per_s(self, now_s: float) -> float | None:
-        """Tokens per second; None if nothing is known. Changes nothing, so it may be called often."""
+        """Tokens per second; None if nothing is known."""
         if not self._capacity_blocks:
             return None
         since_s = max(self._since_s, now_s - WINDOW_S)

@@ -1,5 +1,6 @@
 """Refusals for lateness, one rule at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from services.core.cost.model import CostModel
 from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.prediction import FORGOTTEN_S, OFFSET_S, UNKNOWN, WaitPredictor
+from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
+    Asked,
     Command,
     OutcomeReported,
     SendProceed,
@@ -20,6 +23,7 @@ from services.core.scheduler.vocabulary import (
     WaitLimit,
 )
 from services.core.service import Service, ServiceClass
+from tests.unit.core.scheduler.test_class_properties import decide, random_events
 from tests.unit.core.scheduler.test_state import Scheduler, ask, assigned, kinds
 
 TOKEN_S = 0.0001
@@ -229,3 +233,22 @@ def test_a_booking_of_an_owner_is_not_used_by_another() -> None:
     calendar = waits_of(scheduler).calendars[ServiceClass.STANDARD]
     due_s = scheduler.now_s + booked.retry_after_s
     assert calendar.is_due(due_s, "a", (7,)) and not calendar.is_due(due_s, "b", (7,))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.SLO])
+def test_with_lateness_off_nothing_of_it_has_an_effect(seed: int, scheduling: Scheduling) -> None:
+    events = random_events(seed, services=True)
+    rules = ClassRules(scheduling)
+    decided = decide(rules, events, ttft=COST)
+    marked = [
+        replace(event, fingerprint=number, expected_tokens=5) if isinstance(event, Asked) else event
+        for number, event in enumerate(events)
+    ]
+    state = SchedulerState(12, 20.0, rules=rules, ttft=COST, standard_wait_s=0.001)
+    for event, commands in zip(marked, decided, strict=True):
+        assert state.handle(event) == commands
+        for command in commands:
+            outcome = OutcomeReported(event.now_s, command.request_id, 100.0, seed)
+            assert state.handle(outcome) == []
+        state.check_invariants()

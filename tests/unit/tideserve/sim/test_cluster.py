@@ -27,7 +27,7 @@ from tideserve.sim.workload import (
 )
 
 DEVICE = CostTimeModel(CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.0195))
-PATIENT = StateConfig(10_000, 1e6)
+PATIENT = StateConfig(10_000, 1e6, lateness=0.0)
 NO_DELAYS = Delays(ask_s=0, start_s=0, token_s=0, report_s=0, report_pause_s=0)
 
 
