@@ -114,7 +114,7 @@ refuses all requests of its range would stay for ever."""
 BUCKETS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 """Upper bounds of the histogram of ratios."""
 UNKNOWN = (0.5, 1.0, 2.0)
-QUANTILES = (0.2, 0.5, 0.95)
+QUANTILES = (0.2, 0.5, 0.98)
 UNKNOWN_OUTPUT = 0.5
 """Expected output of a request over its token limit, before any has ended."""
 OFFSET_S = 0.5
@@ -124,7 +124,7 @@ iteration in progress."""
 
 @dataclass(frozen=True, slots=True)
 class WaitPrediction:
-    """Seconds until the first token: exceeded with a probability of 80 %, 50 % and 5 %.
+    """Seconds until the first token: exceeded with a probability of 80 %, 50 % and 2 %.
 
     `raw_s` is the prediction before its correction. `ahead_tokens` start before the request, at
     `rate` per second. `by_compute_s`: what the wait would be if KV memory were unlimited.

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from services.core.ask import FailedAssignment, RefusalReason
+from services.core.audit.record import Findings
+from services.core.audit.refusals import Refusals
 from services.core.cost.model import CostModel
 from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
+from services.core.scheduler.lateness import Lateness
 from services.core.scheduler.prediction import FORGOTTEN_S, OFFSET_S, UNKNOWN, WaitPredictor
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
@@ -125,6 +128,20 @@ def test_an_idle_group_refuses_nothing() -> None:
     scheduler = Overloaded()
     scheduler.report(now_s=scheduler.now_s, free=100, running=0)
     assert assigned(scheduler.arrive("r", service=Service(ttft_s=1e-6))) == ["r"]
+
+
+@pytest.mark.parametrize("ruled", [True, False])
+def test_a_request_that_could_start_must_not_be_refused(
+    ruled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Overloaded()
+    scheduler.report(now_s=scheduler.now_s, free=100, running=0)
+    asked = ask("r", now_s=scheduler.now_s, service=Service(ttft_s=0.02))
+    if not ruled:
+        monkeypatch.setattr(Lateness, "could_start", lambda *_: False)
+    findings = Findings()
+    Refusals(findings, "s").check(scheduler.state, asked, scheduler(asked))
+    assert findings.broken == (not ruled)
 
 
 def test_a_request_that_is_late_even_alone_is_served() -> None:

@@ -73,11 +73,6 @@ def test_late_requests_must_stand_behind_the_others(monkeypatch: pytest.MonkeyPa
     assert overloaded(5, 0, Scheduling.SLO).tokens_per_s() < 0.5 * tokens_per_s
 
 
-def test_a_request_that_could_start_must_not_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lateness, "could_start", lambda *_: False)
-    assert overloaded(2, 0, Scheduling.SLO).findings.broken
-
-
 def test_memory_must_be_short_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     late, waiting = Lateness.late, Lateness.late_waiting
     monkeypatch.setattr(Lateness, "late", lambda self, *all: late(self, *all[:-1], True))
