@@ -111,6 +111,12 @@ class GroupLoad:
         """Whether no request runs, waits or is reserved, by the last report."""
         return self._report is not None and self.sequences == 0
 
+    @property
+    def reported_idle(self) -> bool:
+        """Whether no request runs or waits by the last report, regardless of reservations."""
+        report = self._report
+        return report is not None and not report.load.running and not report.load.waiting
+
     def make_exclusive(self, request_id: str, now_s: float) -> None:
         """Admit no other request until its prefill is over, for at most `EXCLUSIVE_S`."""
         self._exclusive_for, self._exclusive_until_s = request_id, now_s + EXCLUSIVE_S

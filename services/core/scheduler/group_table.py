@@ -117,13 +117,19 @@ def most_idle(load: GroupLoad) -> Score:
     return (float(load.online_sequences), -float(load.batch_start_blocks))
 
 
+IDLE_HELD = 4
+"""Multiple of `held_tokens` that an idle worker may get before its next report."""
+
+
 def timely_room(load: GroupLoad) -> int:
     """Blocks in which an online request may start; 0 if the group has prefill work for a while.
 
     In the queue, a request that arrives later but is more urgent can still start first, and a
-    request that would be late can still be refused.
+    request that would be late can still be refused. A worker that is idle by its last report gets
+    more, so that it has work even if requests take long to reach it.
     """
-    return 0 if load.tokens_ahead >= load.held_tokens else start_blocks(load)
+    factor = IDLE_HELD if load.reported_idle else 1
+    return 0 if load.tokens_ahead >= factor * load.held_tokens else start_blocks(load)
 
 
 HELD_S = 0.2
