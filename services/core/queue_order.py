@@ -89,6 +89,11 @@ def by_class(service: Service, arrival_s: float) -> QueueKey:
     return _CLASS_POSITIONS[service.service_class], float(service.rank), arrival_s
 
 
+def by_class_and_deadline(service: Service, arrival_s: float) -> QueueKey:
+    """Interactive before standard before batch; within a class as `by_deadline`."""
+    return _CLASS_POSITIONS[service.service_class], *by_deadline(service, arrival_s)[1:]
+
+
 QUEUE_ORDERS: Mapping[Scheduling, QueueOrder] = {
     Scheduling.FCFS: by_arrival,
     Scheduling.PRIORITY: by_class,

@@ -96,8 +96,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             event = to_admit_event(frame, stream_id, monotonic_s())
         except InvalidReport as error:
-            # The worker sent the invalid report: keep the gateway's stream.
-            log.warning("ignoring an invalid load report passed on by a gateway: %s", error)
+            # A worker may have sent the invalid report: keep the gateway's stream.
+            log.warning("ignoring an invalid report of a gateway: %s", error)
             return
         if event is None:
             log.warning("ignoring a frame of unknown kind from a gateway")

@@ -3,7 +3,8 @@
 `recorded` has what scheduler, memory manager and workers of a cluster wrote at commit 524d41ce in
 `test_a_cluster_that_changes_groups_decides_the_same_again`: a flood of which some requests were
 preempted, prompts that begin alike, and three merges and splits under load. Their version is
-today's; what has come since is a field with a default.
+today's. The scheduler's settings are those that turn later mechanisms off; the rest of what has
+come since is a field with a default.
 """
 
 import lzma

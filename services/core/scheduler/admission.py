@@ -13,9 +13,10 @@ from services.core.ids import NAME_LENGTH_MAX
 from services.core.prefix.block_hash import THIN_MAX
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
+from services.core.scheduler.lateness import Estimate, Lateness
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, ClassRates, retry_after_s
-from services.core.scheduler.vocabulary import Asked
+from services.core.scheduler.vocabulary import Asked, Late
 from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
@@ -23,7 +24,7 @@ AWAY_RETRY_S = 10.0
 """Retry-After while no worker serves a known model; about the restart time of a worker."""
 WAVE_MARGIN = 2
 """Safety factor on the measured pace, which varies: requests that start together end together."""
-_OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
+_OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED, RefusalReason.TOO_LATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,13 @@ class NotAdmitted:
     """A refusal: its reason, and a message with cause and remedy.
 
     `retry_after_s` None: a retry is pointless, or `Admission.retry_after_s` computes it
-    (`is_overload`).
+    (`is_overload`). `late`: the numbers of a refusal for lateness.
     """
 
     reason: RefusalReason
     message: str
     retry_after_s: float | None = None
+    late: Late | None = None
 
     @property
     def is_overload(self) -> bool:
@@ -57,18 +59,25 @@ class Admission:
     rates: ClassRates
     queue_limit: int
     queue_deadline_s: float
+    lateness: Lateness
     rules: ClassRules = NO_CLASSES
     # KV tokens that each model lacks even if all its groups merge.
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
-        self, ask: Asked, model: ModelGroups | None, deadline_start_s: float, was_assigned: bool
+        self,
+        ask: Asked,
+        model: ModelGroups | None,
+        deadline_start_s: float,
+        was_assigned: bool,
+        estimate: Estimate | None = None,
     ) -> NotAdmitted | None:
         """The refusal of a request for `model`; None if it may wait.
 
-        `deadline_start_s`, `was_assigned`: as in `Waiting`. Only requests that were never assigned
-        are refused for lack of slots. If the model's last group has left, a new request waits for
-        `REGROUP_S`, a requeued request until its deadline, and a resumed request without a limit.
+        `deadline_start_s`, `was_assigned`: as in `Waiting`. `estimate`: None if it is never
+        late. Only requests that were never assigned are refused for lack of slots or as late. If
+        the model's last group has left, a new request waits for `REGROUP_S`, a requeued request
+        until its deadline, and a resumed request without a limit.
         """
         refused = None
         if model is not None:
@@ -82,6 +91,9 @@ class Admission:
             return self._expired(ask.service)
         if was_assigned:
             return None
+        if self.lateness.factor:
+            late = self._refuse_late(ask, model, deadline_start_s, estimate)
+            return late or self._refuse_queue_full(ask.service)
         return self._refuse_queue_full(ask.service) or self._refuse_too_late(
             ask, model, deadline_start_s
         )
@@ -98,6 +110,17 @@ class Admission:
         return waiting, NotAdmitted(
             RefusalReason.QUEUE_FULL, f"{taken} are taken; {by} displaced this one; retry later"
         )
+
+    def late_waiting(
+        self, name: str, now_s: float, walk: bool
+    ) -> list[tuple[Waiting, NotAdmitted]]:
+        """The waiting requests for the model `name` that are too late; see `Lateness`."""
+        model = self.groups.of_model(name)
+        if model is None:
+            return []
+        short = bool(self.shortfalls.get(name))
+        late = self.lateness.late_waiting(name, model, short, now_s, walk)
+        return [(waiting, _too_late(reason)) for waiting, reason in late]
 
     def next_refusal(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
         """A waiting request for the model `name` that must be refused now, with its refusal.
@@ -165,6 +188,20 @@ class Admission:
         if ask.resumed and longest is not None:
             longest = max(longest, self.groups.longest_served(ask.model))
         return check_size(ask.prompt_tokens, ask.max_tokens, longest)
+
+    def _refuse_late(
+        self,
+        ask: Asked,
+        model: ModelGroups | None,
+        deadline_start_s: float,
+        estimate: Estimate | None,
+    ) -> NotAdmitted | None:
+        """Refuse a new request that would get its first token too late."""
+        if model is None:
+            return None
+        short = bool(self.shortfalls.get(ask.model))
+        late = self.lateness.late(ask, model, deadline_start_s, estimate, short)
+        return None if late is None else _too_late(late)
 
     def _refuse_too_late(
         self, ask: Asked, model: ModelGroups | None, deadline_start_s: float
@@ -280,6 +317,16 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotA
         f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more are requested, "
         f"but the longest sequence that a worker can hold is {longest} tokens; "
         "shorten the prompt or request fewer tokens",
+    )
+
+
+def _too_late(late: Late) -> NotAdmitted:
+    return NotAdmitted(
+        RefusalReason.TOO_LATE,
+        f"the first token would come in {late.wait_s:.1f} s, but is due in"
+        f" {max(0.0, late.left_s):.1f} s: {late.ahead_tokens} tokens are ahead, and"
+        f" {late.rate:.0f} start per second, limited by {late.by}; retry later",
+        late=late,
     )
 
 

@@ -1,10 +1,12 @@
 """The scheduler's recent assignments, with which it answers repeated asks, and its counters."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
+from services.core.scheduler.lengths import Keys
+from services.core.scheduler.vocabulary import WaitLimit
 from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
@@ -25,6 +27,12 @@ class Assigned:
     arrival_s: float
     assigned_s: float
     requeues: int = 0
+    # What its outcome is compared with: the predicted time to the first token, 0 if unknown; and
+    # what is learnt from its length.
+    raw_s: float = 0.0
+    service_class: ServiceClass = ServiceClass.STANDARD
+    keys: Keys = ()
+    prompt_tokens: int = 0
 
     @property
     def group_and_epoch(self) -> tuple[str, int]:
@@ -88,3 +96,7 @@ class Totals:
     refused_of_class: dict[ServiceClass, int] = field(
         default_factory=lambda: dict.fromkeys(ServiceClass, 0)
     )
+    # Requests refused as late, by model, class and limit; and retries at their booked time that
+    # were refused as late again.
+    refused_late: Counter[tuple[str, ServiceClass, WaitLimit]] = field(default_factory=Counter)
+    retries_broken: int = 0

@@ -12,16 +12,21 @@ from math import inf
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.flap_damping import FlapDamping, LocalPauseDetector
+from services.core.request import admission_blocks
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction
+from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction, start_blocks
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
+from services.core.service import Service, ServiceClass
 
 ARRIVALS_S = 3
 """Window of the arrival rate, in seconds."""
+INTERACTIVE_S = 10
+"""Window of the arrival rate of interactive requests, in seconds."""
 REFUSALS_S = 10
 """Window of the refusals that count as demand, in seconds."""
 
@@ -46,6 +51,10 @@ class RecentSum:
         counts = self._seconds.values()
         return sum(count[0] for count in counts), sum(count[1] for count in counts)
 
+    def per_s(self, now_s: float) -> float:
+        """Tokens per second over the window, including the unfinished second."""
+        return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
+
     def _discard_old(self, now_s: float) -> None:
         oldest = int(now_s) - self.window_s
         while self._seconds and (first := next(iter(self._seconds))) <= oldest:
@@ -57,13 +66,32 @@ class DemandMeter:
     """Arrivals, dispatches and refusals of a model."""
 
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
+    # Those of the class interactive, which other requests let pass if classes order the queue.
+    interactive: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
+    waits: WaitPredictor = field(default_factory=WaitPredictor)
+
+    def note_arrival(self, service: Service, tokens: int, now_s: float) -> None:
+        """Count a new request that needs `tokens` of KV."""
+        self.arrived.add(tokens, now_s)
+        if service.service_class is ServiceClass.INTERACTIVE:
+            self.interactive.add(tokens, now_s)
+
+    def begin_pace(self, now_s: float) -> None:
+        """Restart the measurement of the rates: a request joins the empty queue."""
+        self.pace.begin(now_s)
+        self.waits.rate.begin(now_s)
+
+    def note_start(self, tokens: int, now_s: float) -> None:
+        """Count a dispatch from the queue."""
+        self.pace.note(now_s)
+        self.waits.rate.note(now_s, tokens)
 
     def arrived_tokens_per_s(self, now_s: float) -> float:
         """KV tokens that arrive per second, over the window including the unfinished second."""
-        return self.arrived.at(now_s)[1] / (ARRIVALS_S - 1 + now_s % 1)
+        return self.arrived.per_s(now_s)
 
 
 ITERATIONS_AHEAD = 2
@@ -89,6 +117,38 @@ def most_idle(load: GroupLoad) -> Score:
     return (float(load.online_sequences), -float(load.batch_start_blocks))
 
 
+IDLE_HELD = 4
+"""Multiple of `held_tokens` that an idle worker may get before its next report."""
+
+
+def timely_room(load: GroupLoad) -> int:
+    """Blocks in which an online request may start; 0 if the group has prefill work for a while.
+
+    In the queue, a request that arrives later but is more urgent can still start first, and a
+    request that would be late can still be refused. A worker that is idle by its last report gets
+    more, so that it has work even if requests take long to reach it.
+    """
+    factor = IDLE_HELD if load.reported_idle else 1
+    return 0 if load.tokens_ahead >= factor * load.held_tokens else start_blocks(load)
+
+
+HELD_S = 0.2
+"""Predicted time of a group's prefill backlog from which further requests wait in the queue."""
+
+
+def held_tokens(group: ServingGroup, costs: CostModel | None) -> float:
+    """Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
+
+    At least half of an iteration, so that the next iteration has work when a report arrives.
+    """
+    iteration_tokens = group.members * group.max_batch_tokens
+    costs = group.cost_model or costs
+    if costs is None:
+        return ITERATIONS_AHEAD * iteration_tokens
+    token_s = costs.beyond_knee.chunk_s(0, group.max_batch_tokens) / group.max_batch_tokens
+    return max(iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
+
+
 MODELS_REMEMBERED_MAX = 1_000
 REGROUP_S = 10.0
 """How long new requests of a model wait after its last group left, which may just be splitting."""
@@ -107,6 +167,8 @@ class ModelGroups:
     batch_index: GroupIndex | None = None
     # Whether groups take either batch or online requests (setting `batch_groups`).
     partitioned: bool = False
+    # Share of the KV that standard requests keep free for interactive ones.
+    kept_share: float = 0.0
 
     def can_hold(self, ask: Ask) -> bool:
         """Whether a group can run the request when it is empty; True if no group is known."""
@@ -144,8 +206,27 @@ class ModelGroups:
             avoided |= {load.group.address for load in loads if load.is_backlogged}
         index = self.index_for(ask)
         if self.prefixes is not None:
-            return self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
-        return index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
+            picked = self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
+        else:
+            picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
+        return None if picked is None or self._is_kept_from(ask, picked) else picked
+
+    def _is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
+        """Whether a group keeps its room for interactive requests."""
+        is_standard = ask.service.service_class is ServiceClass.STANDARD and not ask.resumed
+        if not self.kept_share or not is_standard or load.is_idle:
+            return False
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        needed = admission_blocks(ask.prompt_tokens, tokens_max, load.group.block_size)
+        return start_blocks(load) - needed < self.kept_share * load.capacity_blocks
+
+    def keep_room(self, now_s: float) -> None:
+        """Compute how much KV is kept for interactive requests."""
+        requests, _ = self.meter.interactive.at(now_s)
+        kept = self.meter.waits.interactive.kept_tokens(requests / INTERACTIVE_S, now_s)
+        loads = self.index.loads.values()
+        total = sum(load.capacity_blocks * load.group.block_size for load in loads)
+        self.kept_share = min(1.0, kept / total) if total else 0.0
 
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
         """Reserve blocks for a new assignment; returns how many prompt tokens it must compute."""
@@ -212,13 +293,15 @@ class ModelGroups:
 class GroupTable:
     """All groups; group records in etcd and load reports of workers change them.
 
-    `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState.
+    `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState. `holds`: online requests wait
+    in the queue while groups have a prefill backlog.
     """
 
     score: ScoreFunction
     growth_blocks: float
     ttft: CostModel | None = None
     rules: ClassRules = NO_CLASSES
+    holds: bool = False
     # By group id.
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     # By model; only models that some group serves.
@@ -274,6 +357,7 @@ class GroupTable:
         known = self._loads.get(group.group_id)
         if known is not None and replace(known.group, cost_model=group.cost_model) == group:
             known.group = group  # at most its cost model is new: its load and cache stay
+            known.held_tokens = held_tokens(group, self.ttft)
             if (prefixes := self._models[group.model].prefixes) is not None:
                 prefixes.note_costs(known)
             return
@@ -281,14 +365,14 @@ class GroupTable:
         before = self._models.get(group.model)
         self.leave(group.group_id, now_s)
         self._left_s.pop(group.model, None)
-        load = GroupLoad(group, self.growth_blocks)
+        load = GroupLoad(group, self.growth_blocks, held_tokens=held_tokens(group, self.ttft))
         load.flaps = self._flap_damping.is_flapping(group.worker_id, now_s)
         self._loads[group.group_id] = load
         if group.model not in self._models:
             meter = before.meter if before is not None else DemandMeter()
             prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
             batch_index = GroupIndex(most_idle, batch_room) if self.rules.enabled else None
-            index = GroupIndex(self.score)
+            index = GroupIndex(self.score, timely_room if self.holds else start_blocks)
             self._models[group.model] = ModelGroups(index, meter, prefixes, batch_index)
         self._models[group.model].add(load)
         self._note_longest(load)
@@ -351,6 +435,12 @@ class GroupTable:
                 self.touch(load)
         for model in self._models.values():
             model.remove_expired(now_s)
+            if not self.holds:
+                continue
+            serving = [load for load in model.index.loads.values() if load.is_fresh(now_s)]
+            model.meter.waits.refresh(serving, self.ttft, now_s)
+            if self.rules.by_class:
+                model.keep_room(now_s)
 
     def forget_report(self, load: GroupLoad) -> None:
         """Stop dispatch to a group until its worker's next report."""
@@ -378,6 +468,7 @@ class GroupTable:
         assert sum(len(index.loads) for index in indexes) == len(self._loads)
         for model in self._models.values():
             model.check_invariants()
+            model.meter.waits.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
         assert self._left_s.keys() <= self._longest_served.keys() - self._models.keys()
 

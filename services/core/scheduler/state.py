@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 
+from services.core.ask import RefusalReason
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
 from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_start
@@ -29,6 +30,8 @@ from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
+from services.core.scheduler.lateness import WALK_S, Lateness
+from services.core.scheduler.lengths import keys_of
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.vocabulary import (
@@ -40,7 +43,9 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
+    OutcomeReported,
     SendAssignment,
+    SendProceed,
     SendRefusal,
     SendTicket,
     ServingGroup,
@@ -87,6 +92,10 @@ class SchedulerState:
     rules: ClassRules = NO_CLASSES
     # How long resumed requests wait for a group without a backlog.
     spread_s: float = SPREAD_S
+    # Factor of the targets by which requests are late, 0: none is; and the limit of the predicted
+    # wait of standard requests without a target, 0: none.
+    lateness: float = 0.0
+    standard_wait_s: float = 0.0
     # Serving groups with their load.
     _groups: GroupTable = field(init=False)
     # Waiting requests of all models.
@@ -98,9 +107,12 @@ class SchedulerState:
     _assignments: Assignments = field(default_factory=Assignments)
     # Counters for metrics.
     _totals: Totals = field(default_factory=Totals)
+    # When the predictions of all waiting requests are due again.
+    _walk_due_s: float = -inf
 
     def __post_init__(self) -> None:
-        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules)
+        holds = self.lateness > 0
+        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules, holds)
         self._queue = WaitQueue(self.rules)
         self._admission = Admission(
             self._queue,
@@ -108,6 +120,10 @@ class SchedulerState:
             self._rates,
             self.queue_limit,
             self.queue_deadline_s,
+            Lateness(
+                *(self._queue, self._groups, self.queue_deadline_s),
+                *(self.lateness, self.standard_wait_s),
+            ),
             self.rules,
         )
 
@@ -131,6 +147,8 @@ class SchedulerState:
                 self._groups.suspend(event)
             case ShortfallsReported():
                 self._admission.shortfalls = event.shortfalls
+            case OutcomeReported():
+                self._admission.lateness.note_outcome(event, self._assignments)
         return []
 
     def groups_serving(self, now_s: float) -> int:
@@ -163,6 +181,9 @@ class SchedulerState:
             queued_by_class={cls: self._queue.count((cls,)) for cls in ALL},
             oldest_wait_s_by_class={cls: self._oldest_wait_s((cls,), now_s) for cls in ALL},
             refused_total_by_class=dict(totals.refused_of_class),
+            refused_late_total=dict(totals.refused_late),
+            retries_broken_total=totals.retries_broken,
+            **self._admission.lateness.predictions(now_s),
         )
 
     def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
@@ -193,6 +214,11 @@ class SchedulerState:
             if demand != ModelDemand(name):
                 demands.append(demand)
         return tuple(demands)
+
+    def has_room(self, ask: Asked, now_s: float) -> bool:
+        """Whether a group could start a request now, regardless of the queue."""
+        model = self._groups.of_model(ask.model)
+        return model is not None and model.pick(ask, now_s, inf) is not None
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""
@@ -259,46 +285,65 @@ class SchedulerState:
     def _admit(
         self, ask: Asked, arrival_s: float, requeues: int, was_assigned: bool
     ) -> list[Command]:
-        """Queue a request or refuse it, then dispatch from the queue of its model."""
+        """Queue a request or refuse it."""
         model = self._groups.of_model(ask.model)
         start_tokens = _start_tokens(ask, model)
         deadline_start_s = arrival_s
         if ask.excused_s:
             # The deadline restarts when a worker fails: time before was not spent in this queue.
             deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
-        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned)
+        estimate = None
+        if not was_assigned:
+            estimate = self._admission.lateness.estimate(ask, model, arrival_s, start_tokens)
+        refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned, estimate)
         meter = self._demand_meter(ask)
-        # Count as demand each request that more KV memory could serve, once.
-        if meter is not None and not was_assigned and (refused is None or refused.is_overload):
-            meter.arrived.add(start_tokens, ask.now_s)
+        # Count as demand each request that more KV memory could serve, once: an estimated ask that
+        # is not refused is followed by another.
+        counts = refused.is_overload if refused is not None else not ask.estimated
+        if meter is not None and not was_assigned and counts:
+            meter.note_arrival(ask.service, start_tokens, ask.now_s)
+        first_s = arrival_s
+        if estimate is not None and estimate.booking is not None:
+            first_s = min(arrival_s, estimate.booking.arrival_s)
+            self._totals.retries_broken += refused is not None
         if refused is not None:
             if meter is not None and refused.is_overload:
                 meter.refused.add(start_tokens, ask.now_s)
-            return [self._refusal(ask, ask.stream_id, refused, ask.now_s)]
-        displaced = self._admission.displaced(ask, was_assigned)
+            return [self._refusal(ask, ask.stream_id, refused, ask.now_s, start_tokens, first_s)]
+        if ask.estimated:
+            return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
+        # A retry at its booked time has the rank of its first try.
+        waiting = Waiting(
+            *(ask, ask.stream_id, first_s, deadline_start_s, start_tokens),
+            requeues=requeues,
+            was_assigned=was_assigned,
+        )
+        if model is not None and estimate is not None:
+            self._admission.lateness.apply(estimate, waiting, model)
+        return self._enqueue(waiting, model)
+
+    def _enqueue(self, waiting: Waiting, model: ModelGroups | None) -> list[Command]:
+        """Queue an admitted request, then dispatch from the queue of its model."""
+        ask = waiting.ask
+        displaced = self._admission.displaced(ask, waiting.was_assigned)
         refusals = (
             [] if displaced is None else [self._refuse_waiting_request(*displaced, ask.now_s)]
         )
         paced = model is not None and not self.rules.is_batch(ask.service)
         # The pace is measured only while requests wait: see QueuePace.
         if model is not None and paced and not self._waiting_online(ask.model):
-            model.meter.pace.begin(ask.now_s)
-        waiting = Waiting(
-            ask,
-            ask.stream_id,
-            arrival_s,
-            deadline_start_s,
-            start_tokens,
-            requeues=requeues,
-            was_assigned=was_assigned,
-        )
-        if ask.alone:
-            waiting.alone_until_s = ask.now_s + ALONE_S
-        if ask.resumed:
-            waiting.spread_until_s = ask.now_s + self.spread_s
-        self._queue.push(waiting)
+            model.meter.begin_pace(ask.now_s)
+        self._queue.push(self._held_back(waiting))
         ticket = SendTicket(ask.stream_id, ask.request_id)
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
+
+    def _held_back(self, waiting: Waiting) -> Waiting:
+        """Set until when a request waits for a group that is idle or without a backlog."""
+        if waiting.ask.alone:
+            waiting.alone_until_s = waiting.ask.now_s + ALONE_S
+        if waiting.ask.resumed:
+            waiting.spread_until_s = waiting.ask.now_s + self.spread_s
+        return waiting
 
     def _demand_meter(self, ask: Asked) -> DemandMeter | None:
         """The demand meter of the model; None for an unknown model or a batch request."""
@@ -327,8 +372,13 @@ class SchedulerState:
             self._forget(request_id)
         self._groups.check_liveness(now_s)
         commands: list[Command] = []
+        walk = now_s >= self._walk_due_s
+        if walk:
+            self._walk_due_s = now_s + WALK_S
         for model in self._queue.models():
             commands += self._dispatch(model, now_s)
+            for late in self._admission.late_waiting(model, now_s, walk):
+                commands.append(self._refuse_waiting_request(*late, now_s))
         return commands
 
     def _dispatch(self, name: str, now_s: float) -> list[Command]:
@@ -405,6 +455,7 @@ class SchedulerState:
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse expired requests, and those at the head of the queue that no group can hold."""
+        self._queue.mark_late(model, now_s)
         commands: list[Command] = []
         while (refused := self._admission.next_refusal(model, now_s)) is not None:
             commands.append(self._refuse_waiting_request(*refused, now_s))
@@ -419,7 +470,9 @@ class SchedulerState:
         meter = self._demand_meter(ask)
         if meter is not None and refused.is_overload:
             meter.refused.add(waiting.start_tokens, now_s)
-        return self._refusal(ask, waiting.stream_id, refused, now_s)
+        # A displaced retry with a booking keeps the rank of its first try.
+        arrival_s, tokens = waiting.arrival_s, waiting.start_tokens
+        return self._refusal(ask, waiting.stream_id, refused, now_s, tokens, arrival_s)
 
     def _assign(
         self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
@@ -434,14 +487,20 @@ class SchedulerState:
         self._totals.cached_tokens += ask.prompt_tokens - computed
         self._assignments.remember(
             ask.request_id,
-            Assigned(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
+            Assigned(
+                *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
+                *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.lateness else ()),
+                ask.prompt_tokens,
+            ),
         )
+        if self.lateness and ask.service.service_class is ServiceClass.INTERACTIVE:
+            model.meter.waits.interactive.start(ask.request_id, now_s)
         if now_s < waiting.alone_until_s:
             load.make_exclusive(ask.request_id, now_s)
         self._rates.note(ask.service.service_class, now_s)
         model.meter.dispatched.note(ask.service.service_class, now_s)
         if not self.rules.is_batch(ask.service):
-            model.meter.pace.note(now_s)
+            model.meter.note_start(waiting.start_tokens, now_s)
         self._totals.assigned += 1
         return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
 
@@ -468,19 +527,38 @@ class SchedulerState:
             self._groups.release(assigned.group_id, request_id)
 
     def _refusal(
-        self, ask: Asked, stream_id: int, refused: NotAdmitted, now_s: float
+        self,
+        ask: Asked,
+        stream_id: int,
+        refused: NotAdmitted,
+        now_s: float,
+        start_tokens: int = 0,
+        arrival_s: float = 0.0,
     ) -> SendRefusal:
+        """Count a refusal, and book time for a retry if the request could start then."""
+        service_class = ask.service.service_class
         self._totals.refused[refused.reason] += 1
-        self._totals.refused_of_class[ask.service.service_class] += 1
-        wait_s = refused.retry_after_s
+        self._totals.refused_of_class[service_class] += 1
+        if refused.late is not None:
+            self._totals.refused_late[ask.model, service_class, refused.late.by] += 1
+        wait_s, booking = refused.retry_after_s, None
         if refused.is_overload:
-            wait_s = self._admission.retry_after_s(ask, now_s)
+            model = self._groups.of_model(ask.model)
+            if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
+                lateness = self._admission.lateness
+                booking = lateness.book(ask, model, start_tokens, arrival_s, now_s)
+            if booking is not None:
+                wait_s = float(booking.retry_after_s(now_s))
+            else:
+                wait_s = self._admission.retry_after_s(ask, now_s)
         return SendRefusal(
             ask.request_id,
             refused.message,
             wait_s,
             reason=refused.reason,
             stream_id=stream_id,
+            booked=booking is not None,
+            late=refused.late,
         )
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.core.ask import AVOIDED_MAX, Ask, Assignment
-from services.core.request import Request
+from services.core.request import FinishReason, Request
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, TokenStream
@@ -98,6 +98,7 @@ class ChoiceRunner:
                                 note_finish(piece.finish_reason)
                                 if piece.finish_reason is not None:
                                     meter.finish(piece.finish_reason)
+                                    self._report_outcome(request, record, meter)
                                 yield piece
                     return
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
@@ -159,6 +160,7 @@ class ChoiceRunner:
             now_s = monotonic_s()
             if not meter.observe_tokens(len(unread.token_ids), now_s):
                 record.segments[-1].first_token_s = now_s
+                self._report_outcome(request, record, meter)
         output, chat = state.output, state.chat
         if unread.prompt_logprobs:
             # Converting the log probabilities of a long prompt would block the event loop.
@@ -170,6 +172,14 @@ class ChoiceRunner:
         if piece.text or piece.token_ids or piece.finish_reason is not None:
             return pieces
         return ()
+
+    def _report_outcome(self, request: Request, record: ChoiceRecord, meter: RequestMeter) -> None:
+        """Report the first token of a choice, or its end, unless it was restarted or has moved."""
+        if meter.ttft_s is None or not len(record.queued_s) == len(record.segments) == 1:
+            return
+        output_tokens = 0 if meter.reason is None else meter.tokens
+        cut_off = meter.reason is FinishReason.LENGTH
+        self._admission.report_outcome(request.request_id, meter.ttft_s, output_tokens, cut_off)
 
     def _output(self, choice: PreparedChoice) -> OutputText:
         tokenizer, skip = self._tokenizer, choice.skip_special_tokens
@@ -196,4 +206,6 @@ def ask_for(choice: PreparedChoice) -> Ask:
         service=request.service,
         traceparent=request.traceparent,
         prefix=choice.prefix,
+        expected_tokens=choice.expected_tokens,
+        fingerprint=choice.fingerprint,
     )

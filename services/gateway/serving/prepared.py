@@ -21,6 +21,8 @@ class PreparedChoice:
     `prompt_top`: likeliest tokens per prompt token in the response; None: as for output tokens.
     `chat`: how to parse the text of a chat; None: all text is content.
     `prefix`: a sample of the hashes of the prompt's KV blocks; the scheduler ranks workers by it.
+    `expected_tokens`: the client's estimate of the output tokens, 0 without.
+    `fingerprint`: a hash of the client's request and the choice's index, 0 if unknown.
     `coalesced`: the worker may send the tokens of several iterations in one message.
     """
 
@@ -36,6 +38,8 @@ class PreparedChoice:
     prompt_top: int | None = None
     chat: ChatForm | None = None
     prefix: ThinHashes = NO_PREFIX
+    expected_tokens: int = 0
+    fingerprint: int = 0
     coalesced: bool = False
 
     @property

@@ -13,6 +13,19 @@ from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, too_long
 from services.gateway.vocabulary.errors import BadRequest
 
 
+def prompt_size(body: GenerationRequest) -> int:
+    """The approximate size of the prompts of `body`, in characters or in token ids."""
+    match body:
+        case ChatRequest():
+            size = sum(message.size for message in body.messages)
+            # Descriptions and schemas of the tools become part of the prompt.
+            return size + INLINE_SIZE * len(body.tools)
+        case CompletionRequest():
+            # Many small prompts take as long as a large prompt.
+            return sum(map(len, body.prompt))
+    raise TypeError(f"{type(body).__name__} has no prompt")
+
+
 class PromptEncoder:
     """Renders chats and tokenizes prompts for a model."""
 
@@ -34,8 +47,7 @@ class PromptEncoder:
             case ChatRequest():
                 return [await self._chat_ids(body, tokens_max, record)]
             case CompletionRequest():
-                # Many small prompts take as long as a large prompt.
-                size = sum(map(len, body.prompt))
+                size = prompt_size(body)
                 return [
                     await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
                     for prompt in body.prompt
@@ -53,11 +65,8 @@ class PromptEncoder:
         if chat.cuts is not None:
             # A text has hardly more cuts than tokens.
             bytes_max += len(chat.cuts.mark) * (tokens_max + 1)
-        size = sum(message.size for message in body.messages)
-        # Descriptions and schemas of the tools become part of the prompt.
-        size += INLINE_SIZE * len(body.tools)
         request = await self._pool.run(
-            lambda: render_request(chat.template_fields(body), bytes_max), size
+            lambda: render_request(chat.template_fields(body), bytes_max), prompt_size(body)
         )
         try:
             text = await renderer.render(request, record.limit_key, record.warn)

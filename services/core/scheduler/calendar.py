@@ -1,0 +1,325 @@
+"""Bookings: time that is kept for the retries of refused requests, so that a Retry-After holds.
+
+Time is divided into slots. A refused request books the time that the workers need for it in the
+first slots that have some left, and its Retry-After is the time until then. Its retry is
+recognised by owner and `Shape`, so clients send nothing for it. A booking is *used* by a retry
+within its window, *lapses* at the end of the window, and *moves* if the client comes early and the
+wait has grown beyond the window. Bookings are not persisted: after a restart of the scheduler,
+retries are new requests.
+"""
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.core.ask import Ask
+
+SLOT_S = 0.5
+HORIZON_S = 600.0
+"""Latest time of a booking, in seconds from now."""
+EARLY_S, LAPSE_S = 0.5, 2.0
+"""The window of a booking: a retry may come this much before and after its time."""
+SHARE = 0.9
+"""Share of the workers' rates that bookings may take."""
+BOOKINGS_MAX = 65_536
+"""Maximum number of bookings, about those of 100 starts per second within `HORIZON_S`."""
+
+_SLOTS = round(HORIZON_S / SLOT_S)
+_NUMBERS = 2 * _SLOTS
+"""Number of slots that can have bookings: a booking may extend beyond `HORIZON_S`."""
+_WHOLE_SECONDS = sum(1 << slot for slot in range(0, _SLOTS, round(1 / SLOT_S)))
+"""Bit mask of slots that are whole seconds apart."""
+_ROUNDING_S = 1e-6
+"""Tolerance for rounding errors of sums of times."""
+
+Shape = tuple[int, ...]
+"""What all tries of a request have in common, see `shape_of`."""
+_Key = tuple[str, Shape]
+
+
+def shape_of(ask: Ask) -> Shape:
+    """The fingerprint of a request; without one, its token counts and its last prefix hash."""
+    if ask.fingerprint:
+        return (ask.fingerprint,)
+    return ask.prompt_tokens, ask.max_tokens, *ask.prefix.hashes[-1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the workers can start: prompt tokens and KV blocks per second; `inf`: no limit."""
+
+    tokens_per_s: float
+    blocks_per_s: float = math.inf
+
+    def seconds(self, tokens: float, blocks: float) -> float:
+        """Time that a request takes of bookings, by its scarcer resource; inf without a rate."""
+        if self.tokens_per_s <= 0 or self.blocks_per_s <= 0:
+            return math.inf
+        return max(tokens / self.tokens_per_s, blocks / self.blocks_per_s) / SHARE
+
+
+class BookingEnd(StrEnum):
+    """Ends of a booking; `RELEASED`: its request was admitted before the window."""
+
+    USED = "used"
+    LAPSED = "lapsed"
+    MOVED = "moved"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """Time for the retry of a request from `due_s` on; `arrival_s`: when its first try arrived."""
+
+    owner: str
+    shape: Shape
+    due_s: float
+    arrival_s: float
+    tokens: int
+    blocks: int
+    # Slot numbers and the seconds booked in each; due in the first.
+    parts: tuple[tuple[int, float], ...]
+
+    @property
+    def key(self) -> _Key:
+        """Owner and shape."""
+        return self.owner, self.shape
+
+    @property
+    def slot(self) -> int:
+        """Number of the slot in which the retry is due."""
+        return self.parts[0][0]
+
+    def retry_after_s(self, now_s: float) -> int:
+        """Whole seconds until the booking is due, at least 1."""
+        return max(1, math.ceil(self.due_s - now_s - _ROUNDING_S))
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Booked time, and the bookings that are due in this slot, with their sums."""
+
+    seconds: float = 0.0
+    parts: int = 0  # number of bookings with time here
+    tokens: int = 0
+    blocks: int = 0
+    due: dict[_Key, Booking] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        """Whether no time is left."""
+        return self.seconds > SLOT_S - _ROUNDING_S
+
+
+@dataclass(slots=True)
+class _Owner:
+    """Number of bookings, and the time until which they take the owner's share of the rates."""
+
+    bookings: int = 0
+    share_until_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class Calendar:
+    """Bookings of a model. Times are monotonic seconds and never decrease.
+
+    Owners with bookings have equal shares: the next booking of an owner is due once its share of
+    the rates has served its earlier bookings (start tags, as in start-time fair queueing).
+    """
+
+    # Number of ended bookings.
+    ended: Counter[BookingEnd] = field(default_factory=Counter)
+    _bookings: dict[_Key, Booking] = field(default_factory=dict)
+    _owners: dict[str, _Owner] = field(default_factory=dict)
+    # By slot number, from `_first` on; without empty slots.
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _first: int = 0
+    # Bit i: no time is left in slot `_first + i`.
+    _full: int = 0
+
+    def __len__(self) -> int:
+        """Number of bookings that can still be used."""
+        return len(self._bookings)
+
+    def book(
+        self,
+        now_s: float,
+        owner: str,
+        shape: Shape,
+        tokens: int,
+        blocks: int,
+        earliest_s: float,
+        rates: Rates,
+        arrival_s: float | None = None,
+    ) -> Booking | None:
+        """Book time for the retry of a request that is refused at `now_s`.
+
+        `tokens` (at least 1) and `blocks`: what it needs to start. `earliest_s`: when the requests
+        that wait now will have started. `arrival_s`: when its first try arrived, None for now. A
+        request has at most one booking: an earlier one is returned, or moved if its window ends
+        before `earliest_s`.
+
+        Returns None if no slot within `HORIZON_S` has time left, or a rate is 0.
+        """
+        self.advance(now_s)
+        if (booking := self._bookings.get((owner, shape))) is not None:
+            if earliest_s <= booking.due_s + LAPSE_S:
+                return booking
+            self._end(booking, BookingEnd.MOVED)
+            arrival_s = booking.arrival_s
+        seconds = rates.seconds(tokens, blocks)
+        if seconds == math.inf or len(self._bookings) >= BOOKINGS_MAX:
+            return None
+        start_s = earliest_s
+        if len(self._owners) > 1 and owner in self._owners:
+            start_s = max(start_s, self._owners[owner].share_until_s)
+        if (due_s := self._first_due_s(now_s, start_s)) is None:
+            return None
+        number = _slot_of(due_s)
+        parts = self._take(number, seconds)
+        first_try_s = now_s if arrival_s is None else arrival_s
+        booking = Booking(owner, shape, due_s, first_try_s, tokens, blocks, parts)
+        self._add(booking, earliest_s, seconds)
+        return booking
+
+    def arrive(self, now_s: float, owner: str, shape: Shape) -> Booking | None:
+        """Use the booking of a request that arrives within its window; None if it has none."""
+        self.advance(now_s)
+        booking = self._bookings.get((owner, shape))
+        if booking is None or now_s < booking.due_s - EARLY_S:
+            return None
+        self._end(booking, BookingEnd.USED)
+        return booking
+
+    @property
+    def used_share(self) -> float:
+        """Share of the bookings that their clients use."""
+        used, lapsed = self.ended[BookingEnd.USED], self.ended[BookingEnd.LAPSED]
+        return (used + 1) / (used + lapsed + 1)
+
+    def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
+        """Whether `arrive` would use a booking."""
+        booking = self._bookings.get((owner, shape))
+        return booking is not None and -EARLY_S <= now_s - booking.due_s <= LAPSE_S
+
+    def release(self, owner: str, shape: Shape) -> None:
+        """End the booking, if any, of a request that is admitted before its window."""
+        if (booking := self._bookings.get((owner, shape))) is not None:
+            self._end(booking, BookingEnd.RELEASED)
+
+    def due(self, before_s: float) -> tuple[int, int]:
+        """Tokens and blocks of the bookings that are due in slots before that of `before_s`."""
+        tokens = blocks = 0
+        last_s = (self._first + _NUMBERS) * SLOT_S
+        for number in range(self._first, _slot_of(min(before_s, last_s))):
+            if (slot := self._slots.get(number)) is not None:
+                tokens += slot.tokens
+                blocks += slot.blocks
+        return tokens, blocks
+
+    def advance(self, now_s: float) -> None:
+        """End the bookings whose window is over at `now_s`."""
+        first = _slot_of(now_s - LAPSE_S)
+        if first <= self._first:
+            return
+        over = [slot for number, slot in self._slots.items() if number < first]
+        for booking in [booking for slot in over for booking in slot.due.values()]:
+            self._end(booking, BookingEnd.LAPSED)
+        self._full >>= first - self._first
+        self._first = first
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the bookings contradict each other."""
+        assert len(self._bookings) <= BOOKINGS_MAX
+        seconds = defaultdict[int, float](float)
+        for key, booking in self._bookings.items():
+            assert key == booking.key and self._slots[booking.slot].due[key] is booking
+            for number, part_s in booking.parts:
+                seconds[number] += part_s
+        assert sum(len(slot.due) for slot in self._slots.values()) == len(self._bookings)
+        parts = Counter(
+            number for booking in self._bookings.values() for number, _ in booking.parts
+        )
+        assert parts == {number: slot.parts for number, slot in self._slots.items()}
+        for number, slot in self._slots.items():
+            assert self._first <= number < self._first + _NUMBERS
+            assert math.isclose(slot.seconds, seconds[number], abs_tol=_ROUNDING_S)
+            assert slot.seconds <= SLOT_S + _ROUNDING_S
+            assert slot.tokens == sum(booking.tokens for booking in slot.due.values())
+            assert slot.blocks == sum(booking.blocks for booking in slot.due.values())
+            assert slot.full == bool(self._full >> (number - self._first) & 1)
+        owned = Counter(owner for owner, _ in self._bookings)
+        assert owned == {name: owner.bookings for name, owner in self._owners.items()}
+
+    def _first_due_s(self, now_s: float, start_s: float) -> float | None:
+        """The first time from `start_s` on, whole seconds from now, whose slot has time left."""
+        wait_s = max(1, math.ceil(min(start_s - now_s, HORIZON_S + 1) - _ROUNDING_S))
+        slots = round((HORIZON_S - wait_s) / SLOT_S) + 1
+        if slots <= 0:
+            return None
+        full = self._full >> (_slot_of(now_s + wait_s) - self._first)
+        free = ~full & _WHOLE_SECONDS & ((1 << slots) - 1)
+        if not free:
+            return None
+        return now_s + wait_s + ((free & -free).bit_length() - 1) * SLOT_S
+
+    def _take(self, number: int, seconds: float) -> tuple[tuple[int, float], ...]:
+        """Take `seconds` from the slots from `number` on; returns slot numbers and seconds.
+
+        Time after the last slot is not booked.
+        """
+        parts = list[tuple[int, float]]()
+        while seconds > 0 and number < self._first + _NUMBERS:
+            slot = self._slots.setdefault(number, _Slot())
+            if not slot.full:
+                part_s = min(seconds, SLOT_S - slot.seconds)
+                parts.append((number, part_s))
+                slot.seconds += part_s
+                slot.parts += 1
+                seconds -= part_s
+                self._mark(number, slot)
+            number += 1
+        return tuple(parts)
+
+    def _add(self, booking: Booking, earliest_s: float, seconds: float) -> None:
+        """Enter a booking whose parts are taken, and charge its owner."""
+        self._bookings[booking.key] = booking
+        slot = self._slots[booking.slot]
+        slot.due[booking.key] = booking
+        slot.tokens += booking.tokens
+        slot.blocks += booking.blocks
+        owner = self._owners.setdefault(booking.owner, _Owner())
+        owner.bookings += 1
+        start_s = max(earliest_s, min(owner.share_until_s, booking.due_s))
+        owner.share_until_s = start_s + seconds * len(self._owners)
+
+    def _end(self, booking: Booking, end: BookingEnd) -> None:
+        """Remove a booking and return its time."""
+        self.ended[end] += 1
+        del self._bookings[booking.key]
+        slot = self._slots[booking.slot]
+        del slot.due[booking.key]
+        slot.tokens -= booking.tokens
+        slot.blocks -= booking.blocks
+        for number, part_s in booking.parts:
+            slot = self._slots[number]
+            slot.seconds -= part_s
+            slot.parts -= 1
+            self._mark(number, slot)
+            if not slot.parts:
+                del self._slots[number]
+        owner = self._owners[booking.owner]
+        owner.bookings -= 1
+        if not owner.bookings:
+            del self._owners[booking.owner]
+
+    def _mark(self, number: int, slot: _Slot) -> None:
+        """Note whether a slot is full."""
+        bit = 1 << (number - self._first)
+        self._full = self._full | bit if slot.full else self._full & ~bit
+
+
+def _slot_of(time_s: float) -> int:
+    """Number of the slot that contains a time."""
+    return math.floor(time_s / SLOT_S)

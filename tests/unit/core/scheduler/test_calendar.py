@@ -1,0 +1,209 @@
+"""Bookings of the scheduler's calendar: properties under random refusals and retries."""
+
+import math
+import random
+import time
+from collections import Counter, defaultdict
+
+import pytest
+
+from services.core.ask import Ask
+from services.core.prefix.block_hash import ThinHashes
+from services.core.scheduler.calendar import (
+    EARLY_S,
+    HORIZON_S,
+    LAPSE_S,
+    SLOT_S,
+    Booking,
+    BookingEnd,
+    Calendar,
+    Rates,
+    shape_of,
+)
+
+RATES = Rates(1000.0, 100.0)
+
+
+def booked(calendar: Calendar, now_s: float, name: int, **given: object) -> Booking:
+    """Book 100 tokens and 5 blocks for the request `name`."""
+    known: dict[str, object] = {
+        "owner": "a", "tokens": 100, "blocks": 5, "earliest_s": now_s, "rates": RATES
+    }  # fmt: skip
+    booking = calendar.book(now_s, shape=(name,), **known | given)  # type: ignore[arg-type]
+    assert booking is not None
+    calendar.check_invariants()
+    return booking
+
+
+def test_a_retry_within_the_window_uses_its_booking() -> None:
+    calendar = Calendar()
+    booking = booked(calendar, 10.25, 1, earliest_s=13.5)
+    assert (booking.due_s, booking.retry_after_s(10.25)) == (14.25, 4)
+    assert calendar.arrive(booking.due_s - EARLY_S - 0.01, "a", (1,)) is None
+    assert calendar.arrive(booking.due_s + LAPSE_S, "a", (1,)) is booking
+    assert booking.arrival_s == 10.25
+    assert calendar.arrive(booking.due_s + LAPSE_S, "a", (1,)) is None
+    assert calendar.ended == {BookingEnd.USED: 1} and len(calendar) == 0
+
+
+def test_a_client_that_comes_early_keeps_its_booking() -> None:
+    calendar = Calendar()
+    booking = booked(calendar, 0.0, 1, earliest_s=5.0)
+    assert booked(calendar, 0.5, 1, earliest_s=6.0) is booking
+    assert booking.retry_after_s(0.5) == 5 and len(calendar) == 1
+
+
+def test_a_booking_moves_if_the_wait_has_grown_beyond_its_window() -> None:
+    calendar = Calendar()
+    first = booked(calendar, 0.0, 1, earliest_s=5.0)
+    moved = booked(calendar, 1.0, 1, earliest_s=first.due_s + LAPSE_S + 1)
+    assert moved.due_s >= first.due_s + LAPSE_S + 1
+    assert moved.arrival_s == 0.0 and len(calendar) == 1
+    assert calendar.ended == {BookingEnd.MOVED: 1}
+
+
+def test_a_lapsed_booking_returns_its_time() -> None:
+    calendar = Calendar()
+    # 18 requests fill the slots that are due after 1 s, 2 s and so on.
+    filled = [booked(calendar, 0.0, name) for name in range(18)]
+    assert filled[-1].due_s > filled[0].due_s
+    assert calendar.due(HORIZON_S) == (1800, 90)
+    late_s = filled[-1].due_s + LAPSE_S + SLOT_S
+    assert calendar.arrive(late_s, "a", (0,)) is None
+    calendar.check_invariants()
+    assert calendar.due(HORIZON_S) == (0, 0) and len(calendar) == 0
+    assert calendar.ended == {BookingEnd.LAPSED: 18}
+
+
+def test_a_released_booking_returns_its_time_at_once() -> None:
+    calendar = Calendar()
+    # The slot one second from now has time for four requests and a part of the fifth.
+    first = [booked(calendar, 0.0, name) for name in range(5)]
+    assert {booking.due_s for booking in first} == {1.0}
+    assert booked(calendar, 0.0, 5).due_s == 2.0
+    calendar.release("a", (2,))
+    assert booked(calendar, 0.0, 6).due_s == 1.0
+
+
+def test_a_booking_belongs_to_its_owner() -> None:
+    calendar = Calendar()
+    booking = booked(calendar, 0.0, 1)
+    calendar.release("b", (1,))
+    assert calendar.arrive(booking.due_s, "b", (1,)) is None
+    assert calendar.arrive(booking.due_s, "a", (1,)) is booking
+
+
+def test_a_prompt_longer_than_a_slot_takes_the_slots_behind() -> None:
+    calendar = Calendar()
+    long = booked(calendar, 0.0, 1, tokens=9000, blocks=0)
+    assert long.due_s == 1.0
+    # 9,000 tokens at 900 per second.
+    assert booked(calendar, 0.0, 2).due_s == 11.0
+    assert calendar.due(1.5) == (9000, 0)
+
+
+@pytest.mark.parametrize("rates", [Rates(0.0), Rates(1000.0, 0.0)])
+def test_without_a_rate_there_is_no_booking(rates: Rates) -> None:
+    assert Calendar().book(0.0, "a", (1,), 1, 1, 0.0, rates) is None
+
+
+def test_a_full_calendar_makes_no_booking() -> None:
+    calendar = Calendar()
+    due = list[float]()
+    while (booking := calendar.book(0.3, "a", (len(due),), 450, 1, 0.3, RATES)) is not None:
+        due.append(booking.due_s)
+    calendar.check_invariants()
+    # A slot of each second is full.
+    assert due == [0.3 + second for second in range(1, 601)]
+    assert calendar.book(0.3, "a", (-1,), 1, 1, math.inf, RATES) is None
+
+
+def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
+    ask = Ask("r", "m", 30, 7, prefix=ThinHashes(8, (1, 2)))
+    assert shape_of(ask) == (30, 7, 2)
+    assert shape_of(Ask("r", "m", 30, 7)) == (30, 7)
+    assert shape_of(Ask("r", "m", 31, 7, fingerprint=9)) == (9,)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_refusals_and_retries(seed: int) -> None:
+    """No request has two bookings, no slot more time than it has, no owner that of another."""
+    rng = random.Random(seed)
+    calendar, now_s = Calendar(), rng.uniform(0, 1000)
+    # What each client was told last, and its first try.
+    known: dict[tuple[str, tuple[int, ...]], Booking] = {}
+    for step in range(800):
+        now_s += rng.choice((0.0, 0.01, 0.3, 3.0)) * rng.random()
+        owner, shape = rng.choice("abc"), (rng.randrange(60),)
+        key, before = (owner, shape), known.get((owner, shape))
+        if rng.random() < 0.3 and before is not None:
+            now_s = max(now_s, before.due_s + rng.uniform(-EARLY_S, LAPSE_S))
+        used = calendar.arrive(now_s, owner, shape)
+        if used is not None:
+            assert used is before and used.key == key
+            assert -EARLY_S <= now_s - used.due_s <= LAPSE_S + SLOT_S
+            del known[key]
+        elif before is not None and -EARLY_S <= now_s - before.due_s <= LAPSE_S:
+            pytest.fail("a retry within its window found no booking")
+        tokens, blocks = rng.choice((10, 100, 3000)), rng.randrange(30)
+        earliest_s = now_s + rng.choice((0.0, 1.0, 20.0))
+        booking = calendar.book(now_s, owner, shape, tokens, blocks, earliest_s, RATES)
+        assert booking is not None
+        held = before is not None and used is None and now_s <= before.due_s + LAPSE_S
+        if booking is not before:
+            assert booking.due_s >= earliest_s - 1e-6 and booking.due_s >= now_s + 1 - 1e-6
+            assert math.isclose(booking.due_s - now_s, booking.retry_after_s(now_s), abs_tol=1e-5)
+            assert math.isclose(
+                sum(part_s for _, part_s in booking.parts), RATES.seconds(tokens, blocks)
+            )
+            if held:
+                assert before is not None and earliest_s > before.due_s + LAPSE_S
+        known[key] = booking
+        if step % 10 == 0:
+            calendar.check_invariants()
+    calendar.check_invariants()
+    calendar.advance(now_s + HORIZON_S + LAPSE_S + 1)
+    assert len(calendar) == 0 and calendar.due(math.inf) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_owners_share_the_slots_equally(seed: int) -> None:
+    """Of the first seconds an owner with many refusals gets no more than one with fewer."""
+    rng = random.Random(seed)
+    calendar, due = Calendar(), defaultdict[str, list[float]](list)
+    refused = ["flood"] * 900 + ["b"] * 100 + ["c"] * 100
+    rng.shuffle(refused)
+    for name, owner in enumerate(refused):
+        now_s = name * 0.01
+        booking = calendar.book(now_s, owner, (name,), 100, 5, now_s, RATES)
+        assert booking is not None
+        due[owner].append(booking.due_s)
+    calendar.check_invariants()
+    # 9 requests per second: those of b and c together with as many of the flood last 33 s.
+    assert max(due["b"] + due["c"]) <= 45
+    early = Counter(owner for owner in due for due_s in due[owner] if due_s <= 45)
+    assert early["b"] == early["c"] == 100 and early["flood"] <= 1.6 * 100
+
+
+def test_a_single_owner_has_all_slots() -> None:
+    calendar, due = Calendar(), list[float]()
+    for name in range(900):
+        now_s = name * 0.01
+        booking = calendar.book(now_s, "", (name,), 100, 5, now_s, RATES)
+        assert booking is not None
+        due.append(booking.due_s)
+    # At 9 requests per second: bookings take all time but that of the first second.
+    assert max(due) <= 900 / 9 + 5
+
+
+def test_many_refusals_cost_little() -> None:
+    """A refusal costs a small part of handling its ask, however full the calendar is."""
+    calendar = Calendar()
+    began_s = time.perf_counter()
+    for name in range(20_000):
+        now_s = name * 0.001
+        calendar.arrive(now_s, "a", (name,))
+        calendar.book(now_s, "a", (name,), 40, 2, now_s + 10, RATES)
+        calendar.due(now_s + 30)
+    # About 20 µs each on the machines of today.
+    assert (time.perf_counter() - began_s) / 20_000 < 0.002
