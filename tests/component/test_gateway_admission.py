@@ -146,7 +146,7 @@ async def test_the_expected_output_is_part_of_the_ask(case: Case) -> None:
         answer = await case.http.post(
             "/v1/completions",
             json=COMPLETION,
-            headers={"x-expected-output-tokens": text.encode()},
+            headers=[(b"x-expected-output-tokens", text.encode())],
         )
         assert answer.status_code == status, text
     await case.complete(max_tokens=1)
