@@ -58,10 +58,14 @@ class Feedback:
 
     def note_result(self, plan: Plan, now_s: float) -> None:
         """Learn from a finished microbatch, and advance deadlines; call before tokens are added."""
-        sampled = plan.decodes + [chunk.sequence for chunk in plan.prefills if chunk.samples]
+        sampled = plan.decodes
+        if plan.prefills:
+            sampled = sampled + [chunk.sequence for chunk in plan.prefills if chunk.samples]
         missed = False
         for sequence in sampled:
-            if sequence.online and sequence.phase is not Phase.ENDED:
+            if not sequence.has_targets:
+                sequence.token_s = now_s
+            elif sequence.phase is not Phase.ENDED:
                 missed = deadline.note_token(sequence, now_s) or missed
         measured_s = now_s - plan.planned_s
         if not self.corrects:
