@@ -71,7 +71,7 @@ from services.core.planner.slo_pipeline import SloPipelinePlanner
 from services.core.planner.victims import precedence_of
 from services.core.planner.waiting_time import WaitingTimePlanner
 from services.core.queue_order import Scheduling
-from services.core.report import Load
+from services.core.report import DeadlineUse, Load
 
 _PLANNERS: Mapping[Scheduling, type[SinglePlanner] | type[WaitingTimePlanner]] = {
     Scheduling.ROUND_ROBIN: RoundRobinPlanner,
@@ -215,6 +215,11 @@ class PlannerState:
             discarded_tokens_total=self.sequence_table.discarded_tokens_total,
             tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
+
+    @property
+    def deadline_use(self) -> DeadlineUse:
+        """How the time before deadlines was used; empty under policies without deadlines."""
+        return DeadlineUse() if self._feedback is None else self._feedback.deadline_use
 
     def check_invariants(self) -> None:
         """Blocks, phases and queues are consistent."""
