@@ -217,7 +217,7 @@ class Harvester:
         If it is suspended instead, there is no limit.
         """
         config, arrivals = self.config, self.feedback.arrivals
-        stays = config.preempt is Preempt.OFF or self.sequence_table.ledger.stages > 1
+        stays = config.preemption is Preempt.OFF or self.sequence_table.ledger.stages > 1
         # At most one iteration is suspended: while there is one, the next cannot be interrupted.
         if stays or self.sequence_table.suspended is not None:
             return arrivals.least_target_s(now_s)

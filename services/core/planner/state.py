@@ -265,7 +265,11 @@ class PlannerState:
 
     def _may_be_preempted(self, plan: Plan) -> bool:
         """Whether `plan` is a batch-only iteration of a single worker that may be suspended."""
-        if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
+        if (
+            self.config.preemption is Preempt.OFF
+            or self.stages > 1
+            or self.sequence_table.suspended
+        ):
             return False
         return not any(sequence.online for sequence in plan.sequences())
 
@@ -309,7 +313,9 @@ class PlannerState:
         config, feedback = self.config, self._feedback
         elapsed_s = sum((plan.ran_s for plan in self.in_flight), ran_s)
         budget = None if feedback is None else feedback.budget
-        return should_preempt(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
+        return should_preempt(
+            config.preemption, batch, elapsed_s, waiting, config.cost_model, budget
+        )
 
     def export(self, seq_id: str) -> SequenceState:
         """State with which another leader can continue a sequence; changes nothing here.

@@ -184,7 +184,7 @@ class EngineLoop:
     @property
     def _has_waiting_deadline(self) -> bool:
         """Whether the policy preempts by deadline and a request in the inbox has a TTFT target."""
-        return self._member.state.config.preempt is Preempt.DEADLINE and any(
+        return self._member.state.config.preemption is Preempt.DEADLINE and any(
             isinstance(frame, StartRequest) and frame.request.service.ttft_s is not None
             for frame in self._inbox
         )
