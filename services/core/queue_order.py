@@ -51,7 +51,7 @@ class Scheduling(StrEnum):
 def scheduling_setting() -> Any:
     """The setting `scheduling`; a scheduler and its workers must use the same value."""
     return choice(
-        Scheduling.FCFS,
+        Scheduling.SLO,
         Scheduling,
         "Scheduling policy. fcfs: first come, first served; priority: interactive before standard"
         " before batch; batch requests yield KV blocks and slots to the others, do not start while"

@@ -59,7 +59,8 @@ class SloPlanner:
         # Mixed iterations (with prefills) have their own correction: predict the kind of this one.
         limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or online_waits)
         none_lost = self._add_decodes(plan, ready, spent, limit_s)
-        self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
+        if ready.prefills or online_waits:
+            self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
         if ready.online or online_waits:
             joins = bool(ready.prefills or ready.batch_prefills or queue)
             self._harvest_slack(plan, ready, spent, self._limit_s(ready, mixed=joins))
@@ -82,7 +83,7 @@ class SloPlanner:
     def _add_decodes(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> bool:
         """Add online decodes; returns whether no online sequence was preempted."""
         decodes = ready.decodes
-        late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
+        late = limit_s < inf and spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
         places = min(spent.tokens_left, self.harvester.slots.limit)
         plan.deadline_bound = late
         # If not all decodes fit, run the most urgent; ConServe runs all despite the time bound.
@@ -90,6 +91,7 @@ class SloPlanner:
             decodes = self.harvester.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
         preempted = False
+        chosen = plan.decodes
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
@@ -97,10 +99,13 @@ class SloPlanner:
                 preempted = table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
-            plan.decodes.append(sequence)
+            chosen.append(sequence)
         if preempted:
             plan.drop_preempted()
-        spent.add_decodes(len(plan.decodes), sum([decode.computed for decode in plan.decodes]))
+        prefix_tokens = ready.prefix_tokens
+        if len(plan.decodes) < len(ready.decodes):
+            prefix_tokens = sum([decode.computed for decode in plan.decodes])
+        spent.add_decodes(len(plan.decodes), prefix_tokens)
         if not preempted:
             return True
         ready.drop_preempted()

@@ -124,4 +124,4 @@ class ClassRules:
             yield from reversed(ALL[ALL.index(service.service_class) + 1 :])
 
 
-NO_CLASSES = ClassRules()
+NO_CLASSES = ClassRules(Scheduling.FCFS)

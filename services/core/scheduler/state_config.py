@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from services.core.cost.model import CostModel
 from services.core.overtaking import overtaken_setting
-from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
+from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import DISPATCHES, PREFIX, score_of
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.state import SPREAD_S, SchedulerState
@@ -58,7 +58,7 @@ class StateConfig:
     )
     # Cost model of the dispatch `prefix`; None with any other.
     ttft: CostModel | None = computed(None)
-    rules: ClassRules = nested(NO_CLASSES)
+    rules: ClassRules = nested(ClassRules())
     spread_s: float = computed(SPREAD_S)
 
     def state(self) -> SchedulerState:

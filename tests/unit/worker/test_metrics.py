@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokenMeter, IterationTokens
-from services.core.report import ClassTokens, EngineReport, Load
+from services.core.histogram import ITERATION_TOKENS, PREEMPTION_S, Histogram, HistogramMeter
+from services.core.report import ClassTokens, DeadlineUse, EngineReport, Load
 from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
 from services.worker.metrics import WorkerCollector
@@ -19,7 +19,7 @@ OWN = {"model_name": "m", "worker": "w0"}
 
 
 def engine(**reported: Any) -> Any:
-    meter = IterationTokenMeter()
+    meter = HistogramMeter(ITERATION_TOKENS)
     for tokens in (1, 200):
         meter.add(tokens)
     report = EngineReport(
@@ -29,7 +29,7 @@ def engine(**reported: Any) -> Any:
         2000,
         StageTime(7.5, 2.5),
         IterationTime(3.5, 3.0, 2.0, 1.5),
-        meter.total,
+        meter.histogram,
     )
     return SimpleNamespace(
         report=replace(report, **reported), generated_tokens=77, responsive=True, silent_s=0.25
@@ -115,6 +115,33 @@ def test_interruptions_of_batch_work_are_told() -> None:
         assert value(found, f"tideserve_worker_{name}_total", **OWN) == number
 
 
+def test_the_use_of_deadlines_is_reported() -> None:
+    found = told(engine(deadlines=DeadlineUse(0.25, 8.0, 6.0, {"interactive": 3}, {"standard": 2})))
+    assert value(found, "tideserve_worker_harvest_share", **OWN) == 0.25
+    assert value(found, "tideserve_worker_budget_seconds_total", **OWN) == 8.0
+    assert value(found, "tideserve_worker_budget_used_seconds_total", **OWN) == 6.0
+    expected = {
+        ("interactive", "ttft"): 3,
+        ("standard", "ttft"): 0,
+        ("interactive", "tpot"): 0,
+        ("standard", "tpot"): 2,
+    }
+    for (kind, metric), number in expected.items():
+        labels = OWN | {"class": kind, "metric": metric}
+        assert value(found, "tideserve_worker_missed_deadlines_total", **labels) == number
+
+
+def test_preemption_latency_is_a_histogram() -> None:
+    meter = HistogramMeter(PREEMPTION_S)
+    for seconds in (0.002, 0.5, 9.0):
+        meter.add(seconds)
+    found = told(engine(preemption_s=meter.histogram))
+    name = "tideserve_worker_preemption_seconds"
+    assert value(found, f"{name}_sum", **OWN) == 9.502
+    for bound, number in (("0.001", 0), ("0.0025", 1), ("0.5", 2), ("+Inf", 3)):
+        assert value(found, f"{name}_bucket", **OWN, le=bound) == number
+
+
 def test_restored_slabs_are_counted_by_source() -> None:
     found = told(engine(restored_slabs={"peer": 7, "disk": 2}))
     for source, number in (("host", 0), ("peer", 7), ("disk", 2)):
@@ -123,7 +150,7 @@ def test_restored_slabs_are_counted_by_source() -> None:
 
 
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
-    found = told(engine(iteration_tokens=IterationTokens(), load=Load(0, 0, 0, 0)))
+    found = told(engine(iteration_tokens=Histogram(), load=Load(0, 0, 0, 0)))
     assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0
     assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == 0
 

@@ -10,7 +10,7 @@ from services.core.ask import RefusalReason
 from services.core.cost.model import TOKEN_COSTS
 from services.core.demand import ModelDemand
 from services.core.queue_order import Scheduling, by_deadline
-from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
+from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.scheduler.dispatch import least_loaded
 from services.core.scheduler.rate import RETRY_AFTER_MAX_S
 from services.core.scheduler.state_config import StateConfig
@@ -378,9 +378,7 @@ def test_numbers_are_told_by_class() -> None:
     assert (now.queued, now.oldest_wait_s) == (2, 3.0)
 
 
-def test_a_log_from_before_classes_replays_without_them() -> None:
-    header = b'{"queue_limit": 8, "queue_deadline_s": 1.0, "dispatch": "kv_share"}'
-    assert msgspec.json.decode(header, type=StateConfig).rules == NO_CLASSES
+def test_a_log_holds_the_rules_of_classes() -> None:
     new = StateConfig(8, 1.0, "kv_share", rules=ClassRules(Scheduling.PRIORITY, Order.DEADLINE))
     assert msgspec.json.decode(msgspec.json.encode(new), type=StateConfig) == new
 
