@@ -323,6 +323,11 @@ class TestReconfigure:
                 assert pair.answer("w2", attempt) == []
         assert len(pair.answer("w1", attempt)) == 1
 
+    def test_a_member_that_begins_to_drain_aborts(self, pair: Store) -> None:
+        pair.prepare(MERGE)
+        pair.workers["w1"] = replace(pair.workers["w1"], draining=True)
+        assert ReconfigurationFailed("r", "w1 has left, restarted or begun to drain") in pair.read()
+
     def test_a_member_that_was_started_anew_aborts(self, pair: Store) -> None:
         attempt = pair.prepare(MERGE).attempt
         pair.answer("w0", attempt)
@@ -496,8 +501,8 @@ class TestAbsentMembers:
             merged.workers = {name: registered[name] for name in back}
             assert merged.read() == [] == merged.feed(TimePassed(merged.now_s)), back
             merged.workers = {
-                name: replace(one, create_revision=merged.revision)
-                for name, one in registered.items()
+                name: replace(worker, create_revision=merged.revision)
+                for name, worker in registered.items()
             }
             assert merged.read() == []
         assert merged.ask(SPLIT), "it is a group like others"
