@@ -55,6 +55,15 @@ class RecentSum:
         """Tokens per second over the window, including the unfinished second."""
         return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
 
+    def recent_per_s(self, now_s: float) -> float:
+        """As `per_s`, but over the time since the first arrival in the window, at least 2 s.
+
+        So it is not too low while arrivals begin.
+        """
+        _, tokens = self.at(now_s)
+        first_s = next(iter(self._seconds), int(now_s))
+        return tokens / max(2.0, now_s - first_s)
+
     def _discard_old(self, now_s: float) -> None:
         oldest = int(now_s) - self.window_s
         while self._seconds and (first := next(iter(self._seconds))) <= oldest:
@@ -134,19 +143,23 @@ def timely_room(load: GroupLoad) -> int:
 
 HELD_S = 0.2
 """Predicted time of a group's prefill backlog from which further requests wait in the queue."""
+FULL_TOKENS = 1024
+"""Prefill tokens from which a larger iteration hardly raises the throughput."""
 
 
 def held_tokens(group: ServingGroup, costs: CostModel | None) -> float:
     """Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
 
-    At least half of an iteration, so that the next iteration has work when a report arrives.
+    Enough for the iteration that runs and the next, which begins before a report can bring further
+    requests, but of large iterations only a part.
     """
     iteration_tokens = group.members * group.max_batch_tokens
     costs = group.cost_model or costs
     if costs is None:
         return ITERATIONS_AHEAD * iteration_tokens
     token_s = costs.beyond_knee.chunk_s(0, group.max_batch_tokens) / group.max_batch_tokens
-    return max(iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
+    least = min(ITERATIONS_AHEAD * iteration_tokens, FULL_TOKENS * group.members)
+    return max(least, iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
 
 
 MODELS_REMEMBERED_MAX = 1_000

@@ -125,7 +125,7 @@ class Lateness:
         queued = ahead > 0 or not self.could_start(ask, model, now_s)
         passing = 0.0
         if service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.per_s(now_s)
+            passing = model.meter.interactive.recent_per_s(now_s)
         group_s = prefill_s(ask, model)
         rate = waits.rate_beside(passing, now_s)
         if queued and not booked and rate:
@@ -298,6 +298,9 @@ class Lateness:
                 continue
             by = WaitLimit.COMPUTE if has_memory(waiting.ask, model) else WaitLimit.MEMORY
             late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
+            if waiting.raw_s:
+                # Without these, only predictions that held would correct later ones.
+                ratios.note(waiting.raw_s, now_s - waiting.ask.now_s + optimistic_s, now_s)
         return late
 
     def _is_refusable(
