@@ -177,6 +177,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     message=command.message,
                     retry_after_s=command.retry_after_s or 0.0,
                     booked=command.booked,
+                    estimated=command.estimated,
                 )
             )
         case SendProceed():

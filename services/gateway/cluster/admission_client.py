@@ -272,14 +272,8 @@ class AdmissionClient:
                 raise StreamBroken("the scheduler reads no frames")
 
     def _answer(self, message: Ticket | Assignment | Refusal | Proceed) -> None:
-        estimated = self._estimated.get(message.request_id)
-        if estimated is not None:
-            if estimated.done():
-                return
-            if isinstance(message, Refusal):
-                estimated.set_exception(refusal_error(message))
-            else:
-                estimated.set_result(None)
+        if isinstance(message, Proceed) or (isinstance(message, Refusal) and message.estimated):
+            self._answer_estimated(message)
             return
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
@@ -288,8 +282,18 @@ class AdmissionClient:
             pending.ticketed = True
         elif isinstance(message, Assignment):
             pending.answer.set_result(message)
-        elif isinstance(message, Refusal):
+        else:
             pending.answer.set_exception(refusal_error(message))
+
+    def _answer_estimated(self, message: Proceed | Refusal) -> None:
+        """Answer an estimated ask; no effect after its timeout."""
+        answer = self._estimated.get(message.request_id)
+        if answer is None or answer.done():
+            return
+        if isinstance(message, Refusal):
+            answer.set_exception(refusal_error(message))
+        else:
+            answer.set_result(None)
 
     def _send_ask(self, pending: _Pending) -> None:
         now_s = monotonic_s()

@@ -99,6 +99,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
                 refusal.message,
                 refusal.retry_after_s or None,
                 refusal.booked,
+                refusal.estimated,
             )
         case "proceed":
             return Proceed(frame.proceed.request_id)

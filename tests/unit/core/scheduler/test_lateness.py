@@ -18,6 +18,7 @@ from services.core.scheduler.vocabulary import (
     Asked,
     Command,
     OutcomeReported,
+    SendAssignment,
     SendProceed,
     SendRefusal,
     SendTicket,
@@ -212,6 +213,32 @@ def test_an_estimated_ask_is_refused_or_may_proceed() -> None:
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendProceed]
     scheduler.flood()
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendRefusal]
+
+
+def test_a_delayed_estimated_ask_leaves_the_ask_in_earnest_as_it_is() -> None:
+    scheduler = Overloaded()
+    assert kinds(scheduler.arrive("waits")) == [SendTicket]
+    started = scheduler.start_next()
+    scheduler.flood()
+    before, booked = scheduler.state.snapshot(scheduler.now_s), waits_of(scheduler).calendars
+    bookings = {cls: len(calendar) for cls, calendar in booked.items()}
+    for name in ("waits", *started):
+        # An older stream may deliver it after the new one.
+        late = scheduler.arrive(name, estimated=True, stream_id=2, prompt_tokens=900)
+        assert late == [SendProceed(request_id=name, stream_id=2)]
+    assert scheduler.state.snapshot(scheduler.now_s) == before
+    assert {cls: len(calendar) for cls, calendar in booked.items()} == bookings
+    # The answers still go to the stream that asked in earnest.
+    assert scheduler.state._queue.of_stream(2) == []
+    assert started and isinstance(scheduler.arrive(started[0])[0], SendAssignment)
+
+
+def test_the_refusal_of_an_estimated_ask_says_so() -> None:
+    scheduler = Overloaded()
+    scheduler.flood()
+    for estimated in (True, False):
+        (refusal,) = scheduler.arrive("r", estimated=estimated)
+        assert isinstance(refusal, SendRefusal) and refusal.estimated is estimated
 
 
 def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
