@@ -39,10 +39,10 @@ SOON = Service(ServiceClass.STANDARD, ttft_s=2.0)
 class Overloaded(Scheduler):
     """A group without room, and requests that have started at 10 per second."""
 
-    def __init__(self, short: bool = True, **settings: Any) -> None:
+    def __init__(self, short: bool = True, start_s: float = 100.0, **settings: Any) -> None:
         settings = {"lateness": 1.0, "standard_wait_s": 10.0, "ttft": COST} | settings
         super().__init__(1024, **settings)
-        self.now_s = 100.0
+        self.now_s = start_s
         self.serve(now_s=self.now_s)
         if short:
             self(ShortfallsReported(self.now_s, {"m": 1}))
