@@ -20,6 +20,7 @@ from tests.support.fake_cluster import running_service
 from tests.support.gateway import Case
 from tests.support.waiting import eventually
 from tests.unit.core.scheduler.test_lateness import Overloaded, waits_of
+from tideserve.cli.status import STATUS_PATH, refusal_lines
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
 
 FLOOD = 99
@@ -117,6 +118,16 @@ async def test_an_early_ask_is_refused_with_a_booking(case: Case, driver: Driver
     (booking,) = driver.bookings()
     waits = [int(answer.headers["retry-after"]) for answer in answers]
     assert waits[-1] == booking.retry_after_s(driver.asks[-1].now_s) <= waits[0]
+
+
+async def test_the_status_explains_the_last_refusal(case: Case, driver: Driver) -> None:
+    refused = await case.complete(prompt="x" * 40)
+    status = (await case.admin.get(STATUS_PATH)).json()
+    (row,) = status["late_refusals"]
+    assert row["wait_s"] > row["left_s"] > 9.0 and row["last_minute"] > 1
+    assert row["retry_after_s"] == int(refused.headers["retry-after"])
+    (line,) = refusal_lines(status)
+    assert line.startswith("m, standard: ") and "limited by memory" in line
 
 
 async def test_a_request_that_may_proceed_is_served(case: Case, driver: Driver) -> None:

@@ -41,6 +41,7 @@ from services.core.scheduler.vocabulary import (
     GatewayGone,
     GroupJoined,
     GroupLeft,
+    LateRefusals,
     LoadLost,
     LoadReported,
     OutcomeReported,
@@ -214,6 +215,15 @@ class SchedulerState:
             if demand != ModelDemand(name):
                 demands.append(demand)
         return tuple(demands)
+
+    def late_refusals(self, now_s: float) -> list[LateRefusals]:
+        """The latest refusals for lateness, by model and class."""
+        refusals = list[LateRefusals]()
+        for name in sorted(self._groups.models):
+            model = self._groups.of_model(name)
+            assert model is not None
+            refusals += model.meter.late.by_class(name, now_s)
+        return refusals
 
     def has_room(self, ask: Asked, now_s: float) -> bool:
         """Whether a group could start a request now, regardless of the queue."""
@@ -543,11 +553,9 @@ class SchedulerState:
         service_class = ask.service.service_class
         self._totals.refused[refused.reason] += 1
         self._totals.refused_of_class[service_class] += 1
-        if refused.late is not None:
-            self._totals.refused_late[ask.model, service_class, refused.late.by] += 1
         wait_s, booking = refused.retry_after_s, None
+        model = self._groups.of_model(ask.model)
         if refused.is_overload:
-            model = self._groups.of_model(ask.model)
             if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
                 lateness = self._admission.lateness
                 booking = lateness.book(ask, model, start_tokens, arrival_s, now_s)
@@ -555,6 +563,9 @@ class SchedulerState:
                 wait_s = float(booking.retry_after_s(now_s))
             else:
                 wait_s = self._admission.retry_after_s(ask, now_s)
+            if refused.late is not None and model is not None:
+                self._totals.refused_late[ask.model, service_class, refused.late.by] += 1
+                model.meter.late.note(service_class, refused.late, wait_s, now_s)
         return SendRefusal(
             ask.request_id,
             refused.message,

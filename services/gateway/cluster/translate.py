@@ -118,6 +118,15 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             return None
 
 
+def late_refusals(answer: scheduler_pb2.ListRefusalsResponse) -> list[dict[str, Any]]:
+    """The refusals for lateness as `tideserve status --json` shows them."""
+    return [
+        {field.name: getattr(refusal, field.name) for field in refusal.DESCRIPTOR.fields}
+        | {"service_class": to_class(refusal.service_class)}
+        for refusal in answer.refusals
+    ]
+
+
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:
     """The state that a service process reported."""
     return ProcessState(answer.name, tuple(answer.pids), answer.rss_bytes, answer.ready)

@@ -17,6 +17,7 @@ from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
+    LateRefusals,
     OutcomeReported,
     SendAssignment,
     SendProceed,
@@ -89,6 +90,29 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     assert late.by is WaitLimit.MEMORY
     # Ten start per second. Until arrivals count as overload, few are refused.
     assert 10 <= 200 - len(refused) <= 60
+
+
+def test_the_last_refusal_of_each_class_is_kept_with_its_numbers() -> None:
+    scheduler = Overloaded()
+    assert scheduler.state.late_refusals(scheduler.now_s) == []
+    interactive = Service(ServiceClass.INTERACTIVE, ttft_s=1.0)
+    refused = scheduler.flood()
+    scheduler.now_s += 2.0
+    last = refused[-1]
+    (other,) = scheduler.arrive("interactive", service=interactive)
+    assert isinstance(other, SendRefusal)
+    for later_s, count, more in ((2.0, len(refused), 1), (59.0, 0, 1), (100.0, 0, 0)):
+        now_s = scheduler.now_s + later_s
+        assert last.late and last.retry_after_s and other.late and other.retry_after_s
+        standard, interactive_refusals = scheduler.state.late_refusals(now_s)
+        age_s = pytest.approx(later_s + 2.0)
+        assert standard == LateRefusals(
+            "m", ServiceClass.STANDARD, count, age_s, last.late, last.retry_after_s
+        )
+        assert interactive_refusals == LateRefusals(
+            *("m", ServiceClass.INTERACTIVE, more, pytest.approx(later_s)),
+            *(other.late, other.retry_after_s),
+        )
 
 
 def test_the_refused_tokens_are_demand() -> None:
