@@ -261,9 +261,9 @@ class SchedulerState:
             [] if displaced is None else [self._refuse_waiting_request(*displaced, ask.now_s)]
         )
         # The pace is measured only while requests wait: see QueuePace.
-        if model is not None and not self.rules.is_batch(ask.service):
-            if not self._queue.demand(ask.model, self.rules.demand_classes)[0]:
-                model.meter.begin_pace(ask.now_s)
+        waits = self._queue.demand(ask.model, self.rules.demand_classes)[0]
+        if model is not None and not waits and not self.rules.is_batch(ask.service):
+            model.meter.begin_pace(ask.now_s)
         self._queue.push(self._held_back(waiting))
         ticket = SendTicket(ask.stream_id, ask.request_id)
         return [*refusals, ticket, *self._dispatch(ask.model, ask.now_s)]
