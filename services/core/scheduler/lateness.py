@@ -9,6 +9,7 @@ would be late with unlimited memory.
 """
 
 import math
+from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from services.core.scheduler.class_rules import ONLINE
 from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
-from services.core.scheduler.prediction import WaitPrediction, backlog_s
+from services.core.scheduler.prediction import RANGES_S, WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -282,33 +283,56 @@ class Lateness:
         if not overloaded:
             return []
         late = list[tuple[Waiting, Late]]()
-        ahead = 0
+        ahead, limits = 0, None
+        # In this loop microseconds count: thousands may wait.
+        optimistic = {cls: r.optimistic(now_s) for cls, r in model.meter.waits.ratios.items()}
         for waiting in self.queue.in_order(name) if walk else self.queue.late(name):
-            wait_s = (ahead + waiting.start_tokens) / rate
-            ratios = model.meter.waits.ratios[waiting.ask.service.service_class]
-            optimistic_s, *_ = ratios.corrected(wait_s, now_s)
+            start_tokens, cls = waiting.start_tokens, waiting.ask.service.service_class
+            wait_s = (ahead + start_tokens) / rate
+            ratio, offset_s = optimistic[cls][bisect(RANGES_S, wait_s)]
+            optimistic_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
-            if (
-                optimistic_s <= left_s
-                # Late requests stand behind those of all classes.
-                or (not waiting.late and waiting.ask.service.service_class not in overloaded)
-                or not self._is_refusable(waiting, model, short, now_s)
-            ):
-                ahead += waiting.start_tokens
-                continue
-            by = WaitLimit.COMPUTE if has_memory(waiting.ask, model) else WaitLimit.MEMORY
-            late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
+            # Late requests stand behind those of all classes.
+            if optimistic_s > left_s and (waiting.late or cls in overloaded):
+                limits = limits or WaitLimits(model, short, now_s)
+                if (by := limits.of(waiting)) is not None:
+                    late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
+                    continue
+            ahead += start_tokens
         return late
 
-    def _is_refusable(
-        self, waiting: Waiting, model: ModelGroups, short: bool, now_s: float
-    ) -> bool:
-        ask = waiting.ask
+
+class WaitLimits:
+    """What limits the waits of requests in the queue, while the groups of a model do not change."""
+
+    def __init__(self, model: ModelGroups, short: bool, now_s: float) -> None:
+        self._model, self._short, self._now_s = model, short, now_s
+        index = model.index
+        # No request with more tokens can start, and none has memory: that spares most searches.
+        self._room_tokens = max(index.room(load) * _slots(load) for load in index.loads.values())
+        compared = index.ranked(COMPARED_MAX)
+        self._memory_tokens = max(start_blocks(load) * _slots(load) for load in compared)
+        self._block_size = min(map(_slots, index.loads.values()))
+
+    def of(self, waiting: Waiting) -> WaitLimit | None:
+        """What limits the wait of a request; None if it must not be refused."""
+        ask, model = waiting.ask, self._model
         if waiting.latest_s == math.inf or waiting.was_assigned or ask.failed is not None:
-            return False
-        if not model.can_hold(ask) or self.could_start(ask, model, now_s):
-            return False
-        return short or has_memory(ask, model)
+            return None
+        if not model.can_hold(ask):
+            return None
+        prompt, output = ask.prompt_tokens, ask.max_tokens
+        needed = min(prompt + self._block_size, prompt + output)
+        if needed <= self._room_tokens and model.pick(ask, self._now_s, math.inf) is not None:
+            return None
+        if needed <= self._memory_tokens and has_memory(ask, model):
+            return WaitLimit.COMPUTE
+        return WaitLimit.MEMORY if self._short else None
+
+
+def _slots(load: GroupLoad) -> int:
+    """Tokens per KV block."""
+    return load.group.block_size
 
 
 def has_memory(ask: Asked, model: ModelGroups) -> bool:
