@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from operator import itemgetter
 
 from services.core.queue_order import QueueKey
@@ -145,6 +146,10 @@ def _fair_order(band: _Band) -> Iterator[str]:
     heapify(heap)
     while heap:
         served_tokens, entry, number, name = heap[0]
+        if len(heap) == 1:
+            for entry in islice(band.waiting[name].entries, number, None):
+                yield entry[-1]
+            return
         yield entry[-1]
         tenant = band.waiting[name]
         if number + 1 == len(tenant.entries):

@@ -17,9 +17,10 @@ from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction, start_blocks
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.late_refusals import RecentRefusals
 from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
-from services.core.scheduler.rate import ClassRates, QueuePace
+from services.core.scheduler.rate import ClassRates, QueuePace, RecentSum
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.service import Service, ServiceClass
 
@@ -32,52 +33,14 @@ REFUSALS_S = 10
 
 
 @dataclass(slots=True)
-class RecentSum:
-    """Requests and their KV tokens over the last `window_s`, in buckets of 1 s."""
-
-    window_s: int
-    # Requests and tokens by second, oldest first.
-    _seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, tokens: int, now_s: float) -> None:
-        """Count a request that needs `tokens` of KV."""
-        self._discard_old(now_s)
-        requests, total = self._seconds.get(int(now_s), (0, 0))
-        self._seconds[int(now_s)] = requests + 1, total + tokens
-
-    def at(self, now_s: float) -> tuple[int, int]:
-        """Requests and tokens in the window."""
-        self._discard_old(now_s)
-        counts = self._seconds.values()
-        return sum(count[0] for count in counts), sum(count[1] for count in counts)
-
-    def per_s(self, now_s: float) -> float:
-        """Tokens per second over the window, including the unfinished second."""
-        return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
-
-    def recent_per_s(self, now_s: float) -> float:
-        """As `per_s`, but over the time since the first arrival in the window, at least 2 s.
-
-        So it is not too low while arrivals begin.
-        """
-        _, tokens = self.at(now_s)
-        first_s = next(iter(self._seconds), int(now_s))
-        return tokens / max(2.0, now_s - first_s)
-
-    def _discard_old(self, now_s: float) -> None:
-        oldest = int(now_s) - self.window_s
-        while self._seconds and (first := next(iter(self._seconds))) <= oldest:
-            del self._seconds[first]
-
-
-@dataclass(slots=True)
 class DemandMeter:
-    """Arrivals, dispatches and refusals of a model."""
+    """Arrivals, dispatches and refusals of a model; `late`: refusals for lateness."""
 
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
     # Those of the class interactive, which other requests let pass if classes order the queue.
     interactive: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
+    late: RecentRefusals = field(default_factory=RecentRefusals)
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)

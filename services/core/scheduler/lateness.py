@@ -9,6 +9,7 @@ would be late with unlimited memory.
 """
 
 import math
+from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from services.core.scheduler.class_rules import ONLINE
 from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
-from services.core.scheduler.prediction import WaitPrediction, backlog_s
+from services.core.scheduler.prediction import RANGES_S, WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -123,15 +124,9 @@ class Lateness:
         waits, service_class = model.meter.waits, ask.service.service_class
         ahead = self.queue.tokens_ahead(ask, arrival_s)
         queued = ahead > 0 or not self.could_start(ask, model, now_s)
-        passing = 0.0
-        if service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.recent_per_s(now_s)
-        group_s = prefill_s(ask, model)
-        rate = waits.rate_beside(passing, now_s)
+        group_s, rate = prefill_s(ask, model), self._rate(service_class, model, now_s)
         if queued and not booked and rate:
-            calendar = self.calendar(ask, model)
-            due_tokens, _ = calendar.due(now_s + (ahead + start_tokens) / rate)
-            ahead += round(due_tokens * calendar.used_share)
+            ahead += self.calendar(ask, model).tokens_ahead(now_s, ahead + start_tokens, rate)
         return waits.predict(
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
@@ -231,6 +226,13 @@ class Lateness:
                 waits.append(PredictedWait(name, cls, optimistic_s, likely_s, limit_s))
         return waits
 
+    def _rate(self, cls: ServiceClass, model: ModelGroups, now_s: float) -> float | None:
+        """Tokens per second that start of requests of a class and of those that wait before them."""
+        passing = 0.0
+        if cls is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
+            passing = model.meter.interactive.recent_per_s(now_s)
+        return model.meter.waits.rate_beside(passing, now_s)
+
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
         """The bookings for requests of this class, by class only if that orders the queue."""
         by_class = self.queue.rules.by_class
@@ -275,43 +277,68 @@ class Lateness:
         Those are late requests, and with `walk` those that would become late; none of a class of
         which no more requests arrive than start.
         """
-        rate = model.meter.waits.rate.per_s(now_s) or 0.0
+        waits = model.meter.waits
         overloaded = {
             cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
         }
         if not overloaded:
             return []
         late = list[tuple[Waiting, Late]]()
-        ahead = 0
+        ahead, limits = 0, None
+        # In this loop microseconds count: thousands may wait.
+        optimistic = {cls: r.optimistic(now_s) for cls, r in waits.ratios.items()}
+        rates = {cls: self._rate(cls, model, now_s) or 0.0 for cls in ServiceClass}
         for waiting in self.queue.in_order(name) if walk else self.queue.late(name):
-            wait_s = (ahead + waiting.start_tokens) / rate
-            ratios = model.meter.waits.ratios[waiting.ask.service.service_class]
-            optimistic_s, *_ = ratios.corrected(wait_s, now_s)
+            start_tokens, cls = waiting.start_tokens, waiting.ask.service.service_class
+            wait_s = (ahead + start_tokens) / rates[cls]
+            ratio, offset_s = optimistic[cls][bisect(RANGES_S, wait_s)]
+            optimistic_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
-            if (
-                optimistic_s <= left_s
-                # Late requests stand behind those of all classes.
-                or (not waiting.late and waiting.ask.service.service_class not in overloaded)
-                or not self._is_refusable(waiting, model, short, now_s)
-            ):
-                ahead += waiting.start_tokens
-                continue
-            by = WaitLimit.COMPUTE if has_memory(waiting.ask, model) else WaitLimit.MEMORY
-            late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
-            if waiting.raw_s:
-                # Without these, only predictions that held would correct later ones.
-                ratios.note(waiting.raw_s, now_s - waiting.ask.now_s + optimistic_s, now_s)
+            # Late requests stand behind those of all classes.
+            if optimistic_s > left_s and (waiting.late or cls in overloaded):
+                limits = limits or WaitLimits(model, short, now_s)
+                if (by := limits.of(waiting)) is not None:
+                    late.append((waiting, Late(ahead, rates[cls], optimistic_s, left_s, by)))
+                    if waiting.raw_s:
+                        # Without these, only predictions that held would correct later ones.
+                        waited_s = now_s - waiting.ask.now_s
+                        waits.ratios[cls].note(waiting.raw_s, waited_s + optimistic_s, now_s)
+                    continue
+            ahead += start_tokens
         return late
 
-    def _is_refusable(
-        self, waiting: Waiting, model: ModelGroups, short: bool, now_s: float
-    ) -> bool:
-        ask = waiting.ask
+
+class WaitLimits:
+    """What limits the waits of requests in the queue, while the groups of a model do not change."""
+
+    def __init__(self, model: ModelGroups, short: bool, now_s: float) -> None:
+        self._model, self._short, self._now_s = model, short, now_s
+        index = model.index
+        # No request with more tokens can start, and none has memory: that spares most searches.
+        self._room_tokens = max(index.room(load) * _slots(load) for load in index.loads.values())
+        compared = index.ranked(COMPARED_MAX)
+        self._memory_tokens = max(start_blocks(load) * _slots(load) for load in compared)
+        self._block_size = min(map(_slots, index.loads.values()))
+
+    def of(self, waiting: Waiting) -> WaitLimit | None:
+        """What limits the wait of a request; None if it must not be refused."""
+        ask, model = waiting.ask, self._model
         if waiting.latest_s == math.inf or waiting.was_assigned or ask.failed is not None:
-            return False
-        if not model.can_hold(ask) or self.could_start(ask, model, now_s):
-            return False
-        return short or has_memory(ask, model)
+            return None
+        if not model.can_hold(ask):
+            return None
+        prompt, output = ask.prompt_tokens, ask.max_tokens
+        needed = min(prompt + self._block_size, prompt + output)
+        if needed <= self._room_tokens and model.pick(ask, self._now_s, math.inf) is not None:
+            return None
+        if needed <= self._memory_tokens and has_memory(ask, model):
+            return WaitLimit.COMPUTE
+        return WaitLimit.MEMORY if self._short else None
+
+
+def _slots(load: GroupLoad) -> int:
+    """Tokens per KV block."""
+    return load.group.block_size
 
 
 def has_memory(ask: Asked, model: ModelGroups) -> bool:

@@ -8,7 +8,7 @@ to predicted times to the first token (`Ratios`) correct the predictions.
 import math
 from bisect import bisect, bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -166,19 +166,30 @@ class Ratios:
 
     def corrected(self, raw_s: float, now_s: float) -> tuple[float, ...]:
         """The times that a prediction of `raw_s` means, at `QUANTILES`."""
-        index = bisect(RANGES_S, raw_s)
-        recent, ordered = self._recent[index], self._sorted[index]
-        while recent and recent[0][0] < now_s - FORGOTTEN_S:
-            self._forget_oldest(index)
-        if len(ordered) < SAMPLES_MIN:
-            return tuple(ratio * raw_s for ratio in UNKNOWN)
-        ratios = (ordered[int(quantile * len(ordered))] for quantile in QUANTILES)
-        return tuple(max(0.0, ratio * (raw_s + OFFSET_S) - OFFSET_S) for ratio in ratios)
+        ratios, offset_s = self._correction(bisect(RANGES_S, raw_s), now_s)
+        return tuple(max(0.0, ratio * (raw_s + offset_s) - offset_s) for ratio in ratios)
+
+    def optimistic(self, now_s: float) -> list[tuple[float, float]]:
+        """By range: ratio and offset with which `corrected` computes the optimistic time.
+
+        For callers that correct many predictions at once.
+        """
+        corrections = [self._correction(index, now_s) for index in range(len(self._recent))]
+        return [(ratios[0], offset_s) for ratios, offset_s in corrections]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sorted ratios differ from the recent ones."""
         for recent, ordered in zip(self._recent, self._sorted, strict=True):
             assert len(recent) <= SAMPLES_MAX and sorted(r for _, r in recent) == ordered
+
+    def _correction(self, index: int, now_s: float) -> tuple[Sequence[float], float]:
+        """Ratios at `QUANTILES` and the offset of both times, in a range."""
+        recent, ordered = self._recent[index], self._sorted[index]
+        while recent and recent[0][0] < now_s - FORGOTTEN_S:
+            self._forget_oldest(index)
+        if len(ordered) < SAMPLES_MIN:
+            return UNKNOWN, 0.0
+        return [ordered[int(quantile * len(ordered))] for quantile in QUANTILES], OFFSET_S
 
     def _forget_oldest(self, index: int) -> None:
         ordered = self._sorted[index]

@@ -187,6 +187,21 @@ class Late:
     by: WaitLimit
 
 
+@dataclass(frozen=True, slots=True)
+class LateRefusals:
+    """Refusals for lateness of a model and class: their number in the last minute, and the last.
+
+    That one was `age_s` seconds ago, and may be retried `retry_after_s` after it.
+    """
+
+    model: str
+    service_class: ServiceClass
+    last_minute: int
+    age_s: float
+    last: Late
+    retry_after_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRefusal(Refusal):
     """Send a gateway the refusal of its request; `late` if it would have been late."""

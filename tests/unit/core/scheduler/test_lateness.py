@@ -17,7 +17,9 @@ from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
+    LateRefusals,
     OutcomeReported,
+    SendAssignment,
     SendProceed,
     SendRefusal,
     SendTicket,
@@ -38,10 +40,10 @@ SOON = Service(ServiceClass.STANDARD, ttft_s=2.0)
 class Overloaded(Scheduler):
     """A group without room, and requests that have started at 10 per second."""
 
-    def __init__(self, short: bool = True, **settings: Any) -> None:
+    def __init__(self, short: bool = True, start_s: float = 100.0, **settings: Any) -> None:
         settings = {"lateness": 1.0, "standard_wait_s": 10.0, "ttft": COST} | settings
         super().__init__(1024, **settings)
-        self.now_s = 100.0
+        self.now_s = start_s
         self.serve(now_s=self.now_s)
         if short:
             self(ShortfallsReported(self.now_s, {"m": 1}))
@@ -88,6 +90,29 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     assert late.by is WaitLimit.MEMORY
     # Ten start per second. Until arrivals count as overload, few are refused.
     assert 10 <= 200 - len(refused) <= 60
+
+
+def test_the_last_refusal_of_each_class_is_kept_with_its_numbers() -> None:
+    scheduler = Overloaded()
+    assert scheduler.state.late_refusals(scheduler.now_s) == []
+    interactive = Service(ServiceClass.INTERACTIVE, ttft_s=1.0)
+    refused = scheduler.flood()
+    scheduler.now_s += 2.0
+    last = refused[-1]
+    (other,) = scheduler.arrive("interactive", service=interactive)
+    assert isinstance(other, SendRefusal)
+    for later_s, count, more in ((2.0, len(refused), 1), (59.0, 0, 1), (100.0, 0, 0)):
+        now_s = scheduler.now_s + later_s
+        assert last.late and last.retry_after_s and other.late and other.retry_after_s
+        standard, interactive_refusals = scheduler.state.late_refusals(now_s)
+        age_s = pytest.approx(later_s + 2.0)
+        assert standard == LateRefusals(
+            "m", ServiceClass.STANDARD, count, age_s, last.late, last.retry_after_s
+        )
+        assert interactive_refusals == LateRefusals(
+            *("m", ServiceClass.INTERACTIVE, more, pytest.approx(later_s)),
+            *(other.late, other.retry_after_s),
+        )
 
 
 def test_the_refused_tokens_are_demand() -> None:
@@ -212,6 +237,32 @@ def test_an_estimated_ask_is_refused_or_may_proceed() -> None:
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendProceed]
     scheduler.flood()
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendRefusal]
+
+
+def test_a_delayed_estimated_ask_leaves_the_ask_in_earnest_as_it_is() -> None:
+    scheduler = Overloaded()
+    assert kinds(scheduler.arrive("waits")) == [SendTicket]
+    started = scheduler.start_next()
+    scheduler.flood()
+    before, booked = scheduler.state.snapshot(scheduler.now_s), waits_of(scheduler).calendars
+    bookings = {cls: len(calendar) for cls, calendar in booked.items()}
+    for name in ("waits", *started):
+        # An older stream may deliver it after the new one.
+        late = scheduler.arrive(name, estimated=True, stream_id=2, prompt_tokens=900)
+        assert late == [SendProceed(request_id=name, stream_id=2)]
+    assert scheduler.state.snapshot(scheduler.now_s) == before
+    assert {cls: len(calendar) for cls, calendar in booked.items()} == bookings
+    # The answers still go to the stream that asked in earnest.
+    assert scheduler.state._queue.of_stream(2) == []
+    assert started and isinstance(scheduler.arrive(started[0])[0], SendAssignment)
+
+
+def test_the_refusal_of_an_estimated_ask_says_so() -> None:
+    scheduler = Overloaded()
+    scheduler.flood()
+    for estimated in (True, False):
+        (refusal,) = scheduler.arrive("r", estimated=estimated)
+        assert isinstance(refusal, SendRefusal) and refusal.estimated is estimated
 
 
 def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
