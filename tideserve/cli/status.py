@@ -98,7 +98,7 @@ def show_status(
 ) -> None:
     """Print the state of the cluster whose admin port is `url`.
 
-    `why` adds its decisions, losses and refusals. With `folder`, the folder of a cluster on this machine, its
+    `why` adds decisions, losses and refusals. With `folder`, that of a cluster on this machine, its
     processes are checked too, and the other services are queried if the gateway does not answer.
 
     Raises:
