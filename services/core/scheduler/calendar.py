@@ -208,15 +208,20 @@ class Calendar:
         if (booking := self._bookings.get((owner, shape))) is not None:
             self._end(booking, BookingEnd.RELEASED)
 
-    def due(self, before_s: float) -> tuple[int, int]:
-        """Tokens and blocks of the bookings that are due in slots before that of `before_s`."""
-        tokens = blocks = 0
-        last_s = (self._first + _NUMBERS) * SLOT_S
-        for number in range(self._first, _slot_of(min(before_s, last_s))):
+    def tokens_ahead(self, now_s: float, tokens: int, rate: float) -> int:
+        """Tokens of the retries that are expected before a request with a lower rank starts.
+
+        `tokens` are before it without them and its own, and `rate` start per second.
+        """
+        if not self._slots:
+            return 0
+        booked, share, end_s = 0.0, self.used_share, now_s + tokens / rate
+        for number in range(self._first, self._first + _NUMBERS):
+            if number * SLOT_S >= end_s + booked / rate:
+                break
             if (slot := self._slots.get(number)) is not None:
-                tokens += slot.tokens
-                blocks += slot.blocks
-        return tokens, blocks
+                booked += share * slot.tokens
+        return round(booked)
 
     def advance(self, now_s: float) -> None:
         """End the bookings whose window is over at `now_s`."""

@@ -106,19 +106,23 @@ def timely_room(load: GroupLoad) -> int:
 
 HELD_S = 0.2
 """Predicted time of a group's prefill backlog from which further requests wait in the queue."""
+FULL_TOKENS = 1024
+"""Prefill tokens from which a larger iteration hardly raises the throughput."""
 
 
 def held_tokens(group: ServingGroup, costs: CostModel | None) -> float:
     """Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
 
-    At least half of an iteration, so that the next iteration has work when a report arrives.
+    Enough for the iteration that runs and the next, which begins before a report can bring further
+    requests, but of large iterations only a part.
     """
     iteration_tokens = group.members * group.max_batch_tokens
     costs = group.cost_model or costs
     if costs is None:
         return ITERATIONS_AHEAD * iteration_tokens
     token_s = costs.beyond_knee.chunk_s(0, group.max_batch_tokens) / group.max_batch_tokens
-    return max(iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
+    least = min(ITERATIONS_AHEAD * iteration_tokens, FULL_TOKENS * group.members)
+    return max(least, iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
 
 
 MODELS_REMEMBERED_MAX = 1_000

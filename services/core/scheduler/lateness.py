@@ -124,15 +124,9 @@ class Lateness:
         waits, service_class = model.meter.waits, ask.service.service_class
         ahead = self.queue.tokens_ahead(ask, arrival_s)
         queued = ahead > 0 or not self.could_start(ask, model, now_s)
-        passing = 0.0
-        if service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.per_s(now_s)
-        group_s = prefill_s(ask, model)
-        rate = waits.rate_beside(passing, now_s)
+        group_s, rate = prefill_s(ask, model), self._rate(service_class, model, now_s)
         if queued and not booked and rate:
-            calendar = self.calendar(ask, model)
-            due_tokens, _ = calendar.due(now_s + (ahead + start_tokens) / rate)
-            ahead += round(due_tokens * calendar.used_share)
+            ahead += self.calendar(ask, model).tokens_ahead(now_s, ahead + start_tokens, rate)
         return waits.predict(
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
@@ -232,6 +226,13 @@ class Lateness:
                 waits.append(PredictedWait(name, cls, optimistic_s, likely_s, limit_s))
         return waits
 
+    def _rate(self, cls: ServiceClass, model: ModelGroups, now_s: float) -> float | None:
+        """Tokens per second that start of requests of a class and of those that wait before them."""
+        passing = 0.0
+        if cls is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
+            passing = model.meter.interactive.recent_per_s(now_s)
+        return model.meter.waits.rate_beside(passing, now_s)
+
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
         """The bookings for requests of this class, by class only if that orders the queue."""
         by_class = self.queue.rules.by_class
@@ -276,7 +277,7 @@ class Lateness:
         Those are late requests, and with `walk` those that would become late; none of a class of
         which no more requests arrive than start.
         """
-        rate = model.meter.waits.rate.per_s(now_s) or 0.0
+        waits = model.meter.waits
         overloaded = {
             cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
         }
@@ -285,10 +286,11 @@ class Lateness:
         late = list[tuple[Waiting, Late]]()
         ahead, limits = 0, None
         # In this loop microseconds count: thousands may wait.
-        optimistic = {cls: r.optimistic(now_s) for cls, r in model.meter.waits.ratios.items()}
+        optimistic = {cls: r.optimistic(now_s) for cls, r in waits.ratios.items()}
+        rates = {cls: self._rate(cls, model, now_s) or 0.0 for cls in ServiceClass}
         for waiting in self.queue.in_order(name) if walk else self.queue.late(name):
             start_tokens, cls = waiting.start_tokens, waiting.ask.service.service_class
-            wait_s = (ahead + start_tokens) / rate
+            wait_s = (ahead + start_tokens) / rates[cls]
             ratio, offset_s = optimistic[cls][bisect(RANGES_S, wait_s)]
             optimistic_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
@@ -296,7 +298,11 @@ class Lateness:
             if optimistic_s > left_s and (waiting.late or cls in overloaded):
                 limits = limits or WaitLimits(model, short, now_s)
                 if (by := limits.of(waiting)) is not None:
-                    late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
+                    late.append((waiting, Late(ahead, rates[cls], optimistic_s, left_s, by)))
+                    if waiting.raw_s:
+                        # Without these, only predictions that held would correct later ones.
+                        waited_s = now_s - waiting.ask.now_s
+                        waits.ratios[cls].note(waiting.raw_s, waited_s + optimistic_s, now_s)
                     continue
             ahead += start_tokens
         return late
