@@ -106,6 +106,7 @@ def load_figures(measured: Measured, with_room_s: Sequence[float] = ()) -> Figur
         "interactive_in_time_share": quotient(met, len(interactive)),
         "recovery_s": recovery_s(measured),
         "idle_ttft_s": measured.idle_ttft_s,
+        "probe_ttft_s": [probe.ttft_s for probe in measured.probes],
         "retry_after_s": percentiles(waits_s),
         **_counts(records),
         "classes": {

@@ -38,7 +38,8 @@ SIGNIFICANT = 3.0
 SHORT_TOKENS = 64
 """Prompt tokens of the request for which `class_waits` predicts."""
 LENIENT = 2.0
-"""Factor by which even the optimistic wait must exceed the limit while there is no overload."""
+"""Factor by which even the optimistic wait must exceed the limit while there is no overload, and of
+retries at their booked time."""
 ARRIVED_LEAST_S, PASSING_LEAST_S = 1.0, 2.0
 """Least time over which arrivals count for an overload, and for the rate that passes others."""
 WALK_S, WALK_REQUEST_S = 0.25, 1e-4
@@ -143,6 +144,7 @@ class Lateness:
         self.calendar(ask, model).release(ask.service.tenant, shape_of(ask))
         if estimate.prediction is not None:
             waiting.raw_s = estimate.prediction.raw_s
+        waiting.booked = estimate.booking is not None
         due_s = waiting.deadline_start_s + estimate.limit_s
         if ask.now_s + estimate.alone_s > due_s:
             waiting.late = True
@@ -306,6 +308,8 @@ class Lateness:
             ratio, offset_s = optimistic[cls][bisect(RANGES_S, wait_s)]
             optimistic_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
+            if waiting.booked:
+                optimistic_s /= LENIENT
             # Late requests stand behind those of all classes.
             if optimistic_s > left_s and (waiting.late or cls in overloaded):
                 limits = limits or WaitLimits(model, short, now_s)

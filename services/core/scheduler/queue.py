@@ -114,6 +114,8 @@ class Waiting:
     late: bool = False
     # Predicted time to the first token at its arrival, before its correction; 0: unknown.
     raw_s: float = 0.0
+    # Whether it is a retry at its booked time; see `LENIENT`.
+    booked: bool = False
 
     def avoided(self, now_s: float) -> frozenset[str]:
         """Addresses of workers that its gateway cannot reach; empty `avoided_s` after the ask."""
