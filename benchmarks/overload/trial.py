@@ -207,7 +207,8 @@ class Trial:
     async def _probe_once(self, server: OpenAIServer, targets: Targets, until_s: float) -> Probe:
         number = next(self._probes)
         made = request(number, f"{self._seed} probe", DEFAULT_CLASS, targets)
-        made = replace(made, prompt_ids=prompt_ids(round(PROMPT.mean), f"probe {number}"))
+        prompt = prompt_ids(round(PROMPT.mean), f"probe {number}")
+        made = replace(made, prompt_ids=prompt, output_tokens=1)
         answer, sent_s = StreamedAnswer(), monotonic_s()
         with contextlib.suppress(StreamFailed, OSError, TimeoutError):
             async with timeout(min(PROBE_TIMEOUT_S, until_s - sent_s)):
