@@ -98,9 +98,8 @@ def show_status(
 ) -> None:
     """Print the state of the cluster whose admin port is `url`.
 
-    `why` adds its decisions, losses and refusals. With `folder`, the folder of a cluster on this
-    machine, its processes are checked too, and the other services are queried if the gateway does
-    not answer.
+    `why` adds decisions, losses and refusals. With `folder`, that of a cluster on this machine, its
+    processes are checked too, and the other services are queried if the gateway does not answer.
 
     Raises:
         CommandError: as `read_status`; if only the gateway is down, after printing the rest.

@@ -178,15 +178,12 @@ class Admission:
         service_class = ask.service.service_class
         self.totals.refused[refused.reason] += 1
         self.totals.refused_of_class[service_class] += 1
-        wait_s, booking = refused.retry_after_s, None
+        wait_s, booked, retry = refused.retry_after_s, False, None
         model = self.groups.of_model(ask.model)
         if refused.is_overload:
             if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
-                booking = self.lateness.book(ask, model, start_tokens, arrival_s, now_s)
-            if booking is not None:
-                wait_s = float(booking.retry_after_s(now_s))
-            else:
-                wait_s = self.retry_after_s(ask, now_s)
+                retry = self.lateness.retry(ask, model, start_tokens, arrival_s, now_s)
+            wait_s, booked = retry or (self.retry_after_s(ask, now_s), False)
             if refused.late is not None and model is not None:
                 self.totals.refused_late[ask.model, service_class, refused.late.by] += 1
                 model.meter.late.note(service_class, refused.late, wait_s, now_s)
@@ -196,7 +193,7 @@ class Admission:
             wait_s,
             reason=refused.reason,
             stream_id=stream_id,
-            booked=booking is not None,
+            booked=booked,
             estimated=ask.estimated,
             late=refused.late,
         )

@@ -21,7 +21,7 @@ HORIZON_S = 600.0
 EARLY_S, LAPSE_S = 0.5, 2.0
 """The window of a booking: a retry may come this much before and after its time."""
 SHARE = 0.9
-"""Share of the workers' rates that bookings may take."""
+"""Share of the workers' rate that bookings may take."""
 BOOKINGS_MAX = 65_536
 """Maximum number of bookings, about those of 100 starts per second within `HORIZON_S`."""
 
@@ -45,20 +45,6 @@ def shape_of(ask: Ask) -> Shape:
     return ask.prompt_tokens, ask.max_tokens, *ask.prefix.hashes[-1:]
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the workers can start: prompt tokens and KV blocks per second; `inf`: no limit."""
-
-    tokens_per_s: float
-    blocks_per_s: float = math.inf
-
-    def seconds(self, tokens: float, blocks: float) -> float:
-        """Time that a request takes of bookings, by its scarcer resource; inf without a rate."""
-        if self.tokens_per_s <= 0 or self.blocks_per_s <= 0:
-            return math.inf
-        return max(tokens / self.tokens_per_s, blocks / self.blocks_per_s) / SHARE
-
-
 class BookingEnd(StrEnum):
     """Ends of a booking; `RELEASED`: its request was admitted before the window."""
 
@@ -77,7 +63,6 @@ class Booking:
     due_s: float
     arrival_s: float
     tokens: int
-    blocks: int
     # Slot numbers and the seconds booked in each; due in the first.
     parts: tuple[tuple[int, float], ...]
 
@@ -103,7 +88,6 @@ class _Slot:
     seconds: float = 0.0
     parts: int = 0  # number of bookings with time here
     tokens: int = 0
-    blocks: int = 0
     due: dict[_Key, Booking] = field(default_factory=dict)
 
     @property
@@ -148,19 +132,18 @@ class Calendar:
         owner: str,
         shape: Shape,
         tokens: int,
-        blocks: int,
         earliest_s: float,
-        rates: Rates,
+        rate: float,
         arrival_s: float | None = None,
     ) -> Booking | None:
         """Book time for the retry of a request that is refused at `now_s`.
 
-        `tokens` (at least 1) and `blocks`: what it needs to start. `earliest_s`: when the requests
-        that wait now will have started. `arrival_s`: when its first try arrived, None for now. A
-        request has at most one booking: an earlier one is returned, or moved if its window ends
-        before `earliest_s`.
+        `tokens` (at least 1): what it needs to start, of `rate` per second (above 0) that start.
+        `earliest_s`: when the requests that wait now will have started. `arrival_s`: when its first
+        try arrived, None for now. A request has at most one booking: an earlier one is returned, or
+        moved if its window ends before `earliest_s`.
 
-        Returns None if no slot within `HORIZON_S` has time left, or a rate is 0.
+        Returns None if no slot within `HORIZON_S` has time left.
         """
         self.advance(now_s)
         if (booking := self._bookings.get((owner, shape))) is not None:
@@ -168,9 +151,9 @@ class Calendar:
                 return booking
             self._end(booking, BookingEnd.MOVED)
             arrival_s = booking.arrival_s
-        seconds = rates.seconds(tokens, blocks)
-        if seconds == math.inf or len(self._bookings) >= BOOKINGS_MAX:
+        if len(self._bookings) >= BOOKINGS_MAX:
             return None
+        seconds = tokens / (SHARE * rate)
         start_s = earliest_s
         if len(self._owners) > 1 and owner in self._owners:
             start_s = max(start_s, self._owners[owner].share_until_s)
@@ -179,7 +162,7 @@ class Calendar:
         number = _slot_of(due_s)
         parts = self._take(number, seconds)
         first_try_s = now_s if arrival_s is None else arrival_s
-        booking = Booking(owner, shape, due_s, first_try_s, tokens, blocks, parts)
+        booking = Booking(owner, shape, due_s, first_try_s, tokens, parts)
         self._add(booking, earliest_s, seconds)
         return booking
 
@@ -197,6 +180,10 @@ class Calendar:
         """Share of the bookings that their clients use."""
         used, lapsed = self.ended[BookingEnd.USED], self.ended[BookingEnd.LAPSED]
         return (used + 1) / (used + lapsed + 1)
+
+    def has(self, owner: str, shape: Shape) -> bool:
+        """Whether a request has a booking, due or not."""
+        return (owner, shape) in self._bookings
 
     def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
         """Whether `arrive` would use a booking."""
@@ -252,7 +239,6 @@ class Calendar:
             assert math.isclose(slot.seconds, seconds[number], abs_tol=_ROUNDING_S)
             assert slot.seconds <= SLOT_S + _ROUNDING_S
             assert slot.tokens == sum(booking.tokens for booking in slot.due.values())
-            assert slot.blocks == sum(booking.blocks for booking in slot.due.values())
             assert slot.full == bool(self._full >> (number - self._first) & 1)
         owned = Counter(owner for owner, _ in self._bookings)
         assert owned == {name: owner.bookings for name, owner in self._owners.items()}
@@ -293,7 +279,6 @@ class Calendar:
         slot = self._slots[booking.slot]
         slot.due[booking.key] = booking
         slot.tokens += booking.tokens
-        slot.blocks += booking.blocks
         owner = self._owners.setdefault(booking.owner, _Owner())
         owner.bookings += 1
         start_s = max(earliest_s, min(owner.share_until_s, booking.due_s))
@@ -306,7 +291,6 @@ class Calendar:
         slot = self._slots[booking.slot]
         del slot.due[booking.key]
         slot.tokens -= booking.tokens
-        slot.blocks -= booking.blocks
         for number, part_s in booking.parts:
             slot = self._slots[number]
             slot.seconds -= part_s

@@ -89,7 +89,7 @@ def most_idle(load: GroupLoad) -> Score:
     return (float(load.online_sequences), -float(load.batch_start_blocks))
 
 
-IDLE_HELD = 4
+IDLE_HELD = 2
 """Multiple of `held_tokens` that an idle worker may get before its next report."""
 
 

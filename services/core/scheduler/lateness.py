@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.scheduler.assignments import Assignments
-from services.core.scheduler.calendar import Booking, Calendar, Rates, shape_of
+from services.core.scheduler.calendar import HORIZON_S, Booking, Calendar, shape_of
 from services.core.scheduler.class_rules import ONLINE
 from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
@@ -39,8 +39,10 @@ SHORT_TOKENS = 64
 """Prompt tokens of the request for which `class_waits` predicts."""
 LENIENT = 2.0
 """Factor by which even the optimistic wait must exceed the limit while there is no overload."""
-WALK_S = 1.0
-"""Period in which the predictions of all waiting requests are repeated."""
+ARRIVED_LEAST_S, PASSING_LEAST_S = 1.0, 2.0
+"""Least time over which arrivals count for an overload, and for the rate that passes others."""
+WALK_S, WALK_REQUEST_S = 0.25, 1e-4
+"""Period in which the predictions of all waiting requests are repeated: at least, and for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class Estimate:
 
     `limit_s` is the longest time to its first token. `prediction`: None if unknown. `booking`: the
     one that it uses, for its retry at the booked time. `alone_s`: its time in an idle group.
+    `early`: it comes before the time of its booking, so that it has been counted as an arrival.
     """
 
     limit_s: float
     prediction: WaitPrediction | None
     booking: Booking | None
     alone_s: float
+    early: bool
 
 
 @dataclass(slots=True)
@@ -99,14 +103,15 @@ class Lateness:
         else:
             model.meter.waits.note_ask(ask)
             booking = calendar.arrive(ask.now_s, owner, shape)
+        early = not due and booking is None and calendar.has(owner, shape)
         ahead = self.queue.rules.classes_ahead(ask.service)
         if not self.queue.demand(ask.model, ahead)[0] and self.could_start(ask, model, ask.now_s):
-            return Estimate(limit_s, None, booking, 0.0)  # it starts now
+            return Estimate(limit_s, None, booking, 0.0, early)  # it starts now
         if booking is not None:
             arrival_s = min(arrival_s, booking.arrival_s)
         booked = due or booking is not None
         prediction = self.predict(ask, model, arrival_s, start_tokens, ask.now_s, booked)
-        return Estimate(limit_s, prediction, booking, alone_s(ask, model))
+        return Estimate(limit_s, prediction, booking, alone_s(ask, model), early)
 
     def predict(
         self,
@@ -182,10 +187,13 @@ class Lateness:
             "wait_ratios": ratios,
         }
 
-    def book(
+    def retry(
         self, ask: Asked, model: ModelGroups, start_tokens: int, arrival_s: float, now_s: float
-    ) -> Booking | None:
-        """Book time for the retry of a request that is refused now; None if that is impossible."""
+    ) -> tuple[float, bool] | None:
+        """Retry-After of a request that is refused now, and whether time is booked for it.
+
+        None if nothing is predicted. Without time left until `HORIZON_S`, it is that.
+        """
         if self.limit_s(ask.service) is None:
             return None
         prediction = self.predict(ask, model, now_s, start_tokens, now_s, booked=True)
@@ -193,9 +201,11 @@ class Lateness:
             return None
         calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
         earliest_s = now_s + prediction.ahead_tokens / prediction.rate
-        rates = Rates(prediction.rate)
-        return calendar.book(
-            *(now_s, owner, shape, start_tokens, 0, earliest_s, rates), arrival_s=arrival_s
+        booking = calendar.book(
+            *(now_s, owner, shape, start_tokens, earliest_s, prediction.rate), arrival_s=arrival_s
+        )
+        return (
+            (HORIZON_S, False) if booking is None else (float(booking.retry_after_s(now_s)), True)
         )
 
     def is_overloaded(self, service: Service, model: ModelGroups, now_s: float) -> bool:
@@ -210,7 +220,9 @@ class Lateness:
         if rate is None or not requests:
             return False
         # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
-        return arrived.per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
+        return arrived.recent_per_s(now_s, ARRIVED_LEAST_S) > rate * (
+            1 + SIGNIFICANT / math.sqrt(requests)
+        )
 
     def class_waits(self, name: str, now_s: float) -> list[PredictedWait]:
         """The predicted waits of new requests for the model `name`, by class."""
@@ -227,10 +239,10 @@ class Lateness:
         return waits
 
     def _rate(self, cls: ServiceClass, model: ModelGroups, now_s: float) -> float | None:
-        """Tokens per second that start of requests of a class and of those that wait before them."""
+        """Tokens per second that start of a class and of those that wait before it."""
         passing = 0.0
         if cls is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.recent_per_s(now_s)
+            passing = model.meter.interactive.recent_per_s(now_s, PASSING_LEAST_S)
         return model.meter.waits.rate_beside(passing, now_s)
 
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:

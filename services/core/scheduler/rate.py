@@ -119,13 +119,13 @@ class RecentSum:
         """Tokens per second over the window, including the unfinished second."""
         return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
 
-    def recent_per_s(self, now_s: float) -> float:
-        """As `per_s`, but over the time since the first arrival in the window, at least 2 s.
+    def recent_per_s(self, now_s: float, least_s: float) -> float:
+        """As `per_s`, but over the time since the first arrival in the window, at least `least_s`.
 
         So it is not too low while arrivals begin.
         """
         _, tokens = self.at(now_s)
-        return tokens / max(2.0, now_s - next(iter(self._seconds), now_s))
+        return tokens / max(least_s, now_s - next(iter(self._seconds), now_s))
 
     def _discard_old(self, now_s: float) -> None:
         oldest = int(now_s) - self.window_s

@@ -29,7 +29,7 @@ from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
-from services.core.scheduler.lateness import WALK_S, Lateness
+from services.core.scheduler.lateness import WALK_REQUEST_S, WALK_S, Lateness
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.state_reports import StateReports
@@ -228,16 +228,17 @@ class SchedulerState:
         refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned, estimate)
         meter = self._demand_meter(ask)
         # Count as demand each request that more KV memory could serve, once: an estimated ask that
-        # is not refused is followed by another.
+        # is not refused is followed by another, and clients may retry before their time.
         counts = refused.is_overload if refused is not None else not ask.estimated
-        if meter is not None and not was_assigned and counts:
+        early = estimate is not None and estimate.early
+        if meter is not None and not was_assigned and counts and not early:
             meter.note_arrival(ask.service, start_tokens, ask.now_s)
         first_s = arrival_s
         if estimate is not None and estimate.booking is not None:
             first_s = min(arrival_s, estimate.booking.arrival_s)
             self._totals.retries_broken += refused is not None
         if refused is not None:
-            if meter is not None and refused.is_overload:
+            if meter is not None and refused.is_overload and not early:
                 meter.refused.add(start_tokens, ask.now_s)
             refuse = self._admission.refuse
             return [refuse(ask, ask.stream_id, refused, ask.now_s, start_tokens, first_s)]
@@ -305,7 +306,7 @@ class SchedulerState:
         commands: list[Command] = []
         walk = now_s >= self._walk_due_s
         if walk:
-            self._walk_due_s = now_s + WALK_S
+            self._walk_due_s = now_s + max(WALK_S, WALK_REQUEST_S * len(self._queue))
         for model in self._queue.models():
             commands += self._dispatch(model, now_s)
             for late in self._admission.late_waiting(model, now_s, walk):

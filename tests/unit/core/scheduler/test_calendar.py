@@ -13,22 +13,21 @@ from services.core.scheduler.calendar import (
     EARLY_S,
     HORIZON_S,
     LAPSE_S,
+    SHARE,
     SLOT_S,
     Booking,
     BookingEnd,
     Calendar,
-    Rates,
     shape_of,
 )
 
-RATES = Rates(1000.0, 100.0)
+RATE = 1000.0
+"""Tokens that start per second."""
 
 
 def booked(calendar: Calendar, now_s: float, name: int, **given: object) -> Booking:
-    """Book 100 tokens and 5 blocks for the request `name`."""
-    known: dict[str, object] = {
-        "owner": "a", "tokens": 100, "blocks": 5, "earliest_s": now_s, "rates": RATES
-    }  # fmt: skip
+    """Book 100 tokens for the request `name`."""
+    known: dict[str, object] = {"owner": "a", "tokens": 100, "earliest_s": now_s, "rate": RATE}
     booking = calendar.book(now_s, shape=(name,), **known | given)  # type: ignore[arg-type]
     assert booking is not None
     calendar.check_invariants()
@@ -67,11 +66,11 @@ def test_a_lapsed_booking_returns_its_time() -> None:
     # 18 requests fill the slots that are due after 1 s, 2 s and so on.
     filled = [booked(calendar, 0.0, name) for name in range(18)]
     assert filled[-1].due_s > filled[0].due_s
-    assert calendar.due(HORIZON_S) == (1800, 90)
+    assert calendar.tokens_ahead(0.0, 1000, RATE) == 1800
     late_s = filled[-1].due_s + LAPSE_S + SLOT_S
     assert calendar.arrive(late_s, "a", (0,)) is None
     calendar.check_invariants()
-    assert calendar.due(HORIZON_S) == (0, 0) and len(calendar) == 0
+    assert calendar.tokens_ahead(late_s, 10**6, RATE) == 0 and len(calendar) == 0
     assert calendar.ended == {BookingEnd.LAPSED: 18}
 
 
@@ -95,27 +94,22 @@ def test_a_booking_belongs_to_its_owner() -> None:
 
 def test_a_prompt_longer_than_a_slot_takes_the_slots_behind() -> None:
     calendar = Calendar()
-    long = booked(calendar, 0.0, 1, tokens=9000, blocks=0)
+    long = booked(calendar, 0.0, 1, tokens=9000)
     assert long.due_s == 1.0
     # 9,000 tokens at 900 per second.
     assert booked(calendar, 0.0, 2).due_s == 11.0
-    assert calendar.due(1.5) == (9000, 0)
-
-
-@pytest.mark.parametrize("rates", [Rates(0.0), Rates(1000.0, 0.0)])
-def test_without_a_rate_there_is_no_booking(rates: Rates) -> None:
-    assert Calendar().book(0.0, "a", (1,), 1, 1, 0.0, rates) is None
+    assert calendar.tokens_ahead(0.0, 1001, RATE) == 9000
 
 
 def test_a_full_calendar_makes_no_booking() -> None:
     calendar = Calendar()
     due = list[float]()
-    while (booking := calendar.book(0.3, "a", (len(due),), 450, 1, 0.3, RATES)) is not None:
+    while (booking := calendar.book(0.3, "a", (len(due),), 450, 0.3, RATE)) is not None:
         due.append(booking.due_s)
     calendar.check_invariants()
     # A slot of each second is full.
     assert due == [0.3 + second for second in range(1, 601)]
-    assert calendar.book(0.3, "a", (-1,), 1, 1, math.inf, RATES) is None
+    assert calendar.book(0.3, "a", (-1,), 1, math.inf, RATE) is None
 
 
 def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
@@ -145,17 +139,15 @@ def test_random_refusals_and_retries(seed: int) -> None:
             del known[key]
         elif before is not None and -EARLY_S <= now_s - before.due_s <= LAPSE_S:
             pytest.fail("a retry within its window found no booking")
-        tokens, blocks = rng.choice((10, 100, 3000)), rng.randrange(30)
+        tokens = rng.choice((10, 100, 3000))
         earliest_s = now_s + rng.choice((0.0, 1.0, 20.0))
-        booking = calendar.book(now_s, owner, shape, tokens, blocks, earliest_s, RATES)
+        booking = calendar.book(now_s, owner, shape, tokens, earliest_s, RATE)
         assert booking is not None
         held = before is not None and used is None and now_s <= before.due_s + LAPSE_S
         if booking is not before:
             assert booking.due_s >= earliest_s - 1e-6 and booking.due_s >= now_s + 1 - 1e-6
             assert math.isclose(booking.due_s - now_s, booking.retry_after_s(now_s), abs_tol=1e-5)
-            assert math.isclose(
-                sum(part_s for _, part_s in booking.parts), RATES.seconds(tokens, blocks)
-            )
+            assert math.isclose(sum(part_s for _, part_s in booking.parts), tokens / (SHARE * RATE))
             if held:
                 assert before is not None and earliest_s > before.due_s + LAPSE_S
         known[key] = booking
@@ -163,7 +155,7 @@ def test_random_refusals_and_retries(seed: int) -> None:
             calendar.check_invariants()
     calendar.check_invariants()
     calendar.advance(now_s + HORIZON_S + LAPSE_S + 1)
-    assert len(calendar) == 0 and calendar.due(math.inf) == (0, 0)
+    assert len(calendar) == 0 and calendar.tokens_ahead(now_s, 1, RATE) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -175,7 +167,7 @@ def test_owners_share_the_slots_equally(seed: int) -> None:
     rng.shuffle(refused)
     for name, owner in enumerate(refused):
         now_s = name * 0.01
-        booking = calendar.book(now_s, owner, (name,), 100, 5, now_s, RATES)
+        booking = calendar.book(now_s, owner, (name,), 100, now_s, RATE)
         assert booking is not None
         due[owner].append(booking.due_s)
     calendar.check_invariants()
@@ -189,7 +181,7 @@ def test_a_single_owner_has_all_slots() -> None:
     calendar, due = Calendar(), list[float]()
     for name in range(900):
         now_s = name * 0.01
-        booking = calendar.book(now_s, "", (name,), 100, 5, now_s, RATES)
+        booking = calendar.book(now_s, "", (name,), 100, now_s, RATE)
         assert booking is not None
         due.append(booking.due_s)
     # At 9 requests per second: bookings take all time but that of the first second.
@@ -203,7 +195,7 @@ def test_many_refusals_cost_little() -> None:
     for name in range(20_000):
         now_s = name * 0.001
         calendar.arrive(now_s, "a", (name,))
-        calendar.book(now_s, "a", (name,), 40, 2, now_s + 10, RATES)
-        calendar.due(now_s + 30)
+        calendar.book(now_s, "a", (name,), 40, now_s + 10, RATE)
+        calendar.tokens_ahead(now_s, 30_000, RATE)
     # About 20 µs each on the machines of today.
     assert (time.perf_counter() - began_s) / 20_000 < 0.002
