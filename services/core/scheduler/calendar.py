@@ -22,6 +22,8 @@ EARLY_S, LAPSE_S = 0.5, 2.0
 """The window of a booking: a retry may come this much before and after its time."""
 SHARE = 0.9
 """Share of the workers' rate that bookings may take."""
+RETRIES_MAX = 3
+"""Requests like one with a booking, before its time, that count as its retries."""
 BOOKINGS_MAX = 65_536
 """Maximum number of bookings, about those of 100 starts per second within `HORIZON_S`."""
 
@@ -116,6 +118,8 @@ class Calendar:
     ended: Counter[BookingEnd] = field(default_factory=Counter)
     _bookings: dict[_Key, Booking] = field(default_factory=dict)
     _owners: dict[str, _Owner] = field(default_factory=dict)
+    # Number of requests before the time of their booking.
+    _retries: Counter[_Key] = field(default_factory=Counter)
     # By slot number, from `_first` on; without empty slots.
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _first: int = 0
@@ -181,9 +185,17 @@ class Calendar:
         used, lapsed = self.ended[BookingEnd.USED], self.ended[BookingEnd.LAPSED]
         return (used + 1) / (used + lapsed + 1)
 
-    def has(self, owner: str, shape: Shape) -> bool:
-        """Whether a request has a booking, due or not."""
-        return (owner, shape) in self._bookings
+    def is_retry(self, owner: str, shape: Shape) -> bool:
+        """Whether a request is a retry before its time, by a client that does not obey.
+
+        Counts the request: a client rarely returns more than `RETRIES_MAX` times, so that further
+        ones are other requests that are alike.
+        """
+        key = owner, shape
+        if key not in self._bookings:
+            return False
+        self._retries[key] += 1
+        return self._retries[key] <= RETRIES_MAX
 
     def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
         """Whether `arrive` would use a booking."""
@@ -224,6 +236,7 @@ class Calendar:
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookings contradict each other."""
         assert len(self._bookings) <= BOOKINGS_MAX
+        assert self._retries.keys() <= self._bookings.keys()
         seconds = defaultdict[int, float](float)
         for key, booking in self._bookings.items():
             assert key == booking.key and self._slots[booking.slot].due[key] is booking
@@ -288,6 +301,7 @@ class Calendar:
         """Remove a booking and return its time."""
         self.ended[end] += 1
         del self._bookings[booking.key]
+        del self._retries[booking.key]  # no error if it has none
         slot = self._slots[booking.slot]
         del slot.due[booking.key]
         slot.tokens -= booking.tokens

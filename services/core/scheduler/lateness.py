@@ -52,7 +52,7 @@ class Estimate:
 
     `limit_s` is the longest time to its first token. `prediction`: None if unknown. `booking`: the
     one that it uses, for its retry at the booked time. `alone_s`: its time in an idle group.
-    `early`: it comes before the time of its booking, so that it has been counted as an arrival.
+    `early`: it is a retry before the time of its booking, counted as an arrival before.
     """
 
     limit_s: float
@@ -104,7 +104,7 @@ class Lateness:
         else:
             model.meter.waits.note_ask(ask)
             booking = calendar.arrive(ask.now_s, owner, shape)
-        early = not due and booking is None and calendar.has(owner, shape)
+        early = not due and booking is None and calendar.is_retry(owner, shape)
         ahead = self.queue.rules.classes_ahead(ask.service)
         if not self.queue.demand(ask.model, ahead)[0] and self.could_start(ask, model, ask.now_s):
             return Estimate(limit_s, None, booking, 0.0, early)  # it starts now

@@ -66,7 +66,7 @@ def test_a_lapsed_booking_returns_its_time() -> None:
     # 18 requests fill the slots that are due after 1 s, 2 s and so on.
     filled = [booked(calendar, 0.0, name) for name in range(18)]
     assert filled[-1].due_s > filled[0].due_s
-    assert calendar.tokens_ahead(0.0, 1000, RATE) == 1800
+    assert calendar.tokens_ahead(0.0, 5000, RATE) == 1800
     late_s = filled[-1].due_s + LAPSE_S + SLOT_S
     assert calendar.arrive(late_s, "a", (0,)) is None
     calendar.check_invariants()
@@ -82,6 +82,17 @@ def test_a_released_booking_returns_its_time_at_once() -> None:
     assert booked(calendar, 0.0, 5).due_s == 2.0
     calendar.release("a", (2,))
     assert booked(calendar, 0.0, 6).due_s == 1.0
+
+
+def test_requests_like_one_with_a_booking_are_its_retries_at_first() -> None:
+    calendar = Calendar()
+    booked(calendar, 0.0, 1)
+    assert not calendar.is_retry("a", (2,))
+    assert [calendar.is_retry("a", (1,)) for _ in range(5)] == [True] * 3 + [False] * 2
+    calendar.check_invariants()
+    calendar.release("a", (1,))
+    calendar.check_invariants()
+    assert not calendar.is_retry("a", (1,))
 
 
 def test_a_booking_belongs_to_its_owner() -> None:

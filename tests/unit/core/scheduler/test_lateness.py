@@ -71,7 +71,10 @@ class Overloaded(Scheduler):
 
     def flood(self, count: int = 200, **changes: Any) -> list[SendRefusal]:
         """Ask for many requests at once; returns the refusals."""
-        commands = [c for n in range(count) for c in self.arrive(f"flood{n}", **changes)]
+        commands = list[Command]()
+        for number in range(count):
+            different = {"fingerprint": 1000 + number} | changes
+            commands += self.arrive(f"flood{number}", **different)
         return [command for command in commands if isinstance(command, SendRefusal)]
 
 
@@ -276,8 +279,9 @@ def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
 def test_outcomes_correct_the_predictions() -> None:
     scheduler = Overloaded()
     scheduler.flood()
-    for _ in range(40):
+    for number in range(40):
         scheduler.now_s += 0.1
+        scheduler.arrive(f"more{number}", service=Service(ttft_s=100.0))
         for name in scheduler.start_next():
             remembered = scheduler.state._assignments.get(name)
             assert remembered is not None
