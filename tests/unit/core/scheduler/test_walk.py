@@ -102,7 +102,7 @@ def test_the_walks_of_random_queues_are_equal(
     for ratios in waits_of(scheduler).ratios.values():
         for _ in range(rng.choice([0, 30])):
             ratios.note(rng.uniform(0.1, 20.0), rng.uniform(0.0, 40.0), scheduler.now_s)
-    for number in range(200):
+    for number in range(400):
         scheduler.now_s += rng.choice([0.0, 0.0, 0.01, 0.1])
         prompt_tokens = rng.choice([1, 15, 16, 100, 700])
         prefix = ThinHashes(2, tuple(rng.randrange(9) for _ in range(prompt_tokens // 32)))
