@@ -298,7 +298,8 @@ class Lateness:
         if not overloaded:
             return []
         late = list[tuple[Waiting, Late]]()
-        ahead, limits = 0, None
+        ahead = 0
+        limits: WaitLimits | None = None
         # In this loop microseconds count: thousands may wait.
         optimistic = {cls: r.optimistic(now_s) for cls, r in waits.ratios.items()}
         rates = {cls: self._rate(cls, model, now_s) or 0.0 for cls in ServiceClass}
