@@ -17,7 +17,6 @@ from benchmarks.client_process import run_job
 from benchmarks.faults.cluster import await_true, blocks_free
 from benchmarks.overload.figures import RECOVERED_FACTOR, Measured, Probe
 from benchmarks.overload.load import (
-    PROMPT,
     Targets,
     class_shares,
     mean_tokens,
@@ -52,6 +51,10 @@ SETTLE_SHARE = 1 / 3
 REST_TIMEOUT_S = 90.0
 IDLE_PROBES = 5
 PROBE_TIMEOUT_S = 60.0
+PROBE_TOKENS = 192
+"""Prompt of a probe, which leaves room for decodes in an iteration of 256 tokens. A longer prompt
+needs two iterations while any request decodes: its TTFT would show when the last answer ends.
+"""
 PROBE_EVERY_S, SAMPLE_S = 0.25, 0.5
 AT_ONCE_EVERY, RETURNS_MAX = 5, 3
 
@@ -207,7 +210,7 @@ class Trial:
     async def _probe_once(self, server: OpenAIServer, targets: Targets, until_s: float) -> Probe:
         number = next(self._probes)
         made = request(number, f"{self._seed} probe", DEFAULT_CLASS, targets)
-        prompt = prompt_ids(round(PROMPT.mean), f"probe {number}")
+        prompt = prompt_ids(PROBE_TOKENS, f"probe {number}")
         made = replace(made, prompt_ids=prompt, output_tokens=1)
         answer, sent_s = StreamedAnswer(), monotonic_s()
         with contextlib.suppress(StreamFailed, OSError, TimeoutError):

@@ -40,8 +40,8 @@ SHORT_TOKENS = 64
 LENIENT = 2.0
 """Factor by which even the optimistic wait must exceed the limit while there is no overload, and of
 retries at their booked time."""
-ARRIVED_LEAST_S, PASSING_LEAST_S = 1.0, 2.0
-"""Least time over which arrivals count for an overload, and for the rate that passes others."""
+ARRIVED_LEAST_S = 1.0
+"""Least time over which the rate of arrivals is measured."""
 WALK_S, WALK_REQUEST_S = 0.25, 1e-4
 """Period in which the predictions of all waiting requests are repeated: at least, and for each."""
 
@@ -244,7 +244,7 @@ class Lateness:
         """Tokens per second that start of a class and of those that wait before it."""
         passing = 0.0
         if cls is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.recent_per_s(now_s, PASSING_LEAST_S)
+            passing = model.meter.interactive.recent_per_s(now_s, ARRIVED_LEAST_S)
         return model.meter.waits.rate_beside(passing, now_s)
 
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
