@@ -198,7 +198,7 @@ def refusal_lines(status: Mapping[str, Any]) -> list[str]:
     """A sentence for each model and class: how many were late, and the numbers of the last one."""
     return [
         f"{row['model']}, {row['service_class']}: {row['last_minute']:,} in the last minute. The"
-        f" last, {row['age_s']:.0f} s ago: its first token would have come in"
+        f" last, {row['age_s']:.0f} s ago: its first token might have taken"
         f" {row['wait_s']:.1f} s, but was due in {max(0.0, row['left_s']):.1f} s;"
         f" {row['ahead_tokens']:,} tokens were"
         f" ahead, and {row['rate']:,.0f} started per second, limited by {row['limited_by']}; ready"

@@ -358,7 +358,7 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotA
 def _too_late(late: Late) -> NotAdmitted:
     return NotAdmitted(
         RefusalReason.TOO_LATE,
-        f"the first token would come in {late.wait_s:.1f} s, but is due in"
+        f"the first token may take {late.wait_s:.1f} s, but is due in"
         f" {max(0.0, late.left_s):.1f} s: {late.ahead_tokens} tokens are ahead, and"
         f" {late.rate:.0f} start per second, limited by {late.by}; retry later",
         late=late,

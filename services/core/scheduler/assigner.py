@@ -99,7 +99,7 @@ class Assigner:
             Assigned(
                 *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
                 *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.predicts else ()),
-                ask.prompt_tokens,
+                *(ask.prompt_tokens, waiting.booked),
             ),
         )
         if self.predicts and ask.service.service_class is ServiceClass.INTERACTIVE:

@@ -197,10 +197,12 @@ class Calendar:
         self._retries[key] += 1
         return self._retries[key] <= RETRIES_MAX
 
-    def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
-        """Whether `arrive` would use a booking."""
+    def due_booking(self, now_s: float, owner: str, shape: Shape) -> Booking | None:
+        """The booking that `arrive` would use."""
         booking = self._bookings.get((owner, shape))
-        return booking is not None and -EARLY_S <= now_s - booking.due_s <= LAPSE_S
+        if booking is None or not -EARLY_S <= now_s - booking.due_s <= LAPSE_S:
+            return None
+        return booking
 
     def release(self, owner: str, shape: Shape) -> None:
         """End the booking, if any, of a request that is admitted before its window."""

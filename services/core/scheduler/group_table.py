@@ -185,9 +185,9 @@ class ModelGroups:
             picked = self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
         else:
             picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
-        return None if picked is None or self._is_kept_from(ask, picked) else picked
+        return None if picked is None or self.is_kept_from(ask, picked) else picked
 
-    def _is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
+    def is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
         """Whether a group keeps its room for interactive requests."""
         is_standard = ask.service.service_class is ServiceClass.STANDARD and not ask.resumed
         if not self.kept_share or not is_standard or load.is_idle:

@@ -1,11 +1,11 @@
 """Refuses requests that would get their first token too late, by their predicted wait.
 
 A request has a limit for the time to its first token: its target, or `standard_wait_s` for a
-standard request without one, and the queue's deadline. In doubt a request is admitted, unless more
-requests arrive than start; then it is refused in doubt, so that those that are admitted are served
-in time. Requests that could start now, and requests that would miss their target in an idle group,
-are never refused. While a merge of groups might provide KV memory, only those are refused that
-would be late with unlimited memory.
+standard request without one, and the queue's deadline. A target that is missed even in an idle
+group counts as none. In doubt a request is admitted, unless more requests arrive than start; then
+it is refused in doubt, so that those that are admitted are served in time. Requests that could
+start now are never refused. While a merge of groups might provide KV memory, only those are refused
+that would be late with unlimited memory.
 """
 
 import math
@@ -39,9 +39,13 @@ SHORT_TOKENS = 64
 """Prompt tokens of the request for which `class_waits` predicts."""
 LENIENT = 2.0
 """Factor by which even the optimistic wait must exceed the limit while there is no overload, and of
-retries at their booked time."""
+retries at their booked time; and the limit of a request that misses its target even in an idle
+group, as a multiple of its time there."""
 ARRIVED_LEAST_S = 1.0
 """Least time over which the rate of arrivals is measured."""
+WAITED_S = 1.0
+"""Requests that have waited longer when they are asked for were asked for before, unless a gateway
+is very slow."""
 WALK_S, WALK_REQUEST_S = 0.25, 1e-4
 """Period in which the predictions of all waiting requests are repeated: at least, and for each."""
 
@@ -52,14 +56,15 @@ class Estimate:
 
     `limit_s` is the longest time to its first token. `prediction`: None if unknown. `booking`: the
     one that it uses, for its retry at the booked time. `alone_s`: its time in an idle group.
-    `early`: it is a retry before the time of its booking, counted as an arrival before.
+    `counted`: it has been counted as an arrival before: it is a retry before the time of its
+    booking, or is asked for again after a restart of the scheduler.
     """
 
     limit_s: float
     prediction: WaitPrediction | None
     booking: Booking | None
     alone_s: float
-    early: bool
+    counted: bool
 
 
 @dataclass(slots=True)
@@ -98,21 +103,27 @@ class Lateness:
         if limit_s is None or model is None or ask.resumed or ask.failed is not None:
             return None
         calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
-        booking, due = None, False
         if ask.estimated:
-            due = calendar.is_due(ask.now_s, owner, shape)
+            booking = calendar.due_booking(ask.now_s, owner, shape)
         else:
             model.meter.waits.note_ask(ask)
             booking = calendar.arrive(ask.now_s, owner, shape)
-        early = not due and booking is None and calendar.is_retry(owner, shape)
+        counted = ask.waited_s > WAITED_S
+        if booking is None and calendar.is_retry(owner, shape):
+            counted = True
         ahead = self.queue.rules.classes_ahead(ask.service)
         if not self.queue.demand(ask.model, ahead)[0] and self.could_start(ask, model, ask.now_s):
-            return Estimate(limit_s, None, booking, 0.0, early)  # it starts now
+            return Estimate(limit_s, None, booking, 0.0, counted)  # it starts now
         if booking is not None:
             arrival_s = min(arrival_s, booking.arrival_s)
-        booked = due or booking is not None
+        booked = booking is not None
         prediction = self.predict(ask, model, arrival_s, start_tokens, ask.now_s, booked)
-        return Estimate(limit_s, prediction, booking, alone_s(ask, model), early)
+        idle_s = alone_s(ask, model)
+        if idle_s > limit_s:
+            # No retry helps this request, but it shall not keep its place for ever either.
+            limit_s = max(self.standard_wait_s or math.inf, LENIENT * idle_s)
+            limit_s = min(limit_s, self.queue_deadline_s)
+        return Estimate(limit_s, prediction, booking, idle_s, counted)
 
     def predict(
         self,
@@ -273,8 +284,9 @@ class Lateness:
             return None
         left_s = deadline_start_s + estimate.limit_s - ask.now_s
         doubt = estimate.booking is None and self.is_overloaded(ask.service, model, ask.now_s)
-        wait_s = prediction.safe_s if doubt else prediction.optimistic_s / LENIENT
-        if wait_s <= left_s or self.could_start(ask, model, ask.now_s):
+        wait_s = prediction.safe_s if doubt else prediction.optimistic_s
+        lenience = 1.0 if doubt else LENIENT
+        if wait_s <= lenience * left_s or self.could_start(ask, model, ask.now_s):
             return None
         by_compute = prediction.by_compute_s > left_s or has_memory(ask, model)
         by = WaitLimit.COMPUTE if by_compute else WaitLimit.MEMORY

@@ -10,7 +10,6 @@ from bisect import bisect, bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
@@ -68,7 +67,10 @@ class StartRate:
         self._tokens += tokens
 
     def note_capacity(self, blocks: int, now_s: float) -> None:
-        """Note the KV blocks of the groups that serve; the rate changes in proportion."""
+        """Note the KV blocks of the groups that serve.
+
+        Until a rate is measured again, it is assumed to change in proportion.
+        """
         change = abs(blocks - self._capacity_blocks)
         if change > CAPACITY_CHANGE * self._capacity_blocks:
             if blocks and self._capacity_blocks:
@@ -79,14 +81,15 @@ class StartRate:
         """Tokens per second; None if nothing is known."""
         if not self._capacity_blocks:
             return None
-        since_s = max(self._since_s, now_s - WINDOW_S)
-        old = list(takewhile(lambda start: start[0] < since_s, self._starts))
-        tokens = self._tokens - sum(start_tokens for _, start_tokens in old)
+        self._since_s = since_s = max(self._since_s, now_s - WINDOW_S)
+        while self._starts and self._starts[0][0] < since_s:
+            self._tokens -= self._starts.popleft()[1]
+        tokens = self._tokens
         expected = self.computed
         if self._remembered is not None:
             expected = self._remembered * self._capacity_blocks
         period_s = max(0.0, now_s - since_s)
-        measured = len(self._starts) - len(old) >= STARTS_MIN
+        measured = len(self._starts) >= STARTS_MIN
         if expected is None:
             return tokens / period_s if measured and period_s else None
         # The expected rate may be far off, as the cost model ignores much: it only bridges the

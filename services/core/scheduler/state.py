@@ -26,7 +26,7 @@ from services.core.scheduler.admission import Admission, NotAdmitted, check_fiel
 from services.core.scheduler.assigner import Assigner
 from services.core.scheduler.assignments import Assignments, Totals
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.dispatch import ScoreFunction, kv_share
+from services.core.scheduler.dispatch import ScoreFunction, has_room, kv_share, start_blocks
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
 from services.core.scheduler.lateness import WALK_REQUEST_S, WALK_S, Lateness
@@ -171,9 +171,19 @@ class SchedulerState:
         return self._reports.late_refusals(now_s)
 
     def has_room(self, ask: Asked, now_s: float) -> bool:
-        """Whether a group could start a request now, regardless of the queue."""
+        """Whether a group is without prefill work and has KV for a request; for audits.
+
+        KV that is kept for interactive requests does not count. Unlike dispatch, this does not
+        rank groups or hold requests back.
+        """
         model = self._groups.of_model(ask.model)
-        return model is not None and model.pick(ask, now_s, inf) is not None
+        return model is not None and any(
+            load.is_fresh(now_s)
+            and not load.prefill_tokens
+            and has_room(load, ask.prompt_tokens, ask.max_tokens, start_blocks)
+            and not model.is_kept_from(ask, load)
+            for load in model.index.loads.values()
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""
@@ -198,30 +208,38 @@ class SchedulerState:
         if (invalid := check_fields(ask)) is not None:
             return [self._admission.refuse(ask, ask.stream_id, invalid, ask.now_s)]
         arrival_s, requeues, was_assigned = ask.now_s - ask.waited_s, 0, False
+        deadline_start_s, booked = arrival_s, False
         returned = ask.failed is not None and ask.failed.returned
         if (remembered := self._assignments.get(ask.request_id)) is not None:
             if (repeated := self._assigner.repeat(ask, remembered)) is not None:
                 return [repeated]
             # A requeued request keeps its arrival time, so that it keeps its rank in the queue.
-            arrival_s = min(arrival_s, remembered.arrival_s)
+            arrival_s, booked = min(arrival_s, remembered.arrival_s), remembered.booked
+            if not booked:
+                deadline_start_s = arrival_s
             requeues, was_assigned = remembered.requeues + returned, True
         if ask.resumed or ask.excused_s:
             # The request has run, even if this scheduler has restarted and forgotten it.
             was_assigned = True
             self._assigner.suspend_failed_group(ask)
         self._totals.returned += returned
-        return self._admit(ask, arrival_s, requeues, was_assigned)
-
-    def _admit(
-        self, ask: Asked, arrival_s: float, requeues: int, was_assigned: bool
-    ) -> list[Command]:
-        """Queue a request or refuse it."""
-        model = self._groups.of_model(ask.model)
-        start_tokens = _start_tokens(ask, model)
-        deadline_start_s = arrival_s
         if ask.excused_s:
             # The deadline restarts when a worker fails: time before was not spent in this queue.
-            deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
+            deadline_start_s = max(deadline_start_s, ask.now_s - ask.waited_s + ask.excused_s)
+        waiting = Waiting(
+            *(ask, ask.stream_id, arrival_s, deadline_start_s),
+            requeues=requeues,
+            was_assigned=was_assigned,
+            booked=booked,
+        )
+        return self._admit(waiting)
+
+    def _admit(self, waiting: Waiting) -> list[Command]:
+        """Queue a request or refuse it."""
+        ask, arrival_s, was_assigned = waiting.ask, waiting.arrival_s, waiting.was_assigned
+        deadline_start_s = waiting.deadline_start_s
+        model = self._groups.of_model(ask.model)
+        waiting.start_tokens = start_tokens = _start_tokens(ask, model)
         estimate = None
         if not was_assigned:
             estimate = self._admission.lateness.estimate(ask, model, arrival_s, start_tokens)
@@ -230,26 +248,20 @@ class SchedulerState:
         # Count as demand each request that more KV memory could serve, once: an estimated ask that
         # is not refused is followed by another, and clients may retry before their time.
         counts = refused.is_overload if refused is not None else not ask.estimated
-        early = estimate is not None and estimate.early
-        if meter is not None and not was_assigned and counts and not early:
+        counted = estimate is not None and estimate.counted
+        if meter is not None and not was_assigned and counts and not counted:
             meter.note_arrival(ask.service, start_tokens, ask.now_s)
-        first_s = arrival_s
         if estimate is not None and estimate.booking is not None:
-            first_s = min(arrival_s, estimate.booking.arrival_s)
+            # A retry at its booked time has the rank of its first try.
+            waiting.arrival_s = min(arrival_s, estimate.booking.arrival_s)
             self._totals.retries_broken += refused is not None
         if refused is not None:
-            if meter is not None and refused.is_overload and not early:
+            if meter is not None and refused.is_overload and not counted:
                 meter.refused.add(start_tokens, ask.now_s)
             refuse = self._admission.refuse
-            return [refuse(ask, ask.stream_id, refused, ask.now_s, start_tokens, first_s)]
+            return [refuse(ask, ask.stream_id, refused, ask.now_s, start_tokens, waiting.arrival_s)]
         if ask.estimated:
             return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
-        # A retry at its booked time has the rank of its first try.
-        waiting = Waiting(
-            *(ask, ask.stream_id, first_s, deadline_start_s, start_tokens),
-            requeues=requeues,
-            was_assigned=was_assigned,
-        )
         if model is not None and estimate is not None:
             self._admission.lateness.apply(estimate, waiting, model)
         return self._enqueue(waiting, model)

@@ -163,8 +163,9 @@ def test_a_request_that_could_start_must_not_be_refused(
     ruled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = Overloaded()
-    scheduler.report(now_s=scheduler.now_s, free=100, running=0)
-    asked = ask("r", now_s=scheduler.now_s, service=Service(ttft_s=0.02))
+    started = assigned(scheduler.report(now_s=scheduler.now_s, free=100, running=0))
+    scheduler.report(now_s=scheduler.now_s, free=100, running=5, received=started)
+    asked = ask("r", now_s=scheduler.now_s, service=Service(ttft_s=0.5), waited_s=1.0)
     if not ruled:
         monkeypatch.setattr(Lateness, "could_start", lambda *_: False)
     findings = Findings()
@@ -172,13 +173,41 @@ def test_a_request_that_could_start_must_not_be_refused(
     assert findings.broken == (not ruled)
 
 
-def test_a_request_that_is_late_even_alone_is_served() -> None:
+def test_a_target_that_is_missed_even_alone_counts_as_none() -> None:
     scheduler = Overloaded()
-    scheduler.flood()
+    admitted = 200 - len(scheduler.flood())
     hopeless = Service(ttft_s=TOKEN_S)
     assert kinds(scheduler.arrive("alone", service=hopeless)) == [SendTicket]
-    # It stands behind those that can be kept.
-    assert [scheduler.start_next() for _ in range(6)][-1] == ["flood0"]
+    scheduler.arrive("later", service=Service(ttft_s=100.0))
+    started = [name for _ in range(admitted + 7) for name in scheduler.start_next()]
+    assert started[-2:] == ["alone", "later"]
+    # With requests for more than `standard_wait_s` ahead, it is refused like others.
+    for number in range(150):
+        scheduler.arrive(f"patient{number}", service=Service(ttft_s=100.0))
+    assert kinds(scheduler.arrive("hopeless", service=hopeless)) == [SendRefusal]
+
+
+def test_a_returned_retry_waits_for_its_own_deadline() -> None:
+    """Its rank is that of its first try, but the time before its booking does not count."""
+    scheduler = Overloaded()
+    service = Service(ttft_s=2.0)
+    scheduler.flood(400, service=service)
+    refused = scheduler.arrive("r", service=service, fingerprint=7)[0]
+    assert isinstance(refused, SendRefusal) and refused.retry_after_s is not None
+    scheduler.now_s += refused.retry_after_s
+    scheduler.report(now_s=scheduler.now_s, free=5000, running=10)
+    commands = scheduler.arrive("retry", service=service, fingerprint=7)
+    assert SendAssignment in kinds(commands)
+    scheduler.now_s += 1.0
+    scheduler.fill()
+    failed = FailedAssignment("group-w0", 1, returned=True)
+    late = ask("retry", now_s=scheduler.now_s, service=service, waited_s=1.0, failed=failed)
+    first_s = scheduler.now_s - refused.retry_after_s - 1.0
+    assert kinds(scheduler(late)) == [SendTicket]
+    waiting = scheduler.state._queue.get("retry")
+    assert waiting is not None and waiting.booked
+    assert waiting.arrival_s == pytest.approx(first_s)
+    assert waiting.deadline_start_s == pytest.approx(scheduler.now_s - 1.0)
 
 
 def test_failed_and_resumed_requests_are_not_refused() -> None:
@@ -304,7 +333,8 @@ def test_a_booking_of_an_owner_is_not_used_by_another() -> None:
     assert isinstance(booked, SendRefusal) and booked.retry_after_s is not None
     calendar = waits_of(scheduler).calendars[ServiceClass.STANDARD]
     due_s = scheduler.now_s + booked.retry_after_s
-    assert calendar.is_due(due_s, "a", (7,)) and not calendar.is_due(due_s, "b", (7,))
+    assert calendar.due_booking(due_s, "a", (7,)) is not None
+    assert calendar.due_booking(due_s, "b", (7,)) is None
 
 
 @pytest.mark.parametrize("seed", range(10))
