@@ -10,6 +10,7 @@ import torch
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
 from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
@@ -41,7 +42,7 @@ async def engines(model_dir: Path, tmp_path: Path) -> AsyncIterator[EngineProces
         dtype="float64",
         profile_when_idle=False,
         learn_costs=False,
-        scheduling=Scheduling.FCFS,  # the default needs a cost model
+        planner=IterationConfig(scheduling=Scheduling.FCFS),  # slo needs a cost model
     )
     made = EngineProcesses()
     try:
