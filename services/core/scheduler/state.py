@@ -197,11 +197,11 @@ class SchedulerState:
     # --- asks
 
     def _ask(self, ask: Asked) -> list[Command]:
-        waiting = self._queue.get(ask.request_id) is not None
-        if ask.estimated and (waiting or self._assignments.get(ask.request_id) is not None):
+        queued = self._queue.get(ask.request_id) is not None
+        if ask.estimated and (queued or self._assignments.get(ask.request_id) is not None):
             # It is delayed: the gateway has asked in earnest since, and that ask stays as it is.
             return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
-        if waiting:
+        if queued:
             # The gateway has reconnected: direct the answer to its new stream.
             self._queue.move(ask.request_id, ask.stream_id)
             return [SendTicket(ask.stream_id, ask.request_id)]
