@@ -198,11 +198,10 @@ def refusal_lines(status: Mapping[str, Any]) -> list[str]:
     """A sentence for each model and class: how many were late, and the numbers of the last one."""
     return [
         f"{row['model']}, {row['service_class']}: {row['last_minute']:,} in the last minute. The"
-        f" last, {row['age_s']:.0f} s ago: its first token might have taken"
-        f" {row['wait_s']:.1f} s, but was due in {max(0.0, row['left_s']):.1f} s;"
-        f" {row['ahead_tokens']:,} tokens were"
-        f" ahead, and {row['rate']:,.0f} started per second, limited by {row['limited_by']}; ready"
-        f" for its retry in {row['retry_after_s']:.0f} s"
+        f" last, {row['age_s']:.0f} s ago: predicted up to {row['wait_s']:.1f} s, due in"
+        f" {max(0.0, row['left_s']):.1f} s; {row['ahead_tokens']:,} tokens ahead,"
+        f" {row['rate']:,.0f} start per second, limited by {row['limited_by']}; Retry-After"
+        f" {row['retry_after_s']:.0f} s"
         for row in status.get("late_refusals") or []
     ]
 

@@ -189,7 +189,9 @@ class Admission:
                 model.meter.late.note(service_class, refused.late, wait_s, now_s)
         return SendRefusal(
             ask.request_id,
-            refused.message,
+            refused.message
+            if refused.late is None
+            else f"{refused.message}; retry in {wait_s:.0f} s",
             wait_s,
             reason=refused.reason,
             stream_id=stream_id,
@@ -358,9 +360,9 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotA
 def _too_late(late: Late) -> NotAdmitted:
     return NotAdmitted(
         RefusalReason.TOO_LATE,
-        f"the first token may take {late.wait_s:.1f} s, but is due in"
+        f"the first token may take up to {late.wait_s:.1f} s, but is due in"
         f" {max(0.0, late.left_s):.1f} s: {late.ahead_tokens} tokens are ahead, and"
-        f" {late.rate:.0f} start per second, limited by {late.by}; retry later",
+        f" {late.rate:.0f} start per second, limited by {late.by}",
         late=late,
     )
 

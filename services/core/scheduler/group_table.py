@@ -39,6 +39,8 @@ class DemandMeter:
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
     # Those of the class interactive, which other requests let pass if classes order the queue.
     interactive: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
+    # Interactive requests that were admitted: those that others really let pass.
+    passing: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
     late: RecentRefusals = field(default_factory=RecentRefusals)
     dispatched: ClassRates = field(default_factory=ClassRates)

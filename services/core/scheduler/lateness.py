@@ -120,7 +120,7 @@ class Lateness:
         prediction = self.predict(ask, model, arrival_s, start_tokens, ask.now_s, booked)
         idle_s = alone_s(ask, model)
         if idle_s > limit_s:
-            # No retry helps this request, but it shall not keep its place for ever either.
+            # No retry helps this request, but it must not keep its place for ever.
             limit_s = max(self.standard_wait_s or math.inf, LENIENT * idle_s)
             limit_s = min(limit_s, self.queue_deadline_s)
         return Estimate(limit_s, prediction, booking, idle_s, counted)
@@ -255,7 +255,7 @@ class Lateness:
         """Tokens per second that start of a class and of those that wait before it."""
         passing = 0.0
         if cls is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.recent_per_s(now_s, ARRIVED_LEAST_S)
+            passing = model.meter.passing.recent_per_s(now_s, ARRIVED_LEAST_S)
         return model.meter.waits.rate_beside(passing, now_s)
 
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:

@@ -52,6 +52,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from services.core.service import ServiceClass
 
 ALONE_S = 10.0
 """How long a request with `alone`, which may crash an engine, waits for an idle group."""
@@ -264,6 +265,8 @@ class SchedulerState:
             return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
         if model is not None and estimate is not None:
             self._admission.lateness.apply(estimate, waiting, model)
+            if ask.service.service_class is ServiceClass.INTERACTIVE:
+                model.meter.passing.add(start_tokens, ask.now_s)
         return self._enqueue(waiting, model)
 
     def _enqueue(self, waiting: Waiting, model: ModelGroups | None) -> list[Command]:

@@ -278,9 +278,8 @@ def test_refusals_for_lateness_have_their_numbers() -> None:
         "retry_after_s": 9.0,
     }
     assert refusal_lines({"late_refusals": [row]}) == [
-        "m[x], interactive: 1,200 in the last minute. The last, 3 s ago: its first token would have"
-        " come in 4.2 s, but was due in 0.5 s; 12,345 tokens were ahead, and 2,905 started per"
-        " second, limited by memory; ready for its retry in 9 s"
+        "m[x], interactive: 1,200 in the last minute. The last, 3 s ago: predicted up to 4.2 s, due"
+        " in 0.5 s; 12,345 tokens ahead, 2,905 start per second, limited by memory; Retry-After 9 s"
     ]
     assert refusal_lines({"services": []}) == [], "a gateway of before sends none"
 
