@@ -4,14 +4,17 @@ Time is divided into slots. A refused request books the time that the workers ne
 first slots that have some left, and its Retry-After is the time until then. Its retry is
 recognised by owner and `Shape`, so clients send nothing for it. A booking is *used* by a retry
 within its window, *lapses* at the end of the window, and *moves* if the client comes early and the
-wait has grown beyond the window. Bookings are not persisted: after a restart of the scheduler,
-retries are new requests.
+wait has grown beyond the window. Requests that are alike, such as those of a load test, have
+further bookings, and each uses the one that is due first. Bookings are not persisted: after a
+restart of the scheduler, retries are new requests.
 """
 
 import math
+from bisect import insort
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from services.core.ask import Ask
 
@@ -38,6 +41,7 @@ _ROUNDING_S = 1e-6
 Shape = tuple[int, ...]
 """What all tries of a request have in common, see `shape_of`."""
 _Key = tuple[str, Shape]
+_DUE_S = attrgetter("due_s")
 
 
 def shape_of(ask: Ask) -> Shape:
@@ -56,7 +60,7 @@ class BookingEnd(StrEnum):
     RELEASED = "released"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Booking:
     """Time for the retry of a request from `due_s` on; `arrival_s`: when its first try arrived."""
 
@@ -90,7 +94,7 @@ class _Slot:
     seconds: float = 0.0
     parts: int = 0  # number of bookings with time here
     tokens: int = 0
-    due: dict[_Key, Booking] = field(default_factory=dict)
+    due: dict[Booking, None] = field(default_factory=dict)
 
     @property
     def full(self) -> bool:
@@ -116,9 +120,11 @@ class Calendar:
 
     # Number of ended bookings.
     ended: Counter[BookingEnd] = field(default_factory=Counter)
-    _bookings: dict[_Key, Booking] = field(default_factory=dict)
+    # By key, in order of their time; and how many there are in all.
+    _bookings: dict[_Key, list[Booking]] = field(default_factory=dict)
+    _count: int = 0
     _owners: dict[str, _Owner] = field(default_factory=dict)
-    # Number of requests before the time of their booking.
+    # Number of requests before the time of the bookings with their key.
     _retries: Counter[_Key] = field(default_factory=Counter)
     # By slot number, from `_first` on; without empty slots.
     _slots: dict[int, _Slot] = field(default_factory=dict)
@@ -128,7 +134,7 @@ class Calendar:
 
     def __len__(self) -> int:
         """Number of bookings that can still be used."""
-        return len(self._bookings)
+        return self._count
 
     def book(
         self,
@@ -145,17 +151,19 @@ class Calendar:
         `tokens` (at least 1): what it needs to start, of `rate` per second (above 0) that start.
         `earliest_s`: when the requests that wait now will have started. `arrival_s`: when its first
         try arrived, None for now. A request has at most one booking: an earlier one is returned, or
-        moved if its window ends before `earliest_s`.
+        moved if its window ends before `earliest_s`. After `RETRIES_MAX` retries, a request with
+        this shape is another that is alike, and has a booking of its own.
 
         Returns None if no slot within `HORIZON_S` has time left.
         """
         self.advance(now_s)
-        if (booking := self._bookings.get((owner, shape))) is not None:
+        key = owner, shape
+        if self._retries[key] <= RETRIES_MAX and (booking := self._first_of(key)) is not None:
             if earliest_s <= booking.due_s + LAPSE_S:
                 return booking
             self._end(booking, BookingEnd.MOVED)
             arrival_s = booking.arrival_s
-        if len(self._bookings) >= BOOKINGS_MAX:
+        if self._count >= BOOKINGS_MAX:
             return None
         seconds = tokens / (SHARE * rate)
         start_s = earliest_s
@@ -172,11 +180,9 @@ class Calendar:
 
     def arrive(self, now_s: float, owner: str, shape: Shape) -> Booking | None:
         """Use the booking of a request that arrives within its window; None if it has none."""
-        self.advance(now_s)
-        booking = self._bookings.get((owner, shape))
-        if booking is None or now_s < booking.due_s - EARLY_S:
-            return None
-        self._end(booking, BookingEnd.USED)
+        booking = self._due(now_s, owner, shape)
+        if booking is not None:
+            self._end(booking, BookingEnd.USED)
         return booking
 
     @property
@@ -199,12 +205,11 @@ class Calendar:
 
     def is_due(self, now_s: float, owner: str, shape: Shape) -> bool:
         """Whether `arrive` would use a booking."""
-        booking = self._bookings.get((owner, shape))
-        return booking is not None and -EARLY_S <= now_s - booking.due_s <= LAPSE_S
+        return self._due(now_s, owner, shape) is not None
 
     def release(self, owner: str, shape: Shape) -> None:
         """End the booking, if any, of a request that is admitted before its window."""
-        if (booking := self._bookings.get((owner, shape))) is not None:
+        if (booking := self._first_of((owner, shape))) is not None:
             self._end(booking, BookingEnd.RELEASED)
 
     def tokens_ahead(self, now_s: float, tokens: int, rate: float) -> int:
@@ -228,33 +233,45 @@ class Calendar:
         if first <= self._first:
             return
         over = [slot for number, slot in self._slots.items() if number < first]
-        for booking in [booking for slot in over for booking in slot.due.values()]:
+        for booking in [booking for slot in over for booking in slot.due]:
             self._end(booking, BookingEnd.LAPSED)
         self._full >>= first - self._first
         self._first = first
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookings contradict each other."""
-        assert len(self._bookings) <= BOOKINGS_MAX
+        bookings = [booking for alike in self._bookings.values() for booking in alike]
+        assert len(bookings) == self._count <= BOOKINGS_MAX
         assert self._retries.keys() <= self._bookings.keys()
-        seconds = defaultdict[int, float](float)
-        for key, booking in self._bookings.items():
-            assert key == booking.key and self._slots[booking.slot].due[key] is booking
+        seconds, parts = defaultdict[int, float](float), Counter[int]()
+        for key, alike in self._bookings.items():
+            assert alike and alike == sorted(alike, key=_DUE_S)
+            assert all(key == booking.key for booking in alike)
+        for booking in bookings:
+            assert booking in self._slots[booking.slot].due
             for number, part_s in booking.parts:
                 seconds[number] += part_s
-        assert sum(len(slot.due) for slot in self._slots.values()) == len(self._bookings)
-        parts = Counter(
-            number for booking in self._bookings.values() for number, _ in booking.parts
-        )
+                parts[number] += 1
+        assert sum(len(slot.due) for slot in self._slots.values()) == len(bookings)
         assert parts == {number: slot.parts for number, slot in self._slots.items()}
         for number, slot in self._slots.items():
             assert self._first <= number < self._first + _NUMBERS
             assert math.isclose(slot.seconds, seconds[number], abs_tol=_ROUNDING_S)
             assert slot.seconds <= SLOT_S + _ROUNDING_S
-            assert slot.tokens == sum(booking.tokens for booking in slot.due.values())
+            assert slot.tokens == sum(booking.tokens for booking in slot.due)
             assert slot.full == bool(self._full >> (number - self._first) & 1)
-        owned = Counter(owner for owner, _ in self._bookings)
+        owned = Counter(booking.owner for booking in bookings)
         assert owned == {name: owner.bookings for name, owner in self._owners.items()}
+
+    def _first_of(self, key: _Key) -> Booking | None:
+        """The booking with this key that is due first; None if there is none."""
+        return self._bookings[key][0] if key in self._bookings else None
+
+    def _due(self, now_s: float, owner: str, shape: Shape) -> Booking | None:
+        """The booking that a request would use if it arrived now."""
+        self.advance(now_s)
+        booking = self._first_of((owner, shape))
+        return None if booking is None or now_s < booking.due_s - EARLY_S else booking
 
     def _first_due_s(self, now_s: float, start_s: float) -> float | None:
         """The first time from `start_s` on, whole seconds from now, whose slot has time left."""
@@ -288,9 +305,10 @@ class Calendar:
 
     def _add(self, booking: Booking, earliest_s: float, seconds: float) -> None:
         """Enter a booking whose parts are taken, and charge its owner."""
-        self._bookings[booking.key] = booking
+        insort(self._bookings.setdefault(booking.key, []), booking, key=_DUE_S)
+        self._count += 1
         slot = self._slots[booking.slot]
-        slot.due[booking.key] = booking
+        slot.due[booking] = None
         slot.tokens += booking.tokens
         owner = self._owners.setdefault(booking.owner, _Owner())
         owner.bookings += 1
@@ -300,10 +318,14 @@ class Calendar:
     def _end(self, booking: Booking, end: BookingEnd) -> None:
         """Remove a booking and return its time."""
         self.ended[end] += 1
-        del self._bookings[booking.key]
-        del self._retries[booking.key]  # no error if it has none
+        key = booking.key
+        self._bookings[key].remove(booking)
+        self._count -= 1
+        if not self._bookings[key]:
+            del self._bookings[key]
+            del self._retries[key]  # no error if it has none
         slot = self._slots[booking.slot]
-        del slot.due[booking.key]
+        del slot.due[booking]
         slot.tokens -= booking.tokens
         for number, part_s in booking.parts:
             slot = self._slots[number]

@@ -13,6 +13,7 @@ from services.core.scheduler.calendar import (
     EARLY_S,
     HORIZON_S,
     LAPSE_S,
+    RETRIES_MAX,
     SHARE,
     SLOT_S,
     Booking,
@@ -128,6 +129,54 @@ def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
     assert shape_of(ask) == (30, 7, 2)
     assert shape_of(Ask("r", "m", 30, 7)) == (30, 7)
     assert shape_of(Ask("r", "m", 31, 7, fingerprint=9)) == (9,)
+
+
+def refuse(calendar: Calendar, now_s: float, name: int, owner: str = "a") -> Booking | None:
+    """A request that has no booking that is due: counted, then refused."""
+    calendar.is_retry(owner, (name,))
+    return calendar.book(now_s, owner, (name,), 100, now_s, RATE)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None:
+    """Of many identical requests, as many are served per second as of different ones."""
+    rng = random.Random(seed)
+    calendar, returns = Calendar(), list[float]()
+    for number in range(60):
+        booking = refuse(calendar, number * 0.01, 1)
+        assert booking is not None
+        returns.append(booking.due_s + rng.uniform(-0.4, 1.0))
+        calendar.check_invariants()
+    # The first four requests may be one and its retries.
+    assert len(calendar) == 60 - RETRIES_MAX
+    used = list[Booking]()
+    for now_s in sorted(returns):
+        if (booking := calendar.arrive(now_s, "a", (1,))) is not None:
+            assert -EARLY_S <= now_s - booking.due_s <= LAPSE_S + SLOT_S
+            used.append(booking)
+        calendar.check_invariants()
+    assert len(set(used)) == len(used) >= 50
+    # 9 requests per second, in slots that are due at whole seconds.
+    per_s = Counter(math.floor(booking.due_s) for booking in used)
+    assert max(per_s.values()) <= 10
+
+
+def test_of_bookings_that_are_alike_the_first_is_released() -> None:
+    calendar = Calendar()
+    bookings = {refuse(calendar, 0.0, 1) for _ in range(30)}
+    first, *others = sorted(booking.due_s for booking in bookings if booking is not None)
+    calendar.release("a", (1,))
+    calendar.check_invariants()
+    assert first < others[-1] and len(calendar) == len(others)
+    assert not calendar.is_due(others[0] - EARLY_S - 0.01, "a", (1,))
+    assert calendar.is_due(others[0], "a", (1,))
+    # The requests count as retries until the last booking has ended.
+    assert not calendar.is_retry("a", (1,))
+    calendar.advance(others[-1] + LAPSE_S + SLOT_S)
+    calendar.check_invariants()
+    assert len(calendar) == 0
+    refuse(calendar, others[-1] + LAPSE_S + SLOT_S, 1)
+    assert calendar.is_retry("a", (1,))
 
 
 @pytest.mark.parametrize("seed", range(20))
