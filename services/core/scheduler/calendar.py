@@ -35,6 +35,8 @@ _NUMBERS = 2 * _SLOTS
 """Number of slots that can have bookings: a booking may extend beyond `HORIZON_S`."""
 _WHOLE_SECONDS = sum(1 << slot for slot in range(0, _SLOTS, round(1 / SLOT_S)))
 """Bit mask of slots that are whole seconds apart."""
+OVERBOOKED_S = 2.0
+"""Delay by other owners from which a booking is due at the turn of its owner instead."""
 _ROUNDING_S = 1e-6
 """Tolerance for rounding errors of sums of times."""
 
@@ -69,7 +71,8 @@ class Booking:
     due_s: float
     arrival_s: float
     tokens: int
-    # Slot numbers and the seconds booked in each; due in the first.
+    # Slot numbers and the seconds booked in each, from that in which it is due on, or later if it
+    # is overbooked.
     parts: tuple[tuple[int, float], ...]
 
     @property
@@ -80,7 +83,7 @@ class Booking:
     @property
     def slot(self) -> int:
         """Number of the slot in which the retry is due."""
-        return self.parts[0][0]
+        return _slot_of(self.due_s)
 
     def retry_after_s(self, now_s: float) -> int:
         """Whole seconds until the booking is due, at least 1."""
@@ -94,6 +97,7 @@ class _Slot:
     seconds: float = 0.0
     parts: int = 0  # number of bookings with time here
     tokens: int = 0
+    tokens_of: Counter[str] = field(default_factory=Counter)  # by owner
     due: dict[Booking, None] = field(default_factory=dict)
 
     @property
@@ -115,7 +119,8 @@ class Calendar:
     """Bookings of a model. Times are monotonic seconds and never decrease.
 
     Owners with bookings have equal shares: the next booking of an owner is due once its share of
-    the rates has served its earlier bookings (start tags, as in start-time fair queueing).
+    the rates has served its earlier bookings (start tags, as in start-time fair queueing). It is
+    due then even if an owner that came before has booked all time: the queue takes turns by owner.
     """
 
     # Number of ended bookings.
@@ -166,13 +171,15 @@ class Calendar:
         if self._count >= BOOKINGS_MAX:
             return None
         seconds = tokens / (SHARE * rate)
-        start_s = earliest_s
-        if len(self._owners) > 1 and owner in self._owners:
+        start_s, shared = earliest_s, len(self._owners) > (owner in self._owners)
+        if shared and owner in self._owners:
             start_s = max(start_s, self._owners[owner].share_until_s)
-        if (due_s := self._first_due_s(now_s, start_s)) is None:
+        due_s = self._first_due_s(now_s, start_s, self._full)
+        if shared and (due_s is None or due_s > start_s + OVERBOOKED_S):
+            due_s = self._first_due_s(now_s, start_s, full=0)
+        if due_s is None:
             return None
-        number = _slot_of(due_s)
-        parts = self._take(number, seconds)
+        parts = self._take(_slot_of(due_s), seconds)
         first_try_s = now_s if arrival_s is None else arrival_s
         booking = Booking(owner, shape, due_s, first_try_s, tokens, parts)
         self._add(booking, earliest_s, seconds)
@@ -212,19 +219,27 @@ class Calendar:
         if (booking := self._first_of((owner, shape))) is not None:
             self._end(booking, BookingEnd.RELEASED)
 
-    def tokens_ahead(self, now_s: float, tokens: int, rate: float) -> int:
+    def tokens_ahead(self, now_s: float, owner: str | None, tokens: int, rate: float) -> int:
         """Tokens of the retries that are expected before a request with a lower rank starts.
 
-        `tokens` are before it without them and its own, and `rate` start per second.
+        `tokens` are before it without them and its own, and `rate` start per second. If owners take
+        turns, the retries of each other `owner` have at most as many as its own and these; None if
+        they do not.
         """
         if not self._slots:
             return 0
-        booked, share, end_s = 0.0, self.used_share, now_s + tokens / rate
+        share, end_s = self.used_share, now_s + tokens / rate
+        others = len(self._owners) - (owner in self._owners)
+        own = total = booked = 0.0
         for number in range(self._first, self._first + _NUMBERS):
             if number * SLOT_S >= end_s + booked / rate:
                 break
             if (slot := self._slots.get(number)) is not None:
-                booked += share * slot.tokens
+                total += share * slot.tokens
+                booked = total
+                if owner is not None:
+                    own += share * slot.tokens_of.get(owner, 0)
+                    booked = min(total, own + others * (tokens + own))
         return round(booked)
 
     def advance(self, now_s: float) -> None:
@@ -253,12 +268,16 @@ class Calendar:
                 seconds[number] += part_s
                 parts[number] += 1
         assert sum(len(slot.due) for slot in self._slots.values()) == len(bookings)
-        assert parts == {number: slot.parts for number, slot in self._slots.items()}
+        assert parts == Counter({number: slot.parts for number, slot in self._slots.items()})
         for number, slot in self._slots.items():
             assert self._first <= number < self._first + _NUMBERS
             assert math.isclose(slot.seconds, seconds[number], abs_tol=_ROUNDING_S)
             assert slot.seconds <= SLOT_S + _ROUNDING_S
-            assert slot.tokens == sum(booking.tokens for booking in slot.due)
+            owned = Counter[str]()
+            for booking in slot.due:
+                owned[booking.owner] += booking.tokens
+            assert slot.tokens == sum(owned.values()) and slot.tokens_of == owned
+            assert slot.parts or slot.due
             assert slot.full == bool(self._full >> (number - self._first) & 1)
         owned = Counter(booking.owner for booking in bookings)
         assert owned == {name: owner.bookings for name, owner in self._owners.items()}
@@ -273,13 +292,13 @@ class Calendar:
         booking = self._first_of((owner, shape))
         return None if booking is None or now_s < booking.due_s - EARLY_S else booking
 
-    def _first_due_s(self, now_s: float, start_s: float) -> float | None:
-        """The first time from `start_s` on, whole seconds from now, whose slot has time left."""
+    def _first_due_s(self, now_s: float, start_s: float, full: int) -> float | None:
+        """The first time from `start_s` on, whole seconds from now, whose slot is not `full`."""
         wait_s = max(1, math.ceil(min(start_s - now_s, HORIZON_S + 1) - _ROUNDING_S))
         slots = round((HORIZON_S - wait_s) / SLOT_S) + 1
         if slots <= 0:
             return None
-        full = self._full >> (_slot_of(now_s + wait_s) - self._first)
+        full >>= _slot_of(now_s + wait_s) - self._first
         free = ~full & _WHOLE_SECONDS & ((1 << slots) - 1)
         if not free:
             return None
@@ -291,15 +310,18 @@ class Calendar:
         Time after the last slot is not booked.
         """
         parts = list[tuple[int, float]]()
-        while seconds > 0 and number < self._first + _NUMBERS:
+        while seconds > 0:
+            free = ~(self._full >> (number - self._first))
+            number += (free & -free).bit_length() - 1
+            if number >= self._first + _NUMBERS:
+                break
             slot = self._slots.setdefault(number, _Slot())
-            if not slot.full:
-                part_s = min(seconds, SLOT_S - slot.seconds)
-                parts.append((number, part_s))
-                slot.seconds += part_s
-                slot.parts += 1
-                seconds -= part_s
-                self._mark(number, slot)
+            part_s = min(seconds, SLOT_S - slot.seconds)
+            parts.append((number, part_s))
+            slot.seconds += part_s
+            slot.parts += 1
+            seconds -= part_s
+            self._mark(number, slot)
             number += 1
         return tuple(parts)
 
@@ -307,9 +329,10 @@ class Calendar:
         """Enter a booking whose parts are taken, and charge its owner."""
         insort(self._bookings.setdefault(booking.key, []), booking, key=_DUE_S)
         self._count += 1
-        slot = self._slots[booking.slot]
+        slot = self._slots.setdefault(booking.slot, _Slot())
         slot.due[booking] = None
         slot.tokens += booking.tokens
+        slot.tokens_of[booking.owner] += booking.tokens
         owner = self._owners.setdefault(booking.owner, _Owner())
         owner.bookings += 1
         start_s = max(earliest_s, min(owner.share_until_s, booking.due_s))
@@ -327,12 +350,15 @@ class Calendar:
         slot = self._slots[booking.slot]
         del slot.due[booking]
         slot.tokens -= booking.tokens
+        slot.tokens_of[booking.owner] -= booking.tokens
         for number, part_s in booking.parts:
             slot = self._slots[number]
             slot.seconds -= part_s
             slot.parts -= 1
             self._mark(number, slot)
-            if not slot.parts:
+        for number in {booking.slot, *(number for number, _ in booking.parts)}:
+            slot = self._slots[number]
+            if not slot.parts and not slot.due:
                 del self._slots[number]
         owner = self._owners[booking.owner]
         owner.bookings -= 1

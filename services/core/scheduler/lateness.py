@@ -132,7 +132,11 @@ class Lateness:
         queued = ahead > 0 or not self.could_start(ask, model, now_s)
         group_s, rate = prefill_s(ask, model), self._rate(service_class, model, now_s)
         if queued and not booked and rate:
-            ahead += self.calendar(ask, model).tokens_ahead(now_s, ahead + start_tokens, rate)
+            # Owners take turns if classes are on.
+            owner = ask.service.tenant if self.queue.rules.enabled else None
+            ahead += self.calendar(ask, model).tokens_ahead(
+                now_s, owner, ahead + start_tokens, rate
+            )
         return waits.predict(
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
