@@ -11,7 +11,7 @@ would be late with unlimited memory.
 import math
 from bisect import bisect
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.core.scheduler.assignments import Assignments
@@ -231,12 +231,17 @@ class Lateness:
         )
 
     def class_waits(self, name: str, now_s: float) -> list[PredictedWait]:
-        """The predicted waits of new requests for the model `name`, by class."""
+        """The predicted waits of new requests for the model `name`, by class.
+
+        Those of the owner with the most waiting tokens, which waits longest.
+        """
         model, waits = self.groups.of_model(name), list[PredictedWait]()
         if model is None:
             return waits
         for cls in ONLINE:
             ask = Asked("", name, SHORT_TOKENS, 1, service=Service(cls), now_s=now_s, stream_id=0)
+            owner = self.queue.busiest_owner(ask)
+            ask = replace(ask, service=replace(ask.service, tenant=owner))
             prediction = self.predict(ask, model, now_s, SHORT_TOKENS, now_s, booked=False)
             if prediction is not None:
                 limit_s = self.standard_wait_s if cls is ServiceClass.STANDARD else 0.0

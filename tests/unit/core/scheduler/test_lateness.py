@@ -276,6 +276,26 @@ def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
     assert scheduler.start_next() == ["i"]
 
 
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO, Scheduling.FCFS])
+def test_the_wait_of_a_class_is_that_of_its_busiest_owner(scheduling: Scheduling) -> None:
+    waits = list[float]()
+    for owners in (("a",), ("a", "b", "c"), ("",)):
+        scheduler = Overloaded(rules=ClassRules(scheduling))
+        while scheduler.start_next():
+            scheduler.now_s += 0.1
+        for number in range(60):
+            owner = owners[number] if number < len(owners) else owners[0]
+            service = Service(ServiceClass.STANDARD, ttft_s=100.0, tenant=owner)
+            assert kinds(scheduler.arrive(f"r{number}", service=service)) == [SendTicket]
+        snapshot = scheduler.state.snapshot(scheduler.now_s)
+        (wait_s,) = [
+            wait.likely_s for wait in snapshot.class_waits if wait.service_class == "standard"
+        ]
+        waits.append(wait_s)
+    # 60 requests at 10 per second, and the request itself.
+    assert waits == [pytest.approx(waits[0])] * 3 and waits[0] > 3.0
+
+
 def test_outcomes_correct_the_predictions() -> None:
     scheduler = Overloaded()
     scheduler.flood()
