@@ -11,12 +11,14 @@ from services.core.audit.refusals import Refusals
 from services.core.cost.model import CostModel
 from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
+from services.core.scheduler.group_table import REGROUP_S
 from services.core.scheduler.lateness import Lateness
 from services.core.scheduler.prediction import FORGOTTEN_S, OFFSET_S, UNKNOWN, WaitPredictor
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
+    GroupLeft,
     LateRefusals,
     OutcomeReported,
     SendAssignment,
@@ -325,6 +327,27 @@ def test_a_booking_of_an_owner_is_not_used_by_another() -> None:
     calendar = waits_of(scheduler).calendars[ServiceClass.STANDARD]
     due_s = scheduler.now_s + booked.retry_after_s
     assert calendar.is_due(due_s, "a", (7,)) and not calendar.is_due(due_s, "b", (7,))
+
+
+@pytest.mark.parametrize("away_s", [0.0, REGROUP_S - 1, REGROUP_S])
+@pytest.mark.parametrize("lateness", [0.0, 1.0])
+def test_bookings_outlive_the_restart_of_the_only_worker(away_s: float, lateness: float) -> None:
+    scheduler = Overloaded(lateness=lateness)
+    scheduler.flood(400)
+    waits, rate = waits_of(scheduler), waits_of(scheduler).rate.per_s(scheduler.now_s)
+    scheduler(GroupLeft(scheduler.now_s, "group-w0"))
+    scheduler.state.check_invariants()
+    for _ in range(int(away_s)):
+        scheduler.now_s += 1.0
+        scheduler(Ticked(scheduler.now_s))
+        scheduler.state.check_invariants()
+    scheduler.serve(now_s=scheduler.now_s, free=0, epoch=2)
+    kept = lateness > 0 and away_s < REGROUP_S
+    assert (waits_of(scheduler) is waits) is kept
+    if kept:
+        assert any(len(calendar) for calendar in waits.calendars.values())
+        # The time without a worker does not count as slow.
+        assert rate is not None and waits.rate.per_s(scheduler.now_s) == pytest.approx(rate, 0.1)
 
 
 @pytest.mark.parametrize("seed", range(10))
