@@ -127,6 +127,12 @@ class FairQueue:
         )
         return before + own_tokens + others
 
+    def busiest(self, band_key: QueueKey) -> str:
+        """The tenant with the most waiting tokens in a band; "" if none waits. O(tenants)."""
+        band = self._bands.get(band_key)
+        waiting = band.waiting if band is not None else {}
+        return max(waiting, key=lambda name: waiting[name].waiting_tokens, default="")
+
     def check_invariants(self) -> None:
         """Raise AssertionError if entries are out of order, or a band or a tenant is empty."""
         for band in self._bands.values():

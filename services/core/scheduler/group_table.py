@@ -129,7 +129,8 @@ def held_tokens(group: ServingGroup, costs: CostModel | None) -> float:
 
 MODELS_REMEMBERED_MAX = 1_000
 REGROUP_S = 10.0
-"""How long new requests of a model wait after its last group left, which may just be splitting."""
+"""How long new requests of a model wait after its last group left, which may just be splitting; and
+its meter is kept."""
 
 
 @dataclass(slots=True)
@@ -290,6 +291,8 @@ class GroupTable:
     _longest_served: dict[str, int] = field(default_factory=dict)
     # When the last group left, for models that no group serves now.
     _left_s: dict[str, float] = field(default_factory=dict)
+    # The meters of such models until `REGROUP_S` later, if `holds`: with bookings and predictions.
+    _left_meters: dict[str, DemandMeter] = field(default_factory=dict)
     # Ranks workers lower that leave and return often; detects stalls of this process.
     _flap_damping: FlapDamping = field(default_factory=FlapDamping)
     _pause_detector: LocalPauseDetector = field(default_factory=LocalPauseDetector)
@@ -342,12 +345,16 @@ class GroupTable:
         # The demand of a model outlives its groups: keep its meter when the only group is replaced.
         before = self._models.get(group.model)
         self.leave(group.group_id, now_s)
+        self._forget_meters(now_s)
+        left_meter = self._left_meters.pop(group.model, None)
         self._left_s.pop(group.model, None)
         load = GroupLoad(group, self.growth_blocks, held_tokens=held_tokens(group, self.ttft))
         load.flaps = self._flap_damping.is_flapping(group.worker_id, now_s)
         self._loads[group.group_id] = load
         if group.model not in self._models:
-            meter = before.meter if before is not None else DemandMeter()
+            meter = before.meter if before is not None else left_meter or DemandMeter()
+            if before is None and left_meter is not None:
+                meter.begin_pace(now_s)  # nothing could start in the meantime
             prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
             batch_index = GroupIndex(most_idle, batch_room) if self.rules.enabled else None
             index = GroupIndex(self.score, timely_room if self.holds else start_blocks)
@@ -365,9 +372,11 @@ class GroupTable:
         model, worker_id = load.group.model, load.group.worker_id
         self._models[model].remove(group_id)
         if not self._models[model].index.loads:
-            del self._models[model]
+            meter = self._models.pop(model).meter
             if model in self._longest_served:
                 self._left_s[model] = now_s
+                if self.holds:
+                    self._left_meters[model] = meter
         self._partition(model)
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
@@ -402,6 +411,7 @@ class GroupTable:
 
     def check_liveness(self, now_s: float) -> None:
         """Record silent workers, update which workers flap, and remove expired reservations."""
+        self._forget_meters(now_s)
         trusts_silence = self._pause_detector.tick(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
@@ -449,6 +459,12 @@ class GroupTable:
             model.meter.waits.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
         assert self._left_s.keys() <= self._longest_served.keys() - self._models.keys()
+        assert self._left_meters.keys() <= self._left_s.keys()
+
+    def _forget_meters(self, now_s: float) -> None:
+        """Forget the meters of models whose groups have not returned within `REGROUP_S`."""
+        for model in [m for m in self._left_meters if now_s >= self._left_s[m] + REGROUP_S]:
+            del self._left_meters[model]
 
     def _note_longest(self, load: GroupLoad) -> None:
         model, tokens = load.group.model, load.tokens_max

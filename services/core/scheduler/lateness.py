@@ -11,7 +11,7 @@ that would be late with unlimited memory.
 import math
 from bisect import bisect
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.core.scheduler.assignments import Assignments
@@ -143,7 +143,11 @@ class Lateness:
         queued = ahead > 0 or not self.could_start(ask, model, now_s)
         group_s, rate = prefill_s(ask, model), self._rate(service_class, model, now_s)
         if queued and not booked and rate:
-            ahead += self.calendar(ask, model).tokens_ahead(now_s, ahead + start_tokens, rate)
+            # Owners take turns if classes are on.
+            owner = ask.service.tenant if self.queue.rules.enabled else None
+            ahead += self.calendar(ask, model).tokens_ahead(
+                now_s, owner, ahead + start_tokens, rate
+            )
         return waits.predict(
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
@@ -238,12 +242,17 @@ class Lateness:
         )
 
     def class_waits(self, name: str, now_s: float) -> list[PredictedWait]:
-        """The predicted waits of new requests for the model `name`, by class."""
+        """The predicted waits of new requests for the model `name`, by class.
+
+        Those of the owner with the most waiting tokens, which waits longest.
+        """
         model, waits = self.groups.of_model(name), list[PredictedWait]()
         if model is None:
             return waits
         for cls in ONLINE:
             ask = Asked("", name, SHORT_TOKENS, 1, service=Service(cls), now_s=now_s, stream_id=0)
+            owner = self.queue.busiest_owner(ask)
+            ask = replace(ask, service=replace(ask.service, tenant=owner))
             prediction = self.predict(ask, model, now_s, SHORT_TOKENS, now_s, booked=False)
             if prediction is not None:
                 limit_s = self.standard_wait_s if cls is ServiceClass.STANDARD else 0.0

@@ -216,6 +216,12 @@ class WaitQueue:
         new = Waiting(ask, ask.stream_id, arrival_s, arrival_s)
         return queue.fair_queue.tokens_ahead(*self._band(new), self._key(new))
 
+    def busiest_owner(self, ask: Asked) -> str:
+        """The owner with the most waiting tokens among the requests of the same band as `ask`."""
+        queue = self._queues.get(ask.model)
+        band, _ = self._band(Waiting(ask, ask.stream_id, ask.now_s, ask.now_s))
+        return queue.fair_queue.busiest(band) if queue is not None else ""
+
     def late(self, model: str) -> list[Waiting]:
         """The requests for `model` that are late."""
         queue = self._queues.get(model)

@@ -13,6 +13,7 @@ from services.core.scheduler.calendar import (
     EARLY_S,
     HORIZON_S,
     LAPSE_S,
+    RETRIES_MAX,
     SHARE,
     SLOT_S,
     Booking,
@@ -66,11 +67,11 @@ def test_a_lapsed_booking_returns_its_time() -> None:
     # 18 requests fill the slots that are due after 1 s, 2 s and so on.
     filled = [booked(calendar, 0.0, name) for name in range(18)]
     assert filled[-1].due_s > filled[0].due_s
-    assert calendar.tokens_ahead(0.0, 5000, RATE) == 1800
+    assert calendar.tokens_ahead(0.0, "a", 5000, RATE) == 1800
     late_s = filled[-1].due_s + LAPSE_S + SLOT_S
     assert calendar.arrive(late_s, "a", (0,)) is None
     calendar.check_invariants()
-    assert calendar.tokens_ahead(late_s, 10**6, RATE) == 0 and len(calendar) == 0
+    assert calendar.tokens_ahead(late_s, "a", 10**6, RATE) == 0 and len(calendar) == 0
     assert calendar.ended == {BookingEnd.LAPSED: 18}
 
 
@@ -109,7 +110,7 @@ def test_a_prompt_longer_than_a_slot_takes_the_slots_behind() -> None:
     assert long.due_s == 1.0
     # 9,000 tokens at 900 per second.
     assert booked(calendar, 0.0, 2).due_s == 11.0
-    assert calendar.tokens_ahead(0.0, 1001, RATE) == 9000
+    assert calendar.tokens_ahead(0.0, "a", 1001, RATE) == 9000
 
 
 def test_a_full_calendar_makes_no_booking() -> None:
@@ -128,6 +129,54 @@ def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
     assert shape_of(ask) == (30, 7, 2)
     assert shape_of(Ask("r", "m", 30, 7)) == (30, 7)
     assert shape_of(Ask("r", "m", 31, 7, fingerprint=9)) == (9,)
+
+
+def refuse(calendar: Calendar, now_s: float, name: int, owner: str = "a") -> Booking | None:
+    """A request that has no booking that is due: counted, then refused."""
+    calendar.is_retry(owner, (name,))
+    return calendar.book(now_s, owner, (name,), 100, now_s, RATE)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None:
+    """Of many identical requests, as many are served per second as of different ones."""
+    rng = random.Random(seed)
+    calendar, returns = Calendar(), list[float]()
+    for number in range(60):
+        booking = refuse(calendar, number * 0.01, 1)
+        assert booking is not None
+        returns.append(booking.due_s + rng.uniform(-0.4, 1.0))
+        calendar.check_invariants()
+    # The first four requests may be one and its retries.
+    assert len(calendar) == 60 - RETRIES_MAX
+    used = list[Booking]()
+    for now_s in sorted(returns):
+        if (booking := calendar.arrive(now_s, "a", (1,))) is not None:
+            assert -EARLY_S <= now_s - booking.due_s <= LAPSE_S + SLOT_S
+            used.append(booking)
+        calendar.check_invariants()
+    assert len(set(used)) == len(used) >= 50
+    # 9 requests per second, in slots that are due at whole seconds.
+    per_s = Counter(math.floor(booking.due_s) for booking in used)
+    assert max(per_s.values()) <= 10
+
+
+def test_of_bookings_that_are_alike_the_first_is_released() -> None:
+    calendar = Calendar()
+    bookings = {refuse(calendar, 0.0, 1) for _ in range(30)}
+    first, *others = sorted(booking.due_s for booking in bookings if booking is not None)
+    calendar.release("a", (1,))
+    calendar.check_invariants()
+    assert first < others[-1] and len(calendar) == len(others)
+    assert calendar.due_booking(others[0] - EARLY_S - 0.01, "a", (1,)) is None
+    assert calendar.due_booking(others[0], "a", (1,)) is not None
+    # The requests count as retries until the last booking has ended.
+    assert not calendar.is_retry("a", (1,))
+    calendar.advance(others[-1] + LAPSE_S + SLOT_S)
+    calendar.check_invariants()
+    assert len(calendar) == 0
+    refuse(calendar, others[-1] + LAPSE_S + SLOT_S, 1)
+    assert calendar.is_retry("a", (1,))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -166,7 +215,7 @@ def test_random_refusals_and_retries(seed: int) -> None:
             calendar.check_invariants()
     calendar.check_invariants()
     calendar.advance(now_s + HORIZON_S + LAPSE_S + 1)
-    assert len(calendar) == 0 and calendar.tokens_ahead(now_s, 1, RATE) == 0
+    assert len(calendar) == 0 and calendar.tokens_ahead(now_s, "a", 1, RATE) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -188,6 +237,44 @@ def test_owners_share_the_slots_equally(seed: int) -> None:
     assert early["b"] == early["c"] == 100 and early["flood"] <= 1.6 * 100
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_owner_that_comes_late_has_its_share(seed: int) -> None:
+    """An owner that has booked all time delays another no longer than equal shares would."""
+    rng = random.Random(seed)
+    calendar, due = Calendar(), defaultdict[str, list[float]](list)
+    full = 0
+    while full < 100:
+        booking = calendar.book(10.0, "flood", (rng.randrange(10**9),), 100, 10.0, RATE)
+        full += booking is None
+    for name, owner in enumerate(rng.sample(["b"] * 90 + ["c"] * 45 + ["flood"] * 90, 225)):
+        booking = calendar.book(10.0, owner, (name,), 100, 10.0, RATE)
+        if booking is not None:
+            due[owner].append(booking.due_s)
+        if name % 20 == 0:
+            calendar.check_invariants()
+    assert not due["flood"]
+    # 9 requests per second, a third of them for each owner.
+    assert len(due["b"]) == 90 and max(due["b"]) <= 10 + 90 / 3 + 3
+    assert len(due["c"]) == 45 and max(due["c"]) <= 10 + 45 / 3 + 3
+    # Each of the three passes a request of another owner with as many tokens as are before it.
+    assert calendar.tokens_ahead(300.0, "new", 100, RATE) == 3 * 100
+    calendar.advance(600.0)
+    calendar.check_invariants()
+
+
+@pytest.mark.parametrize("now_s", [5.0, 20.0])
+def test_the_retries_of_another_owner_pass_a_request_only_in_their_turn(now_s: float) -> None:
+    calendar = Calendar()
+    for name in range(400):
+        booked(calendar, 0.0, name)
+    all_due = calendar.tokens_ahead(now_s, None, 500, RATE)
+    assert all_due == calendar.tokens_ahead(now_s, "a", 500, RATE) > 2000
+    assert calendar.tokens_ahead(now_s, "b", 500, RATE) == 500
+    booked(calendar, 0.0, 1000, owner="b")
+    # Its own retry of 100 tokens, and at most as many of the other as it has with it.
+    assert calendar.tokens_ahead(now_s, "b", 500, RATE) == 100 + 600
+
+
 def test_a_single_owner_has_all_slots() -> None:
     calendar, due = Calendar(), list[float]()
     for name in range(900):
@@ -207,6 +294,6 @@ def test_many_refusals_cost_little() -> None:
         now_s = name * 0.001
         calendar.arrive(now_s, "a", (name,))
         calendar.book(now_s, "a", (name,), 40, now_s + 10, RATE)
-        calendar.tokens_ahead(now_s, 30_000, RATE)
+        calendar.tokens_ahead(now_s, "a", 30_000, RATE)
     # About 20 µs each on the machines of today.
     assert (time.perf_counter() - began_s) / 20_000 < 0.002

@@ -11,12 +11,14 @@ from services.core.audit.refusals import Refusals
 from services.core.cost.model import CostModel
 from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
+from services.core.scheduler.group_table import REGROUP_S
 from services.core.scheduler.lateness import Lateness
 from services.core.scheduler.prediction import FORGOTTEN_S, OFFSET_S, UNKNOWN, WaitPredictor
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
+    GroupLeft,
     LateRefusals,
     OutcomeReported,
     SendAssignment,
@@ -305,6 +307,26 @@ def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
     assert scheduler.start_next() == ["i"]
 
 
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO, Scheduling.FCFS])
+def test_the_wait_of_a_class_is_that_of_its_busiest_owner(scheduling: Scheduling) -> None:
+    waits = list[float]()
+    for owners in (("a",), ("a", "b", "c"), ("",)):
+        scheduler = Overloaded(rules=ClassRules(scheduling))
+        while scheduler.start_next():
+            scheduler.now_s += 0.1
+        for number in range(60):
+            owner = owners[number] if number < len(owners) else owners[0]
+            service = Service(ServiceClass.STANDARD, ttft_s=100.0, tenant=owner)
+            assert kinds(scheduler.arrive(f"r{number}", service=service)) == [SendTicket]
+        snapshot = scheduler.state.snapshot(scheduler.now_s)
+        (wait_s,) = [
+            wait.likely_s for wait in snapshot.class_waits if wait.service_class == "standard"
+        ]
+        waits.append(wait_s)
+    # 60 requests at 10 per second, and the request itself.
+    assert waits == [pytest.approx(waits[0])] * 3 and waits[0] > 3.0
+
+
 def test_outcomes_correct_the_predictions() -> None:
     scheduler = Overloaded()
     scheduler.flood()
@@ -335,6 +357,27 @@ def test_a_booking_of_an_owner_is_not_used_by_another() -> None:
     due_s = scheduler.now_s + booked.retry_after_s
     assert calendar.due_booking(due_s, "a", (7,)) is not None
     assert calendar.due_booking(due_s, "b", (7,)) is None
+
+
+@pytest.mark.parametrize("away_s", [0.0, REGROUP_S - 1, REGROUP_S])
+@pytest.mark.parametrize("lateness", [0.0, 1.0])
+def test_bookings_outlive_the_restart_of_the_only_worker(away_s: float, lateness: float) -> None:
+    scheduler = Overloaded(lateness=lateness)
+    scheduler.flood(400)
+    waits, rate = waits_of(scheduler), waits_of(scheduler).rate.per_s(scheduler.now_s)
+    scheduler(GroupLeft(scheduler.now_s, "group-w0"))
+    scheduler.state.check_invariants()
+    for _ in range(int(away_s)):
+        scheduler.now_s += 1.0
+        scheduler(Ticked(scheduler.now_s))
+        scheduler.state.check_invariants()
+    scheduler.serve(now_s=scheduler.now_s, free=0, epoch=2)
+    kept = lateness > 0 and away_s < REGROUP_S
+    assert (waits_of(scheduler) is waits) is kept
+    if kept:
+        assert any(len(calendar) for calendar in waits.calendars.values())
+        # The time without a worker does not count as slow.
+        assert rate is not None and waits.rate.per_s(scheduler.now_s) == pytest.approx(rate, 0.1)
 
 
 @pytest.mark.parametrize("seed", range(10))
