@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.client_process import run_job
 from benchmarks.faults.cluster import await_true, blocks_free
-from benchmarks.overload.figures import RECOVERED_FACTOR, Measured, Probe
+from benchmarks.overload.figures import RECOVERED_FACTOR, Measured, Probe, recovered_s
 from benchmarks.overload.load import (
     Targets,
     class_shares,
@@ -193,14 +193,14 @@ class Trial:
         limit_s: float = 0.0,
         until_s: float = float("inf"),
     ) -> list[Probe]:
-        """Send standard requests in turn: `count`, or until a TTFT is at most `limit_s`."""
+        """Send standard requests in turn: `count`, or until TTFT is within `limit_s` again."""
         server = OpenAIServer(self._cluster.urls[0], None)
         probes = list[Probe]()
         try:
             while len(probes) != count and monotonic_s() < until_s:
                 probe = await self._probe_once(server, targets, until_s)
                 probes.append(probe)
-                if probe.ttft_s is not None and probe.ttft_s <= limit_s:
+                if recovered_s(probes, limit_s) is not None:
                     break
                 await asyncio.sleep(max(0.0, probe.sent_s + PROBE_EVERY_S - monotonic_s()))
         finally:

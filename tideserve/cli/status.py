@@ -189,13 +189,13 @@ def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
 
 
 def _print_refusals(console: Console, status: Mapping[str, Any]) -> None:
-    console.print("[bold]Refusals for lateness[/] [dim](the last one of each class)[/]")
+    console.print("[bold]Refusals for lateness[/] [dim](the last of each class)[/]")
     for line in refusal_lines(status) or ["none since this scheduler started"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
 
 
 def refusal_lines(status: Mapping[str, Any]) -> list[str]:
-    """A sentence for each model and class: how many were late, and the numbers of the last one."""
+    """A sentence for each model and class: how many were late, and the numbers of the last."""
     return [
         f"{row['model']}, {row['service_class']}: {row['last_minute']:,} in the last minute. The"
         f" last, {row['age_s']:.0f} s ago: predicted up to {row['wait_s']:.1f} s, due in"

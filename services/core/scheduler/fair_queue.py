@@ -37,7 +37,7 @@ class _Tenant:
         """Tokens that it starts before its counter exceeds `counter`, on average."""
         if counter < self.served_tokens:
             return 0
-        # The request that crosses the bound starts as a whole: add half of one.
+        # The request that crosses the bound starts as a whole: add half a request.
         half = self.waiting_tokens // (2 * len(self.entries))
         return min(self.waiting_tokens, counter - self.served_tokens + half)
 

@@ -12,7 +12,7 @@ MINUTE_S = 60
 
 @dataclass(slots=True)
 class _OfClass:
-    """Refusals of a class: those of the last minute, and the last one with its Retry-After."""
+    """Refusals of a class: those of the last minute, and the latest with its Retry-After."""
 
     recent: RecentSum
     last: Late
@@ -22,7 +22,7 @@ class _OfClass:
 
 @dataclass(slots=True)
 class RecentRefusals:
-    """Counts refusals for lateness by class, and keeps the last one of each."""
+    """Counts refusals for lateness by class, and keeps the latest of each."""
 
     _by_class: dict[ServiceClass, _OfClass] = field(default_factory=dict)
 

@@ -120,7 +120,8 @@ class OutcomeReported:
     """The first token of an assigned request, or with `output_tokens` its end.
 
     `ttft_s` counts from its arrival at the gateway. `cut_off`: its token limit, its client or an
-    error ended it. Not reported for requests that failed or were started more than once.
+    error ended it. Not reported for requests that failed before their first token or were started
+    more than once.
     """
 
     now_s: float
@@ -191,7 +192,7 @@ class Late:
 class LateRefusals:
     """Refusals for lateness of a model and class: their number in the last minute, and the last.
 
-    That one was `age_s` seconds ago, and may be retried `retry_after_s` after it.
+    The last refusal was `age_s` seconds ago; a retry is due `retry_after_s` after it.
     """
 
     model: str

@@ -129,7 +129,7 @@ class AdmissionClient:
         does not answer soon.
 
         Raises:
-            GatewayError: the scheduler's refusal, of several the one with the latest retry.
+            GatewayError: the scheduler's refusal, of several that with the latest retry.
         """
         loop = asyncio.get_running_loop()
         answers = dict[str, asyncio.Future[Refusal | None]]()
@@ -147,7 +147,7 @@ class AdmissionClient:
             raise refusal_error(max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0))
 
     def class_wait(self, model: str, service_class: ServiceClass) -> ClassWait | None:
-        """The predicted wait of a class; None if it is short or unknown."""
+        """The predicted wait of a class; None if it is unknown."""
         heartbeat = self.heartbeat
         return None if heartbeat is None else heartbeat.class_waits.get((model, service_class))
 
@@ -156,7 +156,7 @@ class AdmissionClient:
     ) -> None:
         """Report a first token, or with `output_tokens` an end, if the scheduler wants it.
 
-        `cut_off`: the output was limited by `max_tokens` or by the client.
+        `cut_off`: `max_tokens`, the client or an error ended the output.
         """
         wanted = self.heartbeat is not None and self.heartbeat.wants_outcomes
         if wanted and len(self._outcomes) < OUTCOMES_MAX:

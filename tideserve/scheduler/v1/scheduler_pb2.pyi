@@ -250,8 +250,8 @@ Global___Ask: _TypeAlias = Ask  # noqa: Y015
 @_typing.final
 class Outcome(_message.Message):
     """The first token of an assigned request, or its end. Sent off the critical path, at most twice for
-    a request, not for requests that failed or were started more than once, and only to a scheduler
-    with `wants_outcomes`.
+    a request, not for requests that failed before their first token or were started more than once,
+    and only to a scheduler with `wants_outcomes`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -519,9 +519,7 @@ class Heartbeat(_message.Message):
     """Whether the scheduler predicts waits: gateways then report outcomes."""
     @_builtins.property
     def class_waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
-        """Predicted waits, at most one per model and class; without classes that wait for a quarter of
-        their target or less.
-        """
+        """Predicted waits, at most one per model and class."""
 
     def __init__(
         self,
@@ -662,7 +660,7 @@ Global___ListRefusalsResponse: _TypeAlias = ListRefusalsResponse  # noqa: Y015
 
 @_typing.final
 class LateRefusals(_message.Message):
-    """Refusals for lateness of a model and class: their number, and the numbers of the last one."""
+    """Refusals for lateness of a model and class: their number, and the numbers of the last refusal."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -683,7 +681,7 @@ class LateRefusals(_message.Message):
     last_minute: _builtins.int
     """Refusals in the last minute."""
     age_s: _builtins.float
-    """Seconds since the last one."""
+    """Seconds since the last refusal."""
     wait_s: _builtins.float
     """Predicted seconds until its first token."""
     left_s: _builtins.float

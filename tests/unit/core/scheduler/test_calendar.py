@@ -184,7 +184,7 @@ def test_random_refusals_and_retries(seed: int) -> None:
     """No request has two bookings, no slot more time than it has, no owner that of another."""
     rng = random.Random(seed)
     calendar, now_s = Calendar(), rng.uniform(0, 1000)
-    # What each client was told last, and its first try.
+    # The last booking of each client.
     known: dict[tuple[str, tuple[int, ...]], Booking] = {}
     for step in range(800):
         now_s += rng.choice((0.0, 0.01, 0.3, 3.0)) * rng.random()
@@ -198,7 +198,7 @@ def test_random_refusals_and_retries(seed: int) -> None:
             assert -EARLY_S <= now_s - used.due_s <= LAPSE_S + SLOT_S
             del known[key]
         elif before is not None and -EARLY_S <= now_s - before.due_s <= LAPSE_S:
-            pytest.fail("a retry within its window found no booking")
+            pytest.fail("a retry within its window has no booking")
         tokens = rng.choice((10, 100, 3000))
         earliest_s = now_s + rng.choice((0.0, 1.0, 20.0))
         booking = calendar.book(now_s, owner, shape, tokens, earliest_s, RATE)
