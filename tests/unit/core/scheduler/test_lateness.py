@@ -311,16 +311,18 @@ def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
 def test_the_wait_of_a_class_is_that_of_its_busiest_owner(scheduling: Scheduling) -> None:
     waits = list[float]()
     for owners in (("a",), ("a", "b", "c"), ("",)):
-        scheduler = Overloaded(rules=ClassRules(scheduling))
+        scheduler = Overloaded(rules=ClassRules(scheduling), standard_wait_s=100.0)
         while scheduler.start_next():
             scheduler.now_s += 0.1
         for number in range(60):
             owner = owners[number] if number < len(owners) else owners[0]
-            service = Service(ServiceClass.STANDARD, ttft_s=100.0, tenant=owner)
-            assert kinds(scheduler.arrive(f"r{number}", service=service)) == [SendTicket]
+            arrived = scheduler.arrive(f"r{number}", service=Service(tenant=owner))
+            assert kinds(arrived) == [SendTicket]
         snapshot = scheduler.state.snapshot(scheduler.now_s)
         (wait_s,) = [
-            wait.likely_s for wait in snapshot.class_waits if wait.service_class == "standard"
+            wait.likely_s
+            for wait in snapshot.class_waits
+            if wait.service_class is ServiceClass.STANDARD
         ]
         waits.append(wait_s)
     # 60 requests at 10 per second, and the request itself.
