@@ -316,31 +316,31 @@ class Lateness:
         overloaded = {
             cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
         }
-        if not overloaded:
+        if not overloaded or not waits.rate.per_s(now_s):
             return []
         late = list[tuple[Waiting, Late]]()
         ahead = 0
         limits: WaitLimits | None = None
         # In this loop microseconds count: thousands may wait.
-        optimistic = {cls: r.optimistic(now_s) for cls, r in waits.ratios.items()}
-        rates = {cls: self._rate(cls, model, now_s) or 0.0 for cls in ServiceClass}
+        likely = {cls: r.likely(now_s) for cls, r in waits.ratios.items()}
+        rates = {cls: self._rate(cls, model, now_s) or math.inf for cls in ServiceClass}
         for waiting in self.queue.in_order(name) if walk else self.queue.late(name):
             start_tokens, cls = waiting.start_tokens, waiting.ask.service.service_class
             wait_s = (ahead + start_tokens) / rates[cls]
-            ratio, offset_s = optimistic[cls][bisect(RANGES_S, wait_s)]
-            optimistic_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
+            ratio, offset_s = likely[cls][bisect(RANGES_S, wait_s)]
+            likely_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
             if waiting.booked:
-                optimistic_s /= LENIENT
+                likely_s /= LENIENT
             # Late requests stand behind those of all classes.
-            if optimistic_s > left_s and (waiting.late or cls in overloaded):
+            if likely_s > left_s and (waiting.late or cls in overloaded):
                 limits = limits or WaitLimits(model, short, now_s)
                 if (by := limits.of(waiting)) is not None:
-                    late.append((waiting, Late(ahead, rates[cls], optimistic_s, left_s, by)))
+                    late.append((waiting, Late(ahead, rates[cls], likely_s, left_s, by)))
                     if waiting.raw_s:
                         # Without these, only predictions that held would correct later ones.
                         waited_s = now_s - waiting.ask.now_s
-                        waits.ratios[cls].note(waiting.raw_s, waited_s + optimistic_s, now_s)
+                        waits.ratios[cls].note(waiting.raw_s, waited_s + likely_s, now_s)
                     continue
             ahead += start_tokens
         return late

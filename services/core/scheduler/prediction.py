@@ -172,13 +172,13 @@ class Ratios:
         ratios, offset_s = self._correction(bisect(RANGES_S, raw_s), now_s)
         return tuple(max(0.0, ratio * (raw_s + offset_s) - offset_s) for ratio in ratios)
 
-    def optimistic(self, now_s: float) -> list[tuple[float, float]]:
-        """By range: ratio and offset with which `corrected` computes the optimistic time.
+    def likely(self, now_s: float) -> list[tuple[float, float]]:
+        """By range: ratio and offset with which `corrected` computes the likely time.
 
         For callers that correct many predictions at once.
         """
         corrections = [self._correction(index, now_s) for index in range(len(self._recent))]
-        return [(ratios[0], offset_s) for ratios, offset_s in corrections]
+        return [(ratios[1], offset_s) for ratios, offset_s in corrections]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sorted ratios differ from the recent ones."""

@@ -45,16 +45,16 @@ def plain_walk(
         rate = self._rate(cls, model, now_s)
         assert rate
         wait_s = (ahead + waiting.start_tokens) / rate
-        optimistic_s, *_ = model.meter.waits.ratios[cls].corrected(wait_s, now_s)
+        _, likely_s, _ = model.meter.waits.ratios[cls].corrected(wait_s, now_s)
         if waiting.booked:
-            optimistic_s /= LENIENT
+            likely_s /= LENIENT
         left_s = waiting.latest_s - now_s
-        in_time = optimistic_s <= left_s or not (waiting.late or cls in overloaded)
+        in_time = likely_s <= left_s or not (waiting.late or cls in overloaded)
         if in_time or not is_refusable(self, waiting, model, short, now_s):
             ahead += waiting.start_tokens
             continue
         by = WaitLimit.COMPUTE if has_memory(waiting.ask, model) else WaitLimit.MEMORY
-        late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
+        late.append((waiting, Late(ahead, rate, likely_s, left_s, by)))
     return late
 
 
