@@ -70,7 +70,7 @@ class Driver(SchedulerDriver):
     def bookings(self) -> dict[int, Booking]:
         """The bookings of the asks, by fingerprint."""
         calendar = waits_of(self.scheduler).calendars[ServiceClass.STANDARD]
-        known = {booking.shape: booking for booking in calendar._bookings.values()}
+        known = {b.shape: b for bookings in calendar._bookings.values() for b in bookings}
         prints = {ask.fingerprint for ask in self.asks}
         return {number: known[number,] for number in prints if (number,) in known}
 

@@ -171,11 +171,14 @@ class Calendar:
         if self._count >= BOOKINGS_MAX:
             return None
         seconds = tokens / (SHARE * rate)
-        start_s, shared = earliest_s, len(self._owners) > (owner in self._owners)
-        if shared and owner in self._owners:
-            start_s = max(start_s, self._owners[owner].share_until_s)
+        start_s, known = earliest_s, self._owners.get(owner)
+        if known is not None and len(self._owners) > 1:
+            start_s = max(start_s, known.share_until_s)
         due_s = self._first_due_s(now_s, start_s, self._full)
-        if shared and (due_s is None or due_s > start_s + OVERBOOKED_S):
+        # An owner with fewer bookings than others has its turn despite theirs.
+        own = known.bookings if known is not None else 0
+        few = own * len(self._owners) < self._count
+        if few and (due_s is None or due_s > start_s + OVERBOOKED_S):
             due_s = self._first_due_s(now_s, start_s, full=0)
         if due_s is None:
             return None
