@@ -178,7 +178,7 @@ class Admission:
         service_class = ask.service.service_class
         self.totals.refused[refused.reason] += 1
         self.totals.refused_of_class[service_class] += 1
-        wait_s, booked, retry = refused.retry_after_s, False, None
+        message, wait_s, booked, retry = refused.message, refused.retry_after_s, False, None
         model = self.groups.of_model(ask.model)
         if refused.is_overload:
             if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
@@ -187,11 +187,10 @@ class Admission:
             if refused.late is not None and model is not None:
                 self.totals.refused_late[ask.model, service_class, refused.late.by] += 1
                 model.meter.late.note(service_class, refused.late, wait_s, now_s)
+                message += f"; retry in {wait_s:.0f} s"
         return SendRefusal(
             ask.request_id,
-            refused.message
-            if refused.late is None
-            else f"{refused.message}; retry in {wait_s:.0f} s",
+            message,
             wait_s,
             reason=refused.reason,
             stream_id=stream_id,

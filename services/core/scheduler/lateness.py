@@ -108,9 +108,8 @@ class Lateness:
         else:
             model.meter.waits.note_ask(ask)
             booking = calendar.arrive(ask.now_s, owner, shape)
-        counted = ask.waited_s > WAITED_S
-        if booking is None and calendar.is_retry(owner, shape):
-            counted = True
+        early = booking is None and calendar.is_retry(owner, shape)
+        counted = early or ask.waited_s > WAITED_S
         ahead = self.queue.rules.classes_ahead(ask.service)
         if not self.queue.demand(ask.model, ahead)[0] and self.could_start(ask, model, ask.now_s):
             return Estimate(limit_s, None, booking, 0.0, counted)  # it starts now
@@ -234,7 +233,7 @@ class Lateness:
         interactive = service.service_class is ServiceClass.INTERACTIVE
         arrived = meter.interactive if interactive and self.queue.rules.by_class else meter.arrived
         requests, _ = arrived.at(now_s)
-        if rate is None or not requests:
+        if not rate or not requests:
             return False
         # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
         return arrived.recent_per_s(now_s, ARRIVED_LEAST_S) > rate * (
@@ -316,7 +315,7 @@ class Lateness:
         overloaded = {
             cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
         }
-        if not overloaded or not waits.rate.per_s(now_s):
+        if not overloaded:
             return []
         late = list[tuple[Waiting, Late]]()
         ahead = 0

@@ -252,7 +252,7 @@ def test_an_owner_that_comes_late_has_its_share(seed: int) -> None:
             due[owner].append(booking.due_s)
         if name % 20 == 0:
             calendar.check_invariants()
-    assert all(due_s > 550 for due_s in due["flood"])
+    assert not due["flood"]
     # 9 requests per second, a third of them for each owner.
     assert len(due["b"]) == 90 and max(due["b"]) <= 10 + 90 / 3 + 3
     assert len(due["c"]) == 45 and max(due["c"]) <= 10 + 45 / 3 + 3

@@ -329,6 +329,41 @@ def test_the_wait_of_a_class_is_that_of_its_busiest_owner(scheduling: Scheduling
     assert waits == [pytest.approx(waits[0])] * 3 and waits[0] > 3.0
 
 
+def test_only_admitted_interactive_requests_pass_the_others() -> None:
+    scheduler = Overloaded(rules=ClassRules(Scheduling.SLO))
+    refused = scheduler.flood(service=Service(ServiceClass.INTERACTIVE, ttft_s=1.0))
+    model = scheduler.state._groups.of_model("m")
+    assert model is not None and refused
+    assert model.meter.interactive.at(scheduler.now_s)[0] == 200
+    assert model.meter.passing.at(scheduler.now_s)[0] == 200 - len(refused)
+
+
+@pytest.mark.parametrize(("waited_s", "counts"), [(0.1, True), (5.0, False)])
+def test_a_request_that_is_asked_for_again_is_no_new_arrival(waited_s: float, counts: bool) -> None:
+    scheduler = Overloaded()
+    model = scheduler.state._groups.of_model("m")
+    assert model is not None
+    before, _ = model.meter.arrived.at(scheduler.now_s)
+    scheduler.arrive("r", waited_s=waited_s, service=Service(ttft_s=100.0))
+    assert model.meter.arrived.at(scheduler.now_s)[0] == before + counts
+
+
+def test_a_refusal_in_the_queue_is_a_sample_of_its_prediction() -> None:
+    scheduler = Overloaded()
+    scheduler.flood()
+    before = sum(waits_of(scheduler).ratios[ServiceClass.STANDARD].counts)
+    commands = list[Command]()
+    for _ in range(30):  # no request starts
+        scheduler.now_s += 0.1
+        commands += scheduler.arrive(
+            f"more{scheduler.now_s}", fingerprint=int(scheduler.now_s * 10)
+        )
+        commands += scheduler(Ticked(scheduler.now_s))
+    left = [c for c in commands if isinstance(c, SendRefusal) and c.request_id.startswith("flood")]
+    samples = sum(waits_of(scheduler).ratios[ServiceClass.STANDARD].counts) - before
+    assert 0 < samples == len(left)
+
+
 def test_outcomes_correct_the_predictions() -> None:
     scheduler = Overloaded()
     scheduler.flood()
