@@ -165,6 +165,8 @@ class Lateness:
         if ask.now_s + estimate.alone_s > due_s:
             waiting.late = True
         else:
+            # A client that came when it was asked to is rather served late than sent away again.
+            due_s += (LENIENT - 1) * estimate.limit_s * waiting.booked
             own_s = prefill_s(ask, model) if estimate.prediction is not None else 0.0
             waiting.latest_s = due_s - own_s
 
@@ -334,8 +336,6 @@ class Lateness:
             ratio, offset_s = likely[cls][bisect(RANGES_S, wait_s)]
             likely_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
-            if waiting.booked:
-                likely_s /= LENIENT
             # Late requests stand behind those of all classes.
             if likely_s > left_s and (waiting.late or cls in overloaded):
                 limits = limits or WaitLimits(model, short, now_s)

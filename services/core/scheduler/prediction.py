@@ -49,6 +49,8 @@ class StartRate:
     _remembered: float | None = None
     # Tokens per second that the cost model predicts; None without one.
     computed: float | None = None
+    # Whether enough starts have ever been measured; before, the rate is only expected.
+    measured: bool = False
 
     def begin(self, now_s: float) -> None:
         """Restart the measurement: a request joins the empty queue."""
@@ -65,6 +67,7 @@ class StartRate:
             self._tokens -= self._starts.popleft()[1]
         self._starts.append((now_s, tokens))
         self._tokens += tokens
+        self.measured = self.measured or len(self._starts) >= STARTS_MIN
 
     def note_capacity(self, blocks: int, now_s: float) -> None:
         """Note the KV blocks of the groups that serve.
@@ -96,11 +99,6 @@ class StartRate:
         # time until enough is measured.
         prior_s = max(0.0, PRIOR_S - period_s) if measured else PRIOR_S
         return (expected * prior_s + tokens) / (prior_s + period_s)
-
-    @property
-    def measured(self) -> bool:
-        """Whether starts were measured, now or before: else the rate is only expected."""
-        return self._remembered is not None or len(self._starts) >= STARTS_MIN
 
     def _restart(self, end_s: float, now_s: float) -> None:
         """Remember the rate until `end_s`, and begin a measurement now."""

@@ -308,6 +308,33 @@ def test_a_retry_at_its_booked_time_has_the_rank_of_its_first_try() -> None:
     assert "r2" not in waiting or waiting.index("r2") == 0
 
 
+def test_a_retry_at_its_booked_time_is_rather_late_than_refused_again() -> None:
+    scheduler = Overloaded()
+    scheduler.flood(400, prompt_tokens=30)
+    booked = scheduler.arrive("r", prompt_tokens=31)[0]
+    assert isinstance(booked, SendRefusal) and booked.booked and booked.retry_after_s is not None
+    due_s = scheduler.now_s + booked.retry_after_s
+    while scheduler.now_s < due_s - 0.05:
+        scheduler.now_s += 0.1
+        scheduler.start_next()
+        scheduler(Ticked(scheduler.now_s))
+    assert kinds(scheduler.arrive("retry", prompt_tokens=31))[0] is SendTicket
+    # Nothing starts any more, and many still arrive.
+    began_s, refused_s, arrived = scheduler.now_s, dict[str, float](), 0
+    while scheduler.now_s < began_s + 6.0:
+        scheduler.now_s += 0.1
+        scheduler.fill()
+        commands = scheduler(Ticked(scheduler.now_s))
+        for _ in range(15):
+            arrived += 1
+            commands += scheduler.arrive(f"new{arrived}", fingerprint=arrived)
+        for command in commands:
+            if isinstance(command, SendRefusal):
+                refused_s[command.request_id] = scheduler.now_s - began_s
+    assert SOON.ttft_s is not None
+    assert SOON.ttft_s < refused_s["retry"] <= 2 * SOON.ttft_s + 0.3
+
+
 def test_an_estimated_ask_is_refused_or_may_proceed() -> None:
     scheduler = Overloaded()
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendProceed]
