@@ -205,9 +205,7 @@ def _held(token: int) -> Any:
     )
 
 
-def _finish(
-    connection: Connection, calls: Sequence[tuple[int, LineResult]]
-) -> list[bool]:
+def _finish(connection: Connection, calls: Sequence[tuple[int, LineResult]]) -> list[bool]:
     """End lines of one leader; whether each was running under its token."""
     token = calls[0][0]
     check_token(connection, token)

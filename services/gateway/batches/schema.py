@@ -263,8 +263,8 @@ def _check_local(path: Path) -> None:
     kind = kinds[max(above, key=lambda mount: len(mount.parts))] if above else ""
     if kind.startswith(_SHARED_FILE_SYSTEMS):
         raise ConfigError(
-            f"the batch store {path} is on a file system of type {kind}, on which SQLite loses data;"
-            " use a local disk, or PostgreSQL"
+            f"the batch store {path} is on a file system of type {kind}, on which SQLite loses"
+            " data; use a local disk, or PostgreSQL"
         )
 
 

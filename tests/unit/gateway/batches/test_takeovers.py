@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -24,9 +25,10 @@ Patch = pytest.MonkeyPatch
 
 async def test_each_line_ends_once(store_url: str) -> None:
     stores = (BatchStore(store_url), BatchStore(store_url))
+    elections = itertools.count(1)
     try:
         for seed in range(SEEDS):
-            await Takeovers(stores, seed).run()
+            await Takeovers(stores, seed, elections).run()
     finally:
         for store in stores:
             await store.close()
@@ -84,9 +86,7 @@ def without_take_over(patch: Patch) -> None:
 
 def without_state(patch: Patch) -> None:
     def held(token: int) -> Any:
-        return update(lines).where(
-            lines.c.batch == bindparam("b"), lines.c.line == bindparam("n")
-        )
+        return update(lines).where(lines.c.batch == bindparam("b"), lines.c.line == bindparam("n"))
 
     patch.setattr(line_store, "_held", held)
 
