@@ -100,7 +100,7 @@ def test_a_large_input_is_validated_in_time_and_memory(tmp_path: Path) -> None:
     assert measured["lines"] >= 6400
     assert measured["validated_s"] <= VALIDATED_WITHIN_S
     assert measured["grown_bytes"] <= MEMORY_MAX_BYTES
-    assert measured["claim_s"] + measured["finish_s"] <= 0.5e-3
+    assert measured["finish_s"] <= 0.2e-3
 
 
 if __name__ == "__main__":
