@@ -91,6 +91,8 @@ class ChoiceRecord:
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
     resumed: int = 0  # resumptions after the loss of a worker that had sent tokens
+    # Output tokens so far; at first those of an earlier run of the request, which is resumed.
+    output_ids: list[int] = field(default_factory=list)
     quota: QuotaLease | None = None  # of its request
 
     @property
@@ -134,6 +136,7 @@ class RequestRecord:
     quotas: Quotas | None = None
     quota: QuotaLease | None = None  # the request's charge against its owner's quota
     slo_headers: Mapping[str, str] = field(default_factory=dict)  # see service_policy.SLO_HEADERS
+    earlier_ids: Sequence[int] = ()  # output of an earlier run, which the first choice resumes
     slot: RequestSlot | None = None  # its slot in the gateway's limit of concurrent requests
     service_class: ServiceClass | None = None  # None until the body is read
     warnings: tuple[str, ...] = ()  # ASCII sentences for the client, without quotes
@@ -228,7 +231,8 @@ class RequestRecord:
 
     def add_choice(self) -> ChoiceRecord:
         """Add and return the record of another choice."""
-        self.choices.append(ChoiceRecord(quota=self.quota))
+        earlier_ids = () if self.choices else self.earlier_ids
+        self.choices.append(ChoiceRecord(quota=self.quota, output_ids=list(earlier_ids)))
         return self.choices[-1]
 
 
