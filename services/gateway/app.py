@@ -20,6 +20,7 @@ from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.core.service import ServiceClass
 from services.gateway.admin.port import AdminPort
+from services.gateway.batch_parts import open_batches
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.connections import ClientConnections, limits_of
 from services.gateway.bounds.drain import Drain
@@ -40,8 +41,7 @@ from services.gateway.http.server import HttpServer, bind, server_tls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
-from services.gateway.model.sampling import PLAIN_DEFAULTS
-from services.gateway.model.served_model import ServedModel, load_model
+from services.gateway.model.served_model import ServedModel, open_model
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
 from services.gateway.records.request_recorder import RequestRecorder
@@ -87,24 +87,6 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
                 await gateway.run(listener, admin, stop)
         finally:
             await store.close()
-
-
-def open_model(config: GatewayConfig) -> ServedModel:
-    """Load the served model's metadata and tokenizer. Raises ConfigError."""
-    aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
-    own_defaults = config.generation_config == "auto"
-    model = load_model(
-        config.model_name,
-        config.model_dir,
-        aliases,
-        own_defaults=own_defaults,
-        tool_format=config.tool_format,
-        reasoning_format=config.reasoning_format,
-        user_tokens=config.user_special_tokens,
-    )
-    if model.defaults != PLAIN_DEFAULTS:
-        log.info("sampling defaults from generation_config.json: %s", model.defaults)
-    return model
 
 
 class _Gateway:
@@ -154,6 +136,10 @@ class _Gateway:
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
         recorder = RequestRecorder(self._metrics, tracer, incarnation, quotas)
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
+        self._batches = open_batches(
+            *(config, model, serving, self._pool, self._keys),
+            *(self._metrics.registry, store, incarnation),
+        )
         self._http = self._http_server(model, serving, canceller, recorder)
         self._grpc = self._grpc_port(model, serving, canceller, recorder)
         self._connect_gauges()
@@ -188,6 +174,8 @@ class _Gateway:
                     background.append(tasks.create_task(self._renderer.run()))
                 if self._keys.has_file:
                     background.append(tasks.create_task(self._exchange.run()))
+                if self._batches is not None:
+                    background.append(tasks.create_task(self._batches.run()))
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 admin_port = None
@@ -201,6 +189,8 @@ class _Gateway:
                 for task in background:
                     task.cancel()
         finally:
+            if self._batches is not None:
+                await self._batches.close()
             self._pool.close()
             await self._checker.close()
             await self._exchange.withdraw()
@@ -215,6 +205,8 @@ class _Gateway:
         server.drain()
         if self._grpc is not None:
             self._grpc.leave()
+        if self._batches is not None:
+            self._batches.stop_claiming()
         await self._drain.leave(self._config.drain_delay_s)
         log.info("draining %d requests", self._drain.inflight)
         # gRPC calls get extra time to send the errors of requests that the drain cancels.
@@ -281,6 +273,7 @@ class _Gateway:
             recorder,
             self._config.public_metrics,
             origins_of(self._config.cors_origins),
+            self._batches,
         )
         return HttpServer(app, self._tls, self._config.keep_alive_s, self._connections, "http")
 

@@ -1,7 +1,6 @@
-"""What the routes of files and batches share: their store, JSON objects and pages."""
+"""JSON objects, pages and errors of the routes of files and batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -9,10 +8,7 @@ from starlette.responses import JSONResponse
 
 from services.common.clock import unix_s
 from services.core.batches.vocabulary import BatchState
-from services.gateway.batches.files import ObjectFiles
 from services.gateway.batches.rows import BatchRow, FileRow
-from services.gateway.batches.settings import BatchSettings
-from services.gateway.batches.store import BatchStore
 from services.gateway.records.request_record import record_of
 from services.gateway.vocabulary.errors import BadRequest, GatewayError
 
@@ -30,15 +26,6 @@ class NotConfigured(GatewayError):
             "this gateway serves no files and batches; set its 'batch_store', such as"
             " sqlite:////FOLDER/batches.db"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BatchApi:
-    """What the routes use."""
-
-    store: BatchStore
-    files: ObjectFiles
-    settings: BatchSettings
 
 
 def owner_of(request: Request) -> str:

@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, Response
 from services.gateway.api.batches import CreateBatchRequest, parse_create, window_s
 from services.gateway.api.json_object import parse_object
 from services.gateway.batches.rows import NewBatch
+from services.gateway.batches.service import BatchService
 from services.gateway.http.batch_api import (
-    BatchApi,
     NotConfigured,
     batch_object,
     number_of,
@@ -28,14 +28,14 @@ LISTED, LISTED_MAX = 20, 100
 METHODS = ["GET", "POST", "DELETE"]
 
 
-def routers(api: BatchApi | None, serving: RequestServing, pool: TextPool) -> list[APIRouter]:
+def routers(api: BatchService | None, serving: RequestServing, pool: TextPool) -> list[APIRouter]:
     """The routes of files and batches; without `api` they refuse all requests."""
     if api is None:
         return [_absent()]
     return [files_router(api, serving.client_stall_s), router(api, serving, pool)]
 
 
-def router(api: BatchApi, serving: RequestServing, pool: TextPool) -> APIRouter:
+def router(api: BatchService, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes of batches."""
     routes = APIRouter(prefix="/v1/batches")
 

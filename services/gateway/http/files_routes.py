@@ -1,7 +1,8 @@
 """Serves OpenAI's Files API: /v1/files."""
 
-import asyncio
 import contextlib
+import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,10 +10,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.batches.files import ObjectFiles
+from services.common.clock import unix_s
+from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.rows import FileRow, NewFile
+from services.gateway.batches.service import BatchService
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.http.batch_api import BatchApi, file_object, number_of, owner_of, page
+from services.gateway.http.batch_api import file_object, number_of, owner_of, page
 from services.gateway.http.dialect import guard_client
 from services.gateway.http.multipart import UploadForm, form_of, read_form
 from services.gateway.records.request_record import record_of
@@ -27,7 +30,7 @@ EXPIRY_S = range(3600, 30 * 86_400 + 1)
 NAME_CHARS_MAX = 256
 
 
-def router(api: BatchApi, stall_s: float) -> APIRouter:
+def router(api: BatchService, stall_s: float) -> APIRouter:
     """The routes; a client that reads nothing for `stall_s` is disconnected."""
     routes = APIRouter(prefix="/v1/files")
     transfers = _Transfers()
@@ -85,7 +88,7 @@ class _Transfers:
         self._count = 0
 
     @contextlib.contextmanager
-    def entered(self) -> Any:
+    def entered(self) -> Iterator[None]:
         """Count a transfer inside the `with` block. Raises QueueFull."""
         if self._count >= UPLOADS_MAX:
             raise QueueFull(
@@ -99,21 +102,21 @@ class _Transfers:
             self._count -= 1
 
 
-async def _store(api: BatchApi, request: Request, form: UploadForm) -> FileRow:
+async def _store(api: BatchService, request: Request, form: UploadForm) -> FileRow:
     """Write an uploaded file; it exists once its row is written."""
-    async with api.files.writing() as writer:
+    name = f"uploads/{secrets.token_hex(16)}"
+    async with api.files.writing(name) as writer:
         await read_form(request, form, writer.write)
-        expires_s = _checked(form)
-        written = await writer.close()
+        keep_s = _checked(form)
     return await api.store.files.add(
         NewFile(
             owner_of(request),
             BATCH,
             form.filename or "file",
-            written.size_bytes,
-            written.sha256,
-            written.object_name,
-            expires_s,
+            writer.size_bytes,
+            writer.sha256,
+            name,
+            None if keep_s is None else unix_s() + keep_s,
         )
     )
 
@@ -184,4 +187,4 @@ class FileContent(Response):
 
     async def _read(self, offset: int) -> bytes:
         length = min(PIECE_BYTES, self._file.size_bytes - offset)
-        return await asyncio.to_thread(self._files.read, self._file.object_name, offset, length)
+        return await self._files.read(self._file.object_name, offset, length)

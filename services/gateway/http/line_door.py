@@ -41,6 +41,11 @@ class LineDoor:
     dialects: Mapping[str, Callable[[], Dialect]]
     incarnation: str
 
+    def check_model(self, batch: BatchRow, model: str) -> None:
+        """Raise GatewayError unless the key of `batch` may use the model."""
+        principal = self.keys.principal_of(batch.owner, batch.key_id)
+        self.serving.preparer.check_model(model, principal)
+
     def open(self, batch: BatchRow, line: ClaimedLine) -> "LineCall":
         """A call that runs `line` of `batch`."""
         return LineCall(self, batch, line)
