@@ -9,7 +9,7 @@ from services.core.batches.vocabulary import ENDED
 from services.gateway.batches.database import Database
 from services.gateway.batches.errors import EntryInUse, no_such_file
 from services.gateway.batches.records import file_row, file_values
-from services.gateway.batches.rows import FileRow, NewFile
+from services.gateway.batches.rows import BatchRow, FileRow, NewFile
 from services.gateway.batches.schema import batches, database_now, files
 
 PAGE_MAX = 10_000
@@ -33,6 +33,15 @@ class FileStore:
             return find_file(connection, owner, file_id)
 
         return await self._database.read("get_file", run)
+
+    async def input_of(self, batch: BatchRow) -> FileRow:
+        """The input of a batch that has not ended, even if its time has expired."""
+
+        def run(connection: Connection) -> FileRow:
+            statement = select(files).where(files.c.id == batch.input_file)
+            return file_row(connection.execute(statement).one())
+
+        return await self._database.read("input_of", run)
 
     async def page(
         self,
@@ -85,14 +94,15 @@ class FileStore:
         await self._database.write("delete_file", run)
 
     async def dead_objects(self, names: Sequence[str]) -> list[str]:
-        """Those of the named objects that no existing file has."""
+        """Those of the named objects that belong to no file, or to a deleted or expired file."""
 
         def run(connection: Connection) -> list[str]:
-            living = select(files.c.object_name).where(
-                files.c.object_name.in_(names), *_exists()
+            read = select(batches.c.input_file).where(batches.c.state.not_in(list(ENDED)))
+            kept = select(files.c.object_name).where(
+                files.c.object_name.in_(names), or_(and_(*_exists()), files.c.id.in_(read))
             )
-            kept = set(connection.scalars(living))
-            return [name for name in names if name not in kept]
+            living = set(connection.scalars(kept))
+            return [name for name in names if name not in living]
 
         return await self._database.read("dead_objects", run)
 

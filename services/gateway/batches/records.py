@@ -20,12 +20,13 @@ def file_values(file: NewFile) -> dict[str, Any]:
         "id": f"file-{secrets.token_hex(_ID_BYTES)}",
         "owner": file.owner,
         "purpose": file.purpose,
-        "name": file.name,
+        # PostgreSQL refuses NUL, and both databases lone surrogates.
+        "name": file.name.replace("\0", "").encode(errors="replace").decode(),
         "bytes": file.size_bytes,
         "sha256": file.sha256,
         "object_name": file.object_name,
         "created_s": database_now(),
-        "expires_s": file.expires_s,
+        "expires_s": None if file.keep_s is None else database_now() + file.keep_s,
     }
 
 

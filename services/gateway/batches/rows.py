@@ -11,7 +11,10 @@ from services.core.batches.vocabulary import BatchState, LineState
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file whose object is written; `object_name` names the object in `ObjectFiles`."""
+    """A file whose object is written; `object_name` names the object in `ObjectFiles`.
+
+    `keep_s`: time until it expires; None: it does not.
+    """
 
     owner: str
     purpose: str
@@ -19,7 +22,7 @@ class NewFile:
     size_bytes: int
     sha256: str
     object_name: str
-    expires_s: float | None = None
+    keep_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
