@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.common.advertise import advertised
@@ -167,15 +168,7 @@ class _Gateway:
                 metrics_exposed(self._metrics.registry, config.grpc_host, config.metrics_port),
                 asyncio.TaskGroup() as tasks,
             ):
-                parts = (self._view, self._admission, self._workers, self._keys, registration)
-                background = [tasks.create_task(part.run()) for part in (*parts, self._probe)]
-                background.append(tasks.create_task(self._checker.run()))
-                if self._renderer is not None:
-                    background.append(tasks.create_task(self._renderer.run()))
-                if self._keys.has_file:
-                    background.append(tasks.create_task(self._exchange.run()))
-                if self._batches is not None:
-                    background.append(tasks.create_task(self._batches.run()))
+                background = [tasks.create_task(run()) for run in self._parts(registration)]
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 admin_port = None
@@ -199,6 +192,18 @@ class _Gateway:
                 await self._grpc.stop()
             await server.stop(grace_s=0.5)
 
+    def _parts(self, registration: Registration) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs in the background until it is cancelled."""
+        parts = [self._view.run, self._admission.run, self._workers.run, self._keys.run]
+        parts += [registration.run, self._probe.run, self._checker.run]
+        if self._renderer is not None:
+            parts.append(self._renderer.run)
+        if self._keys.has_file:
+            parts.append(self._exchange.run)
+        if self._batches is not None:
+            parts.append(self._batches.run)
+        return parts
+
     async def _leave(self, server: Server, admin_port: AdminPort | None) -> None:
         """Stop accepting requests; wait for the running requests until the drain deadline."""
         # First fail all health checks, so that load balancers stop routing here.
@@ -219,7 +224,12 @@ class _Gateway:
 
     def _request_serving(self, model: ServedModel, stream_record: StreamRecord) -> RequestServing:
         config = self._config
-        idempotency_cache = _idempotency_cache(config)
+        idempotency_cache = IdempotencyCache[Any](
+            config.idempotency_keep_s,
+            config.idempotency_grace_s,
+            CACHED_RESPONSES_MAX,
+            config.idempotency_bytes_max,
+        )
         self._metrics.answer_bytes.set_function(lambda: idempotency_cache.bytes_held)
         return RequestServing(
             preparer=Preparer(
@@ -381,12 +391,3 @@ class _Gateway:
     def _members_changed(self) -> None:
         self._admission.notify_scheduler_change()
         self._workers.notify_workers_change()
-
-
-def _idempotency_cache(config: GatewayConfig) -> IdempotencyCache[Any]:
-    return IdempotencyCache(
-        config.idempotency_keep_s,
-        config.idempotency_grace_s,
-        CACHED_RESPONSES_MAX,
-        config.idempotency_bytes_max,
-    )

@@ -4,14 +4,13 @@ import os
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from sqlalchemy.engine import make_url
 
 from services.common.errors import ConfigError
 from services.common.etcd import Store
 from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.object_files import ObjectFiles
-from services.gateway.batches.schema import sqlite_path
 from services.gateway.batches.service import BatchService
-from services.gateway.batches.settings import BatchSettings
 from services.gateway.batches.store import BatchStore
 from services.gateway.config import GatewayConfig
 from services.gateway.http.line_door import LineDoor
@@ -42,8 +41,8 @@ def open_batches(
     if settings.batch_store is None:
         return None
     metrics = BatchMetrics(registry)
-    files = ObjectFiles(files_url(settings))
     store = BatchStore(settings.batch_store, metrics.observe_call)
+    files = ObjectFiles(files_url(settings.batch_store, settings.batch_files))
     dialects = dialects_of(model, pool, refuse_unknown=serving.refuse_unknown)
     return BatchService(
         settings,
@@ -57,15 +56,18 @@ def open_batches(
     )
 
 
-def files_url(settings: BatchSettings) -> str:
-    """Where the contents of files are. Raises ConfigError."""
-    if settings.batch_files is not None:
-        return settings.batch_files
-    assert settings.batch_store is not None
-    database = sqlite_path(settings.batch_store)
-    if database is None:
+def files_url(store: str, files: str | None) -> str:
+    """Where the contents of files are: `files`, or beside the SQLite of `store`.
+
+    Raises:
+        ConfigError: if `store` is another database and `files` is None.
+    """
+    if files is not None:
+        return files
+    url = make_url(store)
+    if url.get_backend_name() != "sqlite" or not url.database:
         raise ConfigError(
             "'batch_store' is shared, so 'batch_files' must name a place that all gateways reach;"
             " set it to a URL such as s3://BUCKET/FOLDER"
         )
-    return str(Path(database).with_name("files"))
+    return str(Path(url.database).with_name("files"))

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from services.common import failpoint
 from services.common.clock import monotonic_s
-from services.core.batches.line_end import after_response
+from services.core.batches.line_end import NO_MODEL, after_response
 from services.core.batches.turns import BatchTurns
 from services.core.batches.vocabulary import BatchState
 from services.core.batches.window import ClaimWindow
@@ -276,7 +276,7 @@ class BatchLeader:
         again = after_response(error.status, error.code, error.retry_after_s, line.attempts)
         if again is None:
             return running.run.failed(error)
-        if error.status in REFUSED and not again.failure:
+        if (error.status in REFUSED or error.code == NO_MODEL) and not again.failure:
             self._window.note_refused(monotonic_s(), again.delay_s)
         return ReturnedLine(
             line.batch_id, line.line, again.delay_s, again.failure, running.run.output_ids

@@ -7,7 +7,6 @@ from functools import partial
 from services.common.clock import unix_s
 from services.common.election import Election
 from services.common.etcd import Store
-from services.core.batches.order import BatchOrder
 from services.core.batches.window import ClaimWindow
 from services.gateway.batches.errors import BatchStoreDown, Fenced
 from services.gateway.batches.object_files import ObjectFiles
@@ -85,7 +84,7 @@ class BatchService:
             batch.endpoint,
             self.settings.batch_lines_max,
             partial(self._door.check_model, batch),
-            BatchOrder(self.settings.batch_order),
+            self.settings.batch_order,
         )
         await validate(self.store, self.files, token, batch, rules)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.core.batches.order import BatchOrder
 from services.core.setting import choice, number, option, seconds, size
 
 DAY_S = 86_400
@@ -30,9 +31,9 @@ class BatchSettings:
         minimum=1,
         maximum=100_000,
     )
-    batch_order: str = choice(
-        "prefix",
-        ("prefix", "fifo", "sjf", "ljf"),
+    batch_order: BatchOrder = choice(
+        BatchOrder.PREFIX,
+        BatchOrder,
         "Order of a batch's lines: prefix runs lines with the same beginning together, fifo keeps"
         " the file's order, sjf and ljf run the shortest or longest first.",
     )

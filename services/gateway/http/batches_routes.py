@@ -1,14 +1,12 @@
 """Serves OpenAI's Batch API: /v1/batches."""
 
-from collections.abc import Callable
-
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.api.batches import CreateBatchRequest, parse_create, window_s
 from services.gateway.api.json_object import parse_object
-from services.gateway.batches.rows import NewBatch
+from services.gateway.batches.rows import BatchRow, NewBatch
 from services.gateway.batches.service import BatchService
 from services.gateway.http.batch_api import (
     NotConfigured,
@@ -39,33 +37,20 @@ def router(api: BatchService, serving: RequestServing, pool: TextPool) -> APIRou
     """The routes of batches."""
     routes = APIRouter(prefix="/v1/batches")
 
+    def parse(data: bytearray) -> tuple[CreateBatchRequest, tuple[str, ...]]:
+        return parse_create(parse_object(data), refuse_unknown=serving.refuse_unknown)
+
     @routes.post("", response_class=JSONResponse, openapi_extra=describe_body(CreateBatchRequest))
     async def create(request: Request) -> Response:
         """Create a batch from an uploaded file."""
-        record = record_of(request.scope)
-        parse: Callable[[bytearray], tuple[CreateBatchRequest, tuple[str, ...]]]
-        parse = lambda data: parse_create(  # noqa: E731
-            parse_object(data), refuse_unknown=serving.refuse_unknown
-        )
         try:
             with serving.bodies.lease() as lease:
                 body, warnings = await read_body(request, lease, pool, parse)
         except ClientDisconnect:
-            record.note_disconnect()
+            record_of(request.scope).note_disconnect()
             return Response(status_code=499)
-        record.warnings += warnings
-        batch = NewBatch(
-            record.principal.owner,
-            record.principal.key_id,
-            body.endpoint,
-            body.input_file_id,
-            window_s(body.completion_window, api.settings.batch_expiry_max_s),
-            body.metadata or {},
-            _idempotency_key(request),
-        )
-        row, new = await api.store.create(batch)
-        record.replayed = not new
-        return JSONResponse(batch_object(row))
+        record_of(request.scope).warnings += warnings
+        return JSONResponse(batch_object(await _created(api, request, body)))
 
     @routes.get("", response_class=JSONResponse)
     async def list_batches(request: Request) -> Response:
@@ -86,6 +71,24 @@ def router(api: BatchService, serving: RequestServing, pool: TextPool) -> APIRou
         return JSONResponse(batch_object(await api.store.cancel(owner_of(request), batch_id)))
 
     return routes
+
+
+async def _created(api: BatchService, request: Request, body: CreateBatchRequest) -> BatchRow:
+    """The batch of a request, which exists already if its Idempotency-Key was used before."""
+    record = record_of(request.scope)
+    batch, new = await api.store.create(
+        NewBatch(
+            record.principal.owner,
+            record.principal.key_id,
+            body.endpoint,
+            body.input_file_id,
+            window_s(body.completion_window, api.settings.batch_expiry_max_s),
+            body.metadata or {},
+            _idempotency_key(request),
+        )
+    )
+    record.replayed = not new
+    return batch
 
 
 def _idempotency_key(request: Request) -> str | None:
