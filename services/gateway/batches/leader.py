@@ -77,6 +77,9 @@ class Door(Protocol):
     def check_model(self, batch: BatchRow, model: str) -> None:
         """Raise GatewayError unless the key of the batch may use the model."""
 
+    def tokens_max(self, batch: BatchRow) -> int | None:
+        """The limit of the owner's queued tokens, None: unlimited."""
+
     def open(self, batch: BatchRow, line: ClaimedLine) -> LineRun:
         """A run of `line` of `batch`."""
 

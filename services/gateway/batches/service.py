@@ -85,6 +85,7 @@ class BatchService:
             self.settings.batch_lines_max,
             partial(self._door.check_model, batch),
             self.settings.batch_order,
+            self._door.tokens_max(batch),
         )
         await validate(self.store, self.files, token, batch, rules)
 

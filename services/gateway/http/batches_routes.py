@@ -8,6 +8,7 @@ from services.gateway.api.batches import CreateBatchRequest, parse_create, windo
 from services.gateway.api.json_object import parse_object
 from services.gateway.batches.rows import BatchRow, NewBatch
 from services.gateway.batches.service import BatchService
+from services.gateway.batches.validation import BYTES_PER_TOKEN
 from services.gateway.http.batch_api import (
     NotConfigured,
     batch_object,
@@ -76,17 +77,20 @@ def router(api: BatchService, serving: RequestServing, pool: TextPool) -> APIRou
 async def _created(api: BatchService, request: Request, body: CreateBatchRequest) -> BatchRow:
     """The batch of a request, which exists already if its Idempotency-Key was used before."""
     record = record_of(request.scope)
-    batch, new = await api.store.create(
-        NewBatch(
-            record.principal.owner,
-            record.principal.key_id,
-            body.endpoint,
-            body.input_file_id,
-            window_s(body.completion_window, api.settings.batch_expiry_max_s),
-            body.metadata or {},
-            _idempotency_key(request),
-        )
+    principal = record.principal
+    file = await api.store.files.get(principal.owner, body.input_file_id)
+    new_batch = NewBatch(
+        principal.owner,
+        principal.key_id,
+        body.endpoint,
+        body.input_file_id,
+        window_s(body.completion_window, api.settings.batch_expiry_max_s),
+        body.metadata or {},
+        _idempotency_key(request),
+        # Until the validation has counted them.
+        tokens=file.size_bytes // BYTES_PER_TOKEN,
     )
+    batch, new = await api.store.create(new_batch, principal.limits.batch_tokens_queued)
     record.replayed = not new
     return batch
 

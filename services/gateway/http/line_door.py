@@ -21,7 +21,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.request_record import new_record
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.errors import GatewayError, Unauthorized
 
 # Fields that a line may have but that do not apply to it: lines are of class `batch`, are not
 # streamed, and may run several times under different request ids.
@@ -45,6 +45,15 @@ class LineDoor:
         """Raise GatewayError unless the key of `batch` may use the model."""
         principal = self.keys.principal_of(batch.owner, batch.key_id)
         self.serving.preparer.check_model(model, principal)
+
+    def tokens_max(self, batch: BatchRow) -> int | None:
+        """The limit of the owner's queued tokens, None: unlimited."""
+        try:
+            principal = self.keys.principal_of(batch.owner, batch.key_id)
+        except Unauthorized:
+            # `check_model` refuses each line.
+            return None
+        return principal.limits.batch_tokens_queued
 
     def open(self, batch: BatchRow, line: ClaimedLine) -> "LineCall":
         """A call that runs `line` of `batch`."""
