@@ -195,8 +195,11 @@ class ChoiceRunner:
 
 
 def _journal(request: Request, record: ChoiceRecord) -> Journal:
-    # Leave at least a token to generate: the worker reports how the output ends.
-    del record.output_ids[request.limits.max_tokens - 1 :]
+    # Let the worker generate the last token again, as it reports how the output ends.
+    limits, output_ids = request.limits, record.output_ids
+    del output_ids[limits.max_tokens - 1 :]
+    if output_ids and output_ids[-1] in limits.stop_token_ids:
+        output_ids.pop()
     return Journal(request.limits.max_tokens, record.output_ids)
 
 
