@@ -115,8 +115,28 @@ class StreamEnded:
     outcome: str
 
 
+@dataclass(frozen=True, slots=True)
+class LinesClaimed:
+    """A gateway that leads the batches with `token` claimed lines of a batch."""
+
+    token: int
+    batch_id: str
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineEnded:
+    """The store accepted a result of a line from the leader with `token`."""
+
+    token: int
+    batch_id: str
+    line: int
+    status: int
+
+
 FACTS: tuple[type, ...] = (
     *(EngineStarted, EngineSwitched, MemoryHeld),
     *(MemoryDecided, ChangePlanned),
     *(StreamOpened, TokensForwarded, SegmentRead, StreamEnded),
+    *(LinesClaimed, LineEnded),
 )

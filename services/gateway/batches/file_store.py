@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, Table, and_, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, Table, and_, delete, insert, not_, or_, select, update
 
 from services.core.batches.vocabulary import ENDED
 from services.gateway.batches.database import Database
@@ -113,6 +113,15 @@ def insert_file(connection: Connection, file: NewFile) -> FileRow:
     connection.execute(insert(files).values(values))
     row = connection.execute(select(files).where(files.c.id == values["id"])).one()
     return file_row(row)
+
+
+def delete_dead(connection: Connection) -> None:
+    """Delete the rows of deleted and expired files that no batch refers to."""
+    references = (batches.c.input_file, batches.c.output_file, batches.c.error_file)
+    used = [
+        files.c.id.in_(select(column).where(column.is_not(None))) for column in references
+    ]
+    connection.execute(delete(files).where(not_(and_(*_exists())), not_(or_(*used))))
 
 
 def find_file(

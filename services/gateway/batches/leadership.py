@@ -4,7 +4,7 @@ The token is the database's own counter. The token of the election cannot be it:
 if etcd loses its data, while the database keeps its lines.
 """
 
-from sqlalchemy import Connection, and_, or_, select, update
+from sqlalchemy import Connection, or_, select, update
 
 from services.core.batches.vocabulary import BatchState, LineState
 from services.gateway.batches.errors import Fenced
@@ -32,21 +32,21 @@ def lead(connection: Connection, election: int) -> int:
     )
     if token is None:
         raise _fenced()
+    _take_over(connection, token)
+    return int(token)
+
+
+def _take_over(connection: Connection, token: int) -> None:
+    """Make the lines pending that former leaders ran."""
     open_batches = select(batches.c.id).where(
         batches.c.state.in_([BatchState.IN_PROGRESS, BatchState.CANCELLING])
     )
-    connection.execute(
-        update(lines)
-        .where(
-            and_(
-                lines.c.batch.in_(open_batches),
-                lines.c.state == LineState.RUNNING,
-                lines.c.token < token,
-            )
-        )
-        .values(state=LineState.PENDING, not_before_s=0.0)
+    abandoned = update(lines).where(
+        lines.c.batch.in_(open_batches),
+        lines.c.state == LineState.RUNNING,
+        lines.c.token < token,
     )
-    return int(token)
+    connection.execute(abandoned.values(state=LineState.PENDING, not_before_s=0.0))
 
 
 def check_token(connection: Connection, token: int) -> None:

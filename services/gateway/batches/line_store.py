@@ -2,11 +2,12 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
+from services.core.audit.facts import LineEnded, LinesClaimed
 from services.core.batches.vocabulary import BatchState, LineState
 from services.gateway.batches.database import Database
 from services.gateway.batches.leadership import check_token
@@ -20,6 +21,7 @@ from services.gateway.batches.rows import (
 )
 from services.gateway.batches.schema import batches, database_now, lines
 
+Fact = LinesClaimed | LineEnded
 ADD_MAX = 1000
 """Maximum lines per call of `add`."""
 PAGE_LINES = 256
@@ -29,8 +31,10 @@ PAGE_LINES = 256
 class LineStore:
     """Calls of the leader; each raises BatchStoreDown, and Fenced if another gateway leads."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, record: Callable[[Fact], None]) -> None:
+        """`record` writes facts into the event log."""
         self._database = database
+        self._record = record
 
     async def add(self, token: int, batch_id: str, added: Sequence[NewLine]) -> None:
         """Store validated lines of a VALIDATING batch; they run once `BatchStore.begin` returns."""
@@ -90,7 +94,11 @@ class LineStore:
                 for row in rows
             ]
 
-        return await self._database.write("claim", run)
+        claimed = await self._database.write("claim", run)
+        if claimed:
+            numbers = tuple(line.line for line in claimed)
+            self._record(LinesClaimed(token, batch_id, numbers))
+        return claimed
 
     async def finish(self, token: int, result: LineResult) -> bool:
         """End a line with its result; returns once it is committed.
@@ -98,6 +106,8 @@ class LineStore:
         False: the line is not running under this token, and keeps the result that it has.
         """
         ended: bool = await self._database.write_grouped("finish", _finish, token, (token, result))
+        if ended:
+            self._record(LineEnded(token, result.batch_id, result.line, result.status))
         return ended
 
     async def progress(self, token: int, running: Sequence[LineProgress]) -> None:

@@ -1,5 +1,6 @@
 """Objects in a local folder, and in storages that fsspec has a driver for."""
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,12 @@ class LocalObjects:
             os.close(descriptor)
 
     def delete(self, name: str) -> None:
-        (self._root / name).unlink(missing_ok=True)
+        path = self._root / name
+        path.unlink(missing_ok=True)
+        # Each leadership has a folder per batch.
+        with contextlib.suppress(OSError):
+            while (path := path.parent) != self._root:
+                path.rmdir()
 
     def older_than(self, age_s: float) -> Sequence[str]:
         before_s = unix_s() - age_s

@@ -1,4 +1,4 @@
-"""Writes the output and error files of a batch, in the order of its input."""
+"""Writes the output and error files of a batch, in the order of its input; deletes old objects."""
 
 import json
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from services.gateway.batches.rows import BatchRow, NewFile, OutputLine
 from services.gateway.batches.store import BatchStore
 
 OUTPUT_PURPOSE = "batch_output"
+SWEEP_AGE_S = 3600.0
+SWEEP_NAMES = 500
 
 _DROPPED = {
     LineState.EXPIRED: (
@@ -52,6 +54,23 @@ async def conclude(
         )
     ]
     return await store.conclude(token, batch.batch_id, *named)
+
+
+async def sweep(store: BatchStore, files: ObjectFiles, token: int, keep_s: float) -> None:
+    """Delete old batches, and objects that no file has; to be called by a new leader, and hourly.
+
+    Such objects are those of deleted files, and of uploads and leaders that ended early.
+
+    Raises:
+        BatchStoreDown: if the database or the storage fails; repeat it.
+        Fenced: if another gateway leads.
+    """
+    await store.forget(token, keep_s)
+    # Younger objects may wait for their rows.
+    names = await files.older_than(SWEEP_AGE_S)
+    for first in range(0, len(names), SWEEP_NAMES):
+        for name in await store.files.dead_objects(names[first : first + SWEEP_NAMES]):
+            await files.delete(name)
 
 
 @dataclass(frozen=True, slots=True)

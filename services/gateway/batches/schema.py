@@ -255,17 +255,22 @@ def _postgresql(url: URL) -> Engine:
 
 def _check_local(path: Path) -> None:
     """Raise ConfigError if the path is on a file system that other machines may share."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return
     folder = path.resolve().parent
     # The last mount of a folder hides earlier ones.
-    kinds = {Path(fields[1]): fields[2] for line in mounts if len(fields := line.split()) > 2}
-    mount = max((m for m in kinds if folder.is_relative_to(m)), key=lambda m: len(m.parts))
-    kind = kinds[mount]
+    rows = (line.split() for line in _mounts().splitlines())
+    kinds = {Path(fields[1]): fields[2] for fields in rows if len(fields) > 2}
+    above = [mount for mount in kinds if folder.is_relative_to(mount)]
+    kind = kinds[max(above, key=lambda mount: len(mount.parts))] if above else ""
     if kind.startswith(_SHARED_FILE_SYSTEMS):
         raise ConfigError(
             f"the batch store {path} is on a file system of type {kind}, on which SQLite loses data;"
             " use a local disk, or PostgreSQL"
         )
+
+
+def _mounts() -> str:
+    """The mounts of this process; empty if they are unknown."""
+    try:
+        return Path("/proc/self/mounts").read_text("utf-8", "replace")
+    except OSError:
+        return ""

@@ -8,11 +8,11 @@ Every method raises `BatchStoreDown` (503) if the database does not answer. Meth
 `token` are the leader's, and raise `Fenced` if another gateway leads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, Select, delete, func, insert, select, update
+from sqlalchemy import Connection, Select, and_, delete, func, insert, select, update
 
 from services.core.batches.vocabulary import (
     ENDED,
@@ -25,9 +25,15 @@ from services.core.batches.vocabulary import (
 from services.core.quota.limits import Limit
 from services.gateway.batches.database import Database, Observer
 from services.gateway.batches.errors import EntryInUse, no_such_batch
-from services.gateway.batches.file_store import FileStore, find_file, insert_file, page_of
+from services.gateway.batches.file_store import (
+    FileStore,
+    delete_dead,
+    find_file,
+    insert_file,
+    page_of,
+)
 from services.gateway.batches.leadership import check_token, lead, renew
-from services.gateway.batches.line_store import LineStore
+from services.gateway.batches.line_store import Fact, LineStore
 from services.gateway.batches.records import batch_row, batch_values, errors_text
 from services.gateway.batches.rows import BatchRow, LineError, NewBatch, NewFile, OpenBatch
 from services.gateway.batches.schema import ENTERED, batches, database_now, lines
@@ -44,11 +50,17 @@ OPEN = [state for state in BatchState if state not in ENDED]
 class BatchStore:
     """Batches, and through `files` and `lines` the calls about these."""
 
-    def __init__(self, url: str, observe: Observer = lambda name, seconds, failed: None) -> None:
-        """`url` as in `open_engine`; `observe` is called by threads. Raises ConfigError."""
+    def __init__(
+        self,
+        url: str,
+        observe: Observer = lambda name, seconds, failed: None,
+        record: Callable[[Fact], None] = lambda fact: None,
+    ) -> None:
+        """`url` as in `open_engine`; `observe` is called by threads; `record` writes facts into the
+        event log. Raises ConfigError."""
         self._database = Database(url, observe)
         self.files = FileStore(self._database)
-        self.lines = LineStore(self._database)
+        self.lines = LineStore(self._database, record)
 
     async def close(self) -> None:
         """Commit the calls that wait, and close the database."""
@@ -195,6 +207,19 @@ class BatchStore:
             return True
 
         return await self._database.write("conclude", run)
+
+    async def forget(self, token: int, keep_s: float) -> None:
+        """Delete batches that ended more than `keep_s` ago, and files that nothing refers to."""
+
+        def run(connection: Connection) -> None:
+            check_token(connection, token)
+            times = [batches.c[ENTERED[state]] for state in ENDED]
+            ended_s = func.coalesce(*times)
+            old = and_(batches.c.cleared == 1, ended_s < database_now() - keep_s)
+            connection.execute(delete(batches).where(old))
+            delete_dead(connection)
+
+        await self._database.write("forget", run)
 
     async def _validated(
         self, token: int, batch_id: str, state: BatchState, values: dict[str, Any]
